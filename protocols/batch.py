@@ -1,0 +1,237 @@
+"""Rows and references to rows.
+
+A `Batch` holds rows: named ragged columns, no padding. A `BatchRef` says where rows lie; it is what the
+controller passes around. Both are divisible by rows, which is all a transfer protocol needs to know.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """What a transfer protocol can split by rows and put together again."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """The given rows, in the given order."""
+        ...
+
+    def row_weights(self) -> Sequence[int]:
+        """Cost of each row (tokens) for balanced splitting."""
+        ...
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, in order. The inverse of taking consecutive ranges."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A ragged column: row i is values[offsets[i]:offsets[i + 1]].
+
+    values: [total] of any dtype; offsets: int64 [rows + 1], rising from 0 to total.
+    """
+
+    values: Array
+    offsets: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != 1 or self.offsets.ndim != 1 or len(self.offsets) == 0:
+            raise ValueError("a column is one-dimensional and has at least one offset")
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.values) or np.any(np.diff(self.offsets) < 0):
+            raise ValueError("column offsets must rise from 0 to the number of values")
+
+    @classmethod
+    def of(cls, rows: Sequence[Array], dtype: Any = None) -> Self:
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        values = np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.zeros(0, dtype)
+        return cls(values, offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Array:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[Array]:
+        return (self[row] for row in range(len(self)))
+
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Named ragged columns of equal row count."""
+
+    columns: Mapping[str, Column]
+
+    def __post_init__(self) -> None:
+        if len({len(column) for column in self.columns.values()}) > 1:
+            sizes = {name: len(column) for name, column in self.columns.items()}
+            raise ValueError(f"columns of one batch differ in their number of rows: {sizes}")
+
+    @classmethod
+    def of(cls, **columns: Sequence[Array]) -> Self:
+        return cls({name: Column.of(list(rows)) for name, rows in columns.items()})
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self.columns:
+            raise KeyError(f"no column {name!r}; there are {sorted(self.columns)}")
+        return self.columns[name]
+
+    def row_weights(self) -> Sequence[int]:
+        totals = np.zeros(len(self), np.int64)
+        for column in self.columns.values():
+            totals += column.lengths()
+        return [int(total) for total in totals]
+
+    def take(self, rows: Sequence[int]) -> "Batch":
+        return Batch(
+            {
+                name: Column.of([column[row] for row in rows], column.values.dtype)
+                for name, column in self.columns.items()
+            }
+        )
+
+    def with_columns(self, **columns: Column) -> "Batch":
+        return Batch({**self.columns, **columns})
+
+    @classmethod
+    def join(cls, parts: Sequence["Batch"]) -> "Batch":
+        if not parts:
+            return cls({})
+        names = list(parts[0].columns)
+        if any(list(part.columns) != names for part in parts):
+            raise ValueError(f"batches to join must have the same columns: {[list(p.columns) for p in parts]}")
+        return cls({name: _join_columns([part.columns[name] for part in parts]) for name in names})
+
+
+def _join_columns(columns: Sequence[Column]) -> Column:
+    lengths = np.concatenate([column.lengths() for column in columns])
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return Column(np.concatenate([column.values for column in columns]), offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One slot of one owner's arena.
+
+    owner: address of the rows' owner (`shm://NAME`, `ipc://PATH`, `tcp://HOST:PORT`, `inproc://NAME`); it
+    contains the owner's instance, so a restarted worker never answers for the rows of its predecessor.
+    generation: how often the slot had been written when these rows were; a reader refuses another one.
+    """
+
+    owner: str
+    slot: int
+    generation: int
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowRef:
+    """One sample, by reference, with the scalars that gate, baseline and metrics need.
+
+    first, last: versions of its first and last sampled token, stamped by the engine. tokens: sampled tokens.
+    finish: "stop" | "stop_string" | "length" | "abort". reward: None until scored, or unscorable.
+    """
+
+    group: int
+    member: int
+    attempt: int
+    epoch: int
+    prompt_tokens: int
+    tokens: int
+    first: int
+    last: int
+    finish: str
+    places: tuple[Place, ...]
+    reward: float | None = None
+    advantage: float | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.group, self.member)
+
+    def place_of(self, column: str) -> Place:
+        for place in self.places:
+            if column in place.columns:
+                return place
+        raise KeyError(f"sample {self.key} has no column {column!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRef:
+    """References to rows; divisible like the rows themselves."""
+
+    rows: tuple[RowRef, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[RowRef]:
+        return iter(self.rows)
+
+    def row_weights(self) -> Sequence[int]:
+        return [row.prompt_tokens + row.tokens for row in self.rows]
+
+    def take(self, rows: Sequence[int]) -> "BatchRef":
+        return BatchRef(tuple(self.rows[row] for row in rows))
+
+    @classmethod
+    def join(cls, parts: Sequence["BatchRef"]) -> "BatchRef":
+        return cls(tuple(row for part in parts for row in part.rows))
+
+    @property
+    def only(self) -> RowRef:
+        """The row of a reference to exactly one sample."""
+        (row,) = self.rows
+        return row
+
+    def with_places(self, places: Iterable[Place]) -> "BatchRef":
+        """Row i also lies at places[i]: further columns made by another service."""
+        pairs = zip(self.rows, places, strict=True)
+        return BatchRef(tuple(replace(row, places=(*row.places, place)) for row, place in pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What one training iteration trains: samples by reference, sorted by (group, member), with advantages.
+
+    epoch, version: the trainer's state this step starts from; the step is refused at any other one.
+    tokens, samples: denominators of the whole global batch (all response tokens, all samples), the same on
+    every rank whichever rows it holds.
+    """
+
+    epoch: int
+    version: int
+    batch: BatchRef
+    tokens: int
+    samples: int
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def row_weights(self) -> Sequence[int]:
+        return self.batch.row_weights()
+
+    def take(self, rows: Sequence[int]) -> "Cuts":
+        return replace(self, batch=self.batch.take(rows))
+
+    @classmethod
+    def join(cls, parts: Sequence["Cuts"]) -> "Cuts":
+        return replace(parts[0], batch=BatchRef.join([part.batch for part in parts]))

@@ -1,0 +1,174 @@
+"""What each service answers to: declared once here, implemented in services/, called through typed handles.
+
+A contract is a class whose methods carry `@endpoint`. Pages, handles and the simulation know contracts only.
+A handle on a contract has the contract's own type, so a wrong argument fails the type check.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, TypeVar
+
+from asyncrl.protocols.batch import BatchRef, Cuts, Place
+from asyncrl.protocols.messages import (
+    Boundary,
+    Checkpointed,
+    Health,
+    PromptGroup,
+    Published,
+    SampleText,
+    Score,
+    StepReport,
+    Using,
+)
+from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL, THREE_D_PROTO, Transfer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Lane(Enum):
+    """Which socket and task carry a call. CONTROL is always answered, also while WORK is busy."""
+
+    CONTROL = "control"
+    WORK = "work"
+
+
+class Idempotent(Enum):
+    """Whether the runtime may repeat a call whose answer was lost."""
+
+    NO = "no"
+    PURE = "pure"  # may run twice; the first matching answer wins
+    BY_VERSION = "by version"  # a compare-and-set on (epoch, version): repeating it is harmless
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSpec:
+    """What `@endpoint` declared. `stream`: the call yields items as they are ready."""
+
+    name: str
+    transfer: Transfer
+    lane: Lane
+    idempotent: Idempotent
+    stream: bool
+
+
+def endpoint(
+    transfer: Transfer, *, lane: Lane = Lane.WORK, idempotent: Idempotent = Idempotent.NO, stream: bool = False
+) -> Callable[[F], F]:
+    """Declare a contract method as a message, without changing its type."""
+
+    def declare(method: F) -> F:
+        spec = EndpointSpec(method.__name__, transfer, lane, idempotent, stream)
+        method.__endpoint__ = spec  # type: ignore[attr-defined]
+        return method
+
+    return declare
+
+
+class Contract:
+    """Base of all contracts: what every worker answers to.
+
+    `endpoints` maps names to their declarations, inherited ones included.
+    """
+
+    endpoints: ClassVar[dict[str, EndpointSpec]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = {name: member.__endpoint__ for name, member in vars(cls).items() if hasattr(member, "__endpoint__")}
+        cls.endpoints = {**cls.endpoints, **own}
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    async def health(self) -> Health:
+        """What the worker is doing now, and how its time was spent so far."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    async def release(self, places: list[Place]) -> None:
+        """Free the slots at these places; places of other owners and freed ones are ignored."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    async def idle_because(self, state: str) -> None:
+        """Book idle time from now on as `starved` (no input) or `blocked` (held back by the gate)."""
+        raise NotImplementedError
+
+
+Contract.endpoints = {
+    name: member.__endpoint__ for name, member in vars(Contract).items() if hasattr(member, "__endpoint__")
+}
+
+
+class Generation(Contract):
+    """Samples completions; keeps sampling while new weights arrive."""
+
+    @endpoint(ONE_OF, idempotent=Idempotent.PURE, stream=True)
+    def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
+        """One-row references, as samples finish. Closing the stream aborts what is still running."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
+    async def use_weights(self, published: Published) -> Using:
+        """Flip to these weights between two decode steps; answers when the old slot is no longer read."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    async def pause(self) -> Boundary:
+        """Start no further decode step until `resume`. Answers at once with the boundary."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    async def resume(self) -> Boundary:
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    async def texts(self, refs: BatchRef) -> list[SampleText]:
+        """Prompt, completion and decoded text of samples this worker holds; those of other owners are left out."""
+        raise NotImplementedError
+
+
+class Reward(Contract):
+    """Scores samples with the user's functions, in children that can be killed."""
+
+    @endpoint(ONE_OF, idempotent=Idempotent.PURE)
+    async def score(self, sample: BatchRef, row: dict[str, Any]) -> Score:
+        """Score one sample; `row` is its prompt's row. A group function is answered when all members are there."""
+        raise NotImplementedError
+
+
+class Reference(Contract):
+    """Log-probabilities of a frozen model."""
+
+    @endpoint(DP_PROTO, idempotent=Idempotent.PURE)
+    async def logprobs(self, samples: BatchRef) -> BatchRef:
+        """The same references with one more place each, column `reference_logprobs` float32 [tokens]."""
+        raise NotImplementedError
+
+
+class Training(Contract):
+    """Trains the policy; publishes each new version into the weight arena."""
+
+    @endpoint(THREE_D_PROTO, idempotent=Idempotent.BY_VERSION)
+    async def step(self, cuts: Cuts) -> StepReport:
+        """Train one iteration. A compare-and-set on (cuts.epoch, cuts.version); raises Refused elsewhere."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
+    async def published(self) -> Published:
+        """The newest version in the weight arena: what a late joiner attaches to."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
+    async def using(self, reader: str, version: int) -> None:
+        """Reader now reads only `version`; first call attaches it."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    async def detached(self, reader: str) -> None:
+        """Reader is dead (its process was waited for); its leases end."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, idempotent=Idempotent.BY_VERSION)
+    async def checkpoint(self, directory: str, epoch: int, version: int) -> Checkpointed:
+        """Write model/, optimizer and RNG state of `version` into `directory`, fsynced; answers with file digests."""
+        raise NotImplementedError

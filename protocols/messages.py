@@ -1,0 +1,282 @@
+"""Every message that crosses a wire, one screen a lane. Frozen dataclasses of plain values and arrays.
+
+`WIRE_TYPES` is the closed list of what the codec encodes and decodes; nothing else is ever built from bytes.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, Place, RowRef
+
+# ---- link ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Caller -> worker, first on every link. protocol: version of this file's messages."""
+
+    run: str
+    epoch: int
+    service: str
+    rank: int
+    instance: str
+    protocol: int
+    asyncrl: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Worker -> caller. credit: calls that may be outstanding on this link."""
+
+    instance: str
+    credit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Worker -> caller, instead of Welcome: what was wrong, both sides named."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Caller -> worker. deadline: seconds the caller will wait, counted from arrival."""
+
+    call: int
+    method: str
+    args: tuple[Any, ...]
+    deadline: float
+    span: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Worker -> caller: one item of a stream."""
+
+    call: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Worker -> caller: the result, or the end of a stream (value None)."""
+
+    call: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Worker -> caller: the call raised."""
+
+    call: int
+    kind: str
+    message: str
+    service: str
+    rank: int
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Caller -> worker: stop this call; no answer follows."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Either way, when a link was silent for a heartbeat; any traffic counts as a sign of life."""
+
+    number: int
+
+
+# ---- control ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """service, rank, instance; doing: what each running call does; seconds by state since start, see telemetry."""
+
+    service: str
+    replica: int
+    rank: int
+    instance: str
+    doing: tuple[str, ...]
+    queued: int
+    seconds: dict[str, float]
+    wall: float
+    counters: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def merge(cls, parts: "list[Health]") -> "Health":
+        return parts[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Where a pause, resume or abort takes effect: `kind` "decode step" | "micro-batch" | "call", its count."""
+
+    kind: str
+    at: int
+
+    @classmethod
+    def merge(cls, parts: "list[Boundary]") -> "Boundary":
+        return max(parts, key=lambda part: part.at)
+
+
+# ---- generation, reward ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PromptGroup:
+    """A group to sample.
+
+    prompt: text, or chat messages ({"role", "content"}); members: which samples of the group are wanted;
+    seed: the group's, a member's is derived from it; not_before: start no sequence with older weights.
+    """
+
+    id: int
+    attempt: int
+    epoch: int
+    prompt: str | list[dict[str, Any]]
+    members: tuple[int, ...]
+    seed: int
+    not_before: int
+    temperature: float
+    max_new_tokens: int
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampleText:
+    """What a person reads of one sample."""
+
+    group: int
+    member: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """reward: the weighted sum, None when unscorable; terms: each function's own value; error: why unscorable."""
+
+    reward: float | None
+    terms: dict[str, float]
+    error: str = ""
+
+
+# ---- weights ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Version `version` lies in slot `slot` of weight arena `arena`. digest: hex, of the whole slot or of one tensor
+    (`digest_of`: its name, "" for the whole slot)."""
+
+    epoch: int
+    version: int
+    arena: str
+    slot: int
+    digest: str
+    digest_of: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Using:
+    """Readers that from now on read only `version`."""
+
+    readers: tuple[str, ...]
+    version: int
+
+    @classmethod
+    def merge(cls, parts: "list[Using]") -> "Using":
+        return cls(tuple(r for part in parts for r in part.readers), min(part.version for part in parts))
+
+
+# ---- training --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSample:
+    """trained, masked: response tokens in the loss, and left out; reason: of those left out ("stale", "truncated")."""
+
+    group: int
+    member: int
+    attempt: int
+    trained: int
+    masked: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one training iteration did.
+
+    version: the trainer's after it. updates: optimizer steps taken; 0 means that nothing was trained: `skipped` says
+    why ("" | "stale" | "not finite") and the version stayed. chain: hex of the trainer's own hash chain.
+    metrics: `loss/...`, `policy/...`, `grad_norm`, `staleness/...` of tokens in the loss. published: where it lies.
+    """
+
+    epoch: int
+    version: int
+    updates: int
+    skipped: str
+    chain: str
+    metrics: dict[str, float]
+    samples: tuple[TrainedSample, ...]
+    published: Published | None
+
+    @classmethod
+    def merge(cls, parts: "list[StepReport]") -> "StepReport":
+        """Ranks agree on everything but the samples each held."""
+        head = parts[0]
+        samples = tuple(sorted((s for p in parts for s in p.samples), key=lambda s: (s.group, s.member)))
+        return cls(
+            head.epoch, head.version, head.updates, head.skipped, head.chain, head.metrics, samples, head.published
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """files: path below the checkpoint directory -> sha256 hex. chain: the trainer's hash chain at this version."""
+
+    version: int
+    chain: str
+    files: dict[str, str]
+
+    @classmethod
+    def merge(cls, parts: "list[Checkpointed]") -> "Checkpointed":
+        return cls(parts[0].version, parts[0].chain, {k: v for part in parts for k, v in part.files.items()})
+
+
+PROTOCOL = 1
+WIRE_TYPES: tuple[type, ...] = (
+    Hello,
+    Welcome,
+    Rejected,
+    Call,
+    Item,
+    Reply,
+    Failure,
+    Cancel,
+    Ping,
+    Health,
+    Boundary,
+    PromptGroup,
+    SampleText,
+    Score,
+    Published,
+    Using,
+    TrainedSample,
+    StepReport,
+    Checkpointed,
+    Place,
+    RowRef,
+    BatchRef,
+    Cuts,
+    Column,
+    Batch,
+)
