@@ -1,0 +1,17 @@
+"""asyncrl-bench NAME: run one measurement."""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+BENCHMARKS = {"policies": "staleness policies under the virtual clock: live tokens, idle trainer, masked samples"}
+
+
+def main() -> None:
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in BENCHMARKS:
+        listed = "\n".join(f"  {key:10} {what}" for key, what in BENCHMARKS.items())
+        print(f"usage: asyncrl-bench NAME [flags]\n{listed}")
+        sys.exit(0 if name in {"", "-h", "--help"} else 2)
+    run: Callable[[list[str]], None] = import_module(f"asyncrl.bench.{name}").main
+    run(sys.argv[2:])

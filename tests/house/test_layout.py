@@ -1,0 +1,181 @@
+"""The house rules that a machine can hold: layout, sizes, imports, forbidden constructs."""
+
+import ast
+import importlib
+import statistics
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOUNTED = ("services", "protocols", "deploy", "bench")
+SOURCE_FOLDERS = ("asyncrl", *MOUNTED)
+MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 40, 10
+
+LAYERS = {"protocols": 0, "asyncrl": 1, "services": 2, "deploy": 3, "bench": 3}
+# Files that start things: they are the top of the package although they lie in its ground folder.
+ENTRY_POINTS = {"asyncrl/run.py", "asyncrl/api.py", "asyncrl/evaluation.py"}
+SUPERVISED_BOUNDARY = {"asyncrl/service.py", "asyncrl/rewards/child.py", "asyncrl/telemetry/sinks/worker.py"}
+PURE = {
+    "asyncrl/controller.py",
+    "asyncrl/iteration.py",
+    "asyncrl/publishing.py",
+    "asyncrl/staleness.py",
+    "asyncrl/staleness_report.py",
+    "asyncrl/ledger.py",
+    "asyncrl/wire/link.py",
+    "asyncrl/supervisor.py",
+}
+FORBIDDEN_IN_PURE = {"time", "random", "uuid", "threading", "secrets", "torch"}
+
+
+def tracked() -> list[Path]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout
+    return [path for name in listed.splitlines() if (path := ROOT / name).is_file()]
+
+
+def python_files(*folders: str) -> list[Path]:
+    wanted = folders or (*SOURCE_FOLDERS, "tests")
+    return [p for p in tracked() if p.suffix == ".py" and p.relative_to(ROOT).parts[0] in wanted]
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def test_files_are_short() -> None:
+    long = {str(p): n for p in python_files() if (n := len(p.read_text().splitlines())) > MAX_FILE}
+    assert not long, f"over {MAX_FILE} lines: {long}"
+
+
+def test_functions_are_short() -> None:
+    sizes = {name: size for path in python_files() for name, size in functions(path)}
+    long = {name: size for name, size in sizes.items() if size > MAX_FUNCTION}
+    assert not long, f"over {MAX_FUNCTION} lines: {long}"
+
+
+def test_the_median_function_is_short() -> None:
+    sizes = [size for path in python_files(*SOURCE_FOLDERS) for _, size in functions(path)]
+    assert statistics.median(sizes) < MAX_MEDIAN
+
+
+@pytest.mark.parametrize("name", MOUNTED)
+def test_top_level_folders_are_real_and_mounted_by_links(name: str) -> None:
+    assert (ROOT / name).is_dir()
+    assert not (ROOT / name).is_symlink()
+    assert (ROOT / "asyncrl" / name).readlink() == Path("..") / name
+    assert importlib.import_module(f"asyncrl.{name}")
+
+
+@pytest.mark.parametrize("name", MOUNTED)
+def test_a_mounted_package_refuses_its_bare_name(name: str) -> None:
+    python = [str(ROOT / ".venv/bin/python"), "-c", f"import {name}"]
+    done = subprocess.run(python, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode != 0
+    assert f"import asyncrl.{name}, not {name}" in done.stderr
+
+
+def layer(path: Path) -> int:
+    name = str(path.relative_to(ROOT))
+    return LAYERS["deploy"] if name in ENTRY_POINTS else LAYERS[path.relative_to(ROOT).parts[0]]
+
+
+def test_imports_run_downwards() -> None:
+    upwards = []
+    for path in python_files(*SOURCE_FOLDERS):
+        for module in imports(path):
+            parts = module.split(".")
+            if parts[0] != "asyncrl" or len(parts) < 2:
+                continue
+            target = LAYERS["deploy"] if f"asyncrl/{parts[1]}.py" in ENTRY_POINTS else LAYERS.get(parts[1], 1)
+            if target > layer(path):
+                upwards.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not upwards
+
+
+def test_pure_logic_reaches_for_no_clock_no_chance_no_thread() -> None:
+    missing = [name for name in PURE if not (ROOT / name).exists()]
+    assert not missing
+    found = []
+    for name in sorted(PURE):
+        tree = ast.parse((ROOT / name).read_text())
+        found += [f"{name} imports {m}" for m in imports(ROOT / name) if m.split(".")[0] in FORBIDDEN_IN_PURE]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                if called in {"open", "asyncio.to_thread"} or called.startswith(("time.", "random.")):
+                    found.append(f"{name}:{node.lineno} calls {called}")
+            if isinstance(node, ast.For | ast.comprehension) and iterates_a_set(node.iter):
+                found.append(f"{name}:{node.iter.lineno} iterates a set")
+    assert not found
+
+
+def iterates_a_set(node: ast.expr) -> bool:
+    if isinstance(node, ast.Set | ast.SetComp):
+        return True
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in {"set", "frozenset"}
+
+
+def test_broad_excepts_only_at_the_supervised_boundary() -> None:
+    found = []
+    for path in python_files(*SOURCE_FOLDERS):
+        name = str(path.relative_to(ROOT))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler) and name not in SUPERVISED_BOUNDARY:
+                caught = ast.unparse(node.type) if node.type else "everything"
+                if caught in {"Exception", "BaseException", "everything"}:
+                    found.append(f"{name}:{node.lineno}")
+    assert not found, "handle the errors you expect, let the others pass"
+
+
+def test_no_pickle_no_leftovers() -> None:
+    words = ("TO" + "DO", "FIX" + "ME", "X" + "XX", "import pick" + "le", "NotImplemented" + "Error: later")
+    found = [f"{p.relative_to(ROOT)}: {w}" for p in python_files() for w in words if w in p.read_text()]
+    assert not found
+
+
+def test_nothing_of_this_machine_is_committed() -> None:
+    words = ("/work" + "/", "/opt" + "/wheels", "/opt" + "/pypi", "." + "library")
+    texts = [p for p in tracked() if p.suffix in {".py", ".md", ".toml", ".txt", ".yml", ""} and p.name != "LICENSE"]
+    found = [f"{p.relative_to(ROOT)}: {w}" for p in texts for w in words if w in p.read_text(errors="ignore")]
+    assert not found
+
+
+def test_the_package_exports_at_most_ten_names() -> None:
+    package = importlib.import_module("asyncrl")
+    public = [name for name in package.__all__ if not name.startswith("_")]
+    assert len(public) <= 10
+    assert all(getattr(package, name) is not None for name in public)
+
+
+def test_documents_name_what_exists() -> None:
+    """docs/structures.md lists the functions a group passes through; each must exist where it says."""
+    lines = (ROOT / "docs/structures.md").read_text().splitlines()
+    steps = [line for line in lines if line.startswith(tuple("12345678")) and "`" in line]
+    assert 1 <= len(steps) <= 8
+    for line in steps:
+        target = line.split("`")[1]
+        file, _, name = target.partition(":")
+        tree = ast.parse((ROOT / file).read_text())
+        owners = [tree, *[n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]]
+        defined = {
+            f"{owner.name}.{n.name}" if isinstance(owner, ast.ClassDef) else n.name
+            for owner in owners
+            for n in owner.body
+            if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        assert name in defined, f"{target} does not exist"
