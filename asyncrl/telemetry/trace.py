@@ -1,0 +1,107 @@
+"""Spans of one process, written as lines to `logs/NAME.trace.jsonl`; `trace_merge.merge` joins them for Perfetto."""
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+BUFFERED_EVENTS = 256
+"""About 30 kB a write: one system call in a few hundred events, and a killed process loses no more than these."""
+MAX_EVENTS = 300_000
+"""A file of about 40 MB. Events beyond are counted and the count is written when the tracer closes."""
+
+_open_span: ContextVar[int] = ContextVar("asyncrl_open_span", default=0)
+
+
+class Tracer:
+    """Records what one process does. Without a path it records nothing and costs next to nothing.
+
+    Args:
+        path: file to append to, by convention `RUN_DIR/logs/INSTANCE.trace.jsonl`.
+        process: the name of this process's track, e.g. "training0.0".
+        now: seconds on a clock that all processes of the host share.
+    """
+
+    def __init__(self, path: Path | None, process: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._now = path, now
+        self._lines: list[str] = []
+        self._lock = threading.Lock()
+        self._spans = itertools.count(1)
+        self._written = self._left_out = 0
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._record({"process": process, "clock": now(), "wall": time.time()})
+            self.flush()
+
+    @contextmanager
+    def span(self, name: str, **args: Any) -> Iterator[None]:
+        """A slice from here to the end of the `with`. Spans of concurrent tasks may overlap freely."""
+        if self._path is None:
+            yield
+            return
+        outer, number, start = _open_span.get(), next(self._spans), self._now()
+        _open_span.set(number)
+        try:
+            yield
+        finally:
+            # Set, not reset by token: a stream may be closed in another context than it was opened in.
+            _open_span.set(outer)
+            end = self._now()
+            event = {"span": number, "name": name, "at": start, "for": end - start, "thread": _thread()}
+            self._record({**event, "args": args} if args else event)
+
+    def flow_start(self, flow: str, name: str = "") -> None:
+        """An arrow leaves the span open here, or a mark of its own when none is; `flow` names the arrow."""
+        self._flow("start", flow, name)
+
+    def flow_end(self, flow: str, name: str = "") -> None:
+        """The arrow that `flow` names arrives here."""
+        self._flow("end", flow, name)
+
+    def counter(self, name: str, **values: float) -> None:
+        """A point of the graph `name`, one line for each value."""
+        if self._path is not None:
+            self._record({"counter": name, "at": self._now(), "values": values})
+
+    def flush(self) -> None:
+        with self._lock:
+            self._write_out()
+
+    def close(self) -> None:
+        if self._path is None:
+            return
+        if self._left_out:
+            with self._lock:
+                self._lines.append(json.dumps({"left_out": self._left_out}))
+        self.flush()
+
+    def _flow(self, end: str, flow: str, name: str) -> None:
+        if self._path is not None:
+            event = {"flow": flow, "end": end, "at": self._now(), "in": _open_span.get(), "thread": _thread()}
+            self._record({**event, "name": name or flow})
+
+    def _record(self, event: dict[str, Any]) -> None:
+        line = json.dumps(event, default=str, separators=(",", ":"))
+        with self._lock:
+            if self._written >= MAX_EVENTS:
+                self._left_out += 1
+                return
+            self._written += 1
+            self._lines.append(line)
+            if len(self._lines) >= BUFFERED_EVENTS:
+                self._write_out()
+
+    def _write_out(self) -> None:
+        if self._lines and self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("\n".join(self._lines) + "\n")
+            self._lines.clear()
+
+
+def _thread() -> str:
+    return threading.current_thread().name

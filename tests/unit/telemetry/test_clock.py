@@ -1,0 +1,93 @@
+"""The state clock: every second under one state, and the sum is wall clock."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.telemetry.clock import STATES, StateClock
+
+
+class Ticks:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def test_time_goes_to_the_entered_state_and_before_it_to_none() -> None:
+    ticks = Ticks()
+    clock = StateClock(ticks)
+    ticks.time += 1
+    clock.enter("busy")
+    ticks.time += 2
+    clock.enter("sync")
+    ticks.time += 4
+    assert clock.seconds() == {"busy": 2, "starved": 0, "blocked": 0, "sync": 4, "overhead": 0}
+    assert clock.wall == 7
+    assert clock.unaccounted == 1
+
+
+def test_a_scope_returns_to_the_state_before_it_also_when_it_raises() -> None:
+    ticks = Ticks()
+    clock = StateClock(ticks)
+    clock.enter("overhead")
+
+    def fail() -> None:
+        ticks.time += 3
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError), clock.state("busy"):
+        fail()
+    ticks.time += 1
+    assert clock.current == "overhead"
+    assert clock.seconds()["busy"] == 3
+    assert clock.seconds()["overhead"] == 1
+
+
+def test_idle_time_changes_its_reason_while_it_lasts() -> None:
+    ticks = Ticks()
+    clock = StateClock(ticks)
+    clock.idle()
+    ticks.time += 1
+    clock.idle_because("blocked")
+    ticks.time += 2
+    with clock.state("busy"):
+        clock.idle_because("starved")
+        ticks.time += 4
+    ticks.time += 8
+    assert clock.seconds() == {"busy": 4, "starved": 9, "blocked": 2, "sync": 0, "overhead": 0}
+
+
+def test_a_reason_for_idling_does_not_end_work() -> None:
+    clock = StateClock(Ticks())
+    clock.enter("busy")
+    clock.idle_because("blocked")
+    assert clock.current == "busy"
+
+
+def test_an_unknown_state_is_refused() -> None:
+    with pytest.raises(ValueError, match="sleepy"):
+        StateClock(Ticks()).enter("sleepy")  # type: ignore[arg-type]
+
+
+@given(seed=st.integers(0, 2**32))
+def test_states_add_up_to_wall_clock(seed: int) -> None:
+    draw = random.Random(seed)
+    steps = itertools.accumulate(draw.random() for _ in range(10_000))
+    clock = StateClock(lambda: next(steps))
+    clock.enter("overhead")
+    for _ in range(50):
+        if draw.random() < 0.5:
+            clock.enter(draw.choice(STATES))
+        else:
+            with clock.state(draw.choice(STATES)):
+                clock.idle_because(draw.choice(("starved", "blocked")))
+                clock.idle()
+    # Reading the two takes one tick of at most 1 each, as did the time before the first state.
+    assert clock.wall - sum(clock.seconds().values()) < 2
