@@ -1,0 +1,194 @@
+"""What the gate is set to, what it keeps of groups and samples, and what it answers with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, Self
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+
+Policy = Literal["mask", "drop", "block", "admit"]
+
+Cut = tuple[int, tuple[int, ...]]
+"""A group and those of its members that train together."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateConfig:
+    """groups: B, prompts of one training batch; members: G, samples of one prompt; limit: eta, in versions;
+    slots: sequences that all replicas together decode at one time.
+
+    cut_at: members that must be scored before a part of a group may train (None: only whole groups).
+    baseline: fewest rewards of a group from which advantages can be computed; 1 without a group baseline.
+    Raises ConfigError for values that cannot work together.
+    """
+
+    groups: int
+    members: int
+    limit: int
+    policy: Policy
+    slots: int
+    cut_at: int | None = None
+    baseline: int = 2
+
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise ConfigError(
+                f"staleness.limit = {self.limit}: a token cannot be newer than its trainer; write 0 or more"
+            )
+        if self.groups < 1 or self.slots < 1:
+            raise ConfigError("task.prompts_per_step and generation.slots must be at least 1")
+        if self.members < self.baseline:
+            raise ConfigError(
+                f"task.samples_per_prompt = {self.members}: the baseline is a mean over the group; "
+                f"write {self.baseline} or more"
+            )
+        if self.cut_at is not None and self.cut_at < self.baseline:
+            raise ConfigError(
+                f"staleness.cut_at = {self.cut_at}: a part of a group needs {self.baseline} rewards for its baseline; "
+                f'write {self.baseline} or more, or "never"'
+            )
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The gate of an experiment; `staleness.cut_at` defaults to max(2, G // 2)."""
+        members, cut_at = config.task.samples_per_prompt, config.staleness.cut_at
+        return cls(
+            groups=config.task.prompts_per_step,
+            members=members,
+            limit=config.staleness.limit,
+            policy=config.staleness.policy,
+            slots=config.generation.slots * config.generation.replicas,
+            cut_at=None if cut_at == "never" else cut_at or max(2, members // 2),
+        )
+
+    @property
+    def batch(self) -> int:
+        """Samples of a full training batch, B x G."""
+        return self.groups * self.members
+
+    @property
+    def credits(self) -> int:
+        """Samples that may wait for training or be on their way there, (eta + 1) x B x G."""
+        return (self.limit + 1) * self.batch
+
+    @property
+    def cap(self) -> int:
+        """Groups in flight at one time, C. Under `mask` a straggler costs a slot and no credit, so slots add to it."""
+        stragglers = -(-self.slots // self.members) if self.policy == "mask" else 0
+        return (self.limit + 1) * self.groups + stragglers
+
+
+class Stage(Enum):
+    """Where a sample is."""
+
+    RUNNING = "running"
+    SCORING = "scoring"
+    READY = "ready"
+    TRAINING = "training"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+OPEN = (Stage.RUNNING, Stage.SCORING)
+DROPPABLE = (*OPEN, Stage.READY)
+IN_FLIGHT = (*DROPPABLE, Stage.TRAINING)
+
+
+@dataclass(slots=True)
+class Sample:
+    """since: the gate's version when its attempt began. first, last: versions of its first and last token, from the
+    engine, and tokens: how many it sampled; known from SCORING on. reason: why it was dropped."""
+
+    stage: Stage = Stage.RUNNING
+    attempt: int = 0
+    since: int = 0
+    first: int = 0
+    last: int = 0
+    tokens: int = 0
+    reward: float | None = None
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Group:
+    """drawn_at: the gate's version when it was drawn. attempt: the newest of its members.
+
+    baselines: mean rewards that its cuts were compared with, of cuts trained while members were open.
+    """
+
+    id: int
+    drawn_at: int
+    samples: list[Sample]
+    attempt: int = 0
+    baselines: list[float] = field(default_factory=list)
+
+    def members(self, *stages: Stage) -> tuple[int, ...]:
+        return tuple(member for member, sample in enumerate(self.samples) if sample.stage in stages)
+
+    def rewards(self) -> dict[int, float]:
+        """Of every member in the baseline; a sample dropped as stale stays in it, an unscorable one never was."""
+        return {
+            member: sample.reward
+            for member, sample in enumerate(self.samples)
+            if sample.reward is not None and (sample.stage is not Stage.DROPPED or sample.reason == "stale")
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredGroup:
+    """A group in flight when a run is resumed.
+
+    attempt: the number of the attempt that begins now; running: members to sample again; trained: rewards of those
+    trained before; dropped: reason and reward, if there was one, of those dropped before.
+    """
+
+    id: int
+    attempt: int
+    running: tuple[int, ...]
+    trained: Mapping[int, float] = field(default_factory=dict)
+    dropped: Mapping[int, tuple[str, float | None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A sample that left without being trained."""
+
+    group: int
+    member: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """cuts: what to train now, sorted by group, members sorted; None: wait. dropped: what went out on the way.
+
+    early: the groups among the cuts that have members still open. short: fewer samples than a full batch.
+    """
+
+    cuts: tuple[Cut, ...] | None
+    dropped: tuple[Drop, ...] = ()
+    early: tuple[int, ...] = ()
+    short: bool = False
+
+    @property
+    def samples(self) -> int:
+        return sum(len(members) for _, members in self.cuts or ())
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one sample ended. version: the gate's when its training began, or when it was dropped.
+
+    reason: why it was dropped, "" when it was trained. early: it was in a cut of a group with open members.
+    """
+
+    group: int
+    member: int
+    tokens: int
+    first: int
+    last: int
+    version: int
+    reason: str = ""
+    early: bool = False

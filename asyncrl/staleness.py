@@ -1,0 +1,377 @@
+"""The gate: what may be drawn, what is trained next, what is too old. Pure: no I/O, no clock, no asyncio.
+
+A group is the samples of one prompt; a sample moves RUNNING -> SCORING -> READY -> TRAINING -> TRAINED, and from any
+of the first three to DROPPED. The staleness of a token is the trainer's version when an iteration begins minus the
+version that sampled it; under `mask`, `drop` and `block` no token older than the limit enters the loss.
+Samples, not groups, hold credits and are trained, so a straggler does not expire its siblings: a *cut* is the part of
+a group that trains together, usually all of it.
+
+All methods are for a single caller; ids come from `draw`, and asking about another id is an error of the caller.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from asyncrl.errors import IllegalTransition
+from asyncrl.groups import (
+    DROPPABLE,
+    IN_FLIGHT,
+    OPEN,
+    Cut,
+    Drop,
+    GateConfig,
+    Group,
+    Outcome,
+    Pick,
+    Policy,
+    RestoredGroup,
+    Sample,
+    Stage,
+)
+
+__all__ = [
+    "Cut",
+    "Drop",
+    "Gate",
+    "GateConfig",
+    "Group",
+    "Outcome",
+    "Pick",
+    "Policy",
+    "RestoredGroup",
+    "Sample",
+    "Stage",
+    "live",
+]
+
+
+def live(stamps: Any, version: int, limit: int) -> Any:
+    """Whether a token sampled at version `stamps` (a number, or an array or tensor of them) may enter the loss."""
+    return version - stamps <= limit
+
+
+class Gate:
+    """Groups in flight and the rules over them. Finished groups are forgotten at once, so memory is at most C groups.
+
+    version: the trainer's, moved by `trained`. next_group: id of the next draw.
+    refused: answers of old attempts, counted. gaps: baseline at an early cut minus that of the whole group, of groups
+    that finished; outcomes: how samples ended. Both are for `staleness_report`, which takes them out once a step.
+    """
+
+    def __init__(self, config: GateConfig, version: int = 0, next_group: int = 0) -> None:
+        self.config = config
+        self.version = version
+        self.next_group = next_group
+        self.refused = 0
+        # Four times all that can be in flight: reached only when nothing is trained for a long time.
+        self.outcomes: deque[Outcome] = deque(maxlen=4 * config.cap * config.members)
+        self.gaps: deque[float] = deque(maxlen=4 * config.cap)
+        self._groups: dict[int, Group] = {}
+        self._counts: Counter[Stage] = Counter()
+        self._stopped = False
+        self._early: dict[int, float] = {}
+
+    # ---- drawing -----------------------------------------------------------------------------------------
+
+    def held(self) -> int:
+        """Samples that hold a credit: all in flight, but for those that `mask` lets run past the limit."""
+        running = self._counts[Stage.RUNNING]
+        if self.config.policy == "mask":
+            running = sum(
+                sample.stage is Stage.RUNNING and live(sample.since, self.version, self.config.limit)
+                for _, sample in self._all()
+            )
+        return self._counts[Stage.SCORING] + self._counts[Stage.READY] + self._counts[Stage.TRAINING] + running
+
+    def may_draw(self) -> bool:
+        """Whether a further group fits into the credits and under the cap."""
+        new = self.config.members
+        fits = self.held() + new <= self.config.credits and self.in_flight + new <= self.config.cap * new
+        return fits and not self._stopped
+
+    def draw(self) -> int:
+        """Put the next group in flight, all members RUNNING in attempt 0. Returns its id."""
+        assert self.may_draw(), "draw() is for when may_draw() says so"
+        group = self.next_group
+        self.next_group += 1
+        samples = [Sample(since=self.version) for _ in range(self.config.members)]
+        self._add(Group(group, self.version, samples))
+        return group
+
+    def restore(self, restored: RestoredGroup) -> None:
+        """Put a group in flight that a resumed run had drawn; its members count as started at this version."""
+        samples = [Sample(since=self.version, attempt=restored.attempt) for _ in range(self.config.members)]
+        for member, reward in restored.trained.items():
+            samples[member].stage, samples[member].reward = Stage.TRAINED, reward
+        for member, (reason, known) in restored.dropped.items():
+            samples[member].stage, samples[member].reason, samples[member].reward = Stage.DROPPED, reason, known
+        group = Group(restored.id, self.version, samples, restored.attempt)
+        assert group.members(Stage.RUNNING) == tuple(sorted(restored.running)), "each member has one place"
+        assert restored.id < self.next_group, "a restored group was drawn before"
+        assert restored.id not in self._groups, f"group {restored.id} is in flight already"
+        self._add(group)
+
+    def stop_drawing(self) -> None:
+        """Let nothing further in; what is in flight still trains, at last in a short batch."""
+        self._stopped = True
+
+    def not_before(self, group: int) -> int:
+        """Oldest version the engine may start a sequence of this group with.
+
+        Under `block` the deadline of a sample is counted from its draw, so nothing older may start it.
+        """
+        if self.config.policy == "block":
+            return self._groups[group].drawn_at
+        return max(0, self.version - self.config.limit)
+
+    # ---- a sample's way ----------------------------------------------------------------------------------
+
+    def generated(self, group: int, member: int, attempt: int, first: int, last: int, tokens: int = 0) -> bool:
+        """RUNNING -> SCORING. False: the answer of an old attempt or a repetition; refused and counted."""
+        assert first <= last, f"sample {(group, member)}: first version {first} is newer than its last {last}"
+        sample = self._current(group, member, attempt, Stage.RUNNING)
+        if sample is None:
+            return False
+        sample.first, sample.last, sample.tokens = first, last, tokens
+        self._move(sample, Stage.SCORING)
+        return True
+
+    def scored(self, group: int, member: int, attempt: int, reward: float | None) -> bool:
+        """SCORING -> READY; without a reward -> DROPPED, `unscorable`. False as in `generated`."""
+        sample = self._current(group, member, attempt, Stage.SCORING)
+        if sample is None:
+            return False
+        sample.reward = reward
+        self._move(sample, Stage.READY)
+        if reward is None:
+            self.drop(group, [member], "unscorable")
+        return True
+
+    def restart(self, group: int, members: Sequence[int]) -> int:
+        """Begin a new attempt for these members, all in flight; what they had is forgotten. Returns its number."""
+        entry = self._groups[group]
+        entry.attempt += 1
+        for member in members:
+            sample = self._expect(group, member, IN_FLIGHT, "restarted")
+            self._move(sample, Stage.RUNNING)
+            sample.attempt, sample.since, sample.reward = entry.attempt, self.version, None
+        return entry.attempt
+
+    def drop(self, group: int, members: Iterable[int], reason: str) -> None:
+        """RUNNING, SCORING or READY -> DROPPED. What is TRAINING goes through `requeue` first."""
+        for member in members:
+            sample = self._expect(group, member, DROPPABLE, "dropped")
+            sample.reason = reason
+            self._end(self._groups[group], member, Stage.DROPPED)
+        self._forget(group)
+
+    # ---- training ----------------------------------------------------------------------------------------
+
+    def pick(self) -> Pick:
+        """What to train next, moved to TRAINING; only when no iteration is running.
+
+        Drops first what the policy finds too old, and complete groups without a baseline.
+        """
+        assert not self._counts[Stage.TRAINING], "pick() is for when no iteration is running"
+        dropped = [*self._drop_old(), *self._drop_without_baseline()]
+        cuts = self._take(self.cuts())
+        samples = sum(len(members) for _, members in cuts)
+        short = samples < self.config.batch
+        if not cuts or (short and not self.exhausted) or self._must_wait(cuts):
+            return Pick(None, tuple(dropped))
+        for group, members in cuts:
+            for member in members:
+                self._move(self._groups[group].samples[member], Stage.TRAINING)
+        early = sorted(group for group, _ in cuts if self._groups[group].members(*OPEN))
+        self._early = {group: _mean(self.rewards(group)) for group in early}
+        return Pick(tuple(sorted(cuts)), tuple(dropped), tuple(early), short)
+
+    def requeue(self, cuts: Iterable[Cut]) -> None:
+        """TRAINING -> READY after a failed step; members restarted or dropped meanwhile stay where they are."""
+        for group, members in cuts:
+            for member in members:
+                sample = self._groups[group].samples[member] if group in self._groups else None
+                if sample is not None and sample.stage is Stage.TRAINING:
+                    self._move(sample, Stage.READY)
+
+    def trained(self, cuts: Iterable[Cut], version: int) -> None:
+        """TRAINING -> TRAINED; the trainer is now at `version`."""
+        assert version >= self.version, f"the trainer went back from version {self.version} to {version}"
+        for group, members in cuts:
+            for member in members:
+                self._expect(group, member, (Stage.TRAINING,), "trained")
+                self._end(self._groups[group], member, Stage.TRAINED)
+            if group in self._early:
+                self._groups[group].baselines.append(self._early[group])
+            self._forget(group)
+        self.version = version
+
+    # ---- the rules ---------------------------------------------------------------------------------------
+
+    def expired(self, sample: Sample) -> bool:
+        """No live token is left."""
+        return not live(sample.last, self.version, self.config.limit)
+
+    def stale(self, sample: Sample) -> bool:
+        """Some token is over the limit."""
+        return not live(sample.first, self.version, self.config.limit)
+
+    def due(self, group: Group) -> bool:
+        """Some READY sample has its last chance: after one more version none of its tokens is live."""
+        ready = (sample for sample in group.samples if sample.stage is Stage.READY)
+        return any(not live(sample.last, self.version + 1, self.config.limit) for sample in ready)
+
+    def cuts(self) -> list[Cut]:
+        """What could be trained now, most urgent first."""
+        ready = [group for group in self._groups.values() if group.members(Stage.READY) and self.may_cut(group)]
+        return [(group.id, group.members(Stage.READY)) for group in sorted(ready, key=self._urgency)]
+
+    def may_cut(self, group: Group) -> bool:
+        """Whether the READY members of this group may train without waiting for the others."""
+        if not group.members(*OPEN):
+            return True
+        enough = self.config.members if self.config.cut_at is None else self.config.cut_at
+        return self.config.policy == "mask" and len(group.rewards()) >= (
+            self.config.baseline if self.due(group) else enough
+        )
+
+    def fits_deadlines(self, cuts: Sequence[Cut]) -> bool:
+        """Under `block`: what these cuts leave over fits into the iterations before its deadline.
+
+        For every k in 0..eta at most k x B x G samples are left that were drawn at version + k - eta or before;
+        looking at k = 0 alone overruns the bound or deadlocks.
+        """
+        taken = dict(cuts)
+        left = Counter[int]()
+        for group in self._groups.values():
+            left[group.drawn_at] += len(group.members(*IN_FLIGHT)) - len(taken.get(group.id, ()))
+        horizon = [(k, self.version + k - self.config.limit) for k in range(self.config.limit + 1)]
+        return all(
+            sum(count for drawn_at, count in left.items() if drawn_at <= latest) <= k * self.config.batch
+            for k, latest in horizon
+        )
+
+    # ---- looking -----------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Samples neither TRAINED nor DROPPED."""
+        return sum(self._counts[stage] for stage in IN_FLIGHT)
+
+    @property
+    def exhausted(self) -> bool:
+        """Nothing more will become READY by itself: nothing runs, nothing is scored, nothing may be drawn."""
+        return not any(self._counts[stage] for stage in OPEN) and not self.may_draw()
+
+    def finished(self, group: int) -> bool:
+        """Every member is TRAINED or DROPPED; the group's rows may be released."""
+        return group not in self._groups
+
+    def rewards(self, group: int) -> dict[int, float]:
+        """The baseline of a group in flight: every member with a reward, one dropped as stale included."""
+        return self._groups[group].rewards()
+
+    def counts(self) -> dict[Stage, int]:
+        """Samples by stage; TRAINED and DROPPED since this gate was made."""
+        return {stage: self._counts[stage] for stage in Stage}
+
+    def members(self, group: int, *stages: Stage) -> tuple[int, ...]:
+        """Members of a group in flight that are in one of these stages; () for a finished group."""
+        return self._groups[group].members(*stages) if group in self._groups else ()
+
+    def groups(self) -> tuple[int, ...]:
+        """Ids of the groups in flight, rising."""
+        return tuple(sorted(self._groups))
+
+    def ages(self) -> list[int]:
+        """Versions since the first token, of every sample that waits for training."""
+        return [self.version - sample.first for _, sample in self._all() if sample.stage is Stage.READY]
+
+    # ---- parts -------------------------------------------------------------------------------------------
+
+    def _all(self) -> Iterator[tuple[Group, Sample]]:
+        return ((group, sample) for group in self._groups.values() for sample in group.samples)
+
+    def _add(self, group: Group) -> None:
+        self._groups[group.id] = group
+        self._counts[Stage.RUNNING] += len(group.members(Stage.RUNNING))
+
+    def _move(self, sample: Sample, stage: Stage) -> None:
+        self._counts[sample.stage] -= 1
+        self._counts[stage] += 1
+        sample.stage = stage
+
+    def _current(self, group: int, member: int, attempt: int, stage: Stage) -> Sample | None:
+        sample = self._groups[group].samples[member] if group in self._groups else None
+        if sample is None or sample.attempt != attempt or sample.stage is not stage:
+            self.refused += 1
+            return None
+        return sample
+
+    def _expect(self, group: int, member: int, stages: Sequence[Stage], what: str) -> Sample:
+        sample = self._groups[group].samples[member] if group in self._groups else None
+        if sample is None or sample.stage not in stages:
+            found = "its group has finished" if sample is None else f"it is {sample.stage.value}"
+            raise IllegalTransition(f"sample {(group, member)} cannot be {what}: {found}")
+        return sample
+
+    def _end(self, group: Group, member: int, stage: Stage) -> None:
+        sample = group.samples[member]
+        self._move(sample, stage)
+        early = stage is Stage.TRAINED and group.id in self._early
+        self.outcomes.append(
+            Outcome(group.id, member, sample.tokens, sample.first, sample.last, self.version, sample.reason, early)
+        )
+
+    def _forget(self, group: int) -> None:
+        entry = self._groups[group]
+        if not entry.members(*IN_FLIGHT):
+            self.gaps.extend(baseline - _mean(entry.rewards()) for baseline in entry.baselines)
+            del self._groups[group]
+
+    def _drop_old(self) -> list[Drop]:
+        too_old = {"mask": self.expired, "drop": self.stale}.get(self.config.policy)
+        if too_old is None:
+            return []
+        return self._drop_ready("stale", lambda _, sample: too_old(sample))
+
+    def _drop_without_baseline(self) -> list[Drop]:
+        return self._drop_ready(
+            "no_baseline",
+            lambda group, _: not group.members(*OPEN) and len(group.rewards()) < self.config.baseline,
+        )
+
+    def _drop_ready(self, reason: str, condition: Callable[[Group, Sample], bool]) -> list[Drop]:
+        drops = [
+            Drop(group.id, member, reason)
+            for group in self._groups.values()
+            for member in group.members(Stage.READY)
+            if condition(group, group.samples[member])
+        ]
+        for out in drops:
+            self.drop(out.group, [out.member], reason)
+        return drops
+
+    def _take(self, cuts: Iterable[Cut]) -> list[Cut]:
+        """Whole cuts, in order, until they make a full batch."""
+        taken, samples = list[Cut](), 0
+        for cut in cuts:
+            if samples >= self.config.batch:
+                break
+            taken.append(cut)
+            samples += len(cut[1])
+        return taken
+
+    def _urgency(self, group: Group) -> tuple[int, int]:
+        if self.config.policy == "block":
+            return (group.drawn_at, group.id)
+        return (min(group.samples[member].last for member in group.members(Stage.READY)), group.id)
+
+    def _must_wait(self, cuts: Sequence[Cut]) -> bool:
+        waiting_helps = self.config.policy == "block" and not self.exhausted
+        return waiting_helps and not self.fits_deadlines(cuts)
+
+
+def _mean(rewards: Mapping[int, float]) -> float:
+    return sum(rewards.values()) / len(rewards)
