@@ -115,3 +115,10 @@ class FleetFailed(AsyncrlError):
     def __init__(self, message: str, exit_code: int = 75) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def lone(error: BaseException) -> BaseException:
+    """The one error inside nested groups; the error itself when it is no group or holds several."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
