@@ -1,16 +1,126 @@
-"""Rank arithmetic of 3D-parallel models."""
+"""Rank arithmetic of 3D-parallel models: pp x tp x dp for training, and its regrouping for generation.
 
+Training groups follow HybridFlow (EuroSys 2025) section 5.3: pipeline and tensor groups lie on consecutive ranks, data
+groups at stride pp x tp. For generation the same ranks are regrouped into smaller models, and each training replica
+becomes `micro_dp` generation replicas.
+"""
+
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Grouping = Literal["zero-redundancy", "vanilla"]
+Groups = list[list[int]]
+
+
+class Place3D(NamedTuple):
+    """Index of a rank inside its pipeline, tensor and data group."""
+
+    pp: int
+    tp: int
+    dp: int
+
+
+class GenerationPlace(NamedTuple):
+    """Index of a rank inside its generation pipeline and tensor group, its micro-data group and its data group."""
+
+    pp: int
+    tp: int
+    micro_dp: int
+    dp: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """pp x tp x dp ranks, one worker each. rank = dp_index * (pp * tp) + pp_index * tp + tp_index (HybridFlow 5.3)."""
+    """pp x tp x dp ranks, one worker each. rank = dp_index * (pp * tp) + pp_index * tp + tp_index (HybridFlow 5.3).
+
+    generation_pp, generation_tp: sizes of the model in generation, divisors of pp and tp (None: as in training).
+    grouping: how ranks are regrouped for generation. Raises ValueError for sizes that do not fit.
+    """
 
     pp: int = 1
     tp: int = 1
     dp: int = 1
+    generation_pp: int | None = None
+    generation_tp: int | None = None
+    grouping: Grouping = "zero-redundancy"
+
+    def __post_init__(self) -> None:
+        sizes = {"pp": self.pp, "tp": self.tp, "dp": self.dp, "generation pp": self.gpp, "generation tp": self.gtp}
+        if min(sizes.values()) < 1:
+            raise ValueError(f"every size of a layout is at least 1, not {sizes}")
+        if self.pp % self.gpp or self.tp % self.gtp:
+            raise ValueError(
+                f"generation pp x tp = {self.gpp} x {self.gtp} must divide training pp x tp = {self.pp} x {self.tp}"
+            )
 
     @property
     def size(self) -> int:
         return self.pp * self.tp * self.dp
+
+    @property
+    def gpp(self) -> int:
+        return self.pp if self.generation_pp is None else self.generation_pp
+
+    @property
+    def gtp(self) -> int:
+        return self.tp if self.generation_tp is None else self.generation_tp
+
+    @property
+    def micro_dp(self) -> int:
+        """Generation replicas that one training replica becomes: d_g = p t / (p_g t_g)."""
+        return (self.pp * self.tp) // (self.gpp * self.gtp)
+
+    def rank(self, pp: int = 0, tp: int = 0, dp: int = 0) -> int:
+        """The rank at these indices; -1 is the last one."""
+        return (dp % self.dp) * self.pp * self.tp + (pp % self.pp) * self.tp + tp % self.tp
+
+    def place(self, rank: int) -> Place3D:
+        model = self.pp * self.tp
+        return Place3D(rank % model // self.tp, rank % self.tp, rank // model)
+
+    def generation_place(self, rank: int) -> GenerationPlace:
+        """Where a rank is in generation.
+
+        vanilla: the training rule with the smaller sizes. zero-redundancy: generation groups pick ranks at intervals
+        of t / t_g and p / p_g, so that each rank's training shard is a part of its generation shard (HybridFlow 5.3).
+        """
+        at = self.place(rank)
+        if self.grouping == "vanilla":
+            index = at.pp * self.tp + at.tp
+            tp, pp, micro = index % self.gtp, index // self.gtp % self.gpp, index // (self.gpp * self.gtp)
+            return GenerationPlace(pp, tp, micro, at.dp)
+        every_pp, every_tp = self.pp // self.gpp, self.tp // self.gtp
+        micro = at.pp % every_pp * every_tp + at.tp % every_tp
+        return GenerationPlace(at.pp // every_pp, at.tp // every_tp, micro, at.dp)
+
+    def tp_groups(self) -> Groups:
+        return self._grouped(lambda rank: (self.place(rank).pp, self.place(rank).dp))
+
+    def pp_groups(self) -> Groups:
+        return self._grouped(lambda rank: (self.place(rank).tp, self.place(rank).dp))
+
+    def dp_groups(self) -> Groups:
+        return self._grouped(lambda rank: (self.place(rank).pp, self.place(rank).tp))
+
+    def generation_tp_groups(self) -> Groups:
+        return self._grouped(lambda rank: self.generation_place(rank)._replace(tp=0))
+
+    def micro_dp_groups(self) -> Groups:
+        """Ranks of one training replica that hold the same part of the model in generation."""
+        return self._grouped(lambda rank: self.generation_place(rank)._replace(micro_dp=0))
+
+    def generation_replicas(self) -> Groups:
+        """Ranks that generate together, dp x micro_dp groups of p_g x t_g ranks, by data and micro-data index."""
+        groups = self._grouped(lambda rank: self.generation_place(rank)._replace(pp=0, tp=0))
+        return sorted(groups, key=lambda group: (self.generation_place(group[0]).dp, self.micro_index(group[0])))
+
+    def micro_index(self, rank: int) -> int:
+        return self.generation_place(rank).micro_dp
+
+    def _grouped(self, key: Callable[[int], Hashable]) -> Groups:
+        """Ranks with the same key, rising, groups in the order of their first rank."""
+        groups: dict[Hashable, list[int]] = {}
+        for rank in range(self.size):
+            groups.setdefault(key(rank), []).append(rank)
+        return list(groups.values())

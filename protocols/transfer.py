@@ -2,11 +2,27 @@
 
 A protocol is a pair of pure functions over row indices and a layout (HybridFlow, EuroSys 2025, Table 3):
 `distribute` says which rows each rank gets, `collect` which ranks' answers are kept, in which order.
+
+How a handle uses one:
+
+    fan, calls = fan_out(transfer, args, layout)          # calls[rank]: the arguments of that rank
+    answers = [... of every rank ...]
+    result = fan.join([answers[rank] for rank in fan.kept])
+
+- Every rank is called, also one that gets no rows: ranks of one model take part in collectives together.
+- Arguments that are `Divisible` (Batch, BatchRef, Cuts) are split by rows, all by the same rows, weighed by the first;
+  any other argument goes to every rank as it is.
+- `join` puts rows back into the caller's order. Which answers it takes, and how, is in its docstring.
+- A service of several replicas is one layout per replica. ONE_OF picks a replica and fans out inside it; DP_PROTO over
+  replicas of one rank each is a fan over `Layout(dp=replicas)`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
+from asyncrl.protocols.batch import Divisible
 from asyncrl.protocols.layout import Layout
 
 Rows = Sequence[int]
@@ -18,24 +34,224 @@ Collect = Callable[[Layout], list[int]]
 class Transfer:
     """distribute(row weights, layout) -> rows of each rank; collect(layout) -> ranks whose answers are kept, in order.
 
-    one_of: the whole call goes to a single replica chosen by the runtime (docs/structures.md).
+    A user's own protocol is a Transfer with its own pair. one_of: the whole call goes to a single replica chosen by
+    the runtime (docs/structures.md). per_rank: the caller passes one value for each rank in every argument, and gets
+    the list of all answers.
     """
 
     name: str
     distribute: Distribute
     collect: Collect
     one_of: bool = False
+    per_rank: bool = False
 
 
-def _everyone(weights: Sequence[int], layout: Layout) -> list[Rows]:
+@dataclass(frozen=True, slots=True)
+class Fan:
+    """How one call goes out and comes back. rows: of each rank; kept: ranks whose answers are kept, in order.
+
+    count: rows of the call; None when it has no argument that can be split. gather: answers are listed, not joined.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    kept: tuple[int, ...]
+    count: int | None
+    gather: bool = False
+
+    def join(self, answers: Sequence[Any]) -> Any:
+        """One result from the answers of the kept ranks, given in the order of `kept`.
+
+        None: None. A type with a `merge` class method: merged by it. Divisible: joined, and lists: concatenated. Where
+        the rows were split over the kept ranks they come back in the caller's order; a list may also hold something
+        else than one value a row, and is then left in the order of `kept`. A single answer of any other type is the
+        result; ALL_TO_ALL lists the answers. Raises TypeError for several answers of a type that has no way to be
+        joined, ValueError when a rank answered another number of rows than it was given.
+        """
+        assert len(answers) == len(self.kept), f"{len(answers)} answers of {len(self.kept)} ranks"
+        first = answers[0]
+        if self.gather:
+            return list(answers)
+        if all(answer is None for answer in answers):
+            return None
+        if hasattr(type(first), "merge"):
+            return type(first).merge(list(answers))
+        if isinstance(first, list):
+            return self._in_order([row for answer in answers for row in answer], answers, _take_from_list)
+        if isinstance(first, Divisible):
+            return self._in_order(type(first).join(answers), answers, type(first).take)
+        if len(answers) == 1:
+            return first
+        raise TypeError(f"answers of type {type(first).__name__} cannot be joined: give it a class method `merge`")
+
+    def _in_order(self, joined: Any, answers: Sequence[Any], take: Callable[[Any, Rows], Any]) -> Any:
+        sent = [row for rank in self.kept for row in self.rows[rank]]
+        split = self.count is not None and len(self.kept) > 1 and sorted(sent) == list(range(self.count))
+        if not split:
+            return joined
+        sizes = {rank: (len(self.rows[rank]), len(answer)) for rank, answer in zip(self.kept, answers, strict=True)}
+        if all(given == answered for given, answered in sizes.values()):
+            return take(joined, _inverse(sent))
+        if isinstance(joined, list):
+            return joined
+        raise ValueError(f"rows given and answered differ, by rank: {sizes}; answer every row, in the order given")
+
+
+def fan_out(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fan, list[tuple[Any, ...]]]:
+    """The fan of one call and each rank's arguments.
+
+    Raises ValueError when divisible arguments differ in their rows, or ALL_TO_ALL gets another number of values than
+    there are ranks.
+    """
+    if transfer.per_rank:
+        return _per_rank(transfer, args, layout)
+    divisible = [argument for argument in args if isinstance(argument, Divisible)]
+    if len({len(argument) for argument in divisible}) > 1:
+        raise ValueError(f"arguments to split differ in their rows: {[len(argument) for argument in divisible]}")
+    weights = divisible[0].row_weights() if divisible else ()
+    rows = transfer.distribute(weights, layout)
+    assert len(rows) == layout.size, f"{transfer.name} distributes to {len(rows)} of {layout.size} ranks"
+    fan = Fan(tuple(map(tuple, rows)), tuple(transfer.collect(layout)), len(weights) if divisible else None)
+    return fan, [tuple(_part(argument, part) for argument in args) for part in fan.rows]
+
+
+def _per_rank(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fan, list[tuple[Any, ...]]]:
+    if any(len(argument) != layout.size for argument in args):
+        given = [len(argument) for argument in args]
+        raise ValueError(
+            f"{transfer.name} wants one value for each of {layout.size} ranks in every argument, not {given}"
+        )
+    fan = Fan(((),) * layout.size, tuple(transfer.collect(layout)), None, gather=True)
+    return fan, [tuple(argument[rank] for argument in args) for rank in range(layout.size)]
+
+
+def _part(argument: Any, rows: Rows) -> Any:
+    return argument.take(rows) if isinstance(argument, Divisible) else argument
+
+
+def _take_from_list(values: list[Any], rows: Rows) -> list[Any]:
+    return [values[row] for row in rows]
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    positions = [0] * len(order)
+    for position, row in enumerate(order):
+        positions[row] = position
+    return positions
+
+
+# ---- splitting rows --------------------------------------------------------------------------------------
+
+
+def even_parts(weights: Sequence[int], parts: int) -> list[Rows]:
+    """Consecutive ranges whose lengths differ by at most one, the longer ones first."""
+    short, longer = divmod(len(weights), parts)
+    starts = [part * short + min(part, longer) for part in range(parts + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
+def balanced_parts(weights: Sequence[int], parts: int) -> list[Rows]:
+    """Parts of about equal weight, rows rising in each: heaviest row first, to the lightest part (Graham 1969: the
+    heaviest part is at most 4/3 of the best possible). With as many rows as parts or more none is empty."""
+    rows: list[list[int]] = [[] for _ in range(parts)]
+    load = [0] * parts
+    for row in sorted(range(len(weights)), key=lambda row: (-weights[row], row)):
+        lightest = min(range(parts), key=lambda part: (load[part], len(rows[part]), part))
+        rows[lightest].append(row)
+        load[lightest] += weights[row]
+    return [sorted(part) for part in rows]
+
+
+def balanced(transfer: Transfer) -> Transfer:
+    """The same protocol, with rows split by weight (tokens) instead of by number.
+
+    Which ranks share a part is asked of the protocol itself, with one row for each rank.
+    """
+
+    def distribute(weights: Sequence[int], layout: Layout) -> list[Rows]:
+        probe = [tuple(rows) for rows in transfer.distribute([1] * layout.size, layout)]
+        parts = list(dict.fromkeys(probe))
+        split = balanced_parts(weights, len(parts))
+        return [split[parts.index(rows)] for rows in probe]
+
+    return Transfer(f"balanced {transfer.name}", distribute, transfer.collect, transfer.one_of, transfer.per_rank)
+
+
+# ---- the protocols of Table 3 ----------------------------------------------------------------------------
+
+
+def _to_everyone(weights: Sequence[int], layout: Layout) -> list[Rows]:
     return [range(len(weights))] * layout.size
+
+
+def _by_data_index(weights: Sequence[int], layout: Layout) -> list[Rows]:
+    parts = even_parts(weights, layout.dp)
+    return [parts[layout.place(rank).dp] for rank in range(layout.size)]
+
+
+def _by_rank(weights: Sequence[int], layout: Layout) -> list[Rows]:
+    return even_parts(weights, layout.size)
+
+
+def _by_generation_replica(weights: Sequence[int], layout: Layout) -> list[Rows]:
+    replicas = layout.generation_replicas()
+    parts = even_parts(weights, len(replicas))
+    owner = {rank: part for group, part in zip(replicas, parts, strict=True) for rank in group}
+    return [owner[rank] for rank in range(layout.size)]
 
 
 def _all_ranks(layout: Layout) -> list[int]:
     return list(range(layout.size))
 
 
-ONE_TO_ALL = Transfer("ONE_TO_ALL", _everyone, _all_ranks)
-ONE_OF = Transfer("ONE_OF", _everyone, _all_ranks, one_of=True)
-DP_PROTO = Transfer("DP_PROTO", _everyone, _all_ranks)
-THREE_D_PROTO = Transfer("THREE_D_PROTO", _everyone, _all_ranks)
+def _one_rank(layout: Layout) -> list[int]:
+    return [layout.rank(pp=-1)]
+
+
+def _last_stages(layout: Layout) -> list[int]:
+    return [layout.rank(pp=-1, dp=index) for index in range(layout.dp)]
+
+
+def _every_stage(layout: Layout) -> list[int]:
+    return [layout.rank(pp=index) for index in range(layout.pp)]
+
+
+def _first_of_each(groups: Iterable[Sequence[int]]) -> list[int]:
+    return [group[0] for group in groups]
+
+
+ONE_TO_ALL = Transfer("ONE_TO_ALL", _to_everyone, _all_ranks)
+"""The same input to all ranks, the answers of all."""
+
+ONE_OF = Transfer("ONE_OF", _to_everyone, _one_rank, one_of=True)
+"""The whole call to one replica, the answer of its last pipeline stage. Not in Table 3."""
+
+THREE_D_PROTO = Transfer("THREE_D_PROTO", _by_data_index, _last_stages)
+"""Split over data groups, the same rows inside each; the answers of each group's last stage, first tensor rank."""
+
+THREE_D_ALL_MICRO_DP = Transfer(
+    "THREE_D_ALL_MICRO_DP", _by_generation_replica, lambda layout: _first_of_each(layout.generation_replicas())
+)
+"""Split over the micro-data-parallel replicas of generation, the same rows inside each; the answers of each one's
+first rank. The table's "micro DP group" is read as the ranks that generate together: they must see the same rows."""
+
+THREE_D_PP_ONLY = Transfer("THREE_D_PP_ONLY", _to_everyone, _every_stage)
+"""The same input to all ranks; the answers of each pipeline stage's first tensor and data rank."""
+
+DP_PROTO = Transfer("DP_PROTO", _by_rank, _all_ranks)
+"""Split over all ranks, each a data-parallel one; the answers of all."""
+
+ALL_TO_ALL = Transfer("ALL_TO_ALL", _to_everyone, _all_ranks, per_rank=True)
+"""One input of the caller's for each rank; the list of all answers. For debugging."""
+
+PROTOCOLS: dict[str, Transfer] = {
+    transfer.name: transfer
+    for transfer in (
+        ONE_TO_ALL,
+        ONE_OF,
+        THREE_D_PROTO,
+        THREE_D_ALL_MICRO_DP,
+        THREE_D_PP_ONLY,
+        DP_PROTO,
+        ALL_TO_ALL,
+    )
+}
