@@ -1,0 +1,124 @@
+"""Where a worker computes: one thread beside its event loop, so that no torch call ever holds up a message."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol, TypeVar, TypeVarTuple, Unpack
+
+from asyncrl.telemetry.clock import StateClock
+
+Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
+
+
+class Occupancy:
+    """Books a worker's time: busy while something computes, overhead while calls wait for that, idle otherwise."""
+
+    def __init__(self, clock: StateClock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._computing = self._calls = 0
+        clock.idle()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Something computes: the compute thread, or children that work for this worker."""
+        self._count(computing=1)
+        try:
+            yield
+        finally:
+            self._count(computing=-1)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """A call of the work lane is being served."""
+        self._count(calls=1)
+        try:
+            yield
+        finally:
+            self._count(calls=-1)
+
+    def _count(self, computing: int = 0, calls: int = 0) -> None:
+        with self._lock:
+            before = self._state
+            self._computing += computing
+            self._calls += calls
+            if self._state != before:
+                self._book()
+
+    @property
+    def _state(self) -> str:
+        return "busy" if self._computing else "overhead" if self._calls else "idle"
+
+    def _book(self) -> None:
+        match self._state:
+            case "busy":
+                self._clock.enter("busy")
+            case "overhead":
+                self._clock.enter("overhead")
+            case _:
+                self._clock.idle()
+
+
+class Compute(Protocol):
+    """Runs functions one after the other, in the order they were handed in."""
+
+    @property
+    def queued(self) -> int:
+        """Functions handed in and not finished."""
+        ...
+
+    async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
+        """The function's result. Cancelling the wait does not stop a function that runs already."""
+        ...
+
+    def close(self) -> None:
+        """Take no more functions; those not begun are dropped."""
+        ...
+
+
+class ThreadCompute:
+    """The one compute thread of a worker. What waits is bounded by the calls that may be outstanding on its links."""
+
+    def __init__(self, occupancy: Occupancy, name: str = "compute") -> None:
+        self._occupancy = occupancy
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._queued = 0
+
+    @property
+    def queued(self) -> int:
+        return self._queued
+
+    async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
+        self._queued += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, self._booked, function, *args)
+        finally:
+            self._queued -= 1
+
+    def _booked(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
+        with self._occupancy.computing():
+            return function(*args)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class InlineCompute:
+    """Computes at once, on the event loop: for tests and the simulation, where time is virtual."""
+
+    def __init__(self, occupancy: Occupancy) -> None:
+        self._occupancy = occupancy
+
+    @property
+    def queued(self) -> int:
+        return 0
+
+    async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
+        with self._occupancy.computing():
+            return function(*args)
+
+    def close(self) -> None:
+        """Nothing waits here."""

@@ -1,0 +1,165 @@
+"""Typed calls on a fleet: a handle on a contract has the contract's own type.
+
+    fleet.reference.logprobs(samples)
+        distribute   rows of each rank                           protocols/transfer.py
+        send         one call a rank, on the endpoint's lane     workers.py
+        collect      one result, rows in the order of the call   joining.py
+
+Calls go to replicas that live, whose ranks count as data-parallel copies of one layout. Where none lives a call waits
+for a restarted one. `ONE_OF` calls go to the freest replica whole. A call to everybody leaves out a replica that dies
+meanwhile: its successor starts afresh.
+"""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any, TypeVar, cast
+
+from asyncrl.errors import PeerLost, Retryable, UnknownEndpoint
+from asyncrl.joining import Shares, join, shares
+from asyncrl.protocols.contracts import Contract, EndpointSpec, Idempotent
+from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.messages import PromptGroup
+from asyncrl.workers import Arguments, Replica, Workers
+
+C = TypeVar("C", bound=Contract)
+
+GROUP_MARGIN = 10.0
+"""Seconds beyond a group's own deadline: at that its samples end in the engine, and then still have to arrive."""
+
+
+def connect(contract: type[C], workers: Workers, call_deadline: float) -> C:
+    """A handle: `await handle.endpoint(...)`, or `async for item in handle.endpoint(...)` for a stream.
+
+    Args:
+        call_deadline: seconds a call may take; a call with a group may take the group's own deadline and GROUP_MARGIN.
+
+    Calls raise the worker's own errors, RemoteError for those that asyncrl does not know, PeerLost when a worker died
+    and the endpoint may not be repeated or died again, DeadlineExceeded.
+    """
+    return cast(C, Handle(contract, workers, call_deadline))
+
+
+class Handle:
+    """What `connect` returns, behind the contract's type."""
+
+    def __init__(self, contract: type[Contract], workers: Workers, call_deadline: float) -> None:
+        self._contract, self._workers, self._call_deadline = contract, workers, call_deadline
+
+    def __repr__(self) -> str:
+        return f"<handle on {self._contract.__name__}: {', '.join(worker.name for worker in self._workers)}>"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in self._contract.endpoints:
+            raise UnknownEndpoint(_unknown(self._contract, name))
+        spec = self._contract.endpoints[name]
+        signature = inspect.signature(getattr(self._contract, name))
+        send = self._stream if spec.stream else self._call
+
+        def endpoint(*args: Any, **named: Any) -> Any:
+            bound = signature.bind(self, *args, **named)
+            bound.apply_defaults()
+            return send(spec, bound.args[1:])
+
+        return endpoint
+
+    async def _call(self, spec: EndpointSpec, args: Arguments) -> Any:
+        until = self._until(args)
+        try:
+            return await self._once(spec, args, until)
+        except PeerLost:
+            if spec.idempotent is Idempotent.NO:
+                raise
+            return await self._once(spec, args, until)
+
+    async def _once(self, spec: EndpointSpec, args: Arguments, until: float) -> Any:
+        if not spec.transfer.one_of:
+            return await self._on(await self._workers.living(until), spec, args, until)
+        replica = await self._workers.freest(until)
+        with replica.taken():
+            return await self._on([replica], spec, args, until)
+
+    async def _on(self, replicas: list[Replica], spec: EndpointSpec, args: Arguments, until: float) -> Any:
+        layout = self._layout(len(replicas))
+        parts = shares(spec.transfer, layout, args)
+        answers = await _answers(spec, replicas, parts, until)
+        answered = [answer for answer in answers if not isinstance(answer, PeerLost)]
+        if len(answered) < len(answers):
+            return self._join_survivors(spec, answers)
+        ranks = spec.transfer.collect(layout)
+        return join([answers[rank] for rank in ranks], parts.order(ranks))
+
+    def _join_survivors(self, spec: EndpointSpec, answers: list[Any]) -> Any:
+        """Of a call to everybody: the answers of the replicas that lived through it."""
+        size = self._workers.layout.size
+        each = [answers[start : start + size] for start in range(0, len(answers), size)]
+        whole = [part for part in each if not any(isinstance(answer, PeerLost) for answer in part)]
+        if not whole:
+            raise next(answer for answer in answers if isinstance(answer, PeerLost))
+        ranks = spec.transfer.collect(self._layout(len(whole)))
+        survivors = [answer for part in whole for answer in part]
+        return join([survivors[rank] for rank in ranks])
+
+    async def _stream(self, spec: EndpointSpec, args: Arguments) -> AsyncIterator[Any]:
+        until = self._until(args)
+        replica = await self._workers.freest(until)
+        lead = spec.transfer.collect(self._workers.layout)[0]
+        with replica.taken():
+            items = replica.workers[lead].stream(spec, args, _left(until))
+            async with aclosing(cast(Any, items)):
+                async for item in items:
+                    yield item
+
+    def _layout(self, replicas: int) -> Layout:
+        return replace(self._workers.layout, dp=self._workers.layout.dp * replicas)
+
+    def _until(self, args: Arguments) -> float:
+        groups = [arg.deadline + GROUP_MARGIN for arg in args if isinstance(arg, PromptGroup)]
+        return asyncio.get_running_loop().time() + max(groups, default=self._call_deadline)
+
+
+def _unknown(contract: type[Contract], name: str) -> str:
+    nearest = get_close_matches(name, contract.endpoints, n=1, cutoff=0.5)
+    meant = f"; did you mean {nearest[0]!r}?" if nearest else ";"
+    return f"{contract.__name__} has no endpoint {name!r}{meant} It has: {', '.join(sorted(contract.endpoints))}"
+
+
+def _left(until: float) -> float:
+    return until - asyncio.get_running_loop().time()
+
+
+async def _answers(spec: EndpointSpec, replicas: list[Replica], parts: Shares, until: float) -> list[Any]:
+    """Every rank's answer, in rank order; in a call to everybody the PeerLost of a worker stands for its answer."""
+
+    async def answer(rank: int) -> Any:
+        try:
+            return await workers[rank].call(spec, parts.args[rank], _left(until))
+        except PeerLost as lost:
+            if not parts.broadcast:
+                raise
+            return lost
+
+    workers = [worker for replica in replicas for worker in replica.workers]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            pending = [tasks.create_task(answer(rank), name=f"{spec.name} {w.name}") for rank, w in enumerate(workers)]
+    except BaseExceptionGroup as errors:
+        raise _cause(errors) from None
+    return [task.result() for task in pending]
+
+
+def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What to tell the caller: rather what went wrong in a worker than that a worker was lost."""
+    flat = list(_flat(errors))
+    return next((error for error in flat if not isinstance(error, Retryable)), flat[0])
+
+
+def _flat(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in _flat(part)]
+    return [error]

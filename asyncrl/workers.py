@@ -1,0 +1,166 @@
+"""The workers of one service as their callers see them: who lives, who is freest, what is outstanding."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from asyncrl.errors import DeadlineExceeded, PeerLost
+from asyncrl.protocols.contracts import EndpointSpec, Lane
+from asyncrl.protocols.layout import Layout
+from asyncrl.wire.ends import Signal
+
+Arguments = tuple[Any, ...]
+
+
+class Channel(Protocol):
+    """The part of a link that calls need."""
+
+    async def call(self, method: str, args: Arguments, deadline: float) -> Any: ...
+
+    def stream(self, method: str, args: Arguments, deadline: float) -> AsyncIterator[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outstanding:
+    """A call that a worker has not answered yet; since: loop time."""
+
+    method: str
+    lane: Lane
+    since: float
+
+
+class RemoteWorker:
+    """One worker, whichever instance of it lives at the moment."""
+
+    def __init__(self, service: str, replica: int, rank: int, changed: Signal | None = None) -> None:
+        self.service, self.replica, self.rank = service, replica, rank
+        self.instance = ""
+        self.outstanding: dict[int, Outstanding] = {}
+        self._numbers = itertools.count()
+        self._channels: Mapping[Lane, Channel] = {}
+        self._why, self._returns = "it is starting", True
+        self._changed = changed or Signal()
+
+    @property
+    def name(self) -> str:
+        return f"{self.service}{self.replica}.{self.rank}"
+
+    @property
+    def lives(self) -> bool:
+        return bool(self._channels)
+
+    @property
+    def gone(self) -> bool:
+        """Dead, and nobody starts it again."""
+        return not self.lives and not self._returns
+
+    @property
+    def condition(self) -> str:
+        """One clause, for errors and the watchdog."""
+        return f"{self.name} lives" if self.lives else f"{self.name} does not answer: {self._why}"
+
+    def connected(self, instance: str, channels: Mapping[Lane, Channel]) -> None:
+        """From now on calls go to this instance."""
+        self.instance, self._channels = instance, channels
+        self._changed.wake()
+
+    def lost(self, why: str, *, returns: bool) -> None:
+        """Nobody answers from now on; `returns`: another instance is being started."""
+        self._channels, self._why, self._returns = {}, why, returns
+        self._changed.wake()
+
+    async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
+        """Call this worker alone; deadline in seconds. Raises PeerLost at once when it does not live."""
+        with self._noted(spec):
+            return await self._channel(spec.lane).call(spec.name, args, deadline)
+
+    async def stream(self, spec: EndpointSpec, args: Arguments, deadline: float) -> AsyncIterator[Any]:
+        """Items of a call; closing the iterator cancels it in the worker."""
+        with self._noted(spec):
+            items = self._channel(spec.lane).stream(spec.name, args, deadline)
+            async with aclosing(cast(Any, items)):
+                async for item in items:
+                    yield item
+
+    def _channel(self, lane: Lane) -> Channel:
+        if not self._channels:
+            raise PeerLost(self.condition)
+        return self._channels[lane]
+
+    @contextmanager
+    def _noted(self, spec: EndpointSpec) -> Iterator[None]:
+        number = next(self._numbers)
+        self.outstanding[number] = Outstanding(spec.name, spec.lane, asyncio.get_running_loop().time())
+        try:
+            yield
+        finally:
+            del self.outstanding[number]
+
+
+class Replica:
+    """One copy of a service: a worker for each rank of its layout. It lives while all of them do."""
+
+    def __init__(self, workers: Sequence[RemoteWorker]) -> None:
+        self.workers = tuple(workers)
+        self.load = 0
+
+    @property
+    def lives(self) -> bool:
+        return all(worker.lives for worker in self.workers)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Counts in `load` a call that chose this replica, from the choice on: others choose before it is sent."""
+        self.load += 1
+        try:
+            yield
+        finally:
+            self.load -= 1
+
+
+class Workers:
+    """All workers of one service."""
+
+    def __init__(self, service: str, replicas: int, layout: Layout) -> None:
+        self.service, self.layout = service, layout
+        self._changed = Signal()
+        self.replicas = tuple(
+            Replica([RemoteWorker(service, replica, rank, self._changed) for rank in range(layout.size)])
+            for replica in range(replicas)
+        )
+
+    def __iter__(self) -> Iterator[RemoteWorker]:
+        return (worker for replica in self.replicas for worker in replica.workers)
+
+    def worker(self, replica: int, rank: int) -> RemoteWorker:
+        return self.replicas[replica].workers[rank]
+
+    async def living(self, until: float) -> list[Replica]:
+        """Replicas that live; waits for one that is being restarted.
+
+        Args:
+            until: loop time of the deadline.
+
+        Raises:
+            PeerLost: all are dead for good.
+            DeadlineExceeded: none came back in time.
+        """
+        try:
+            async with asyncio.timeout_at(until):
+                while not (living := [replica for replica in self.replicas if replica.lives]):
+                    if all(any(worker.gone for worker in replica.workers) for replica in self.replicas):
+                        raise PeerLost(self._conditions())
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no worker of {self.service} came back in time: {self._conditions()}") from error
+        return living
+
+    async def freest(self, until: float) -> Replica:
+        """The living replica that the fewest calls chose, the first of equals. Raises as `living`."""
+        return min(await self.living(until), key=lambda replica: replica.load)
+
+    def _conditions(self) -> str:
+        return "; ".join(worker.condition for worker in self if not worker.lives)

@@ -1,0 +1,258 @@
+"""Handles over channels that answer from a script: routing, splitting, repeating, deadlines, streams."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import DeadlineExceeded, PeerLost, UnknownEndpoint
+from asyncrl.handle import GROUP_MARGIN, connect
+from asyncrl.protocols.batch import Batch
+from asyncrl.protocols.contracts import Contract, Idempotent, Lane, endpoint
+from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.messages import PromptGroup
+from asyncrl.protocols.transfer import ONE_OF, ONE_TO_ALL, Rows, Transfer
+from asyncrl.workers import Workers
+
+
+def striped(weights: object, layout: Layout) -> list[Rows]:
+    count = len(weights)  # type: ignore[arg-type]
+    return [list(range(rank, count, layout.size)) for rank in range(layout.size)]
+
+
+STRIPED = Transfer("STRIPED", striped, lambda layout: list(range(layout.size)))
+
+
+class Sums(Contract):
+    """A contract of its own: handles know nothing of the services of asyncrl."""
+
+    @endpoint(STRIPED, idempotent=Idempotent.PURE)
+    async def double(self, rows: Batch, times: int = 2) -> Batch: ...
+
+    @endpoint(ONE_OF, idempotent=Idempotent.PURE)
+    async def ask(self, question: str) -> str: ...
+
+    @endpoint(ONE_OF)
+    async def spend(self, amount: int) -> int: ...
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    async def names(self) -> list[str]: ...
+
+    @endpoint(ONE_OF, idempotent=Idempotent.PURE, stream=True)
+    def count(self, group: PromptGroup) -> AsyncIterator[int]: ...
+
+
+Answer = Callable[..., Awaitable[Any]]
+
+
+class ScriptedChannel:
+    """Answers calls with a function; notes what was called and which streams were closed."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.calls: list[tuple[str, tuple[Any, ...], float]] = []
+        self.closed: list[str] = []
+
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> Any:
+        self.calls.append((method, args, deadline))
+        return await self.answer(*args)
+
+    async def stream(self, method: str, args: tuple[Any, ...], deadline: float) -> AsyncIterator[Any]:
+        self.calls.append((method, args, deadline))
+        try:
+            for number in range(3):
+                yield number
+        finally:
+            self.closed.append(method)
+
+
+def fleet_of(*channels: ScriptedChannel) -> Workers:
+    workers = Workers("sums", len(channels), Layout())
+    for worker, channel in zip(workers, channels, strict=True):
+        worker.connected(f"{worker.name}-0-a", {Lane.WORK: channel, Lane.CONTROL: channel})
+    return workers
+
+
+def answering(value: Any) -> ScriptedChannel:
+    async def answer(*args: Any) -> Any:
+        return value
+
+    return ScriptedChannel(answer)
+
+
+def numbers(*values: int) -> Batch:
+    return Batch.of(number=[np.array([value], np.int64) for value in values])
+
+
+async def test_an_unknown_endpoint_names_the_nearest() -> None:
+    handle = connect(Sums, fleet_of(answering(None)), 5.0)
+    with pytest.raises(UnknownEndpoint, match="Sums has no endpoint 'duoble'; did you mean 'double'"):
+        handle.duoble  # type: ignore[attr-defined]  # noqa: B018
+
+
+async def test_a_wrong_number_of_arguments_fails_before_anything_is_sent() -> None:
+    channel = answering("yes")
+    with pytest.raises(TypeError):
+        await connect(Sums, fleet_of(channel), 5.0).ask()  # type: ignore[call-arg]
+    assert not channel.calls
+
+
+async def test_rows_are_split_over_replicas_and_joined_in_order() -> None:
+    async def double(rows: Batch, times: int) -> Batch:
+        return numbers(*(int(row[0]) * times for row in rows["number"]))
+
+    channels = [ScriptedChannel(double) for _ in range(3)]
+    doubled = await connect(Sums, fleet_of(*channels), 5.0).double(numbers(1, 2, 3, 4, 5), times=3)
+    assert [int(row[0]) for row in doubled["number"]] == [3, 6, 9, 12, 15]
+    assert [len(channel.calls[0][1][0]) for channel in channels] == [2, 2, 1]
+
+
+async def test_one_of_goes_to_the_replica_with_fewest_outstanding_calls() -> None:
+    everybody = asyncio.Barrier(6)
+
+    async def slow(question: str) -> str:
+        await everybody.wait()
+        return question
+
+    first, second, third = (ScriptedChannel(slow) for _ in range(3))
+    handle = connect(Sums, fleet_of(first, second, third), 5.0)
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(handle.ask(str(number))) for number in range(6)]
+    assert [len(channel.calls) for channel in (first, second, third)] == [2, 2, 2]
+    assert [task.result() for task in asked] == list("012345")
+
+
+async def test_one_of_avoids_a_dead_replica() -> None:
+    dead, alive = answering("dead"), answering("alive")
+    workers = fleet_of(dead, alive)
+    workers.worker(0, 0).lost("killed by SIGKILL", returns=True)
+    assert await connect(Sums, workers, 5.0).ask("who?") == "alive"
+
+
+async def test_a_pure_call_is_repeated_once_on_the_restarted_replica() -> None:
+    async def dies(question: str) -> str:
+        worker.lost("killed by SIGKILL", returns=True)
+        asyncio.get_running_loop().call_soon(back)
+        raise PeerLost("killed by SIGKILL")
+
+    def back() -> None:
+        worker.connected("sums0.0-0-b", {Lane.WORK: second, Lane.CONTROL: second})
+
+    second = answering("from the second instance")
+    workers = fleet_of(ScriptedChannel(dies))
+    worker = workers.worker(0, 0)
+    assert await connect(Sums, workers, 5.0).ask("who?") == "from the second instance"
+    assert len(second.calls) == 1
+
+
+async def test_a_call_that_changes_state_is_never_repeated() -> None:
+    async def dies(*args: Any) -> Any:
+        raise PeerLost("killed by SIGKILL")
+
+    first, second = ScriptedChannel(dies), ScriptedChannel(dies)
+    handle = connect(Sums, fleet_of(first, second), 5.0)
+    with pytest.raises(PeerLost):
+        await handle.spend(1)
+    assert (len(first.calls), len(second.calls)) == (1, 0)
+    with pytest.raises(PeerLost):
+        await handle.ask("twice, then the caller decides")
+    assert len(first.calls) + len(second.calls) == 3
+
+
+async def test_waiting_for_a_restart_ends_at_the_deadline_and_says_why() -> None:
+    workers = fleet_of(answering(1))
+    workers.worker(0, 0).lost("killed by SIGKILL", returns=True)
+    with pytest.raises(DeadlineExceeded, match=r"sums0\.0 does not answer: killed by SIGKILL"):
+        await connect(Sums, workers, 0.01).ask("anybody?")
+
+
+async def test_a_worker_that_does_not_return_is_not_waited_for() -> None:
+    workers = fleet_of(answering(1))
+    workers.worker(0, 0).lost("killed by SIGKILL", returns=False)
+    with pytest.raises(PeerLost, match="SIGKILL"):
+        await connect(Sums, workers, 60.0).ask("anybody?")
+
+
+async def test_a_call_to_everybody_leaves_out_who_dies_meanwhile() -> None:
+    async def dies(*args: Any) -> Any:
+        raise PeerLost("killed")
+
+    handle = connect(Sums, fleet_of(answering(["a"]), ScriptedChannel(dies), answering(["c"])), 5.0)
+    assert await handle.names() == ["a", "c"]
+
+
+async def test_an_error_of_one_rank_is_raised_bare_and_stops_the_others() -> None:
+    stopped = asyncio.Event()
+
+    async def fails(*args: Any) -> Any:
+        raise ValueError("this rank cannot")
+
+    async def waits(*args: Any) -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    handle = connect(Sums, fleet_of(ScriptedChannel(waits), ScriptedChannel(fails)), 5.0)
+    with pytest.raises(ValueError, match="this rank cannot"):
+        await handle.double(numbers(1, 2))
+    assert stopped.is_set()
+
+
+GROUP = PromptGroup(0, 0, 0, "hello", (0,), 1, 0, 1.0, 8, deadline=30.0)
+
+
+async def test_closing_a_stream_closes_it_in_the_worker() -> None:
+    channel = answering(None)
+    handle = connect(Sums, fleet_of(channel), 5.0)
+    async with aclosing(handle.count(GROUP)) as items:  # type: ignore[type-var]
+        async for item in items:
+            assert item == 0
+            break
+        assert not channel.closed
+    assert channel.closed == ["count"]
+    assert [item async for item in handle.count(GROUP)] == [0, 1, 2]
+
+
+async def test_deadlines_come_from_the_config_or_from_the_group() -> None:
+    channel = answering("x")
+    workers = fleet_of(channel)
+    handle = connect(Sums, workers, 5.0)
+    await handle.ask("?")
+    async for _ in handle.count(GROUP):
+        assert [call.method for call in workers.worker(0, 0).outstanding.values()] == ["count"]
+    assert not workers.worker(0, 0).outstanding
+    asked, counted = (deadline for _, _, deadline in channel.calls)
+    assert 4.5 < asked <= 5.0
+    assert 29.5 + GROUP_MARGIN < counted <= 30.0 + GROUP_MARGIN
+
+
+TYPED = """
+from asyncrl.handle import connect
+from asyncrl.protocols.contracts import Generation
+from asyncrl.workers import Workers
+
+async def page(workers: Workers) -> None:
+    generation = connect(Generation, workers, 1.0)
+    reveal_type(generation)
+    await generation.pause()
+    generation.generate(3)
+    await generation.texts("refs")
+"""
+
+
+def test_a_wrong_argument_fails_the_type_check(tmp_path: Any) -> None:
+    from mypy import api
+
+    snippet = tmp_path / "page.py"
+    snippet.write_text(TYPED)
+    cache = f"--cache-dir={tmp_path / 'cache'}"
+    told, _, status = api.run(["--strict", "--follow-imports=silent", cache, str(snippet)])
+    assert status == 1
+    assert 'Revealed type is "asyncrl.protocols.contracts.Generation"' in told
+    assert 'page.py:10: error: Argument 1 to "generate" of "Generation"' in told
+    assert 'page.py:11: error: Argument 1 to "texts" of "Generation"' in told
+    assert "Found 2 errors" in told
