@@ -1,0 +1,204 @@
+"""The two-slot weight arena: the trainer copies a version into the idle slot, engines read it in place.
+
+    0          64             128            4096                4096 + stride
+    | magic,   | stamp of     | stamp of     | slot 0: tensors   | slot 1: tensors   |
+    | digest   | slot 0       | slot 1       |                   |                   |
+
+A stamp is (epoch, version) of a complete slot and says "being written" otherwise, so that a reader that copies sees
+whether it copied one version. Readers that read in place hold a lease besides (session.py).
+"""
+
+import ctypes
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.errors import WeightsError
+from asyncrl.protocols.messages import Published
+from asyncrl.weights.session import SLOTS, Leases, slot_of
+from asyncrl.weights.spec import TensorSpec, WeightsSpec
+from asyncrl.weights.transport import Memory, inproc
+
+MAGIC = b"ARLWGHT1"
+HEADER = 4096  # one page, so that slots begin page-aligned
+STAMP = struct.Struct("<qq")
+BEING_WRITTEN = -1
+FULL_DIGEST_BYTES = 64 << 20  # crc32 runs at about 4 GB/s: at most 16 ms a side and version
+
+
+def open_writer(arena_name: str, spec: WeightsSpec, wire: str) -> "Writer":
+    """Make an arena. wire: `fleet.wire`; "inproc" keeps it in this process, the others in shared memory.
+
+    Raises:
+        ArenaFull: there is no room for two slots.
+    """
+    from asyncrl.weights.transport import shm
+
+    create = inproc.create if wire == "inproc" else shm.create
+    return Writer(create(arena_name, HEADER + SLOTS * _stride(spec)), spec)
+
+
+def open_reader(published: Published, spec: WeightsSpec) -> "Reader":
+    """Attach to the arena of `published`.
+
+    Raises:
+        PeerLost: the arena is gone with its trainer.
+        WeightsError: the trainer's model is another one than the reader's.
+    """
+    from asyncrl.weights.transport import shm
+
+    attach = inproc.attach if published.arena.startswith(inproc.SCHEME) else shm.attach
+    return Reader(attach(published.arena), spec)
+
+
+class Writer:
+    """The trainer's end. `leases` says when a version may be written."""
+
+    def __init__(self, memory: Memory, spec: WeightsSpec) -> None:
+        self.leases = Leases()
+        self._memory, self._spec = memory, spec
+        self._slots = [_views(memory, spec, slot) for slot in range(SLOTS)]
+        for slot in range(SLOTS):
+            self._stamp(slot, BEING_WRITTEN, BEING_WRITTEN)
+        memory.buffer[: len(MAGIC) + len(spec.digest)] = MAGIC + spec.digest
+
+    @property
+    def address(self) -> str:
+        return self._memory.address
+
+    def write(self, epoch: int, version: int, named_tensors: Mapping[str, Tensor]) -> Published:
+        """Copy a version into its slot, cast to the specification's dtype; any device.
+
+        named_tensors has every name of the specification; aliases may be given too, with equal values.
+        A crash in the middle is harmless: the other slot is whole, and nobody was told of this one.
+
+        Raises:
+            WeightsError: a name is missing or unknown, or a shape or a tied tensor does not fit.
+        """
+        tensors = _checked(named_tensors, self._spec)
+        slot = slot_of(version)
+        self.leases.begin(version)
+        self._stamp(slot, epoch, BEING_WRITTEN)
+        with torch.no_grad():
+            for name, view in self._slots[slot].items():
+                view.copy_(tensors[name])
+        self._stamp(slot, epoch, version)
+        self.leases.wrote(version)
+        digest_of = _digest_of(self._spec, version)
+        digest = _digest(self._memory, self._spec, slot, digest_of)
+        return Published(epoch, version, self.address, slot, digest, digest_of)
+
+    def close(self) -> None:
+        self._slots = []
+        self._memory.close()
+
+    def _stamp(self, slot: int, epoch: int, version: int) -> None:
+        STAMP.pack_into(self._memory.buffer, 64 * (1 + slot), epoch, version)
+
+
+class Reader:
+    """An engine's end."""
+
+    def __init__(self, memory: Memory, spec: WeightsSpec) -> None:
+        self._memory, self._spec = memory, spec
+        expected = MAGIC + spec.digest
+        if len(memory.buffer) < HEADER + SLOTS * _stride(spec) or memory.buffer[: len(expected)] != expected:
+            raise WeightsError(
+                f"weight arena {memory.address} was made for another model or dtype than this reader's: start trainer "
+                "and engine with the same model folder and model.dtype"
+            )
+
+    def tensors(self, published: Published) -> dict[str, Tensor]:
+        """Views of the version's tensors in the arena, under every name, aliases included. Never write to them.
+
+        Raises:
+            WeightsError: the slot does not hold that version, or its bytes do not match the digest.
+        """
+        self.check(published)
+        found = _digest(self._memory, self._spec, published.slot, published.digest_of)
+        if found != published.digest:
+            what = published.digest_of or "the slot"
+            raise WeightsError(
+                f"weights of version {published.version} in {published.arena} are damaged: {what} has digest {found}, "
+                f"published was {published.digest}"
+            )
+        views = _views(self._memory, self._spec, published.slot)
+        return views | {alias: views[name] for alias, name in self._spec.aliases}
+
+    def check(self, published: Published) -> None:
+        """Raise WeightsError unless the slot holds that version, whole. A reader that copied asks once more after."""
+        stamp = STAMP.unpack_from(self._memory.buffer, 64 * (1 + published.slot))
+        if stamp != (published.epoch, published.version):
+            state = "is being written" if stamp[1] == BEING_WRITTEN else f"holds version {stamp[1]} of epoch {stamp[0]}"
+            raise WeightsError(
+                f"slot {published.slot} of {published.arena} {state}, not version {published.version} of epoch "
+                f"{published.epoch}: it was overwritten without this reader's lease"
+            )
+
+    def close(self) -> None:
+        """Forget the arena; views that were given out stay valid."""
+        self._memory.close()
+
+
+def _stride(spec: WeightsSpec) -> int:
+    return -(-spec.size // HEADER) * HEADER
+
+
+def _views(memory: Memory, spec: WeightsSpec, slot: int) -> dict[str, Tensor]:
+    block = _block(memory)
+    start = HEADER + slot * _stride(spec)
+    return {tensor.name: _view(block, spec, tensor, start + tensor.offset) for tensor in spec.tensors}
+
+
+def _view(block: Any, spec: WeightsSpec, tensor: TensorSpec, offset: int) -> Tensor:
+    count = tensor.bytes // spec.torch_dtype.itemsize
+    return torch.frombuffer(block, dtype=spec.torch_dtype, count=count, offset=offset).view(tensor.shape)
+
+
+def _digest_of(spec: WeightsSpec, version: int) -> str:
+    """ "" for the whole slot; the name of one tensor, in turn, when the slot is too large to read twice a version."""
+    if spec.size <= FULL_DIGEST_BYTES:
+        return ""
+    return spec.tensors[version % len(spec.tensors)].name
+
+
+def _digest(memory: Memory, spec: WeightsSpec, slot: int, name: str) -> str:
+    """crc32: it finds torn and stray writes, which is what can happen here; nobody forges weights on one host."""
+    start, size = HEADER + slot * _stride(spec), spec.size
+    if name:
+        tensor = next(tensor for tensor in spec.tensors if tensor.name == name)
+        start, size = start + tensor.offset, tensor.bytes
+    return f"{zlib.crc32(memory.buffer[start : start + size]):08x}"
+
+
+def _checked(named: Mapping[str, Tensor], spec: WeightsSpec) -> Mapping[str, Tensor]:
+    shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
+    aliases = dict(spec.aliases)
+    missing = sorted(shapes.keys() - named.keys())
+    unknown = sorted(named.keys() - shapes.keys() - aliases.keys())
+    if missing or unknown:
+        raise WeightsError(f"weights do not fit their specification: missing {missing}, unknown {unknown}")
+    for name, shape in shapes.items():
+        if tuple(named[name].shape) != shape:
+            raise WeightsError(f"{name} has shape {tuple(named[name].shape)}, its specification says {shape}")
+    for alias, name in aliases.items():
+        if alias in named and named[alias] is not named[name] and not torch.equal(named[alias], named[name]):
+            raise WeightsError(f"{alias} and {name} are tied and must be equal, but were given different values")
+    return named
+
+
+def _block(memory: Memory) -> Any:
+    """A mapped block as torch takes it.
+
+    torch has no read-only tensors and warns about read-only buffers. The pages stay read-only all the same: a stray
+    write to one of these tensors ends the process instead of changing everyone's weights.
+    """
+    mapped: Any = type("Mapped", (ctypes.c_char * len(memory.buffer),), {})
+    block = mapped.from_address(np.frombuffer(memory.buffer, np.uint8).ctypes.data)
+    block.memory = memory  # unmapped when the last tensor over it is gone
+    return block

@@ -1,0 +1,73 @@
+"""What both sides agree on before any weight moves: names, shapes, dtype and offsets in a slot."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Self
+
+import torch
+from torch import nn
+
+ALIGNMENT = 64  # bytes: a cache line and the widest vector load
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor in a slot: `bytes` bytes from `offset`, row-major."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class WeightsSpec:
+    """Layout of one slot.
+
+    dtype: "float32" | "bfloat16". aliases: further names of a tensor (tied embeddings), alias -> name.
+    size: bytes of a slot.
+    """
+
+    dtype: str
+    tensors: tuple[TensorSpec, ...]
+    aliases: tuple[tuple[str, str], ...]
+    size: int
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: str, aliases: Mapping[str, str] | None = None) -> Self:
+        """Lay out tensors in the mapping's order. dtype: a key of DTYPES."""
+        tensors, offset = [], 0
+        for name, shape in shapes.items():
+            size = prod(shape) * DTYPES[dtype].itemsize
+            tensors.append(TensorSpec(name, shape, offset, size))
+            offset += -(-size // ALIGNMENT) * ALIGNMENT
+        return cls(dtype, tuple(tensors), tuple((aliases or {}).items()), offset)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """sha256 of the whole layout, 32 bytes: equal on both sides or no weight is read."""
+        lines = [self.dtype, *(f"{t.name} {t.shape} {t.offset}" for t in self.tensors)]
+        lines += [f"{alias} = {name}" for alias, name in self.aliases]
+        return hashlib.sha256("\n".join(lines).encode()).digest()
+
+
+def spec_of(model: nn.Module, dtype: str) -> WeightsSpec:
+    """Specification of a model's parameters. A tied parameter is one tensor with an alias for each further name."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    aliases: dict[str, str] = {}
+    first_name: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first_name.setdefault(id(parameter), name)
+        if owner == name:
+            shapes[name] = tuple(parameter.shape)
+        else:
+            aliases[name] = owner
+    return WeightsSpec.of(shapes, dtype, aliases)

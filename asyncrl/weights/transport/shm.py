@@ -1,0 +1,40 @@
+"""Shared memory under a name: how weights reach other processes of this host without being copied."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from asyncrl.errors import PeerLost
+from asyncrl.memory import Segment
+
+SCHEME: Final = "shm://"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlock:
+    segment: Segment
+    owner: bool
+
+    @property
+    def address(self) -> str:
+        return SCHEME + self.segment.name
+
+    @property
+    def buffer(self) -> memoryview:
+        return self.segment.buffer
+
+    def close(self) -> None:
+        if self.owner:
+            self.segment.unlink()
+
+
+def create(name: str, size: int) -> SharedBlock:
+    """Raises ArenaFull when shared memory is too small."""
+    return SharedBlock(Segment.create(name, size), owner=True)
+
+
+def attach(address: str) -> SharedBlock:
+    """Raises PeerLost when the arena's owner is gone."""
+    try:
+        return SharedBlock(Segment.open(address.removeprefix(SCHEME)), owner=False)
+    except FileNotFoundError as gone:
+        raise PeerLost(f"weight arena {address} is gone: its trainer has ended") from gone

@@ -1,0 +1,191 @@
+"""The arena on both memories: what readers may see, whatever the writer does."""
+
+from collections.abc import Callable, Iterator
+from uuid import uuid4
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from asyncrl.errors import PeerLost, Refused, WeightsError
+from asyncrl.weights import arena
+from asyncrl.weights.arena import Reader, Writer, open_reader, open_writer
+from asyncrl.weights.spec import WeightsSpec, spec_of
+
+SHAPES = {"head.weight": (5, 3), "bias": (7,), "scale": ()}
+
+
+def named(value: float, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    return {name: torch.full(shape, value) for name, shape in shapes.items()}
+
+
+@pytest.fixture(params=["inproc", "ipc"])
+def make_writer(request: pytest.FixtureRequest) -> Iterator[Callable[[WeightsSpec], Writer]]:
+    made: list[Writer] = []
+
+    def make(spec: WeightsSpec) -> Writer:
+        made.append(open_writer(f"asyncrl-test-{uuid4().hex[:12]}", spec, request.param))
+        return made[-1]
+
+    yield make
+    for writer in made:
+        writer.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reader_sees_what_was_written(make_writer: Callable[[WeightsSpec], Writer], dtype: str) -> None:
+    spec = WeightsSpec.of(SHAPES, dtype, {"tied": "head.weight"})
+    writer = make_writer(spec)
+    values = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    published = writer.write(3, 0, values)
+    tensors = open_reader(published, spec).tensors(published)
+    for name, value in values.items():
+        assert torch.equal(tensors[name], value.to(spec.torch_dtype))
+        assert tensors[name].data_ptr() % 64 == 0
+    assert tensors["tied"].data_ptr() == tensors["head.weight"].data_ptr()
+
+
+def test_views_follow_the_arena_without_a_copy(make_writer: Callable[[WeightsSpec], Writer]) -> None:
+    spec = WeightsSpec.of(SHAPES, "float32")
+    writer = make_writer(spec)
+    first = writer.write(0, 0, named(1.0))
+    reader = open_reader(first, spec)
+    views = reader.tensors(first)
+    writer.write(0, 1, named(2.0))
+    assert torch.equal(views["bias"], torch.ones(7))
+    writer.write(0, 2, named(3.0))
+    assert torch.equal(views["bias"], torch.full((7,), 3.0))
+
+
+def test_views_outlive_reader_and_arena(make_writer: Callable[[WeightsSpec], Writer]) -> None:
+    spec = WeightsSpec.of(SHAPES, "float32")
+    writer = make_writer(spec)
+    published = writer.write(0, 0, named(1.0))
+    reader = open_reader(published, spec)
+    views = reader.tensors(published)
+    reader.close()
+    writer.close()
+    del reader, writer
+    assert torch.equal(views["bias"], torch.ones(7))
+
+
+def test_a_slot_in_use_cannot_be_written(make_writer: Callable[[WeightsSpec], Writer]) -> None:
+    spec = WeightsSpec.of(SHAPES, "float32")
+    writer = make_writer(spec)
+    writer.write(0, 0, named(1.0))
+    writer.leases.using("generation0", 0)
+    writer.write(0, 1, named(2.0))
+    with pytest.raises(AssertionError, match="generation0"):
+        writer.write(0, 2, named(3.0))
+    writer.leases.detach("generation0")
+    writer.write(0, 2, named(3.0))
+
+
+def test_half_written_version_is_never_read(make_writer: Callable[[WeightsSpec], Writer]) -> None:
+    """The writer dies in the middle of version 2; a reader that copies version 0 meanwhile notices."""
+    spec = WeightsSpec.of(SHAPES, "float32")
+    writer = make_writer(spec)
+    old = writer.write(0, 0, named(1.0))
+    new = writer.write(0, 1, named(2.0))
+    reader = open_reader(old, spec)
+    reader.tensors(old)
+    with pytest.raises(RuntimeError, match="killed"):
+        writer.write(0, 2, Dying(named(3.0), dies_at="bias"))
+    with pytest.raises(WeightsError, match="is being written"):
+        reader.check(old)
+    with pytest.raises(WeightsError, match="is being written"):
+        reader.tensors(old)
+    assert torch.equal(reader.tensors(new)["bias"], torch.full((7,), 2.0))
+    with pytest.raises(Refused, match="holds \\[1\\]"):
+        writer.leases.using("late", 2)
+
+
+class Dying(dict[str, Tensor]):
+    """Tensors whose writer dies when it copies one of them."""
+
+    def __init__(self, tensors: dict[str, Tensor], dies_at: str) -> None:
+        super().__init__(tensors)
+        self._asked: set[str] = set()
+        self._dies_at = dies_at
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name == self._dies_at and name in self._asked:
+            raise RuntimeError("killed")
+        self._asked.add(name)
+        return super().__getitem__(name)
+
+
+def test_overwritten_version_is_refused_by_name(make_writer: Callable[[WeightsSpec], Writer]) -> None:
+    spec = WeightsSpec.of(SHAPES, "float32")
+    writer = make_writer(spec)
+    old = writer.write(0, 0, named(1.0))
+    writer.write(0, 1, named(2.0))
+    writer.write(0, 2, named(3.0))
+    with pytest.raises(WeightsError, match="holds version 2 of epoch 0, not version 0"):
+        open_reader(old, spec).tensors(old)
+
+
+@pytest.mark.parametrize("limit", [arena.FULL_DIGEST_BYTES, 0])
+def test_damaged_bytes_are_found(
+    make_writer: Callable[[WeightsSpec], Writer], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "FULL_DIGEST_BYTES", limit)
+    spec = WeightsSpec.of(SHAPES, "float32")
+    writer = make_writer(spec)
+    writer.write(0, 0, named(1.0))
+    published = writer.write(0, 1, named(1.0))
+    assert published.digest_of == ("" if limit else "bias")
+    reader = open_reader(published, spec)
+    writer._slots[1]["bias"][3] = 1.5
+    with pytest.raises(WeightsError, match="damaged"):
+        reader.tensors(published)
+
+
+def test_digests_take_every_tensor_in_turn(
+    make_writer: Callable[[WeightsSpec], Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "FULL_DIGEST_BYTES", 0)
+    writer = make_writer(WeightsSpec.of(SHAPES, "float32"))
+    assert {writer.write(0, version, named(1.0)).digest_of for version in range(3)} == set(SHAPES)
+
+
+def test_another_model_is_refused(make_writer: Callable[[WeightsSpec], Writer]) -> None:
+    writer = make_writer(WeightsSpec.of(SHAPES, "float32"))
+    published = writer.write(0, 0, named(1.0))
+    for other in (WeightsSpec.of(SHAPES, "bfloat16"), WeightsSpec.of(SHAPES | {"bias": (8,)}, "float32")):
+        with pytest.raises(WeightsError, match="another model or dtype"):
+            open_reader(published, other)
+
+
+def test_a_closed_arena_is_a_lost_peer(make_writer: Callable[[WeightsSpec], Writer]) -> None:
+    spec = WeightsSpec.of(SHAPES, "float32")
+    writer = make_writer(spec)
+    published = writer.write(0, 0, named(1.0))
+    writer.close()
+    with pytest.raises(PeerLost, match=published.arena):
+        open_reader(published, spec)
+
+
+def test_misfits_are_refused_before_anything_is_written(make_writer: Callable[[WeightsSpec], Writer]) -> None:
+    spec = WeightsSpec.of(SHAPES, "float32", {"tied": "bias"})
+    writer = make_writer(spec)
+    good = writer.write(0, 0, named(1.0) | {"tied": torch.ones(7)})
+    reader: Reader = open_reader(good, spec)
+    for change, complaint in (
+        ({"extra": torch.ones(1)}, "unknown \\['extra'\\]"),
+        ({"bias": torch.ones(8)}, "bias has shape \\(8,\\)"),
+        ({"tied": torch.zeros(7)}, "tied and must be equal"),
+    ):
+        with pytest.raises(WeightsError, match=complaint):
+            writer.write(0, 2, named(9.0) | change)
+    with pytest.raises(WeightsError, match="missing \\['bias'\\]"):
+        writer.write(0, 2, {"head.weight": torch.ones(5, 3), "scale": torch.ones(())})
+    assert torch.equal(reader.tensors(good)["bias"], torch.ones(7))
+
+
+def test_tied_parameters_are_one_tensor_with_two_names() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
+    model[1].weight = model[0].weight
+    spec = spec_of(model, "float32")
+    assert [tensor.name for tensor in spec.tensors] == ["0.weight"]
+    assert spec.aliases == (("1.weight", "0.weight"),)
