@@ -3,7 +3,7 @@
     fleet.reference.logprobs(samples)
         distribute   rows of each rank                           protocols/transfer.py
         send         one call a rank, on the endpoint's lane     workers.py
-        collect      one result, rows in the order of the call   joining.py
+        collect      one result, rows in the order of the call   protocols/transfer.py
 
 Calls go to replicas that live, whose ranks count as data-parallel copies of one layout. Where none lives a call waits
 for a restarted one. `ONE_OF` calls go to the freest replica whole. A call to everybody leaves out a replica that dies
@@ -12,18 +12,18 @@ meanwhile: its successor starts afresh.
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, TypeVar, cast
 
 from asyncrl.errors import PeerLost, Retryable, UnknownEndpoint
-from asyncrl.joining import Shares, join, shares
 from asyncrl.protocols.contracts import Contract, EndpointSpec, Idempotent
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup
-from asyncrl.workers import Arguments, Replica, Workers
+from asyncrl.protocols.transfer import Fan, fan_out
+from asyncrl.workers import Arguments, RemoteWorker, Replica, Workers
 
 C = TypeVar("C", bound=Contract)
 
@@ -85,30 +85,28 @@ class Handle:
             return await self._on([replica], spec, args, until)
 
     async def _on(self, replicas: list[Replica], spec: EndpointSpec, args: Arguments, until: float) -> Any:
-        layout = self._layout(len(replicas))
-        parts = shares(spec.transfer, layout, args)
-        answers = await _answers(spec, replicas, parts, until)
-        answered = [answer for answer in answers if not isinstance(answer, PeerLost)]
-        if len(answered) < len(answers):
-            return self._join_survivors(spec, answers)
-        ranks = spec.transfer.collect(layout)
-        return join([answers[rank] for rank in ranks], parts.order(ranks))
+        fan, calls = fan_out(spec.transfer, args, self._layout(len(replicas)))
+        workers = [worker for replica in replicas for worker in replica.workers]
+        answers = await _answers(spec, workers, calls, until, everybody=_to_everybody(fan))
+        if any(isinstance(answer, PeerLost) for answer in answers):
+            return self._join_survivors(spec, args, answers)
+        return fan.join([answers[rank] for rank in fan.kept])
 
-    def _join_survivors(self, spec: EndpointSpec, answers: list[Any]) -> Any:
+    def _join_survivors(self, spec: EndpointSpec, args: Arguments, answers: list[Any]) -> Any:
         """Of a call to everybody: the answers of the replicas that lived through it."""
         size = self._workers.layout.size
-        each = [answers[start : start + size] for start in range(0, len(answers), size)]
-        whole = [part for part in each if not any(isinstance(answer, PeerLost) for answer in part)]
-        if not whole:
+        replicas = [answers[start : start + size] for start in range(0, len(answers), size)]
+        survivors = [part for part in replicas if not any(isinstance(answer, PeerLost) for answer in part)]
+        if not survivors:
             raise next(answer for answer in answers if isinstance(answer, PeerLost))
-        ranks = spec.transfer.collect(self._layout(len(whole)))
-        survivors = [answer for part in whole for answer in part]
-        return join([survivors[rank] for rank in ranks])
+        fan, _ = fan_out(spec.transfer, args, self._layout(len(survivors)))
+        answered = [answer for part in survivors for answer in part]
+        return fan.join([answered[rank] for rank in fan.kept])
 
     async def _stream(self, spec: EndpointSpec, args: Arguments) -> AsyncIterator[Any]:
         until = self._until(args)
         replica = await self._workers.freest(until)
-        lead = spec.transfer.collect(self._workers.layout)[0]
+        lead, *_ = spec.transfer.collect(self._workers.layout)
         with replica.taken():
             items = replica.workers[lead].stream(spec, args, _left(until))
             async with aclosing(cast(Any, items)):
@@ -133,21 +131,27 @@ def _left(until: float) -> float:
     return until - asyncio.get_running_loop().time()
 
 
-async def _answers(spec: EndpointSpec, replicas: list[Replica], parts: Shares, until: float) -> list[Any]:
+def _to_everybody(fan: Fan) -> bool:
+    """Every rank gets the same: the answers of some are the answer of all of them that live."""
+    return not fan.gather and all(len(rows) == (fan.count or 0) for rows in fan.rows)
+
+
+async def _answers(
+    spec: EndpointSpec, workers: Sequence[RemoteWorker], calls: list[Arguments], until: float, everybody: bool
+) -> list[Any]:
     """Every rank's answer, in rank order; in a call to everybody the PeerLost of a worker stands for its answer."""
 
-    async def answer(rank: int) -> Any:
+    async def answer(worker: RemoteWorker, args: Arguments) -> Any:
         try:
-            return await workers[rank].call(spec, parts.args[rank], _left(until))
+            return await worker.call(spec, args, _left(until))
         except PeerLost as lost:
-            if not parts.broadcast:
+            if not everybody:
                 raise
             return lost
 
-    workers = [worker for replica in replicas for worker in replica.workers]
     try:
         async with asyncio.TaskGroup() as tasks:
-            pending = [tasks.create_task(answer(rank), name=f"{spec.name} {w.name}") for rank, w in enumerate(workers)]
+            pending = [tasks.create_task(answer(*each)) for each in zip(workers, calls, strict=True)]
     except BaseExceptionGroup as errors:
         raise _cause(errors) from None
     return [task.result() for task in pending]
