@@ -4,13 +4,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from asyncrl.coherence import Incoherent, contradictions
+
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -42,7 +45,7 @@ class Generation(Section):
     """Sequences decoded together by one replica."""
     temperature: PositiveFloat = 1.0
     max_new_tokens: Positive = 64
-    stop: tuple[str, ...] = ()
+    stop: tuple[NonEmpty, ...] = ()
     """Strings that end a completion; the reward sees the text before them."""
     kv: Literal["keep", "recompute"] = "keep"
     """What happens to the keys and values of running sequences when new weights arrive."""
@@ -63,6 +66,11 @@ class RewardFunction(Section):
     """The function takes all samples of a group and returns as many rewards."""
     options: dict[str, Any] = {}
     """Keyword arguments of a template."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_short_for_use(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
 
 
 class Reward(Section):
@@ -90,7 +98,7 @@ class Training(Section):
     """Prompt and response tokens of one forward and backward pass."""
     max_grad_norm: PositiveFloat = 1.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast over float32 master weights."""
     gradient_checkpointing: bool = False
@@ -187,4 +195,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Config":
+        if found := contradictions(self):
+            raise Incoherent(found)
         return self

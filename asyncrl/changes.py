@@ -1,0 +1,94 @@
+"""What a resumed run's config changed against the one it began with, and which of it is harmless."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.keys import all_keys
+from asyncrl.settings import read
+
+MAY_CHANGE = (
+    "name",
+    "steps",
+    "finish",
+    "generation.replicas",
+    "generation.slots",
+    "generation.device",
+    "generation.deadline",
+    "reward.workers",
+    "reward.deadline",
+    "reference.",
+    "training.micro_batch_tokens",
+    "training.gradient_checkpointing",
+    "training.logits_chunk",
+    "training.checkpoint_every",
+    "training.keep_checkpoints",
+    "training.device",
+    "staleness.publish_deadline",
+    "evaluate.",
+    "telemetry.",
+    "fleet.",
+)
+"""Keys, or sections with a final dot, that change where and how fast a run computes, how long it goes on and what it
+shows, but not what it learns from a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key whose value differs. why_not: empty when it may change."""
+
+    key: str
+    old: Any
+    new: Any
+    why_not: str = ""
+
+    def __str__(self) -> str:
+        reason = f"  ({self.why_not})" if self.why_not else ""
+        return f"{self.key}: {self.old!r} -> {self.new!r}{reason}"
+
+
+def compare(old: Config, new: Config) -> list[Change]:
+    """Keys whose values differ, in the order of the config."""
+    pairs = ((name, value_of(old, name), value_of(new, name)) for name in all_keys())
+    return [Change(name, was, now, _why_not(name, new)) for name, was, now in pairs if was != now]
+
+
+def value_of(config: Config, name: str) -> Any:
+    """The value of the dotted key `name`."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _why_not(name: str, new: Config) -> str:
+    if name == "steps" and new.training.schedule != "constant":
+        return f"the {new.training.schedule} learning rate depends on it"
+    harmless = any(name.startswith(may) if may.endswith(".") else name == may for may in MAY_CHANGE)
+    return "" if harmless else "it changes what the run learns"
+
+
+def check_resume(run_dir: Path, new: Config, accept: bool) -> list[Change]:
+    """What differs from `RUN_DIR/config.toml`.
+
+    Raises:
+        ConfigError: a key changed that may not, and `accept` is False; the message is the diff.
+    """
+    changes = compare(read(run_dir / "config.toml"), new)
+    if any(change.why_not for change in changes) and not accept:
+        raise ConfigError(_refusal(run_dir, changes))
+    return changes
+
+
+def _refusal(run_dir: Path, changes: Sequence[Change]) -> str:
+    refused = [f"  {change}" for change in changes if change.why_not]
+    return "\n".join(
+        [
+            f"the run in {run_dir} began with another config:",
+            *refused,
+            "write the old values, start anew with another --run-dir, or take the change over with --accept-changes",
+        ]
+    )

@@ -1,0 +1,129 @@
+"""Values that are each valid but make no sense together. All contradictions of a config are found at once."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """keys: the keys that do not fit; text: why not, and what to write instead."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+class Incoherent(ValueError):
+    """Raised when a config is made whose values contradict each other."""
+
+    def __init__(self, contradictions: list[Contradiction]) -> None:
+        super().__init__("; ".join(f"{', '.join(found.keys)}: {found.text}" for found in contradictions))
+        self.contradictions = contradictions
+
+
+Rule = Callable[["Config"], Iterator[Contradiction]]
+
+
+def contradictions(config: "Config") -> list[Contradiction]:
+    """Everything in `config` that does not fit together, in the order of the sections."""
+    return [found for rule in _RULES for found in rule(config)]
+
+
+def _group(config: "Config") -> Iterator[Contradiction]:
+    if config.algorithm.preset == "grpo" and config.task.samples_per_prompt < 2:
+        yield Contradiction(
+            ("task.samples_per_prompt", "algorithm.preset"),
+            "a group of one has no baseline: every advantage would be 0; write 2 or more",
+        )
+
+
+def _cut(config: "Config") -> Iterator[Contradiction]:
+    keys, cut_at, policy = ("staleness.cut_at",), config.staleness.cut_at, config.staleness.policy
+    if cut_at is None or cut_at == "never":
+        return
+    if policy != "mask":
+        yield Contradiction(
+            (*keys, "staleness.policy"), f'only the policy "mask" cuts groups; "{policy}" would ignore it: remove it'
+        )
+    if not 2 <= cut_at <= config.task.samples_per_prompt:
+        members = config.task.samples_per_prompt
+        yield Contradiction(
+            (*keys, "task.samples_per_prompt"),
+            f'a part of a group of {members} has 2 to {members} members; write one of these or "never"',
+        )
+
+
+def _ratio(config: "Config") -> Iterator[Contradiction]:
+    keys, cap = ("algorithm.weight_cap", "algorithm.old_logprobs"), config.algorithm.weight_cap
+    if cap is None:
+        return
+    if config.algorithm.old_logprobs == "engine":
+        yield Contradiction(
+            keys,
+            'with "engine" the clipped ratio is current / behaviour already; a weight beside it would count the '
+            'staleness twice: remove weight_cap, or write old_logprobs = "recomputed"',
+        )
+    elif cap < 1:
+        yield Contradiction(
+            keys,
+            "the weight is 1 for a fresh token, so a cap under 1 scales all tokens alike and corrects nothing; "
+            "write 1 or more (default 2)",
+        )
+
+
+def _kl(config: "Config") -> Iterator[Contradiction]:
+    algorithm = config.algorithm
+    if algorithm.kl > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield Contradiction(
+            ("algorithm.kl_estimator", "algorithm.kl_in"),
+            "k1 as a loss has zero expected gradient, and k3 as a loss is a biased approximation; "
+            'right are k2 in the loss and k1 with kl_in = "reward"',
+        )
+
+
+def _updates(config: "Config") -> Iterator[Contradiction]:
+    samples = config.task.prompts_per_step * config.task.samples_per_prompt
+    if config.training.updates > samples:
+        yield Contradiction(
+            ("training.updates", "task.prompts_per_step", "task.samples_per_prompt"),
+            f"a step has {samples} samples, which cannot be split over {config.training.updates} updates",
+        )
+    if config.training.schedule != "constant" and config.training.warmup_steps >= config.steps:
+        yield Contradiction(
+            ("training.warmup_steps", "steps"),
+            f"the schedule falls after the warm-up, which takes all of the {config.steps} steps; write fewer",
+        )
+
+
+def _evaluation(config: "Config") -> Iterator[Contradiction]:
+    if config.evaluate.samples > 1 and config.evaluate.temperature == 0:
+        yield Contradiction(
+            ("evaluate.samples", "evaluate.temperature"),
+            "at temperature 0 all samples of a prompt are the same; write samples = 1 or a temperature over 0",
+        )
+
+
+def _deadlines(config: "Config") -> Iterator[Contradiction]:
+    for key, inner in (
+        ("generation.deadline", config.generation.deadline),
+        ("reward.deadline", config.reward.deadline),
+    ):
+        if inner > config.fleet.call_deadline:
+            yield Contradiction(
+                (key, "fleet.call_deadline"),
+                f"a call is given up after {config.fleet.call_deadline:g} s, so {inner:g} s are never reached",
+            )
+
+
+def _rewards(config: "Config") -> Iterator[Contradiction]:
+    names = [function.name or function.use for function in config.reward.functions]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Contradiction(
+            ("reward.functions",), f"two functions are called {name!r}; give each its own `name`, metrics carry it"
+        )
+
+
+_RULES: tuple[Rule, ...] = (_group, _cut, _ratio, _kl, _updates, _evaluation, _deadlines, _rewards)

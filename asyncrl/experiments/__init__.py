@@ -1,0 +1,39 @@
+"""The experiments that come with the package: one TOML file each, its first line says what it shows."""
+
+import difflib
+from importlib.resources import files
+
+from asyncrl.errors import ConfigError
+
+SUFFIX = ".toml"
+
+
+def experiments() -> dict[str, str]:
+    """Names and one-line descriptions."""
+    found = [entry for entry in files(__name__).iterdir() if entry.name.endswith(SUFFIX)]
+    return {
+        entry.name.removesuffix(SUFFIX): _description(entry.read_text(encoding="utf-8"))
+        for entry in sorted(found, key=lambda entry: entry.name)
+    }
+
+
+def experiment_text(name: str) -> str:
+    """The TOML of the experiment `name`.
+
+    Raises:
+        ConfigError: there is none of that name; the message says which there are.
+    """
+    resource = files(__name__) / f"{name}{SUFFIX}"
+    if not resource.is_file():
+        names = list(experiments())
+        near = difflib.get_close_matches(name, names, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(
+            f"there is no experiment {name!r}; {meant}there are {', '.join(names)}, or give a file ending in {SUFFIX}"
+        )
+    return resource.read_text(encoding="utf-8")
+
+
+def _description(text: str) -> str:
+    first = text.partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""

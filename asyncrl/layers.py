@@ -1,0 +1,173 @@
+"""The places a config comes from, each read into dotted keys with the place of every value."""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.keys import Key, advice, all_keys, sections
+
+ENVIRONMENT_PREFIX = "ASYNCRL_"
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """One thing to correct. key: what it is about; source: where it stands ("" when it stands nowhere)."""
+
+    key: str
+    source: str
+    text: str
+
+    def __str__(self) -> str:
+        where = self.source if self.key in self.source else f"{self.source}: {self.key}".removeprefix(": ")
+        return f"{where}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """entries: dotted key -> (value, where it stands); mistakes: what could not be read as an entry."""
+
+    entries: Mapping[str, tuple[Any, str]]
+    mistakes: tuple[Mistake, ...]
+
+
+def _layer(items: Sequence[tuple[str, Any, str]]) -> Layer:
+    """Entries of known keys; a mistake for each unknown one. items: (key, value, source)."""
+    entries: dict[str, tuple[Any, str]] = {}
+    mistakes: list[Mistake] = []
+    for name, value, source in items:
+        if name in sections():
+            mistakes.append(Mistake(name, source, f"{name} is a section: write {name}.KEY"))
+        elif name not in all_keys():
+            mistakes.append(Mistake(name, source, f"there is no such key; {advice(name)}"))
+        else:
+            entries[name] = (value, source)
+    return Layer(entries, tuple(mistakes))
+
+
+def values_layer(values: Mapping[str, Any]) -> Layer:
+    """Keys given in Python, nested or dotted."""
+    return _layer([(name, value, "argument") for name, value in _leaves(values)])
+
+
+def file_layer(text: str, named: str) -> Layer:
+    """Keys of a TOML text; `named` is what messages call it."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        return Layer({}, (Mistake("", named, f"is no valid TOML: {error}"),))
+    lines = _lines_of_keys(text)
+    return _layer([(name, value, _place(named, lines.get(name))) for name, value in _leaves(tables)])
+
+
+def _leaves(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys of nested tables. A table below a known key is that key's value."""
+    for key, value in tables.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name not in all_keys():
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+_HEADER = re.compile(r"^\s*\[\[?\s*([\w.\-]+)\s*\]\]?")
+_ASSIGNMENT = re.compile(r"^\s*([\w.\-]+)\s*=")
+
+
+def _lines_of_keys(text: str) -> dict[str, int]:
+    """Line numbers of dotted keys; keys that are written in unusual ways are left out."""
+    lines: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            table = f"{header[1]}."
+            lines.setdefault(header[1], number)
+        elif assignment := _ASSIGNMENT.match(line):
+            lines.setdefault(f"{table}{assignment[1]}", number)
+    return lines
+
+
+def _place(named: str, line: int | None) -> str:
+    return f"{named}:{line}" if line else named
+
+
+def environment_layer(environ: Mapping[str, str]) -> Layer:
+    """Keys from ASYNCRL_SECTION__KEY and ASYNCRL_KEY."""
+    names = sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))
+    items = []
+    for name in names:
+        key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+        items.append((key, [environ[name]], f"environment variable {name}"))
+    return _texts_layer(items)
+
+
+def flags_layer(arguments: Sequence[str]) -> Layer:
+    """Keys from `--section.key value` and `--section.key=value`; a flag of a list may be repeated.
+
+    A switch without a value is turned on.
+    """
+    given: dict[str, list[str]] = {}
+    stray: list[Mistake] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if not argument.startswith("--") or argument == "--":
+            stray.append(Mistake("", argument, "does not belong to a flag; write --section.key value"))
+            continue
+        flag, equals, value = argument[2:].partition("=")
+        name = flag.replace("-", "_")
+        found = value if equals else _next_value(waiting, all_keys().get(name))
+        if found is None:
+            stray.append(Mistake(name, argument, f"needs a value: {all_keys()[name].type}"))
+        else:
+            given.setdefault(name, []).append(found)
+    layer = _texts_layer([(name, values, f"--{name}") for name, values in given.items()])
+    return Layer(layer.entries, (*stray, *layer.mistakes))
+
+
+def _next_value(waiting: list[str], key: Key | None) -> str | None:
+    """The value after a flag without `=`, None if it lacks one. "-1" is a value, "--x" is the next flag."""
+    has_value = bool(waiting) and not waiting[0].startswith("--")
+    if key is not None and key.switch and not (has_value and waiting[0].lower() in _SWITCH_WORDS):
+        return "true"
+    if has_value:
+        return waiting.pop(0)
+    return None if key else ""
+
+
+_SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
+
+
+def _texts_layer(items: Sequence[tuple[str, list[str], str]]) -> Layer:
+    """Entries from text: what was typed becomes what the key's type needs. items: (key, texts, source)."""
+    read: list[tuple[str, Any, str]] = []
+    mistakes: list[Mistake] = []
+    for name, texts, source in items:
+        key = all_keys().get(name)
+        if key is None:
+            read.append((name, texts, source))
+        elif len(texts) > 1 and not key.many:
+            mistakes.append(Mistake(name, source, f"is given {len(texts)} times: {', '.join(texts)}"))
+        else:
+            read.append((name, _from_texts(texts, key), source))
+    layer = _layer(read)
+    return Layer(layer.entries, (*mistakes, *layer.mistakes))
+
+
+def _from_texts(texts: list[str], key: Key) -> Any:
+    if key.many:
+        return [item for text in texts for item in _items(text)]
+    (text,) = texts
+    return None if text.lower() == "none" and "none" in key.type.split(" | ") else text
+
+
+def _items(text: str) -> list[Any]:
+    """A TOML list as it is; any other text is one item."""
+    if text.startswith("["):
+        try:
+            items: list[Any] = tomllib.loads(f"items = {text}")["items"]
+        except tomllib.TOMLDecodeError:
+            return [text]
+        return items
+    return [text] if text else []

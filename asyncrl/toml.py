@@ -1,0 +1,65 @@
+"""A config as TOML text. Reading is the standard library's tomllib."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+
+Table = Mapping[str, Any]
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def dump(config: Config, notes: Mapping[str, str] | None = None) -> str:
+    """Every key of `config` with its value; reading the text gives an equal config.
+
+    Keys without a value (None, their default) are left out: TOML cannot say it. notes: comments by dotted key.
+    """
+    values = config.model_dump(mode="json")
+    blocks = [_lines({key: value for key, value in values.items() if not isinstance(value, dict)}, "", notes or {})]
+    for section, table in values.items():
+        if isinstance(table, dict):
+            blocks.append([f"[{section}]", *_lines(table, section, notes or {})])
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def _lines(table: Table, section: str, notes: Mapping[str, str]) -> list[str]:
+    lines = []
+    for key, value in table.items():
+        if value is not None:
+            note = notes.get(f"{section}.{key}" if section else key)
+            lines.append(f"{key} = {value_text(value, key)}" + (f"  # {note}" if note else ""))
+    return lines
+
+
+def value_text(value: Any, where: str = "") -> str:
+    """One TOML value on one line.
+
+    Raises:
+        ConfigError: TOML has no way to write it; `where` names the key.
+    """
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return _quoted(value)
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(value_text(item, where) for item in value)}]"
+        case dict():
+            pairs = (f"{_key(str(key))} = {value_text(item, where)}" for key, item in value.items())
+            return f"{{ {', '.join(pairs)} }}" if value else "{}"
+    raise ConfigError(f"{where}: a config file cannot hold {value!r} ({type(value).__name__})")
+
+
+def _quoted(text: str) -> str:
+    # JSON's escapes are TOML's, but that TOML also wants DEL escaped.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _quoted(name)

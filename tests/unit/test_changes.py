@@ -1,0 +1,53 @@
+"""What a resumed run may change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.changes import MAY_CHANGE, check_resume, compare
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.keys import all_keys
+from asyncrl.toml import dump
+
+
+def config(**sections: Any) -> Config:
+    return Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, **sections})
+
+
+def test_the_same_config_has_no_changes() -> None:
+    assert compare(config(), config()) == []
+
+
+def test_changes_are_named_with_both_values_and_whether_they_may_be() -> None:
+    new = config(steps=200, training={"learning_rate": 1e-3}, fleet={"threads": 4})
+    changes = {change.key: change for change in compare(config(), new)}
+    assert list(changes) == ["steps", "training.learning_rate", "fleet.threads"]
+    assert changes["training.learning_rate"].why_not
+    assert not changes["steps"].why_not
+    assert not changes["fleet.threads"].why_not
+    assert "1e-06 -> 0.001" in str(changes["training.learning_rate"])
+
+
+def test_steps_may_not_change_when_the_learning_rate_depends_on_them() -> None:
+    schedule = {"training": {"schedule": "cosine"}}
+    (change,) = compare(config(**schedule), config(steps=7, **schedule))
+    assert "cosine" in change.why_not
+
+
+@pytest.mark.parametrize("name", MAY_CHANGE)
+def test_what_may_change_exists(name: str) -> None:
+    assert any(key == name or (name.endswith(".") and key.startswith(name)) for key in all_keys())
+
+
+def test_a_refused_resume_shows_the_diff_and_the_ways_out(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(dump(config()))
+    new = config(staleness={"limit": 5}, steps=7)
+    with pytest.raises(ConfigError) as refused:
+        check_resume(tmp_path, new, accept=False)
+    assert "staleness.limit: 2 -> 5" in str(refused.value)
+    assert "steps" not in str(refused.value)
+    assert "--accept-changes" in str(refused.value)
+    assert [change.key for change in check_resume(tmp_path, new, accept=True)] == ["steps", "staleness.limit"]
+    assert [change.key for change in check_resume(tmp_path, config(steps=7), accept=False)] == ["steps"]

@@ -1,0 +1,72 @@
+"""Which keys there are, and which one somebody meant."""
+
+import pytest
+
+from asyncrl.foreign_names import REMARKS, TRANSLATIONS
+from asyncrl.keys import advice, all_keys, closest_key, sections, translate
+
+
+def test_every_key_of_every_section_is_there() -> None:
+    assert {"seed", "steps", "task.samples_per_prompt", "staleness.limit", "fleet.wire"} <= set(all_keys())
+    assert all_keys()["staleness.cut_at"].type == "int > 0 | never | none"
+    assert all_keys()["model.name"].required
+    assert all_keys()["training.learning_rate"].default == 1e-6
+    assert "versions" in all_keys()["staleness.limit"].doc
+    assert {name.split(".")[0] for name in all_keys() if "." in name} == set(sections())
+
+
+def test_every_foreign_name_leads_to_a_key() -> None:
+    assert set(TRANSLATIONS.values()) <= set(all_keys())
+    assert all(REMARKS.values())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("num_generations", "task.samples_per_prompt"),
+        ("beta", "algorithm.kl"),
+        ("max_completion_length", "generation.max_new_tokens"),
+        ("epsilon_high", "algorithm.clip_high"),
+        ("per_device_train_batch_size", "training.micro_batch_tokens"),
+        ("actor_rollout_ref.rollout.n", "task.samples_per_prompt"),
+        ("actor_rollout_ref.actor.optim.lr", "training.learning_rate"),
+        ("actor_rollout_ref.actor.kl_loss_coef", "algorithm.kl"),
+        ("data.train_batch_size", "task.prompts_per_step"),
+        ("rollout_batch_size", "task.prompts_per_step"),
+        ("trainer.total_epochs", "steps"),
+    ],
+)
+def test_names_of_other_trainers(theirs: str, ours: str) -> None:
+    translated = translate(theirs)
+    assert translated is not None
+    assert translated[0] == ours
+    assert f"write {ours}" in advice(theirs)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("training.lerning_rate", "training.learning_rate"),
+        ("learning_rate", "training.learning_rate"),
+        ("training.temperature", "generation.temperature"),
+        ("evaluation.temperature", "evaluate.temperature"),
+        ("stalenes.limit", "staleness.limit"),
+        ("stpes", "steps"),
+        ("algorithm.clip", "algorithm.clip_low"),
+    ],
+)
+def test_the_closest_key(typed: str, meant: str) -> None:
+    assert closest_key(typed) == meant
+    assert meant in advice(typed)
+
+
+def test_a_name_like_nothing_gets_the_list() -> None:
+    assert advice("zzzzqqq") == "`asyncrl keys` lists all"
+
+
+def test_what_is_left_out_on_purpose_is_said() -> None:
+    assert "behaviour" in advice("actor_rollout_ref.rollout.top_p")
+
+
+def test_a_misspelt_foreign_name_is_recognised() -> None:
+    assert "algorithm.clip_low" in advice("epsilom")

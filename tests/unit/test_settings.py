@@ -1,0 +1,169 @@
+"""Command line > environment > file > default, and every mistake at once."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.experiments import experiments
+from asyncrl.settings import Loaded, load
+
+Loader = Callable[..., Loaded]
+
+GOOD = """\
+[model]
+name = "m"
+
+[task]
+prompts = "p.jsonl"
+size = 30
+prompts_per_step = 3
+"""
+
+
+@pytest.fixture
+def loading(tmp_path: Path) -> Loader:
+    def load_text(text: str = GOOD, flags: str = "", **environ: str) -> Loaded:
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return load(path, flags.split(), environ)
+
+    return load_text
+
+
+def mistakes(loading: Loader, text: str = GOOD, flags: str = "", **environ: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        loading(text, flags, **environ)
+    return str(error.value)
+
+
+def test_the_stronger_source_wins_and_is_named(loading: Loader) -> None:
+    loaded = loading(GOOD, "--task.size 50", ASYNCRL_TASK__SIZE="40", ASYNCRL_TASK__PROMPTS_PER_STEP="4")
+    task = loaded.config.task
+    assert (task.size, task.prompts_per_step, task.samples_per_prompt) == (50, 4, 8)
+    assert loaded.sources["task.size"] == "--task.size"
+    assert loaded.sources["task.prompts_per_step"] == "environment variable ASYNCRL_TASK__PROMPTS_PER_STEP"
+    assert loaded.sources["model.name"].endswith("mine.toml:2")
+    assert "task.samples_per_prompt" not in loaded.sources
+
+
+def test_the_name_is_the_files_unless_it_is_given(loading: Loader) -> None:
+    assert loading().config.name == "mine"
+    assert loading('name = "other"\n' + GOOD).config.name == "other"
+
+
+def test_values_of_every_kind_from_flags(loading: Loader) -> None:
+    flags = (
+        "--seed=-3 --steps 7 --training.learning-rate 3e-4 --generation.deterministic --training.gradient_checkpointing"
+        " false --generation.stop a --generation.stop b --training.betas [0.8,0.9] --staleness.cut_at never"
+        " --telemetry.samples_per_step all --reward.functions f.py:reward --algorithm.weight_cap none"
+    )
+    config = loading(GOOD, flags).config
+    assert (config.seed, config.steps, config.training.learning_rate) == (-3, 7, 3e-4)
+    assert config.generation.deterministic
+    assert not config.training.gradient_checkpointing
+    assert config.generation.stop == ("a", "b")
+    assert config.training.betas == (0.8, 0.9)
+    assert config.staleness.cut_at == "never"
+    assert config.telemetry.samples_per_step == "all"
+    assert config.reward.functions[0].use == "f.py:reward"
+    assert config.algorithm.weight_cap is None
+
+
+def test_a_number_reaches_a_union_as_a_number(loading: Loader) -> None:
+    assert loading(GOOD, "--staleness.cut_at 3").config.staleness.cut_at == 3
+
+
+def test_text_stays_as_it_was_typed(loading: Loader) -> None:
+    assert loading(GOOD, "--task.prompts [x].jsonl --model.name none").config.model.name == "none"
+
+
+def test_every_mistake_of_every_source_is_reported_at_once(loading: Loader) -> None:
+    text = """\
+stpes = 3
+[task]
+prompts = "p.jsonl"
+size = "many"
+[algorithm]
+kl = 0.1
+kl_estimator = "k1"
+[rewards]
+deadline = 3
+"""
+    said = mistakes(loading, text, "--num_generations 4 --staleness.limit -1 --steps", ASYNCRL_TASK__SIZ="3")
+    for expected in (
+        "9 mistakes",
+        "mine.toml:1: stpes: there is no such key; did you mean steps?",
+        "mine.toml:4: task.size: must be a valid integer, not 'many'",
+        "mine.toml:9: rewards.deadline: there is no such key; did you mean reward.deadline?",
+        "ASYNCRL_TASK__SIZ: task.siz: there is no such key; did you mean task.size?",
+        "--num_generations: there is no such key; write task.samples_per_prompt",
+        "--staleness.limit: must be greater than or equal to 0, not '-1'",
+        "--steps: needs a value: int > 0",
+        "k1 as a loss has zero expected gradient",
+        "mine.toml:7",
+        "model.name: has no default",
+    ):
+        assert expected in said
+    assert said.count("\n") == 9
+
+
+def test_a_wrong_value_is_reported_also_where_a_stronger_source_hides_it(loading: Loader) -> None:
+    assert "mine.toml:6: task.size" in mistakes(loading, GOOD.replace("30", '"many"'), "--task.size 40")
+
+
+def test_a_flag_may_repair_what_the_file_contradicts(loading: Loader) -> None:
+    text = GOOD + "[algorithm]\nweight_cap = 2.0\n"
+    assert "twice" in mistakes(loading, text)
+    assert loading(text, "--algorithm.old_logprobs recomputed").config.algorithm.weight_cap == 2.0
+
+
+def test_a_contradiction_about_a_broken_key_waits(loading: Loader) -> None:
+    said = mistakes(loading, GOOD + '[algorithm]\nweight_cap = 2.0\nold_logprobs = "engin"\n')
+    assert "did you mean engine?" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--training 3", "training is a section: write training.KEY"),
+        ("task.size 3", "does not belong to a flag"),
+        ("--task.size 3 --task.size 4", "is given 2 times"),
+        ("--telemetry.sinks wand", "item 1: must be 'tensorboard' or 'wandb', not 'wand'; did you mean wandb?"),
+        ("--reward.functions [{wieght=2}]", "item 1: wieght: there is no such key; did you mean weight?"),
+        ("--fleet.wire zmq", "must be 'ipc', 'tcp' or 'inproc'"),
+    ],
+)
+def test_mistakes_in_flags(loading: Loader, flags: str, says: str) -> None:
+    assert says in mistakes(loading, GOOD, flags)
+
+
+def test_a_file_that_is_no_toml(loading: Loader) -> None:
+    assert "is no valid TOML" in mistakes(loading, "steps = = 3")
+    with pytest.raises(ConfigError, match=r"there is no file gone\.toml"):
+        load("gone.toml", environ={})
+
+
+def test_an_unknown_experiment_names_the_closest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quickstart.toml").write_text("# Learns to count.\n" + GOOD)
+    monkeypatch.setattr("asyncrl.experiments.files", lambda _: tmp_path)
+    assert experiments() == {"quickstart": "Learns to count."}
+    assert load("quickstart", environ={}).config.name == "quickstart"
+    with pytest.raises(ConfigError, match="did you mean quickstart"):
+        load("quikstart", environ={})
+
+
+def test_values_from_python_are_strongest(loading: Loader, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(GOOD)
+    loaded = load(tmp_path / "mine.toml", ["--task.size", "5"], {}, {"task": {"size": 9}, "training.updates": 2})
+    assert (loaded.config.task.size, loaded.config.training.updates) == (9, 2)
+    with pytest.raises(ConfigError, match=r"argument: task.num_generations.*task.samples_per_prompt"):
+        load(tmp_path / "mine.toml", (), {}, {"task.num_generations": 3})
+
+
+@pytest.mark.parametrize("name", sorted(experiments()))
+def test_every_experiment_is_valid_and_says_what_it_shows(name: str) -> None:
+    assert load(name, environ={}).config.name == name
+    assert experiments()[name]
