@@ -1,0 +1,269 @@
+"""The journal of a run and the state that follows from it. One writer, the controller.
+
+The ledger checks what the gate does with none of the gate's rules: a sample moves only where it can move, attempts
+rise, a (group, member) is trained at most once. Nothing is flushed per record: a write survives the death of its
+process, and what a power cut tears off lies behind the last checkpoint, where a resumed run begins.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import singledispatchmethod
+from zlib import crc32
+
+from asyncrl.errors import IllegalTransition, JournalError, TrainedTwice
+from asyncrl.groups import DROPPABLE, IN_FLIGHT, Cut, Group, RestoredGroup, Sample, Stage
+from asyncrl.protocols.chain import GENESIS, chain
+from asyncrl.records import (
+    Attempt,
+    CheckpointMade,
+    Drawn,
+    Dropped,
+    Framed,
+    Generated,
+    InFlight,
+    Record,
+    Resumed,
+    Scan,
+    Scored,
+    Trained,
+    encode,
+    void_ranges,
+)
+from asyncrl.store import Store
+
+
+class Ledger:
+    """What the records so far say. Finished groups are forgotten, so memory is that of the groups in flight.
+
+    version, epoch: where the run is; next_group: id of the next draw; chain: recomputed from what was trained.
+    drawn, trained, dropped: samples since the beginning, the last by reason.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.epoch = 0
+        self.next_group = 0
+        self.chain = GENESIS
+        self.drawn = 0
+        self.trained = 0
+        self.dropped: Counter[str] = Counter()
+        self.groups: dict[int, Group] = {}
+
+    @singledispatchmethod
+    def apply(self, record: Record) -> None:
+        """Take a record in. Raises IllegalTransition or TrainedTwice, and leaves the ledger as it was, when the
+        record says what cannot be."""
+        raise AssertionError(f"no record: {record!r}")
+
+    @apply.register
+    def _(self, record: Drawn) -> None:
+        if record.group != self.next_group:
+            raise IllegalTransition(f"group {record.group} was drawn; the next one is {self.next_group}")
+        if record.version != self.version:
+            raise IllegalTransition(f"group {record.group} was drawn at version {record.version}, not {self.version}")
+        self.groups[record.group] = Group(record.group, record.version, [Sample() for _ in range(record.members)])
+        self.next_group += 1
+        self.drawn += record.members
+
+    @apply.register
+    def _(self, record: Attempt) -> None:
+        group = self._group(record.group, "restarted")
+        if record.number <= group.attempt:
+            raise IllegalTransition(
+                f"group {record.group}: attempt {record.number} follows attempt {group.attempt}; attempts rise"
+            )
+        samples = [self._sample(record.group, member, IN_FLIGHT, "restarted") for member in record.members]
+        group.attempt = record.number
+        for sample in samples:
+            sample.stage, sample.attempt, sample.reward = Stage.RUNNING, record.number, None
+
+    @apply.register
+    def _(self, record: Generated) -> None:
+        for member, *_ in record.samples:
+            sample = self._sample(record.group, member, (Stage.RUNNING,), "generated")
+            if sample.attempt != record.attempt:
+                raise IllegalTransition(
+                    f"sample {(record.group, member)}: generated in attempt {record.attempt}, "
+                    f"while attempt {sample.attempt} runs"
+                )
+        for member, first, last, tokens in record.samples:
+            sample = self.groups[record.group].samples[member]
+            sample.stage, sample.first, sample.last, sample.tokens = Stage.SCORING, first, last, tokens
+
+    @apply.register
+    def _(self, record: Scored) -> None:
+        sample = self._sample(record.group, record.member, (Stage.SCORING,), "scored")
+        sample.stage, sample.reward = Stage.READY, record.reward
+
+    @apply.register
+    def _(self, record: Trained) -> None:
+        if record.version != self.version + 1:
+            raise IllegalTransition(f"an iteration led from version {self.version} to {record.version}")
+        samples = [self._to_train(group, member) for group, members in record.cuts for member in members]
+        self.chain = chain(self.chain, self.keys(record.cuts))
+        for sample in samples:
+            sample.stage = Stage.TRAINED
+        self.trained += len(samples)
+        self.version = record.version
+        for group, _ in record.cuts:
+            self._forget(group)
+
+    @apply.register
+    def _(self, record: Dropped) -> None:
+        samples = [self._sample(record.group, member, DROPPABLE, "dropped") for member in record.members]
+        for sample in samples:
+            sample.stage, sample.reason = Stage.DROPPED, record.reason
+        self.dropped[record.reason] += len(samples)
+        self._forget(record.group)
+
+    @apply.register
+    def _(self, record: InFlight) -> None:
+        if record.groups != self.in_flight():
+            raise JournalError(difference(record.groups, self.in_flight()))
+
+    @apply.register
+    def _(self, record: CheckpointMade) -> None:
+        if record.version > self.version:
+            raise IllegalTransition(f"a checkpoint of version {record.version}, while the run is at {self.version}")
+
+    @apply.register
+    def _(self, record: Resumed) -> None:
+        if record.epoch <= self.epoch or record.version != self.version:
+            raise IllegalTransition(
+                f"resumed as epoch {record.epoch}, version {record.version}; "
+                f"the journal was at epoch {self.epoch}, version {self.version} there"
+            )
+        self.epoch = record.epoch
+
+    # ---- looking -----------------------------------------------------------------------------------------
+
+    def in_flight(self) -> tuple[Cut, ...]:
+        """Members neither trained nor dropped, by group, both rising: derived, not counted."""
+        return tuple((group, self.groups[group].members(*IN_FLIGHT)) for group in sorted(self.groups))
+
+    def keys(self, cuts: tuple[Cut, ...]) -> list[tuple[int, int, int]]:
+        """(group, member, attempt) of samples in flight."""
+        return [
+            (group, member, self.groups[group].samples[member].attempt) for group, members in cuts for member in members
+        ]
+
+    def balanced(self) -> bool:
+        """drawn = trained + dropped + in flight."""
+        in_flight = sum(len(members) for _, members in self.in_flight())
+        return self.drawn == self.trained + self.dropped.total() + in_flight
+
+    def restored(self) -> tuple[RestoredGroup, ...]:
+        """The groups in flight as a resumed run takes them over, each with a new attempt."""
+        return tuple(_restored(self.groups[group]) for group in sorted(self.groups))
+
+    # ---- parts -------------------------------------------------------------------------------------------
+
+    def _group(self, group: int, what: str) -> Group:
+        if group in self.groups:
+            return self.groups[group]
+        state = "has finished" if group < self.next_group else "was never drawn"
+        raise IllegalTransition(f"group {group} cannot be {what}: it {state}")
+
+    def _sample(self, group: int, member: int, stages: tuple[Stage, ...], what: str) -> Sample:
+        samples = self._group(group, what).samples
+        if not 0 <= member < len(samples):
+            raise IllegalTransition(f"sample {(group, member)} cannot be {what}: the group has {len(samples)} members")
+        if samples[member].stage not in stages:
+            raise IllegalTransition(f"sample {(group, member)} cannot be {what}: it is {samples[member].stage.value}")
+        return samples[member]
+
+    def _to_train(self, group: int, member: int) -> Sample:
+        finished = group not in self.groups and group < self.next_group
+        if finished or self._sample(group, member, tuple(Stage), "trained").stage is Stage.TRAINED:
+            raise TrainedTwice(f"sample {(group, member)} cannot be trained: it was trained or dropped before")
+        return self._sample(group, member, (Stage.READY,), "trained")
+
+    def _forget(self, group: int) -> None:
+        if not self.groups[group].members(*IN_FLIGHT):
+            del self.groups[group]
+
+
+def difference(listed: tuple[Cut, ...], derived: tuple[Cut, ...]) -> str:
+    """What an in-flight list and the derived one disagree about, in words."""
+    surplus = [cut for cut in listed if cut not in derived][:5]
+    missing = [cut for cut in derived if cut not in listed][:5]
+    return f"the in-flight list holds {surplus} and lacks {missing}, by the records before it"
+
+
+def _restored(group: Group) -> RestoredGroup:
+    samples = list(enumerate(group.samples))
+    return RestoredGroup(
+        group.id,
+        group.attempt + 1,
+        group.members(*IN_FLIGHT),
+        {member: sample.reward or 0.0 for member, sample in samples if sample.stage is Stage.TRAINED},
+        {member: (sample.reason, sample.reward) for member, sample in samples if sample.stage is Stage.DROPPED},
+    )
+
+
+def surviving(store: Store, until: int | None = None) -> Iterator[Framed]:
+    """The records that count among the first `until` bytes, in order; what was resumed over is left out."""
+    size = store.size if until is None else until
+    resumes = [(f.start, f.record) for f in Scan(store.read, size) if isinstance(f.record, Resumed)]
+    void = void_ranges(resumes)
+    for framed in Scan(store.read, size):
+        if not any(low <= framed.start < high for low, high in void):
+            yield framed
+
+
+def replay(store: Store, until: int | None = None) -> Ledger:
+    """The ledger after the surviving records of the first `until` bytes. Raises JournalError with the byte."""
+    ledger = Ledger()
+    for framed in surviving(store, until):
+        try:
+            ledger.apply(framed.record)
+        except JournalError as error:
+            raise type(error)(f"journal, byte {framed.start}: {error}") from error
+    return ledger
+
+
+class Journal:
+    """Appends records to a store, through the ledger: what cannot be is refused before it is written.
+
+    torn: bytes of an unfinished last record that were cut off when the journal was opened.
+    offset, crc: length and crc32 of the journal.
+    """
+
+    def __init__(self, store: Store) -> None:
+        scan = Scan(store.read, store.size)
+        for _ in scan:
+            pass
+        self.store = store
+        self.torn = store.size - scan.end
+        if self.torn:
+            store.truncate(scan.end)
+        self.offset, self.crc = scan.end, scan.crc
+        self.ledger = replay(store)
+
+    def append(self, record: Record) -> None:
+        """Raises JournalError, with nothing written, for a record that contradicts those before it."""
+        self.ledger.apply(record)
+        if isinstance(record, Trained) and record.chain != self.ledger.chain.hex():
+            raise JournalError(
+                f"the trainer did not train what the journal says for version {record.version}: "
+                f"its chain is {record.chain[:16]}, by the records it is {self.ledger.chain.hex()[:16]}"
+            )
+        frame = encode(record)
+        self.store.append(frame)
+        self.offset, self.crc = self.offset + len(frame), crc32(frame, self.crc)
+
+    def sync(self) -> None:
+        """What was appended survives a power cut."""
+        self.store.sync()
+
+    def resume(self, epoch: int, offset: int) -> tuple[RestoredGroup, ...]:
+        """Go back to where the journal was `offset` bytes long; what follows is void.
+
+        Returns the groups in flight there, each with the attempt that begins now, which is journaled too.
+        """
+        self.ledger = replay(self.store, offset)
+        groups = self.ledger.restored()
+        self.append(Resumed(epoch, self.ledger.version, offset))
+        for group in groups:
+            self.append(Attempt(group.id, group.attempt, group.running, "resumed"))
+        return groups

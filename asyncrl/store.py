@@ -1,0 +1,229 @@
+"""Where journal and checkpoints lie: a folder, or memory that forgets like a machine whose power is cut."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Protocol
+
+from asyncrl.errors import ConfigError
+
+
+class Store(Protocol):
+    """One run's journal, a growing row of bytes, and its checkpoints: named folders of files."""
+
+    @property
+    def size(self) -> int:
+        """Bytes in the journal."""
+        ...
+
+    def append(self, data: bytes) -> None:
+        """Add to the journal; survives the death of this process."""
+        ...
+
+    def sync(self) -> None:
+        """What was appended survives a power cut."""
+        ...
+
+    def read(self, offset: int, size: int) -> bytes:
+        """At most `size` bytes of the journal."""
+        ...
+
+    def truncate(self, size: int) -> None: ...
+
+    def folders(self) -> list[str]:
+        """Names of the checkpoint folders, sorted."""
+        ...
+
+    def create(self, folder: str) -> str:
+        """Make an empty folder, in place of one with this name. Returns the path others write to."""
+        ...
+
+    def put(self, folder: str, file: str, data: bytes) -> None:
+        """Write a file of a folder; it survives a power cut once the folder was renamed."""
+        ...
+
+    def get(self, folder: str, file: str) -> bytes:
+        """Raises FileNotFoundError."""
+        ...
+
+    def digest(self, folder: str, file: str) -> str:
+        """SHA-256 of a file, in hex. Raises FileNotFoundError."""
+        ...
+
+    def rename(self, folder: str, name: str) -> None:
+        """Give a folder its name, at once and for good: all of it survives a power cut, or none of the name does."""
+        ...
+
+    def remove(self, folder: str) -> None: ...
+
+
+class FileStore:
+    """`journal` and `checkpoints/` of a run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.checkpoints = run_dir / "checkpoints"
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self._journal = os.open(run_dir / "journal", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def close(self) -> None:
+        os.close(self._journal)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._journal).st_size
+
+    def append(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._journal, view) :]
+
+    def sync(self) -> None:
+        os.fdatasync(self._journal)
+
+    def read(self, offset: int, size: int) -> bytes:
+        return os.pread(self._journal, size, offset)
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._journal, size)
+
+    def folders(self) -> list[str]:
+        return sorted(path.name for path in self.checkpoints.iterdir() if path.is_dir())
+
+    def create(self, folder: str) -> str:
+        self.remove(folder)
+        path = self.checkpoints / folder
+        path.mkdir()
+        return str(path)
+
+    def put(self, folder: str, file: str, data: bytes) -> None:
+        with open(self.checkpoints / folder / file, "wb") as target:
+            target.write(data)
+            target.flush()
+            os.fsync(target.fileno())
+
+    def get(self, folder: str, file: str) -> bytes:
+        return (self.checkpoints / folder / file).read_bytes()
+
+    def digest(self, folder: str, file: str) -> str:
+        with open(self.checkpoints / folder / file, "rb") as source:
+            return file_digest(source, "sha256").hexdigest()
+
+    def rename(self, folder: str, name: str) -> None:
+        for path, _, _ in os.walk(self.checkpoints / folder):
+            _sync_directory(Path(path))
+        os.rename(self.checkpoints / folder, self.checkpoints / name)
+        _sync_directory(self.checkpoints)
+
+    def remove(self, folder: str) -> None:
+        path = self.checkpoints / folder
+        if path.exists():
+            shutil.rmtree(path)
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+class MemoryStore:
+    """The same in memory. `freeze` is the death of its process: later writes vanish. `after_power_cut` is what a
+    machine finds when it comes back."""
+
+    def __init__(self) -> None:
+        self._journal = bytearray()
+        self._synced = 0
+        self._frozen = False
+        self._folders: dict[str, dict[str, bytes]] = {}
+
+    def freeze(self) -> None:
+        self._frozen = True
+
+    def after_death(self) -> "MemoryStore":
+        """What the next process finds after a kill: all that was written."""
+        return self.after_power_cut(len(self._journal))
+
+    def after_power_cut(self, kept: int = 0, tail: bytes = b"") -> "MemoryStore":
+        """The journal up to its last sync, at least to byte `kept`, then `tail`: a piece that was torn or garbled."""
+        found = MemoryStore()
+        found._journal = self._journal[: max(self._synced, kept)] + tail
+        found._synced = len(found._journal)
+        found._folders = {name: dict(files) for name, files in self._folders.items()}
+        return found
+
+    @property
+    def synced(self) -> int:
+        return self._synced
+
+    @property
+    def size(self) -> int:
+        return len(self._journal)
+
+    def append(self, data: bytes) -> None:
+        if not self._frozen:
+            self._journal += data
+
+    def sync(self) -> None:
+        if not self._frozen:
+            self._synced = len(self._journal)
+
+    def read(self, offset: int, size: int) -> bytes:
+        return bytes(self._journal[offset : offset + size])
+
+    def truncate(self, size: int) -> None:
+        if not self._frozen:
+            del self._journal[size:]
+            self._synced = min(self._synced, size)
+
+    def folders(self) -> list[str]:
+        return sorted(self._folders)
+
+    def create(self, folder: str) -> str:
+        if not self._frozen:
+            self._folders[folder] = {}
+        return folder
+
+    def put(self, folder: str, file: str, data: bytes) -> None:
+        if not self._frozen:
+            self._folders[folder][file] = data
+
+    def get(self, folder: str, file: str) -> bytes:
+        if file not in self._folders.get(folder, {}):
+            raise FileNotFoundError(f"{folder}/{file}")
+        return self._folders[folder][file]
+
+    def digest(self, folder: str, file: str) -> str:
+        return sha256(self.get(folder, file)).hexdigest()
+
+    def rename(self, folder: str, name: str) -> None:
+        if not self._frozen:
+            self._folders[name] = self._folders.pop(folder)
+
+    def remove(self, folder: str) -> None:
+        if not self._frozen:
+            self._folders.pop(folder, None)
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Hold `run.lock`: one process works in a run directory. Raises ConfigError when another one does."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / "run.lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            raise ConfigError(
+                f"{run_dir} is in use by process {holder}; wait for it, end it, or choose another --run-dir"
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield

@@ -1,0 +1,23 @@
+"""The chain that controller and trainer compute separately over what was trained.
+
+h_v = SHA-256(h_{v-1}, the sorted (group, member, attempt) of iteration v). The trainer takes the keys of the rows that
+it was given for the iteration, the journal those that it recorded; equal chains mean equal histories.
+"""
+
+import struct
+from collections.abc import Iterable
+from hashlib import sha256
+
+GENESIS = bytes(32)
+"""The chain before the first iteration."""
+
+
+def chain(previous: bytes, keys: Iterable[tuple[int, int, int]]) -> bytes:
+    """The next link, 32 bytes, after an iteration over these (group, member, attempt), given in any order.
+
+    Written in hex where it travels in a message, a record or a manifest.
+    """
+    link = sha256(previous)
+    for key in sorted(keys):
+        link.update(struct.pack(">qqq", *key))
+    return link.digest()
