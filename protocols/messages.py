@@ -59,6 +59,14 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
+class More:
+    """Caller -> worker: this many items of a stream were consumed; as many more may be sent."""
+
+    call: int
+    items: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """Worker -> caller: the result, or the end of a stream (value None)."""
 
@@ -259,6 +267,7 @@ WIRE_TYPES: tuple[type, ...] = (
     Rejected,
     Call,
     Item,
+    More,
     Reply,
     Failure,
     Cancel,

@@ -1,0 +1,196 @@
+"""Values to frames and back.
+
+    frame 0        MessagePack [sizes of all other frames, value]
+    frames 1..n    the bytes of arrays of INLINE_BYTES or more, untouched
+
+In the value a list stands for everything that is not a plain scalar or a mapping: [tag, ...], where the tag says list,
+tuple, array ([tag, dtype, shape, inline bytes | frame number]) or one of WIRE_TYPES with its fields in order. What is
+decoded is only ever one of these, of declared types and sizes; any other bytes raise WireError. Arrays come out
+read-only: they are views of the frame.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import WireError
+from asyncrl.protocols.messages import WIRE_TYPES
+from asyncrl.wire.ends import LIMIT_BYTES, Frame
+from asyncrl.wire.fields import field_checks
+
+INLINE_BYTES = 256
+"""Smaller arrays ride in the header: a frame of their own would cost more than the copy."""
+
+MAX_DEPTH = 64
+"""Nesting of lists, mappings and messages; the deepest of ours, a call with cuts, has 12."""
+
+MAX_DIMENSIONS = 8
+DTYPES: tuple[np.dtype[Any], ...] = tuple(np.dtype(name) for name in ("?", "u1", "<i4", "<i8", "<f4", "<f8"))
+_LIST, _TUPLE, _ARRAY, _FIRST_TYPE = 0, 1, 2, 3
+_SCALARS = (type(None), bool, int, float, str, bytes)
+_CHECKS = tuple(field_checks(cls) for cls in WIRE_TYPES)
+_TAG_OF = {cls: _FIRST_TYPE + index for index, cls in enumerate(WIRE_TYPES)}
+_NAMES_OF = {cls: tuple(name for name, _ in checks) for cls, checks in zip(WIRE_TYPES, _CHECKS, strict=True)}
+
+
+def encode(value: Any, limit_bytes: int = LIMIT_BYTES) -> list[Frame]:
+    """Frames of one value; large arrays are not copied, so leave them alone until they were sent.
+
+    Raises WireError for a value that may not travel, naming its type, or one larger than `limit_bytes`.
+    """
+    frames: list[Frame] = []
+    tree = _lower(value, frames, 0)
+    try:
+        header: bytes = msgpack.packb([[len(frame) for frame in frames], tree], strict_types=True)
+    except (OverflowError, ValueError) as error:
+        raise WireError(f"{type(value).__name__} cannot travel: {error}") from error
+    size = len(header) + sum(len(frame) for frame in frames)
+    if size > limit_bytes:
+        raise WireError(f"{type(value).__name__} has {size} bytes, more than the {limit_bytes} of one message")
+    return [header, *frames]
+
+
+def _lower(value: Any, frames: list[Frame], depth: int) -> Any:
+    cls = type(value)
+    if cls in _SCALARS:
+        return value
+    if depth >= MAX_DEPTH:
+        raise WireError(f"a value nested deeper than {MAX_DEPTH} cannot travel")
+    if cls in _TAG_OF:
+        return [_TAG_OF[cls], *(_lower(getattr(value, name), frames, depth + 1) for name in _NAMES_OF[cls])]
+    if cls is list or cls is tuple:
+        return [_LIST if cls is list else _TUPLE, *(_lower(item, frames, depth + 1) for item in value)]
+    if cls is dict:
+        return {_key(key): _lower(item, frames, depth + 1) for key, item in value.items()}
+    if cls is np.ndarray:
+        return _lower_array(value, frames)
+    if isinstance(value, np.generic):
+        return _lower(value.item(), frames, depth + 1)
+    raise WireError(f"a value of type {cls.__module__}.{cls.__qualname__} cannot travel: {value!r:.100}")
+
+
+def _key(key: Any) -> str:
+    if type(key) is not str:
+        raise WireError(f"keys of a mapping travel as text, not {type(key).__name__}: {key!r:.100}")
+    return key
+
+
+def _lower_array(array: NDArray[Any], frames: list[Frame]) -> list[Any]:
+    if array.dtype not in DTYPES or array.ndim > MAX_DIMENSIONS:
+        known = [str(dtype) for dtype in DTYPES]
+        raise WireError(f"an array of {array.dtype} {list(array.shape)} cannot travel; these dtypes can: {known}")
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    head = [_ARRAY, DTYPES.index(array.dtype), list(array.shape)]
+    if array.nbytes < INLINE_BYTES:
+        return [*head, flat.tobytes()]
+    frames.append(flat.data)
+    return [*head, len(frames) - 1]
+
+
+def decode(frames: Sequence[Frame], limit_bytes: int = LIMIT_BYTES) -> Any:
+    """The value of these frames. Raises WireError for any bytes that `encode` would not have made."""
+    size = sum(len(frame) for frame in frames)
+    if not frames or size > limit_bytes:
+        raise WireError(f"a message of {len(frames)} frames and {size} bytes; at most {limit_bytes} bytes are taken")
+    sizes, tree = _unpack(frames[0])
+    if sizes != [len(frame) for frame in frames[1:]]:
+        raise WireError("the frames of a message do not have the sizes that its header declares")
+    reader = _Reader(frames[1:])
+    value = reader.read(tree, 0)
+    if reader.expected != len(frames) - 1:
+        raise WireError(f"{len(frames) - 1} frames came, {reader.expected} are used")
+    return value
+
+
+def _unpack(header: Frame) -> tuple[Any, Any]:
+    try:
+        # Nothing declared inside may be larger than the header itself: these are msgpack's bounds by default.
+        top = msgpack.unpackb(header, raw=False, strict_map_key=True, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"a header that is no MessagePack: {error!r:.200}") from error
+    if type(top) is not list or len(top) != 2:
+        raise WireError("a header that is not [sizes, value]")
+    return top[0], top[1]
+
+
+class _Reader:
+    """Builds the value of one message. expected: the next frame an array may name; each is used once, in order."""
+
+    def __init__(self, frames: Sequence[Frame]) -> None:
+        self._frames = frames
+        self.expected = 0
+
+    def read(self, node: Any, depth: int) -> Any:
+        if type(node) in _SCALARS:
+            return node
+        if depth >= MAX_DEPTH:
+            raise WireError(f"a value nested deeper than {MAX_DEPTH}")
+        if type(node) is dict:
+            return self._mapping(node, depth)
+        if type(node) is not list or not node or type(node[0]) is not int:
+            raise WireError("a value without a tag")
+        return self._tagged(node[0], node, depth)
+
+    def _mapping(self, node: dict[Any, Any], depth: int) -> dict[str, Any]:
+        return {_key(key): self.read(item, depth + 1) for key, item in node.items()}
+
+    def _tagged(self, tag: int, node: list[Any], depth: int) -> Any:
+        if tag == _LIST:
+            return [self.read(item, depth + 1) for item in node[1:]]
+        if tag == _TUPLE:
+            return tuple([self.read(item, depth + 1) for item in node[1:]])
+        if tag == _ARRAY:
+            return self._array(node)
+        if not _FIRST_TYPE <= tag < _FIRST_TYPE + len(WIRE_TYPES):
+            raise WireError(f"an unknown tag {tag}")
+        return self._message(tag - _FIRST_TYPE, node, depth)
+
+    def _message(self, index: int, node: list[Any], depth: int) -> Any:
+        cls, checks = WIRE_TYPES[index], _CHECKS[index]
+        if len(node) != len(checks) + 1:
+            raise WireError(f"a {cls.__name__} with {len(node) - 1} fields; it has {len(checks)}")
+        values = []
+        for (name, check), item in zip(checks, node[1:], strict=True):
+            try:
+                values.append(check(self.read(item, depth + 1)))
+            except WireError as error:
+                raise WireError(f"{cls.__name__}.{name}: {error}") from error
+        try:
+            return cls(*values)
+        except ValueError as error:
+            raise WireError(f"{cls.__name__}: {error}") from error
+
+    def _array(self, node: list[Any]) -> NDArray[Any]:
+        if len(node) != 4 or type(node[1]) is not int or not 0 <= node[1] < len(DTYPES):
+            raise WireError("an array of an unknown dtype")
+        dtype, shape, where = DTYPES[node[1]], node[2], node[3]
+        if type(shape) is not list or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
+            raise WireError(f"an array of shape {shape!r:.100}")
+        return self._shaped(self._bytes(where), dtype, shape)
+
+    def _bytes(self, where: Any) -> Frame:
+        if type(where) is bytes:
+            return where
+        if type(where) is not int or where != self.expected or where >= len(self._frames):
+            raise WireError(f"an array in frame {where!r:.100}, where {self.expected} is next")
+        self.expected += 1
+        return self._frames[where]
+
+    @staticmethod
+    def _shaped(data: Frame, dtype: np.dtype[Any], shape: list[int]) -> NDArray[Any]:
+        count = 1
+        for extent in shape:
+            count *= extent
+        if count * dtype.itemsize != len(data):
+            raise WireError(f"an array of shape {shape} and {dtype} in {len(data)} bytes")
+        try:
+            array = np.frombuffer(data, dtype).reshape(shape)
+        except (ValueError, OverflowError) as error:
+            raise WireError(f"an array of shape {shape}: {error}") from error
+        if dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
+            raise WireError("an array of bool with other bytes than 0 and 1")
+        array.flags.writeable = False
+        return array

@@ -1,0 +1,52 @@
+"""What both sides of a link share: numbered messages, and the codec under them.
+
+The numbers only detect: a message that was lost, repeated or overtaken ends the link, and whoever needs the answer asks
+again in a new attempt.
+"""
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from asyncrl.errors import WireError
+from asyncrl.wire.codec import decode, encode
+from asyncrl.wire.ends import LIMIT_BYTES, Frame, Frames
+
+_NUMBER = struct.Struct("<Q")
+
+
+class Line:
+    """Numbers what one side sends and checks the numbers of what it receives, each from 0."""
+
+    def __init__(self, offer: Callable[[Frames], bool], send: Callable[[Frames], Awaitable[None]]) -> None:
+        self._offer, self._send = offer, send
+        self._order = asyncio.Lock()
+        self.sent = self.received = 0
+
+    def _numbered(self, frames: Frames) -> list[Frame]:
+        return [_NUMBER.pack(self.sent), *frames]
+
+    async def send(self, message: Any) -> None:
+        """Raises WireError (nothing was sent), PeerLost, DeadlineExceeded."""
+        frames = encode(message)
+        async with self._order:
+            await self._send(self._numbered(frames))
+            self.sent += 1
+
+    def offer(self, message: Any) -> bool:
+        """Send without waiting; False when the queue is full or others wait for it."""
+        if self._order.locked() or not self._offer(self._numbered(encode(message))):
+            return False
+        self.sent += 1
+        return True
+
+    def accept(self, frames: list[Frame], limit_bytes: int = LIMIT_BYTES) -> Any:
+        """The message in these frames. Raises WireError for strange bytes and for a gap in the numbers."""
+        if len(frames) < 2 or len(frames[0]) != _NUMBER.size:
+            raise WireError("a message without a number")
+        (number,) = _NUMBER.unpack(frames[0])
+        if number != self.received:
+            raise WireError(f"a gap: message {number} came where {self.received} was next")
+        self.received += 1
+        return decode(frames[1:], limit_bytes)
