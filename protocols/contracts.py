@@ -79,8 +79,13 @@ class Contract:
         cls.endpoints = {**cls.endpoints, **own}
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
-    async def health(self) -> Health:
-        """What the worker is doing now, and how its time was spent so far."""
+    async def started(self) -> None:
+        """Answers once the worker has loaded and takes work; raises what kept it from that."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    async def health(self) -> list[Health]:
+        """Of each worker: what it is doing now, and how its time was spent so far."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)

@@ -117,10 +117,6 @@ class Health:
     wall: float
     counters: dict[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def merge(cls, parts: "list[Health]") -> "Health":
-        return parts[0]
-
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
@@ -190,6 +186,11 @@ class Published:
     slot: int
     digest: str
     digest_of: str = ""
+
+    @classmethod
+    def merge(cls, parts: "list[Published]") -> "Published":
+        """Ranks of one trainer write one arena; the first speaks for all."""
+        return parts[0]
 
 
 @dataclass(frozen=True, slots=True)

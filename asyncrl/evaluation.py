@@ -1,0 +1,140 @@
+"""Held-out prompts, sampled by exactly one named version beside training, and scored by the run's own rewards."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import Retryable, lone
+from asyncrl.fleet import Fleet
+from asyncrl.protocols.batch import BatchRef
+from asyncrl.protocols.contracts import Generation, Reward
+from asyncrl.protocols.messages import PromptGroup, Published
+from asyncrl.protocols.seeds import group_seed
+
+READER = "evaluation"
+"""Name under which the version being copied out is leased from the trainer."""
+
+Question = tuple[str | list[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """mean, stderr: of the reward over prompts (their samples averaged first); unscorable: samples without a reward."""
+
+    version: int
+    prompts: int
+    mean: float
+    stderr: float
+    unscorable: int
+    seconds: float
+
+
+class Evaluator:
+    """Samples all held-out prompts with one version and scores them.
+
+    Groups have negative ids, so that they are never taken for those of training.
+    """
+
+    def __init__(self, generation: Generation, reward: Reward, questions: Sequence[Question], config: Config) -> None:
+        self._generation, self._reward, self._questions, self._config = generation, reward, questions, config
+        # As many groups as the engine has slots for: more would only wait in its queue.
+        self._places = asyncio.Semaphore(max(1, config.generation.slots // config.evaluate.samples))
+
+    async def evaluate(self, version: int, epoch: int) -> Evaluation:
+        """Raises what the reward raises; Retryable when a worker died meanwhile."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(self._ask(index, version, epoch)) for index in range(len(self._questions))]
+        except BaseExceptionGroup as errors:
+            raise lone(errors) from None
+        rewards = [task.result() for task in asked]
+        return summary(version, rewards, loop.time() - began)
+
+    async def _ask(self, index: int, version: int, epoch: int) -> list[float | None]:
+        async with self._places:
+            prompts, row = self._group(index, version, epoch)
+            samples = [sample async for sample in self._generation.generate(prompts)]
+            try:
+                return [(await self._reward.score(sample, row)).reward for sample in samples]
+            finally:
+                await self._generation.release([place for row in BatchRef.join(samples) for place in row.places])
+
+    def _group(self, index: int, version: int, epoch: int) -> tuple[PromptGroup, dict[str, Any]]:
+        prompt, row = self._questions[index]
+        config, group = self._config, -1 - index
+        prompts = PromptGroup(
+            id=group,
+            attempt=version,
+            epoch=epoch,
+            prompt=prompt,
+            members=tuple(range(config.evaluate.samples)),
+            seed=group_seed(config.seed, group),
+            not_before=version,
+            temperature=config.evaluate.temperature,
+            max_new_tokens=config.generation.max_new_tokens,
+            deadline=config.generation.deadline,
+        )
+        return prompts, row
+
+
+def summary(version: int, rewards: Sequence[Sequence[float | None]], seconds: float) -> Evaluation:
+    """Mean and standard error over prompts; a prompt without any scorable sample does not count."""
+    scored = [fmean(known) for each in rewards if (known := [reward for reward in each if reward is not None])]
+    unscorable = sum(reward is None for each in rewards for reward in each)
+    mean = fmean(scored) if scored else math.nan
+    stderr = stdev(scored) / math.sqrt(len(scored)) if len(scored) > 1 else math.nan
+    return Evaluation(version, len(scored), mean, stderr, unscorable, seconds)
+
+
+async def take_over(fleet: Fleet, published: Published) -> None:
+    """Have the evaluation service copy out a version, leased meanwhile so that the trainer cannot overwrite it."""
+    assert fleet.evaluation is not None
+    await fleet.training.using(READER, published.version)
+    try:
+        await fleet.evaluation.use_weights(published)
+    finally:
+        await fleet.training.detached(READER)
+
+
+class EvaluationSchedule:
+    """Evaluates the versions asked for, one at a time, beside training. At most one waits: a newer one replaces it,
+    and `passed_over` says which were."""
+
+    def __init__(self, fleet: Fleet, evaluator: Evaluator, done: "asyncio.Queue[Evaluation]") -> None:
+        self._fleet, self._evaluator, self._done = fleet, evaluator, done
+        self._asked: Published | None = None
+        self._changed = asyncio.Event()
+        self.passed_over: list[int] = []
+
+    def ask(self, published: Published) -> None:
+        """Evaluate this version as soon as the one before is done."""
+        if self._asked is not None:
+            self.passed_over.append(self._asked.version)
+        self._asked = published
+        self._changed.set()
+
+    async def run(self) -> None:
+        """For ever: evaluate what was asked for last."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            published, self._asked = self._asked, None
+            assert published is not None, "set by ask"
+            await self.evaluate(published)
+
+    async def evaluate(self, published: Published) -> None:
+        """Evaluate one version now. A worker that dies meanwhile costs a second try, no more."""
+        for attempt in range(2):
+            try:
+                await take_over(self._fleet, published)
+                self._done.put_nowait(await self._evaluator.evaluate(published.version, published.epoch))
+                return
+            except Retryable:
+                if attempt:
+                    self.passed_over.append(published.version)

@@ -1,0 +1,177 @@
+"""What a run writes down of itself: metrics, samples and evaluations, from the controller's events.
+
+    events -> queue -> Recorder.run -> metrics.jsonl, samples.jsonl, evaluations.jsonl -> sinks, display
+
+The controller never waits for any of it.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+from asyncrl.errors import Retryable
+from asyncrl.evaluation import Evaluation
+from asyncrl.events import Event, SampleScored, SamplesDropped, StepBegan, StepDone
+from asyncrl.fleet import Fleet
+from asyncrl.protocols.batch import BatchRef, RowRef
+from asyncrl.protocols.contracts import Contract
+from asyncrl.protocols.messages import Health, SampleText, TrainedSample
+from asyncrl.rundir import RunDirectory
+from asyncrl.telemetry.lines import LineFile
+from asyncrl.telemetry.metrics import MetricsFile, TimeShares, batch_metrics, report_metrics
+from asyncrl.telemetry.samples import SampleRecord, SamplesFile, sample_record, to_show
+
+WAITING_EVENTS = 100_000
+"""Bound of the queue: far more than the samples of all groups in flight; reaching it means that the disk hangs."""
+
+Key = tuple[int, int, int]
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """One step as a display and a sink get it."""
+
+    metrics: Mapping[str, float]
+    samples: Sequence[SampleRecord]
+
+
+class Recorder:
+    """Writes the files of a run directory. `show` and `send` get each step after it was written."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        fleet: Fleet,
+        samples_per_step: int | Literal["all"],
+        epoch: int,
+        show: Callable[[StepLine], None],
+        send: Callable[[int, Mapping[str, float]], None],
+    ) -> None:
+        self._fleet, self._samples_per_step, self._epoch = fleet, samples_per_step, epoch
+        self._show, self._send = show, send
+        self._metrics, self._samples = MetricsFile(directory.metrics), SamplesFile(directory.samples)
+        self._evaluations = LineFile(directory.evaluations)
+        self._events: asyncio.Queue[Event] = asyncio.Queue(WAITING_EVENTS)
+        self._terms: dict[Key, Mapping[str, float]] = {}
+        self._texts: dict[tuple[int, int], SampleText] = {}
+        self._dropped: Counter[str] = Counter()
+        self._shares = TimeShares()
+        self._began = asyncio.get_running_loop().time()
+        self._last_step = self._began
+
+    def observe(self, event: Event) -> None:
+        """Take an event; never waits."""
+        if isinstance(event, SampleScored | SamplesDropped | StepBegan | StepDone):
+            self._events.put_nowait(event)
+
+    async def run(self) -> None:
+        """For ever: write down what was observed."""
+        while True:
+            await self._handle(await self._events.get())
+            self._events.task_done()
+
+    async def drain(self) -> None:
+        """Returns when everything observed so far is written."""
+        await self._events.join()
+
+    def close(self) -> None:
+        for file in (self._metrics, self._samples, self._evaluations):
+            file.close()
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Write one evaluation; sinks get it under its version."""
+        self._evaluations.append({"epoch": self._epoch, **asdict(evaluation)})
+        numbers = {"eval/reward/mean": evaluation.mean, "eval/reward/stderr": evaluation.stderr}
+        self._send(evaluation.version, numbers)
+
+    async def _handle(self, event: Event) -> None:
+        match event:
+            case SampleScored(sample, score):
+                self._terms[(*sample.key, sample.attempt)] = score.terms
+            case SamplesDropped(group, members, reason):
+                self._dropped[reason] += len(members)
+                self._forget(lambda key: key[0] == group and key[1] in members)
+            case StepBegan(cuts):
+                self._texts = await self._read_texts(cuts.batch)
+            case StepDone():
+                await self._step(event)
+            case _:
+                raise AssertionError(f"observe lets no {event} through")
+
+    async def _read_texts(self, batch: BatchRef) -> dict[tuple[int, int], SampleText]:
+        chosen = BatchRef(tuple(to_show(batch.rows, self._samples_per_step)))
+        try:
+            texts = await self._fleet.generation.texts(chosen)
+        except Retryable:
+            return {}  # Their worker died; the step will say so itself.
+        return {(text.group, text.member): text for text in texts}
+
+    async def _step(self, done: StepDone) -> None:
+        now = asyncio.get_running_loop().time()
+        metrics: Metrics = {"step": done.report.version, "time": now - self._began, "epoch": self._epoch}
+        metrics |= done.staleness
+        metrics |= batch_metrics(done.cuts.batch) | self._term_means(done.cuts.batch)
+        metrics |= report_metrics(done.report, now - self._last_step)
+        metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
+        metrics |= self._shares.since_last(await self._healths())
+        records = self._records(done)
+        self._metrics.write(metrics)
+        self._samples.write(records)
+        self._forget(lambda key: key in {(*row.key, row.attempt) for row in done.cuts.batch})
+        self._dropped.clear()
+        self._last_step = now
+        self._send(done.report.version, metrics)
+        self._show(StepLine(metrics, records))
+
+    def _records(self, done: StepDone) -> list[SampleRecord]:
+        trained = {(sample.group, sample.member): sample for sample in done.report.samples}
+        return [
+            sample_record(
+                done.report.version,
+                row,
+                self._texts[row.key],
+                self._terms.get((*row.key, row.attempt), {}),
+                trained.get(row.key, TrainedSample(row.group, row.member, row.attempt, 0, row.tokens, "skipped")),
+            )
+            for row in done.cuts.batch
+            if row.key in self._texts
+        ]
+
+    def _term_means(self, batch: BatchRef) -> Metrics:
+        values: dict[str, list[float]] = {}
+        for row in batch:
+            for name, value in self._terms.get(_key(row), {}).items():
+                values.setdefault(name, []).append(value)
+        return {f"reward/{name}": fmean(each) for name, each in values.items()}
+
+    def _forget(self, gone: Callable[[Key], Any]) -> None:
+        for key in [key for key in self._terms if gone(key)]:
+            del self._terms[key]
+
+    async def _healths(self) -> list[Health]:
+        """Of every worker that answers; the time of one that is dead is nobody's."""
+        fleet = self._fleet
+        services: list[Contract | None] = [
+            fleet.generation,
+            fleet.reward,
+            fleet.training,
+            fleet.reference,
+            fleet.evaluation,
+        ]
+        answers = await asyncio.gather(*(_health(service) for service in services if service is not None))
+        return [health for answer in answers for health in answer]
+
+
+def _key(row: RowRef) -> Key:
+    return (*row.key, row.attempt)
+
+
+async def _health(service: Contract) -> list[Health]:
+    try:
+        return await service.health()
+    except Retryable:
+        return []
