@@ -1,0 +1,129 @@
+"""Metrics of a step from sums over its live tokens.
+
+loss/policy, loss/kl: the loss's two parts, mean over updates. Over live tokens: policy/entropy;
+policy/ratio_mean, ratio_max: current / old of the objective's ratio before the clip; policy/clip_frac: where the
+clip removed the gradient; policy/ess: effective share of samples under current / behaviour, before any cap;
+policy/kl_rollout_train: k3 estimate of KL(behaviour || current); policy/logprob_difference_max: largest
+|current - behaviour| of tokens sampled by the very weights that now train, before the first update (engine
+against trainer; left out when there is no such token); policy/weight_mean: of the correction's weight.
+staleness/mean, max: versions; staleness/updates_max: the same in optimizer steps, at most. mask/*_fraction: shares of
+all response tokens by reason. tokens/trained, tokens/response: counts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from asyncrl.config import Algorithm
+from asyncrl.engines.training.masking import Masked
+from asyncrl.engines.training.microbatch import MicroBatch
+from asyncrl.engines.training.objective import Terms
+from asyncrl.engines.training.ranks import Ranks
+from asyncrl.objectives.corrections import effective_sample_share
+from asyncrl.objectives.kl import kl_estimate
+from asyncrl.objectives.losses import clip_binds
+
+SUMS = (
+    "tokens",
+    "policy",
+    "kl",
+    "entropy",
+    "ratio",
+    "clipped",
+    "share",
+    "share_squares",
+    "divergence",
+    "weight",
+    "staleness",
+)
+LARGEST = ("ratio", "staleness", "difference")
+
+
+class Totals:
+    """Sums and maxima over live tokens, float64, kept on the device until the step is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        self.largest = torch.full((len(LARGEST),), -1.0, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(
+        self, terms: Terms, current: Tensor, entropy: Tensor, batch: MicroBatch, algorithm: Algorithm, first: bool
+    ) -> None:
+        """first: no optimizer step was taken yet in this iteration."""
+        ratio = terms.importance.log_ratio.exp()
+        difference = current - batch.behaviour
+        share = difference.exp()
+        columns = (
+            torch.ones_like(ratio),
+            terms.policy,
+            terms.kl,
+            entropy,
+            ratio,
+            clip_binds(ratio, terms.advantages, algorithm.clip_low, algorithm.clip_high),
+            share,
+            share.square(),
+            kl_estimate(batch.behaviour, current, "k3"),
+            terms.importance.weight,
+            batch.staleness,
+        )
+        self.sums += torch.stack([column.double().sum() for column in columns])
+        fresh = difference.abs()[batch.staleness == 0] if first else difference[:0]
+        values = (ratio, batch.staleness, fresh)
+        peaks = torch.stack([v.double().max() if len(v) else self.largest.new_tensor(-1.0) for v in values])
+        self.largest = torch.maximum(self.largest, peaks)
+
+    def merge(self, other: "Totals") -> None:
+        self.sums += other.sums
+        self.largest = torch.maximum(self.largest, other.largest)
+
+    def reduce(self, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums and maxima over all ranks, by name."""
+        sums = ranks.sum(self.sums).tolist()
+        largest = ranks.largest(self.largest).tolist()
+        return dict(zip(SUMS, sums, strict=True)), dict(zip(LARGEST, largest, strict=True))
+
+
+def policy_metrics(sums: dict[str, float], largest: dict[str, float], updates: int, planned: int) -> dict[str, float]:
+    """planned: updates the batch was split over, of which `updates` were taken."""
+    tokens = sums["tokens"]
+    metrics = {
+        "loss/policy": sums["policy"] / updates,
+        "loss/kl": sums["kl"] / updates,
+        "policy/entropy": sums["entropy"] / tokens,
+        "policy/kl_rollout_train": sums["divergence"] / tokens,
+        "policy/ratio_mean": sums["ratio"] / tokens,
+        "policy/ratio_max": largest["ratio"],
+        "policy/clip_frac": sums["clipped"] / tokens,
+        "policy/ess": effective_sample_share(sums["share"], sums["share_squares"], tokens),
+        "policy/weight_mean": sums["weight"] / tokens,
+        "staleness/mean": sums["staleness"] / tokens,
+        "staleness/max": largest["staleness"],
+        "staleness/updates_max": largest["staleness"] * planned + updates - 1,
+    }
+    if largest["difference"] >= 0:
+        metrics["policy/logprob_difference_max"] = largest["difference"]
+    return metrics
+
+
+def mask_counts(rows: Sequence[Masked]) -> Tensor:
+    """float64 [4]: response tokens, trained, masked as stale, left out as truncated."""
+    counts = torch.zeros(4, dtype=torch.float64)
+    for row in rows:
+        tokens = len(row.live)
+        stale = tokens - row.trained if row.counted else 0
+        counts += torch.tensor([tokens, row.trained, stale, 0 if row.counted else tokens], dtype=torch.float64)
+    return counts
+
+
+def mask_metrics(counts: Tensor) -> dict[str, float]:
+    """From the sum of `mask_counts` over all ranks."""
+    tokens, trained, stale, truncated = counts.tolist()
+    return {
+        "tokens/response": tokens,
+        "tokens/trained": trained,
+        "staleness/masked_fraction": stale / max(1, tokens),
+        "mask/stale_fraction": stale / max(1, tokens),
+        "mask/truncated_fraction": truncated / max(1, tokens),
+    }

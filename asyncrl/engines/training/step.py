@@ -1,0 +1,177 @@
+"""One training iteration, a micro-batch at a time."""
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.engines.training.interface import StepOutcome, TrainRow
+from asyncrl.engines.training.logprobs import frozen_logprobs, token_logprobs
+from asyncrl.engines.training.masking import Masked, mask_rows
+from asyncrl.engines.training.microbatch import MicroBatch, PartRow, micro_batch
+from asyncrl.engines.training.model import CausalModel
+from asyncrl.engines.training.objective import Terms, terms_of
+from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.packing import micro_batches
+from asyncrl.engines.training.ranks import Ranks, sum_gradients
+from asyncrl.engines.training.statistics import Totals, mask_counts, mask_metrics, policy_metrics
+from asyncrl.objectives.losses import row_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """What a step works on."""
+
+    model: CausalModel
+    optimizer: Optimizer
+    config: Config
+    ranks: Ranks
+
+
+class TorchStep:
+    """The batch is split into `training.updates` consecutive parts, one optimizer step each.
+
+    Each part has one denominator over all its rows, micro-batches and ranks, fixed before its first backward
+    pass. A part whose loss or gradient is not finite takes no optimizer step, and its samples do not count as
+    trained; a part without a live token is passed over.
+    """
+
+    def __init__(self, trainer: Trainer, rows: Sequence[TrainRow], epoch: int, version: int) -> None:
+        self.passes = 0
+        self._trainer = trainer
+        config, self._algorithm = trainer.config, trainer.config.algorithm
+        self._masked = mask_rows(
+            rows, epoch, version, config.staleness.limit, config.staleness.policy, self._algorithm.mask_truncated
+        )
+        self._totals = Totals(trainer.model.device)
+        self._norms: list[float] = []
+        self._lost: dict[tuple[int, int, int], str] = {}
+        self._culprits: list[tuple[int, int, int]] = []
+        self._outcome: StepOutcome | None = None
+        self._work = self._run()
+
+    @property
+    def outcome(self) -> StepOutcome:
+        assert self._outcome is not None, "the step is not complete: call advance until it answers False"
+        return self._outcome
+
+    def advance(self) -> bool:
+        return next(self._work, False)
+
+    def _run(self) -> Iterator[bool]:
+        counts = self._trainer.ranks.sum(mask_counts(self._masked))
+        proximal = yield from self._proximal()
+        rows = [PartRow(item, 0.0, proximal.get(index)) for index, item in enumerate(self._masked)]
+        updates = self._trainer.config.training.updates
+        for index in range(updates):
+            yield from self._update(rows[index * len(rows) // updates : (index + 1) * len(rows) // updates])
+        self._outcome = StepOutcome(
+            updates=len(self._norms),
+            skipped="" if self._norms else "not finite" if counts[1] > 0 else "stale",
+            samples=tuple(item.outcome(self._lost.get(item.row.key, "")) for item in self._masked),
+            metrics=self._metrics() | mask_metrics(counts),
+            culprits=tuple(self._culprits),
+        )
+
+    def _proximal(self) -> Generator[bool, None, dict[int, NDArray[np.float32]]]:
+        """The trainer's own log-probs at the start of the step, by row, where several updates will move them."""
+        found: dict[int, NDArray[np.float32]] = {}
+        if self._algorithm.old_logprobs == "engine" or self._trainer.config.training.updates == 1:
+            return found
+        live = [index for index, item in enumerate(self._masked) if item.trained]
+        for part in self._micro_batches([self._masked[index] for index in live]):
+            rows = [self._masked[live[place]].row for place in part]
+            found.update(zip((live[place] for place in part), self._frozen(rows), strict=True))
+            self.passes += 1
+            yield True
+        return found
+
+    def _frozen(self, rows: list[TrainRow]) -> list[NDArray[np.float32]]:
+        return frozen_logprobs(
+            self._trainer.model,
+            [row.prompt_ids for row in rows],
+            [row.response_ids for row in rows],
+            [row.temperature for row in rows],
+            self._trainer.config.training.logits_chunk,
+        )
+
+    def _micro_batches(self, masked: Sequence[Masked]) -> list[list[int]]:
+        lengths = [len(item.row.prompt_ids) + len(item.row.response_ids) for item in masked]
+        return micro_batches(lengths, self._trainer.config.training.micro_batch_tokens)
+
+    def _update(self, part: list[PartRow]) -> Iterator[bool]:
+        tokens, samples, live = self._trainer.ranks.sum(denominators(part)).tolist()
+        if live == 0:
+            return
+        rows = self._weighted([row for row in part if row.masked.trained], int(tokens), int(samples))
+        totals = Totals(self._trainer.model.device)
+        finite = True
+        for indices in self._micro_batches([row.masked for row in rows]):
+            finite = finite and self._pass([rows[index] for index in indices], totals)
+            self.passes += 1
+            yield True
+        norm = self._optimizer_step(finite)
+        if norm is None:
+            self._lost.update({row.masked.row.key: "not finite" for row in part})
+        else:
+            self._norms.append(norm)
+            self._totals.merge(totals)
+        yield True
+
+    def _weighted(self, part: list[PartRow], tokens: int, samples: int) -> list[PartRow]:
+        lengths = torch.tensor([len(row.masked.live) for row in part])
+        constant = self._trainer.config.generation.max_new_tokens
+        weights = row_weights(self._algorithm.aggregation, lengths, tokens, samples, constant).tolist()
+        return [replace(row, weight=weight) for row, weight in zip(part, weights, strict=True)]
+
+    def _pass(self, rows: list[PartRow], totals: Totals) -> bool:
+        """Forward and backward of one micro-batch; False, and nothing added, when its loss is not finite."""
+        batch = micro_batch(rows, self._trainer.model.device)
+        found = token_logprobs(self._trainer.model, batch.padded, self._trainer.config.training.logits_chunk)
+        terms = terms_of(self._algorithm, found.logprobs, batch)
+        if not math.isfinite(terms.loss.item()):
+            self._culprits.extend(culprits(terms, batch))
+            return False
+        terms.loss.backward()  # type: ignore[no-untyped-call]
+        totals.add(terms, found.logprobs, found.entropy, batch, self._algorithm, first=not self._norms)
+        return True
+
+    def _optimizer_step(self, finite: bool) -> float | None:
+        """Norm of the gradient, or None: then no weight has changed, on any rank."""
+        broken = self._trainer.ranks.largest(torch.tensor([0.0 if finite else 1.0]))
+        optimizer = self._trainer.optimizer
+        norm = None
+        if not broken.item():
+            sum_gradients(self._trainer.ranks, optimizer.parameters)
+            norm = optimizer.step()
+        optimizer.zero()
+        return norm
+
+    def _metrics(self) -> dict[str, float]:
+        sums, largest = self._totals.reduce(self._trainer.ranks)
+        if not self._norms:
+            return {}
+        norm = sum(self._norms) / len(self._norms)
+        planned = self._trainer.config.training.updates
+        return {"grad_norm": norm, **policy_metrics(sums, largest, len(self._norms), planned)}
+
+
+def denominators(part: Sequence[PartRow]) -> Tensor:
+    """float64 [3]: response tokens and samples in the denominators, live tokens."""
+    counted = [row.masked for row in part if row.masked.counted]
+    tokens, live = sum(len(item.live) for item in counted), sum(item.trained for item in counted)
+    return torch.tensor([tokens, len(counted), live], dtype=torch.float64)
+
+
+def culprits(terms: Terms, batch: MicroBatch) -> list[tuple[int, int, int]]:
+    """Samples with a term that is not finite; all of the micro-batch when only their sum is not."""
+    ends = np.cumsum([item.trained for item in batch.masked])
+    parts = np.split((terms.policy + terms.kl).detach().cpu().numpy(), ends[:-1])
+    keys = [item.row.key for item in batch.masked]
+    broken = [key for key, part in zip(keys, parts, strict=True) if not np.isfinite(part).all()]
+    return broken or keys

@@ -1,0 +1,66 @@
+"""The engine on plain PyTorch: any causal language model of transformers, CPU or CUDA, one device."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from asyncrl.config import Config
+from asyncrl.engines.training.interface import TrainRow
+from asyncrl.engines.training.model import load_causal_model
+from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.ranks import Alone, Ranks
+from asyncrl.engines.training.state import MODEL, read_state, write_state
+from asyncrl.engines.training.step import TorchStep, Trainer
+from asyncrl.weights.spec import WeightsSpec, spec_of
+
+
+class TorchTraining:
+    """Float32 master weights, AdamW. Deterministic on CPU with one thread: same rows, same bits."""
+
+    def __init__(self, config: Config, folder: Path, ranks: Ranks | None = None) -> None:
+        """folder: a model in the layout of `save_pretrained`."""
+        settings = config.training
+        model = load_causal_model(folder, settings.device, settings.precision)
+        model.whole.train()
+        if settings.gradient_checkpointing:
+            _checkpoint_activations(model.whole)
+        optimizer = Optimizer.of(model.whole, settings, config.steps * settings.updates)
+        self._trainer = Trainer(model, optimizer, config, ranks or Alone())
+
+    @classmethod
+    def resume(
+        cls, config: Config, directory: Path, ranks: Ranks | None = None
+    ) -> tuple["TorchTraining", dict[str, Any]]:
+        """The engine that `save` left in `directory`, bit for bit, and the `extra` given then."""
+        engine = cls(config, directory / MODEL, ranks)
+        return engine, read_state(directory, engine._trainer.optimizer)
+
+    def begin(self, rows: Sequence[TrainRow], epoch: int, version: int) -> TorchStep:
+        return TorchStep(self._trainer, rows, epoch, version)
+
+    @property
+    def weights_spec(self) -> WeightsSpec:
+        config = self._trainer.config
+        return spec_of(self._trainer.model.whole, config.model.dtype)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        parameters = self._trainer.model.whole.named_parameters(remove_duplicate=False)
+        return {name: parameter.detach() for name, parameter in parameters}
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the last optimizer step."""
+        rate: float = self._trainer.optimizer.adamw.param_groups[0]["lr"]
+        return rate
+
+    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+        write_state(directory, self._trainer.model, self._trainer.optimizer, extra)
+
+
+def _checkpoint_activations(model: Any) -> None:
+    """transformers renamed the method within the range of versions that we accept."""
+    renamed = hasattr(model, "activation_checkpointing_enable")
+    enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

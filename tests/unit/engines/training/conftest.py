@@ -1,0 +1,101 @@
+"""A tiny model with a tokenizer smaller than its head, and random rows that it could have sampled."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+
+from asyncrl.config import Config
+from asyncrl.engines.training.interface import TrainRow
+
+KNOWN, HEAD = 50, 64
+SHAPE = {
+    "vocab_size": HEAD,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make_model(family, **config) -> folder in the layout of save_pretrained."""
+
+    def make(family: str = "llama", **changes: Any) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(FAMILIES[family](**SHAPE, **changes))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3 if parameter.ndim > 1 else 1)
+        model.save_pretrained(folder)
+        vocabulary = {"<eos>": 0, **{f"w{i}": i for i in range(1, KNOWN)}}
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>")),
+            eos_token="<eos>",
+            pad_token="<eos>",
+        )
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny(make_model: Callable[..., Path]) -> Path:
+    return make_model("llama")
+
+
+@pytest.fixture
+def make_config() -> Callable[..., Config]:
+    """make_config(training={...}, algorithm={...}, ...) -> Config with a learning rate that shows."""
+
+    def make(**sections: dict[str, Any]) -> Config:
+        training = {"learning_rate": 1e-3, **sections.pop("training", {})}
+        return Config.model_validate(
+            {"model": {"name": "tiny"}, "task": {"prompts": "none"}, "training": training, "steps": 10, **sections}
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_rows() -> Callable[..., list[TrainRow]]:
+    """make_rows(count, seed, **changes) -> ragged rows; prompts 2 to 9 tokens, responses 1 to 20."""
+
+    def make(count: int = 12, seed: int = 0, **changes: Any) -> list[TrainRow]:
+        draw = np.random.default_rng(seed)
+        return [_row(draw, index, changes) for index in range(count)]
+
+    return make
+
+
+def _row(draw: np.random.Generator, index: int, changes: dict[str, Any]) -> TrainRow:
+    tokens = int(draw.integers(1, 21))
+    values: dict[str, Any] = {
+        "group": index // 4,
+        "member": index % 4,
+        "attempt": 0,
+        "epoch": 1,
+        "prompt_ids": draw.integers(0, KNOWN, int(draw.integers(2, 10))),
+        "response_ids": draw.integers(0, KNOWN, tokens),
+        "logprobs": draw.normal(-4, 0.3, tokens).astype(np.float32),
+        "versions": np.full(tokens, 5),
+        "advantage": float(draw.normal()),
+    }
+    return TrainRow(**{**values, **changes})

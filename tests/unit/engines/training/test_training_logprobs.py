@@ -1,0 +1,122 @@
+"""Log-probs of trainer and reference: padded equal to alone, tempered, over the known vocabulary, in chunks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.engines.training.interface import TrainRow
+from asyncrl.engines.training.logprobs import frozen_logprobs, token_logprobs
+from asyncrl.engines.training.model import load_causal_model
+from asyncrl.engines.training.packing import micro_batches, pad_rows
+from asyncrl.errors import ConfigError
+
+KNOWN = 50
+
+
+def all_logprobs(folder: Path, rows: list[TrainRow], temperature: float = 1.0, chunk: int = 1024) -> list[np.ndarray]:
+    model = load_causal_model(folder, "cpu")
+    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+    return frozen_logprobs(model, prompts, responses, [temperature] * len(rows), chunk)
+
+
+def plain_logprobs(folder: Path, row: TrainRow, temperature: float) -> np.ndarray:
+    """A row alone through transformers' own forward, float64 softmax over what the tokenizer knows."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    known = len(AutoTokenizer.from_pretrained(folder))
+    ids = torch.tensor(np.concatenate([row.prompt_ids, row.response_ids]))[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1, :known].double()
+    everything = (logits / temperature).log_softmax(-1)
+    return everything.gather(-1, torch.tensor(row.response_ids)[:, None]).squeeze(-1).numpy()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_t21_rows_together_equal_rows_alone(family: str, make_model: Callable, make_rows: Callable) -> None:
+    folder, rows = make_model(family), make_rows()
+    for found, row in zip(all_logprobs(folder, rows), rows, strict=True):
+        np.testing.assert_allclose(found, plain_logprobs(folder, row, 1.0), atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+def test_t01_logits_are_divided_by_the_temperature(tiny: Path, make_rows: Callable, temperature: float) -> None:
+    rows = make_rows(4)
+    for found, row in zip(all_logprobs(tiny, rows, temperature), rows, strict=True):
+        np.testing.assert_allclose(found, plain_logprobs(tiny, row, temperature), atol=1e-5)
+
+
+def test_t32_ids_beyond_the_tokenizer_have_probability_zero(tiny: Path) -> None:
+    model = load_causal_model(tiny, "cpu")
+    logits = model.logits(model.hidden(torch.tensor([[1, 2, 3]])))
+    assert model.whole.config.vocab_size == 64
+    assert logits.shape[-1] == model.vocabulary == KNOWN
+
+
+def test_chunks_change_no_log_prob_and_no_gradient(tiny: Path, make_rows: Callable) -> None:
+    rows = make_rows()
+    gradients = []
+    for chunk in (7, 1024):
+        model = load_causal_model(tiny, "cpu")
+        padded = pad_rows(
+            [row.prompt_ids for row in rows], [row.response_ids for row in rows], [0.7] * len(rows), model.device
+        )
+        token_logprobs(model, padded, chunk).logprobs.sum().backward()
+        gradients.append([p.grad.clone() for p in model.whole.parameters()])
+    for small, whole in zip(*gradients, strict=True):
+        torch.testing.assert_close(small, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_no_tensor_of_all_logits_is_kept_for_the_backward_pass(tiny: Path, make_rows: Callable) -> None:
+    rows, chunk = make_rows(12), 16
+    model = load_causal_model(tiny, "cpu")
+    padded = pad_rows([r.prompt_ids for r in rows], [r.response_ids for r in rows], [1.0] * len(rows), model.device)
+    assert len(padded.targets) > 4 * chunk
+    kept: list[tuple[int, ...]] = []
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        token_logprobs(model, padded, chunk)
+    assert kept
+    assert not [shape for shape in kept if shape[-1:] == (KNOWN,) or shape == (len(padded.targets), 64)]
+
+
+def test_entropy_is_that_of_the_tempered_distribution(tiny: Path, make_rows: Callable) -> None:
+    (row,) = make_rows(1)
+    model = load_causal_model(tiny, "cpu")
+    padded = pad_rows([row.prompt_ids], [row.response_ids], [0.7], model.device)
+    ids = torch.tensor(np.concatenate([row.prompt_ids, row.response_ids]))[None]
+    with torch.no_grad():
+        found = token_logprobs(model, padded, 1024).entropy
+        logits = model.whole(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1, :KNOWN]
+    expected = torch.distributions.Categorical(logits=logits / 0.7).entropy()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_that_scales_its_logits_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    plain = LlamaForCausalLM.forward
+
+    def scaled(self: LlamaForCausalLM, *args: object, **kwargs: object) -> object:
+        output = plain(self, *args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    with pytest.raises(ConfigError, match="soft cap"):
+        load_causal_model(tiny, "cpu")
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget() -> None:
+    lengths = [5, 40, 7, 7, 100, 3, 22, 40]
+    parts = micro_batches(lengths, 80)
+    assert sorted(row for part in parts for row in part) == list(range(8))
+    assert parts[0] == [4], "a row over the budget is alone"
+    assert all(len(part) * max(lengths[row] for row in part) <= 80 for part in parts[1:])
+    assert parts[1] == [1, 7], "rows of like length go together"

@@ -1,0 +1,114 @@
+"""What a checkpoint holds: a model that transformers loads, and a trainer that goes on bit for bit."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.config import Training
+from asyncrl.engines.training.interface import run_step
+from asyncrl.engines.training.optimizer import learning_rate
+from asyncrl.engines.training.state import digests
+from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.errors import JournalError
+
+SETTINGS = {"schedule": "cosine", "warmup_steps": 2, "updates": 2, "weight_decay": 0.1}
+
+
+def train(engine: TorchTraining, make_rows: Callable, versions: range) -> list[dict[str, float]]:
+    metrics = []
+    for version in versions:
+        rows = [dataclasses.replace(r, versions=np.full_like(r.versions, version)) for r in make_rows(8, seed=version)]
+        metrics.append(run_step(engine, rows, 1, version).metrics)
+    return metrics
+
+
+def test_steps_after_a_load_equal_steps_without_interruption_bit_for_bit(
+    tiny: Path, tmp_path: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    config = make_config(training=SETTINGS)
+    whole = TorchTraining(config, tiny)
+    train(whole, make_rows, range(3))
+    whole.save(tmp_path, {"version": 3, "chain": "ab"})
+    expected = train(whole, make_rows, range(3, 6))
+    resumed, extra = TorchTraining.resume(config, tmp_path)
+    assert extra == {"version": 3, "chain": "ab"}
+    assert train(resumed, make_rows, range(3, 6)) == expected
+    for name, tensor in whole.named_tensors().items():
+        assert torch.equal(tensor, resumed.named_tensors()[name]), name
+
+
+def test_the_model_folder_loads_with_transformers(
+    tmp_path: Path, make_model: Callable, make_rows: Callable, make_config: Callable
+) -> None:
+    engine = TorchTraining(make_config(), make_model("llama", attention_dropout=0.25))
+    train(engine, make_rows, range(1))
+    engine.save(tmp_path, {})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    saved = dict(model.named_parameters())
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in engine.named_tensors().items())
+    assert AutoConfig.from_pretrained(tmp_path / "model").attention_dropout == 0.25, "the config as it came"
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == 50
+
+
+def test_tied_weights_are_published_under_both_names_and_resume(
+    tmp_path: Path, make_model: Callable, make_rows: Callable, make_config: Callable
+) -> None:
+    """T32: the tied output layer is in every weight path."""
+    config = make_config()
+    engine = TorchTraining(config, make_model("llama", tie_word_embeddings=True))
+    train(engine, make_rows, range(1))
+    tensors = engine.named_tensors()
+    assert tensors["lm_head.weight"] is not None
+    assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    assert engine.weights_spec.aliases == (("lm_head.weight", "model.embed_tokens.weight"),)
+    engine.save(tmp_path, {})
+    resumed, _ = TorchTraining.resume(config, tmp_path)
+    assert torch.equal(resumed.named_tensors()["lm_head.weight"], tensors["lm_head.weight"])
+
+
+def test_a_checkpoint_without_the_trainers_file_says_so(tiny: Path, tmp_path: Path, make_config: Callable) -> None:
+    (tmp_path / "model").symlink_to(tiny)
+    with pytest.raises(JournalError, match=r"has no trainer\.pt"):
+        TorchTraining.resume(make_config(), tmp_path)
+
+
+def test_the_state_holds_no_code(tiny: Path, tmp_path: Path, make_config: Callable) -> None:
+    engine = TorchTraining(make_config(), tiny)
+    engine.save(tmp_path, {"chain": "00"})
+    state = torch.load(tmp_path / "trainer.pt", weights_only=True)
+    assert set(state) == {"optimizer", "rng", "extra"}
+
+
+def test_digests_name_every_file_and_see_a_changed_byte(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "a").write_bytes(b"one")
+    (tmp_path / "b").write_bytes(b"two")
+    before = digests(tmp_path)
+    assert sorted(before) == ["b", "model/a"]
+    (tmp_path / "b").write_bytes(b"tow")
+    changed = {name for name, digest in digests(tmp_path).items() if digest != before[name]}
+    assert changed == {"b"}
+
+
+def test_the_rate_warms_up_and_then_follows_the_schedule() -> None:
+    def rates(schedule: str, updates: int = 1) -> list[float]:
+        settings = Training(learning_rate=1.0, schedule=schedule, warmup_steps=3, updates=updates)
+        return [learning_rate(settings, update, 10 * updates) for update in range(10 * updates)]
+
+    assert rates("constant") == [0.25, 0.5, 0.75, *[1.0] * 7]
+    np.testing.assert_allclose(rates("linear")[3:], 1 - np.arange(7) / 7)
+    np.testing.assert_allclose(rates("cosine")[3:], (1 + np.cos(np.pi * np.arange(7) / 7)) / 2)
+    assert rates("constant", updates=2)[5:7] == [6 / 7, 1.0]
+
+
+def test_weight_decay_spares_norms_and_biases(make_model: Callable, make_config: Callable) -> None:
+    engine = TorchTraining(make_config(training={"weight_decay": 0.5}), make_model("qwen2"))
+    decayed, spared = engine._trainer.optimizer.adamw.param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.5, 0.0)
+    assert {p.ndim for p in decayed["params"]} == {2}
+    assert {p.ndim for p in spared["params"]} == {1}

@@ -1,0 +1,359 @@
+"""A training step: gradients, denominators, masks, updates, what is skipped, and that it repeats bit for bit."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config import Config
+from asyncrl.engines.training.interface import StepOutcome, TrainRow, run_step
+from asyncrl.engines.training.logprobs import frozen_logprobs
+from asyncrl.engines.training.model import load_causal_model
+from asyncrl.engines.training.torch import TorchTraining
+
+EPOCH, VERSION = 1, 5
+FROZEN = {"learning_rate": 0.0}
+
+
+def weights(engine: TorchTraining) -> dict[str, torch.Tensor]:
+    return {name: tensor.float().clone() for name, tensor in engine.named_tensors().items()}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def gradients(config: Config, folder: Path, rows: list[TrainRow]) -> list[torch.Tensor]:
+    """Of the first optimizer step, before clipping."""
+    engine = TorchTraining(config, folder)
+    found: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for parameter in engine._trainer.optimizer.parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: found.update({p: p.grad.clone()}))
+    run_step(engine, rows, EPOCH, VERSION)
+    return [found[parameter] for parameter in engine._trainer.optimizer.parameters]
+
+
+@pytest.fixture
+def on_policy(tiny: Path, make_rows: Callable) -> Callable[..., list[TrainRow]]:
+    """Rows whose recorded log-probs are the model's own."""
+
+    def make(count: int = 12, temperature: float = 1.0, **changes: object) -> list[TrainRow]:
+        rows = make_rows(count, temperature=temperature, **changes)
+        model = load_causal_model(tiny, "cpu")
+        prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+        found = frozen_logprobs(model, prompts, responses, [temperature] * count, 1024)
+        return [dataclasses.replace(row, logprobs=values) for row, values in zip(rows, found, strict=True)]
+
+    return make
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_t13_gradients_do_not_depend_on_the_number_of_micro_batches(
+    aggregation: str, tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows, found, passes = make_rows(14), [], []
+    for budget in (100_000, 200, 40):
+        config = make_config(training={"micro_batch_tokens": budget}, algorithm={"aggregation": aggregation})
+        step = TorchTraining(config, tiny).begin(rows, EPOCH, VERSION)
+        while step.advance():
+            pass
+        passes.append(step.passes)
+        found.append(gradients(config, tiny, rows))
+    assert passes == [1, 2, 7]
+    for other in found[1:]:
+        for first, second in zip(found[0], other, strict=True):
+            torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-4)
+
+
+def test_loss_is_the_formula_over_rows_computed_alone(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
+    rows = make_rows(9, reference_logprobs=None)
+    model = load_causal_model(tiny, "cpu")
+    total = 0.0
+    for row in rows:
+        (current,) = frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [1.0], 1024)
+        ratio = np.exp(current.astype(np.float64) - row.logprobs)
+        total += -np.minimum(ratio * row.advantage, np.clip(ratio, 0.8, 1.2) * row.advantage).sum()
+    outcome = run_step(TorchTraining(make_config(), tiny), rows, EPOCH, VERSION)
+    expected = total / sum(len(row.response_ids) for row in rows)
+    assert outcome.metrics["loss/policy"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+def test_t01_ratio_of_an_unchanged_policy_is_one(
+    temperature: float, tiny: Path, on_policy: Callable, make_config: Callable
+) -> None:
+    outcome = run_step(TorchTraining(make_config(), tiny), on_policy(temperature=temperature), EPOCH, VERSION)
+    assert outcome.metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert outcome.metrics["policy/ess"] == pytest.approx(1, abs=1e-5)
+    assert outcome.metrics["policy/logprob_difference_max"] < 1e-5
+    assert outcome.metrics["policy/kl_rollout_train"] == pytest.approx(0, abs=1e-6)
+
+
+def test_t07_the_last_sampled_token_has_a_gradient_even_when_it_is_also_the_padding(
+    tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    eos = np.zeros(1, np.int64)
+    row = make_rows(1, response_ids=eos, logprobs=np.full(1, -3, np.float32), versions=np.full(1, VERSION))[0]
+    wide = make_config(algorithm={"clip_low": 1e9, "clip_high": 1e9})
+    outcome = run_step(TorchTraining(wide, tiny), [row], EPOCH, VERSION)
+    assert outcome.samples[0].trained == 1
+    assert outcome.metrics["grad_norm"] > 1e-3
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_t09_truncated_samples_leave_loss_and_denominator_when_asked(
+    masked: bool, tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows = make_rows(6)
+    rows[2] = dataclasses.replace(rows[2], truncated=True)
+    outcome = run_step(TorchTraining(make_config(algorithm={"mask_truncated": masked}), tiny), rows, EPOCH, VERSION)
+    kept = rows[:2] + rows[3:] if masked else rows
+    alone = run_step(TorchTraining(make_config(), tiny), kept, EPOCH, VERSION)
+    assert outcome.metrics["loss/policy"] == pytest.approx(alone.metrics["loss/policy"], abs=1e-6)
+    assert (outcome.metrics["mask/truncated_fraction"] > 0) == masked
+    assert outcome.samples[2].reason == ("truncated" if masked else "")
+    assert len(outcome.keys) == (5 if masked else 6)
+
+
+def test_t14_masking_one_sample_leaves_the_gradients_of_the_others_unchanged(
+    tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows = make_rows(6)
+    silent = [*rows[:5], dataclasses.replace(rows[5], advantage=0.0)]
+    stale = [*rows[:5], dataclasses.replace(rows[5], versions=rows[5].versions - 3)]
+    for first, second in zip(
+        gradients(make_config(), tiny, silent), gradients(make_config(), tiny, stale), strict=True
+    ):
+        torch.testing.assert_close(first, second, atol=1e-7, rtol=1e-4)
+
+
+def ragged_versions(rows: list[TrainRow]) -> list[TrainRow]:
+    """Tokens of staleness 4 down to 0 in every row."""
+    return [
+        dataclasses.replace(row, versions=np.linspace(VERSION - 4, VERSION, len(row.response_ids)).astype(np.int64))
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("policy", ["mask", "drop", "block", "admit"])
+@pytest.mark.parametrize("limit", [0, 2])
+def test_no_token_over_the_bound_enters_the_loss(
+    policy: str, limit: int, tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows = ragged_versions(make_rows(12))
+    config = make_config(staleness={"limit": limit, "policy": policy})
+    outcome = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION)
+    bound = 4 if policy == "admit" else limit
+    expected = [int((VERSION - row.versions <= bound).sum()) for row in rows]
+    assert [sample.trained for sample in outcome.samples] == expected
+    assert outcome.metrics["staleness/max"] == bound
+    assert outcome.metrics["staleness/updates_max"] == bound
+    stale = sum(len(row.versions) for row in rows) - sum(expected)
+    assert outcome.metrics["mask/stale_fraction"] == stale / sum(len(row.versions) for row in rows)
+    assert {s.reason for s in outcome.samples if s.masked} <= {"stale"}
+
+
+def test_a_stale_head_changes_nothing_but_its_own_terms(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
+    """What a masked token recorded cannot matter."""
+    rows = ragged_versions(make_rows(6))
+    spoilt = [
+        dataclasses.replace(row, logprobs=np.where(row.versions < VERSION - 2, -99, row.logprobs).astype(np.float32))
+        for row in rows
+    ]
+    engines = [TorchTraining(make_config(), tiny) for _ in range(2)]
+    for engine, batch in zip(engines, (rows, spoilt), strict=True):
+        run_step(engine, batch, EPOCH, VERSION)
+    assert same(*map(weights, engines))
+
+
+@pytest.mark.parametrize("change", [{"epoch": 0}, {"versions": None}])
+def test_a_batch_without_a_live_token_is_no_step(
+    change: dict, tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows = make_rows(4)
+    rows = [
+        dataclasses.replace(r, **({"epoch": 0} if "epoch" in change else {"versions": r.versions - 3})) for r in rows
+    ]
+    engine = TorchTraining(make_config(), tiny)
+    before = weights(engine)
+    outcome = run_step(engine, rows, EPOCH, VERSION)
+    assert (outcome.updates, outcome.skipped, outcome.keys) == (0, "stale", [])
+    assert {(s.trained, s.reason) for s in outcome.samples} == {(0, "stale")}
+    assert same(before, weights(engine))
+
+
+def test_t30_a_step_that_is_not_finite_changes_nothing_and_names_the_sample(
+    tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows = make_rows(6)
+    broken = [*rows[:3], dataclasses.replace(rows[3], advantage=float("nan")), *rows[4:]]
+    engine = TorchTraining(make_config(), tiny)
+    before = weights(engine)
+    outcome = run_step(engine, broken, EPOCH, VERSION)
+    assert (outcome.updates, outcome.skipped, outcome.keys) == (0, "not finite", [])
+    assert outcome.culprits == (rows[3].key,)
+    assert all(np.isfinite(value) for value in outcome.metrics.values())
+    assert same(before, weights(engine))
+    run_step(engine, rows, EPOCH, VERSION)
+    fresh = TorchTraining(make_config(), tiny)
+    run_step(fresh, rows, EPOCH, VERSION)
+    assert same(weights(engine), weights(fresh)), "nothing of the skipped step is left"
+
+
+def test_t30_a_gradient_that_is_not_finite_changes_nothing(
+    tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    engine = TorchTraining(make_config(), tiny)
+    parameter = engine._trainer.optimizer.parameters[0]
+    parameter.register_hook(lambda gradient: gradient * float("inf"))
+    before = weights(engine)
+    outcome = run_step(engine, make_rows(3), EPOCH, VERSION)
+    assert (outcome.updates, outcome.skipped) == (0, "not finite")
+    assert same(before, weights(engine))
+
+
+def test_updates_split_the_batch_and_each_has_its_own_denominator(
+    tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows = make_rows(8)
+    split = TorchTraining(make_config(training={"updates": 2, "learning_rate": 1e-3}), tiny)
+    outcome = run_step(split, rows, EPOCH, VERSION)
+    assert outcome.updates == 2
+    assert outcome.metrics["staleness/updates_max"] == 1
+    halves = TorchTraining(make_config(), tiny)
+    for half in (rows[:4], rows[4:]):
+        run_step(halves, half, EPOCH, VERSION)
+    assert same(weights(split), weights(halves))
+
+
+def test_a_broken_update_among_several_loses_only_its_own_samples(
+    tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows = make_rows(8)
+    broken = [*rows[:5], dataclasses.replace(rows[5], advantage=float("inf")), *rows[6:]]
+    outcome = run_step(TorchTraining(make_config(training={"updates": 2}), tiny), broken, EPOCH, VERSION)
+    assert (outcome.updates, outcome.skipped) == (1, "")
+    assert outcome.keys == [row.key for row in rows[:4]]
+    assert {s.reason for s in outcome.samples[4:]} == {"not finite"}
+
+
+def test_recomputed_log_probs_are_those_at_the_start_of_the_step(
+    tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    """With a learning rate of zero every ratio is exactly current / proximal = 1, whatever was recorded."""
+    config = make_config(training={"updates": 3, **FROZEN}, algorithm={"old_logprobs": "recomputed", "weight_cap": 2.0})
+    outcome = run_step(TorchTraining(config, tiny), make_rows(9), EPOCH, VERSION)
+    assert outcome.metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert outcome.metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert outcome.metrics["policy/weight_mean"] != pytest.approx(1, abs=1e-2)
+
+
+def kl_config(make_config: Callable, **algorithm: object) -> Config:
+    config: Config = make_config(algorithm={"kl": 0.5, **algorithm})
+    return config
+
+
+def test_kl_of_a_policy_with_itself_adds_nothing(tiny: Path, on_policy: Callable, make_config: Callable) -> None:
+    rows = [dataclasses.replace(row, reference_logprobs=row.logprobs) for row in on_policy(8)]
+    for algorithm in ({"kl_estimator": "k2"}, {"kl_estimator": "k3"}, {"kl_estimator": "k1", "kl_in": "reward"}):
+        outcome = run_step(TorchTraining(kl_config(make_config, **algorithm), tiny), rows, EPOCH, VERSION)
+        plain = run_step(TorchTraining(make_config(), tiny), rows, EPOCH, VERSION)
+        assert outcome.metrics["loss/kl"] == pytest.approx(0, abs=1e-9)
+        assert outcome.metrics["loss/policy"] == pytest.approx(plain.metrics["loss/policy"], abs=1e-5)
+
+
+def test_t24_k1_in_the_reward_and_k2_in_the_loss_have_one_gradient_on_policy(
+    tiny: Path, on_policy: Callable, make_config: Callable
+) -> None:
+    draw = np.random.default_rng(0)
+    rows = [
+        dataclasses.replace(
+            row, reference_logprobs=(row.logprobs + draw.normal(0, 0.5, len(row.logprobs))).astype(np.float32)
+        )
+        for row in on_policy(8)
+    ]
+    in_reward = gradients(kl_config(make_config, kl_estimator="k1", kl_in="reward"), tiny, rows)
+    in_loss = gradients(kl_config(make_config, kl_estimator="k2"), tiny, rows)
+    for first, second in zip(in_reward, in_loss, strict=True):
+        torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-3)
+
+
+def outcome_and_weights(config: Config, folder: Path, rows: list[TrainRow]) -> tuple[StepOutcome, dict]:
+    engine = TorchTraining(config, folder)
+    for version in range(VERSION, VERSION + 3):
+        outcome = run_step(engine, rows, EPOCH, version)
+    return outcome, weights(engine)
+
+
+def test_the_same_rows_give_the_same_bits(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
+    config = make_config(training={"micro_batch_tokens": 100})
+    first, second = (outcome_and_weights(config, tiny, make_rows(10)) for _ in range(2))
+    assert first[0] == second[0]
+    assert same(first[1], second[1])
+
+
+def test_gradient_checkpointing_changes_no_gradient(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
+    rows = make_rows(6)
+    plain = gradients(make_config(), tiny, rows)
+    again = gradients(make_config(training={"gradient_checkpointing": True}), tiny, rows)
+    for first, second in zip(plain, again, strict=True):
+        torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_t20_dropout_is_off_in_training(
+    checkpointing: bool, make_model: Callable, make_rows: Callable, make_config: Callable
+) -> None:
+    folder = make_model("llama", attention_dropout=0.5)
+    config = make_config(training={"gradient_checkpointing": checkpointing, **FROZEN})
+    engine, rows = TorchTraining(config, folder), make_rows(6)
+    assert engine._trainer.model.whole.training
+    first, second = (run_step(engine, rows, EPOCH, VERSION) for _ in range(2))
+    assert first.metrics == second.metrics
+
+
+def test_bfloat16_autocast_trains_close_to_float32(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
+    rows = make_rows(10)
+    exact = run_step(TorchTraining(make_config(), tiny), rows, EPOCH, VERSION)
+    rough = run_step(TorchTraining(make_config(training={"precision": "bfloat16"}), tiny), rows, EPOCH, VERSION)
+    assert rough.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=0.1)
+    assert rough.metrics["policy/entropy"] != exact.metrics["policy/entropy"]
+
+
+def test_t22_master_weights_move_at_a_rate_that_bfloat16_cannot_show(
+    tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    engine, rows = TorchTraining(make_config(training={"learning_rate": 1e-6}), tiny), make_rows(4)
+    start, moved, shown = weights(engine), [], []
+    before = start
+    for version in range(VERSION, VERSION + 100):
+        fresh = [dataclasses.replace(row, versions=np.full(len(row.versions), version)) for row in rows]
+        run_step(engine, fresh, EPOCH, version)
+        after = weights(engine)
+        moved.append(changed_share(before, after))
+        shown.append(changed_share(published(before), published(after)))
+        before = after
+    assert np.mean(moved) > 0.5
+    assert np.mean(shown) < 0.02
+    assert changed_share(published(start), published(after)) > 0.1, "what bfloat16 masters would have lost"
+
+
+def published(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.bfloat16() for name, tensor in weights.items()}
+
+
+def changed_share(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
+    changed = torch.cat([(before[name] != after[name]).flatten() for name in before])
+    return float(changed.float().mean())
+
+
+def test_padding_ids_of_the_head_get_no_gradient(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
+    engine = TorchTraining(make_config(), tiny)
+    before = weights(engine)["lm_head.weight"]
+    run_step(engine, make_rows(4), EPOCH, VERSION)
+    after = weights(engine)["lm_head.weight"]
+    assert torch.equal(before[50:], after[50:])
+    assert not torch.equal(before[:50], after[:50])
