@@ -1,0 +1,180 @@
+"""What a person sees while a run goes on: one live picture on a terminal, one line a step when piped."""
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.telemetry.samples import SampleRecord
+
+Metrics = Mapping[str, Any]
+
+SHOWN: tuple[tuple[str, str, str], ...] = (
+    ("reward/mean", "reward", ".3f"),
+    ("reward/std", "spread", ".3f"),
+    ("eval/reward/mean", "held out", ".3f"),
+    ("perf/tokens_per_s", "trained tokens/s", ",.0f"),
+    ("completions/length_mean", "length", ".1f"),
+    ("staleness/mean", "staleness", ".2f"),
+    ("staleness/max", "oldest", ".0f"),
+    ("mask/stale_fraction", "masked", ".1%"),
+    ("policy/kl_rollout_train", "kl", ".2g"),
+    ("policy/clip_frac", "clipped", ".1%"),
+    ("grad_norm", "gradient", ".2g"),
+)
+"""Metric, what it is called on the screen, how its number is written."""
+
+SHOWN_CHARACTERS = 600
+"""Of a sample's prompt and of its text: more would push the rest off a screen of 24 lines."""
+
+
+class Display(Protocol):
+    """Shows a run. Methods may be called from any thread and never block on what they show."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def say(self, text: str) -> None:
+        """One line that stays: what is taken over, a warning, where the results are."""
+        ...
+
+    def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
+        """One step is done; `sample` is one of those it trained."""
+        ...
+
+
+def open_display(steps: int, done: int = 0, stream: TextIO | None = None) -> "Display":
+    """The live picture if `stream` (standard output) is a terminal, else lines.
+
+    Args:
+        steps: of the whole run. done: those of earlier epochs.
+    """
+    stream = stream or sys.stdout
+    console = Console(file=stream)
+    return LiveDisplay(console, steps, done) if console.is_terminal else LineDisplay(stream, steps, done)
+
+
+class LineDisplay:
+    """One line a step."""
+
+    def __init__(self, stream: TextIO, steps: int, done: int = 0) -> None:
+        self._stream, self._steps, self._done = stream, steps, done
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.flush()
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
+        numbers = "  ".join(f"{name} {number}" for name, number in shown(metrics))
+        self.say(f"step {metrics['step']}/{self._steps}  {numbers}  {self._left(int(metrics['step']))}")
+
+    def _left(self, step: int) -> str:
+        taken = max(1, step - self._done)
+        left = (time.monotonic() - self._started) / taken * max(0, self._steps - step)
+        return f"{left:.0f} s left"
+
+
+class LiveDisplay:
+    """A progress bar, the last step's numbers and one of its samples, redrawn in place."""
+
+    def __init__(self, console: Console, steps: int, done: int = 0) -> None:
+        self._progress = Progress(
+            TextColumn("step"),
+            BarColumn(None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self._bar = self._progress.add_task("steps", total=steps, completed=done)
+        self._live = Live(self._progress, console=console, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def say(self, text: str) -> None:
+        self._live.console.print(Text(text))
+
+    def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
+        self._progress.update(self._bar, completed=int(metrics["step"]))
+        parts: list[RenderableType] = [self._progress, _table(metrics)]
+        if sample is not None:
+            parts.append(sample_panel(sample, SHOWN_CHARACTERS))
+        self._live.update(Group(*parts))
+
+
+def shown(metrics: Metrics) -> list[tuple[str, str]]:
+    """Names and numbers for people, of those in SHOWN that are there."""
+    return [
+        (name, format(metrics[metric], form))
+        for metric, name, form in SHOWN
+        if isinstance(metrics.get(metric), float | int)
+    ]
+
+
+def _table(metrics: Metrics) -> Table:
+    table = Table.grid(padding=(0, 2), expand=True)
+    pairs = shown(metrics)
+    for start in range(0, len(pairs), 4):
+        table.add_row(*(Text.assemble((f"{name} ", "dim"), number) for name, number in pairs[start : start + 4]))
+    return table
+
+
+def sample_panel(sample: SampleRecord, characters: int | None = None) -> Panel:
+    """One sample: what it was asked, what it wrote, what it got for it, and which of it was trained."""
+    body = Text()
+    body.append(_short(sample.prompt, characters), "dim")
+    body.append("\n")
+    body.append(_short(sample.text, characters) or "(nothing)", "bold" if sample.text else "dim italic")
+    title = f"step {sample.step} · group {sample.group} · member {sample.member}"
+    return Panel(body, title=title, title_align="left", subtitle=Text(_verdict(sample)), subtitle_align="left")
+
+
+def _verdict(sample: SampleRecord) -> str:
+    reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3g}"
+    terms = ", ".join(f"{name} {value:.3g}" for name, value in sample.terms.items()) if len(sample.terms) > 1 else ""
+    parts = [f"{reward} ({terms})" if terms else reward]
+    if sample.advantage is not None:
+        parts.append(f"advantage {sample.advantage:+.3g}")
+    parts += [f"ended by {sample.finish}", _versions(sample), f"{sample.trained} tokens trained"]
+    if sample.masked:
+        parts.append(f"{sample.masked} masked ({sample.reason})")
+    return " · ".join(parts)
+
+
+def _versions(sample: SampleRecord) -> str:
+    return f"version {sample.first}" if sample.first == sample.last else f"versions {sample.first} to {sample.last}"
+
+
+def _short(text: str, characters: int | None) -> str:
+    if characters is None or len(text) <= characters:
+        return text
+    half = characters // 2
+    return f"{text[:half]} … {text[-half:]}"

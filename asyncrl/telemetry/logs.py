@@ -1,0 +1,55 @@
+"""Logs as lines of JSON, one file a process: `RUN_DIR/logs/INSTANCE.jsonl`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+from structlog.contextvars import merge_contextvars
+from structlog.typing import FilteringBoundLogger
+
+from asyncrl.telemetry.lines import LineFile
+
+EventDict = dict[str, Any]
+
+
+class _Lines:
+    """What structlog's last processor hands the finished event to."""
+
+    def __init__(self, file: LineFile) -> None:
+        self._file = file
+
+    def msg(self, **event: Any) -> None:
+        self._file.append(event)
+
+    debug = info = warning = error = critical = msg
+
+
+@contextmanager
+def open_log(path: Path, **bound: Any) -> Iterator[FilteringBoundLogger]:
+    """A logger that writes to `path` inside the `with`; `bound` (service, rank, epoch, ...) goes into every line.
+
+    Ids bound with `structlog.contextvars.bound_contextvars(group=..., span=...)` are added to the lines inside.
+    """
+    file = LineFile(path)
+    log: FilteringBoundLogger = structlog.wrap_logger(
+        _Lines(file),
+        processors=[
+            merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            _as_keywords,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger("INFO"),
+        cache_logger_on_first_use=True,
+    )
+    try:
+        yield log.bind(**bound)
+    finally:
+        file.close()
+
+
+def _as_keywords(_: Any, __: str, event: Any) -> tuple[tuple[()], EventDict]:
+    return (), dict(event)

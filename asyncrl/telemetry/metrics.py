@@ -1,0 +1,145 @@
+"""`metrics.jsonl`: one object a step, and what each of its names means."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from asyncrl.protocols.batch import BatchRef
+from asyncrl.protocols.messages import Health, StepReport
+from asyncrl.telemetry.clock import STATES
+from asyncrl.telemetry.lines import LineFile, Object, read_lines
+
+Metrics = Mapping[str, float]
+
+METRICS: dict[str, str] = {
+    "step": "training iterations so far, this one included",
+    "time": "seconds since the run began, time between its epochs left out",
+    "epoch": "how often the run was resumed",
+    "version": "version of the weights after the step",
+    "reward/mean": "mean reward of the samples in the batch",
+    "reward/std": "their standard deviation",
+    "staleness/mean": "mean versions between sampling and training, over tokens in the loss",
+    "staleness/max": "largest of them, measured by the trainer",
+    "staleness/updates_max": "largest staleness in optimizer steps",
+    "staleness/masked_fraction": "share of response tokens left out for their age",
+    "staleness/expired": "samples dropped because no token was young enough",
+    "staleness/cut_fraction": "share of samples trained in a part of their group",
+    "staleness/cut_baseline_gap": "mean reward of cut groups at their cut, minus of the whole groups in the batch",
+    "staleness/wasted_tokens": "tokens sampled and never trained",
+    "mask/stale_fraction": "share of the batch's response tokens masked as stale",
+    "mask/truncated_fraction": "share masked because their completion was truncated",
+    "perf/tokens_per_s": "trained tokens per second of wall clock",
+    "policy/entropy": "mean entropy of the policy at the sampled tokens, in nats",
+    "policy/kl_rollout_train": "mean KL from the engine's log-probs to the trainer's at the same version",
+    "policy/ratio_mean": "mean ratio in the loss",
+    "policy/ratio_max": "largest ratio in the loss",
+    "policy/clip_frac": "share of tokens whose ratio was clipped",
+    "policy/ess": "effective sample size of the importance weights, as a share",
+    "completions/length_mean": "mean tokens of a completion",
+    "completions/truncated_fraction": "share of completions that ended at the token cap",
+    "grad_norm": "norm of the gradient before clipping",
+}
+"""And for each service `time/<service>/<state>`: shares of wall clock since the step before, mean over its workers."""
+
+SHARES = (*STATES, "unaccounted")
+
+
+class MetricsFile:
+    """Writes `metrics.jsonl`. Lines of a voided epoch stay; `read_metrics` knows which count."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = LineFile(path)
+
+    def write(self, metrics: Metrics) -> None:
+        assert "step" in metrics
+        assert "epoch" in metrics
+        self._file.append(metrics)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[Object]:
+    """One object a step, in order. A resumed run repeats steps after its checkpoint: the latest line counts."""
+    surviving: list[Object] = []
+    for line in read_lines(path):
+        while surviving and surviving[-1]["step"] >= line["step"]:
+            surviving.pop()
+        surviving.append(line)
+    return surviving
+
+
+def missing_metrics(metrics: Metrics) -> list[str]:
+    """Names of METRICS that `metrics` lacks."""
+    return [name for name in METRICS if name not in metrics]
+
+
+def batch_metrics(batch: BatchRef) -> dict[str, float]:
+    """`reward/*` and `completions/*` of the samples that one step was given."""
+    rewards = [row.reward for row in batch if row.reward is not None]
+    return {
+        "reward/mean": fmean(rewards) if rewards else float("nan"),
+        "reward/std": pstdev(rewards) if rewards else float("nan"),
+        "completions/length_mean": _mean([row.tokens for row in batch]),
+        "completions/truncated_fraction": _mean([row.finish == "length" for row in batch]),
+    }
+
+
+def report_metrics(report: StepReport, seconds: float) -> dict[str, float]:
+    """What the trainer measured, its masks as shares, and its rate.
+
+    Args:
+        seconds: wall clock since the step before was done.
+    """
+    trained = sum(sample.trained for sample in report.samples)
+    total = trained + sum(sample.masked for sample in report.samples)
+    return {
+        **report.metrics,
+        "version": report.version,
+        "mask/stale_fraction": _masked(report, "stale") / max(1, total),
+        "mask/truncated_fraction": _masked(report, "truncated") / max(1, total),
+        "perf/tokens_per_s": trained / seconds if seconds > 0 else 0.0,
+    }
+
+
+def _masked(report: StepReport, reason: str) -> int:
+    return sum(sample.masked for sample in report.samples if sample.reason == reason)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else float("nan")
+
+
+class TimeShares:
+    """Turns the workers' running totals into `time/<service>/<state>` of the time between two looks."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Health] = {}
+
+    def since_last(self, healths: Sequence[Health]) -> dict[str, float]:
+        """Shares of wall clock by service and state, mean over workers; they and `unaccounted` sum to 1."""
+        by_service: dict[str, list[dict[str, float]]] = {}
+        for health in healths:
+            by_service.setdefault(health.service, []).append(self._shares(health))
+        self._before = {health.instance: health for health in healths}
+        return {
+            f"time/{service}/{state}": fmean(worker[state] for worker in workers)
+            for service, workers in by_service.items()
+            for state in SHARES
+        }
+
+    def _shares(self, health: Health) -> dict[str, float]:
+        before = self._before.get(health.instance)
+        wall = health.wall - (before.wall if before else 0.0)
+        spent = {
+            state: health.seconds.get(state, 0.0) - (before.seconds.get(state, 0.0) if before else 0.0)
+            for state in STATES
+        }
+        shares: dict[str, float] = {state: seconds / max(wall, 1e-9) for state, seconds in spent.items()}
+        return {**shares, "unaccounted": 1.0 - sum(shares.values())}
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What a sink can draw."""
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}

@@ -1,0 +1,98 @@
+"""A sink may hang, fail or be slow: no step waits for it."""
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.telemetry.sinks import open_sinks, worker
+from asyncrl.telemetry.sinks.worker import QUEUED_STEPS, SinkWorker
+
+
+class Notes:
+    """A sink that keeps what it gets, behind a gate that a test opens."""
+
+    def __init__(self, *, open_gate: bool = True, fails_at: int = -1) -> None:
+        self.written: list[tuple[int, Mapping[str, float]]] = []
+        self.closed = False
+        self.gate = threading.Event()
+        self._fails_at = fails_at
+        if open_gate:
+            self.gate.set()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert self.gate.wait(30)
+        if step == self._fails_at:
+            raise OSError("no network")
+        self.written.append((step, metrics))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_everything_arrives_in_order_and_the_sink_is_closed() -> None:
+    notes, said = Notes(), []
+    sink = SinkWorker("notes", lambda: notes, said.append)
+    for step in range(10):
+        sink.write(step, {"reward/mean": 0.5, "name": "x"})
+    sink.close()
+    assert notes.written == [(step, {"reward/mean": 0.5}) for step in range(10)]
+    assert notes.closed
+    assert said == []
+
+
+def test_a_sink_that_hangs_delays_nothing_and_is_left_out_with_one_warning() -> None:
+    notes, said = Notes(open_gate=False), []
+    sink = SinkWorker("notes", lambda: notes, said.append)
+    started = time.monotonic()
+    for step in range(10 * QUEUED_STEPS):
+        sink.write(step, {})
+    sink.close()
+    assert time.monotonic() - started < 1.0
+    assert sink.left_out
+    assert len(said) == 1
+    assert f"{QUEUED_STEPS} steps behind" in said[0]
+    notes.gate.set()
+
+
+def test_a_sink_that_fails_is_left_out_with_one_warning() -> None:
+    notes, said = Notes(fails_at=2), []
+    sink = SinkWorker("notes", lambda: notes, said.append)
+    for step in range(10):
+        sink.write(step, {})
+    sink.close()
+    assert [step for step, _ in notes.written] == [0, 1]
+    assert said == ["the sink notes failed with OSError: no network: it is left out; metrics.jsonl has everything"]
+
+
+def test_a_sink_that_cannot_be_opened_is_left_out() -> None:
+    def fail() -> Notes:
+        raise RuntimeError("not logged in")
+
+    said: list[str] = []
+    sink = SinkWorker("notes", fail, said.append)
+    sink.close()
+    assert "not logged in" in said[0]
+
+
+def test_the_end_of_a_run_waits_for_a_sink_only_so_long() -> None:
+    notes, said = Notes(open_gate=False), []
+    sink = SinkWorker("notes", lambda: notes, said.append)
+    sink.write(1, {})
+    sink.close(deadline=0.05)
+    assert "did not close within 0.05 s" in said[0]
+    assert len(said) == 1
+    notes.gate.set()
+
+
+def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.telemetry.sinks.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[wandb\]'"):
+        open_sinks(["wandb"], tmp_path, "run", {}, print)
+
+
+def test_the_close_deadline_leaves_room_in_the_ten_seconds_of_a_ctrl_c() -> None:
+    assert worker.CLOSE_DEADLINE <= 5

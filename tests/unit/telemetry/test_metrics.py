@@ -1,0 +1,86 @@
+"""One object a step."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from asyncrl.protocols.batch import BatchRef, RowRef
+from asyncrl.protocols.messages import Health, StepReport, TrainedSample
+from asyncrl.telemetry.metrics import (
+    METRICS,
+    MetricsFile,
+    TimeShares,
+    batch_metrics,
+    missing_metrics,
+    numbers,
+    read_metrics,
+    report_metrics,
+)
+
+
+def row(member: int, tokens: int, reward: float | None, finish: str = "stop") -> RowRef:
+    return RowRef(0, member, 0, 0, 5, tokens, 0, 0, finish, (), reward)
+
+
+def health(instance: str, wall: float, **seconds: float) -> Health:
+    return Health("generation", 0, 0, instance, (), 0, seconds, wall)
+
+
+def test_a_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for epoch, step in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (1, 4)):
+        file.write({"step": step, "epoch": epoch})
+    file.close()
+    assert [(line["epoch"], line["step"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [
+        (0, 1),
+        (1, 2),
+        (1, 3),
+        (1, 4),
+    ]
+
+
+def test_batch_metrics() -> None:
+    found = batch_metrics(BatchRef((row(0, 10, 1.0), row(1, 20, 0.0, "length"), row(2, 30, None))))
+    assert found["reward/mean"] == 0.5
+    assert found["reward/std"] == 0.5
+    assert found["completions/length_mean"] == 20
+    assert found["completions/truncated_fraction"] == pytest.approx(1 / 3)
+    assert math.isnan(batch_metrics(BatchRef(()))["reward/mean"])
+
+
+def test_report_metrics_turn_masks_into_shares_and_tokens_into_a_rate() -> None:
+    samples = (
+        TrainedSample(0, 0, 0, trained=30, masked=10, reason="stale"),
+        TrainedSample(0, 1, 0, trained=0, masked=20, reason="truncated"),
+        TrainedSample(0, 2, 0, trained=40, masked=0),
+    )
+    report = StepReport(0, 5, 1, "", "00", {"grad_norm": 0.5, "staleness/max": 2.0}, samples, None)
+    found = report_metrics(report, seconds=2.0)
+    assert found["mask/stale_fraction"] == 0.1
+    assert found["mask/truncated_fraction"] == 0.2
+    assert found["perf/tokens_per_s"] == 35
+    assert (found["version"], found["grad_norm"], found["staleness/max"]) == (5, 0.5, 2.0)
+
+
+def test_time_shares_are_of_the_time_since_the_last_look_and_add_up() -> None:
+    shares = TimeShares()
+    shares.since_last([health("a", 10.0, busy=9.0)])
+    found = shares.since_last([health("a", 20.0, busy=12.0, starved=6.0), health("b", 4.0, busy=4.0)])
+    assert found["time/generation/busy"] == pytest.approx((0.3 + 1.0) / 2)
+    assert found["time/generation/starved"] == pytest.approx(0.3)
+    assert found["time/generation/unaccounted"] == pytest.approx(0.05)
+    assert sum(found.values()) == pytest.approx(1.0)
+
+
+def test_a_restarted_worker_is_counted_from_its_own_start() -> None:
+    shares = TimeShares()
+    shares.since_last([health("a", 100.0, busy=100.0)])
+    found = shares.since_last([health("a2", 2.0, busy=1.0)])
+    assert found["time/generation/busy"] == pytest.approx(0.5)
+
+
+def test_what_is_missing_is_named_and_what_is_no_number_reaches_no_sink() -> None:
+    assert missing_metrics(dict.fromkeys(METRICS, 0.0)) == []
+    assert "grad_norm" in missing_metrics({"step": 1})
+    assert numbers({"step": 1, "name": "x", "none": None, "share": 0.5}) == {"step": 1.0, "share": 0.5}

@@ -1,0 +1,73 @@
+"""What the model wrote, kept and found again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncrl.protocols.batch import RowRef
+from asyncrl.protocols.messages import SampleText, TrainedSample
+from asyncrl.telemetry.samples import SampleRecord, SamplesFile, Selection, read_samples, sample_record, to_show
+
+ROW = RowRef(3, 1, 0, 0, 5, 12, 6, 7, "stop", (), 0.5, -0.25)
+RECORD = sample_record(8, ROW, SampleText(3, 1, "1+1?", "two"), {"numeric": 0.5}, TrainedSample(3, 1, 0, 8, 4, "stale"))
+
+
+def some() -> list[SampleRecord]:
+    rewards = [(1, 0, 0.5), (1, 1, None), (2, 2, 1.0), (2, 3, 0.0), (2, 4, 0.25)]
+    return [replace(RECORD, step=step, group=group, reward=reward, masked=group % 2) for step, group, reward in rewards]
+
+
+def test_a_record_joins_what_engine_reward_and_trainer_say() -> None:
+    assert (RECORD.step, RECORD.group, RECORD.member, RECORD.prompt, RECORD.text) == (8, 3, 1, "1+1?", "two")
+    assert (RECORD.first, RECORD.last, RECORD.trained, RECORD.masked, RECORD.reason) == (6, 7, 8, 4, "stale")
+    assert (RECORD.reward, RECORD.terms, RECORD.advantage, RECORD.finish) == (0.5, {"numeric": 0.5}, -0.25, "stop")
+
+
+def test_records_of_different_samples_are_not_joined() -> None:
+    with pytest.raises(AssertionError):
+        sample_record(8, ROW, SampleText(3, 2, "", ""), {}, TrainedSample(3, 1, 0, 8, 4))
+
+
+def test_records_come_back(tmp_path: Path) -> None:
+    file = SamplesFile(tmp_path / "samples.jsonl")
+    file.write(some())
+    file.close()
+    assert read_samples(tmp_path / "samples.jsonl") == some()
+
+
+def test_steps_done_again_after_a_resume_count_once(tmp_path: Path) -> None:
+    file = SamplesFile(tmp_path / "samples.jsonl")
+    history = [(1, 0), (1, 0), (2, 0), (3, 0), (2, 1), (2, 1)]
+    file.write([replace(RECORD, step=step, epoch=epoch) for step, epoch in history])
+    file.close()
+    kept = [(record.step, record.epoch) for record in read_samples(tmp_path / "samples.jsonl")]
+    assert kept == [(1, 0), (1, 0), (2, 1), (2, 1)]
+
+
+def test_the_samples_shown_are_spread_over_the_batch() -> None:
+    assert to_show(range(64), 8) == [0, 8, 16, 24, 32, 40, 48, 56]
+    assert to_show(range(3), 8) == [0, 1, 2]
+    assert to_show(range(3), "all") == [0, 1, 2]
+    assert to_show(range(3), 0) == []
+
+
+@pytest.mark.parametrize(
+    ("selection", "groups"),
+    [
+        (Selection(), [2, 3, 4]),
+        (Selection(step=1), [0, 1]),
+        (Selection(group=1), [1]),
+        (Selection(order="best"), [2, 0, 4, 3]),
+        (Selection(order="worst"), [3, 4, 0, 2]),
+        (Selection(order="best", step=2, count=2), [2, 4]),
+        (Selection(masked=True), [1, 3]),
+        (Selection(step=9), []),
+    ],
+)
+def test_selections(selection: Selection, groups: list[int]) -> None:
+    assert [record.group for record in selection.of(some())] == groups
+
+
+def test_nothing_to_select_from() -> None:
+    assert Selection().of([]) == []
