@@ -1,0 +1,138 @@
+"""Named shared memory: files on /dev/shm that one process makes and others map.
+
+Not multiprocessing.shared_memory: its resource tracker unlinks what other processes still use (python/cpython#82300).
+"""
+
+import mmap
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from asyncrl.errors import ArenaFull
+
+SHARED_MEMORY = Path("/dev/shm")
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def segment_name(run: str, epoch: int, instance: str, kind: str) -> str:
+    """`asyncrl-<run>-<epoch>-<instance>.<kind>`: whose it is, so that it can be swept when its owner is gone."""
+    assert run.isalnum(), f"a run is named by letters and digits, not {run!r}"
+    return _checked(f"asyncrl-{run}-{epoch}-{instance}.{kind}")
+
+
+def _checked(name: str) -> str:
+    if not _PLAIN.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a shared memory segment")
+    return name
+
+
+class Segment:
+    """A mapped file of fixed size. Views of it must be gone before `close` gives the memory back."""
+
+    def __init__(self, path: Path, descriptor: int, size: int, writable: bool) -> None:
+        self.path, self.size = path, size
+        self._descriptor = descriptor
+        self._map = mmap.mmap(descriptor, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+
+    @classmethod
+    def create(cls, name: str, size: int, directory: Path = SHARED_MEMORY) -> Self:
+        """A new segment of `size` bytes, readable by this user only, writable here.
+
+        All its memory is taken at once: later there would be no error but a SIGBUS. Raises ArenaFull when there is not
+        enough, FileExistsError when the name is taken.
+        """
+        path = directory / _checked(name)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            return cls(path, descriptor, size, writable=True)
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink()
+            raise ArenaFull(
+                f"{directory} has no room for {size / 2**20:.1f} MB ({free_bytes(directory) / 2**20:.1f} MB are free): "
+                f"{error.strerror}. In docker, give it more with --shm-size"
+            ) from error
+
+    @classmethod
+    def open(cls, name: str, *, writable: bool = False, directory: Path = SHARED_MEMORY) -> Self:
+        """Map what another process made. Raises FileNotFoundError when it is gone."""
+        path = directory / _checked(name)
+        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            return cls(path, descriptor, os.fstat(descriptor).st_size, writable)
+        except (OSError, ValueError):
+            os.close(descriptor)
+            raise
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def unlinked(self) -> bool:
+        """Whether its name is gone: the owner has closed it, or died and was swept."""
+        return os.fstat(self._descriptor).st_nlink == 0
+
+    @property
+    def buffer(self) -> memoryview:
+        return memoryview(self._map)
+
+    def array(self, offset: int, dtype: DTypeLike, count: int) -> NDArray[Any]:
+        """A view of `count` values from byte `offset`. Raises ValueError outside the segment."""
+        return np.frombuffer(self._map, dtype, count, offset)
+
+    def close(self) -> None:
+        """Unmap. Memory that somebody still views stays mapped until the last view is gone."""
+        if self._descriptor < 0:
+            return
+        os.close(self._descriptor)
+        self._descriptor = -1
+        try:
+            self._map.close()
+        except BufferError:
+            return
+
+    def unlink(self) -> None:
+        """Remove the name; who has it mapped keeps the memory."""
+        self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def free_bytes(directory: Path = SHARED_MEMORY) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def sweep(run: str, epoch: int, directory: Path = SHARED_MEMORY) -> list[str]:
+    """Unlink what older epochs of this run left; returns the names."""
+    return _unlink(directory, re.compile(rf"asyncrl-{re.escape(run)}-(\d+)-.*"), lambda found: int(found) < epoch)
+
+
+def sweep_instance(run: str, epoch: int, instance: str, directory: Path = SHARED_MEMORY) -> list[str]:
+    """Unlink what a dead worker left; returns the names."""
+    pattern = re.compile(rf"asyncrl-{re.escape(run)}-({epoch})-{re.escape(instance)}\.[^.]*")
+    return _unlink(directory, pattern, lambda _: True)
+
+
+def _unlink(directory: Path, pattern: re.Pattern[str], wanted: Callable[[str], bool]) -> list[str]:
+    names = []
+    for path in sorted(directory.glob("asyncrl-*")):
+        found = pattern.fullmatch(path.name)
+        if found and wanted(found[1]):
+            path.unlink(missing_ok=True)
+            names.append(path.name)
+    return names
