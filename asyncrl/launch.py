@@ -1,0 +1,95 @@
+"""What starts a worker: its specification, and the seam between the supervisor and processes, tasks or clusters."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from asyncrl.config import Config
+from asyncrl.protocols.layout import Layout
+
+if TYPE_CHECKING:
+    from asyncrl.service import Service, WorkerContext
+
+    Implementation = str | Callable[[WorkerContext], Service]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What all workers of a run know.
+
+    run: 8 hex digits that name its shared memory. run_dir, model_dir: absolute. checkpoint_dir: what the run resumes
+    from, None at its first start. weights_arena: name of the shared memory that new weights are published in.
+    """
+
+    run: str
+    run_dir: str
+    model_dir: str
+    epoch: int
+    weights_arena: str
+    config: Config
+    checkpoint_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where one instance listens: a socket a lane, and one for rows."""
+
+    control: str
+    work: str
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One instance of one worker. instance: never used twice.
+
+    implementation: "module:Class"; or, for a worker in this very process, what makes the service from its context.
+    options: keyword values of this service, plain ones.
+    """
+
+    service: str
+    replica: int
+    rank: int
+    layout: Layout
+    instance: str
+    implementation: "Implementation"
+    addresses: Addresses
+    facts: RunFacts
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def memory(self) -> str:
+        """Name of this instance's rows in shared memory."""
+        return f"asyncrl-{self.facts.run}-{self.facts.epoch}-{self.instance}"
+
+
+class WorkerProcess(Protocol):
+    """A started worker. `pid` is this process's own for a worker inside it."""
+
+    pid: int
+
+    async def wait(self) -> str:
+        """Returns once it is dead, with how it ended ("killed by SIGKILL"). May be awaited again and again."""
+        ...
+
+    def stop(self) -> None:
+        """Ask it to finish."""
+        ...
+
+    def terminate(self) -> None:
+        """Tell it to end, for one that does not listen any more."""
+        ...
+
+    def kill(self) -> None:
+        """End it, with no chance to say goodbye."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts workers: as processes (deploy/local.py) or inside this one (inproc_launcher.py)."""
+
+    def spawn(self, spec: WorkerSpec) -> WorkerProcess: ...
+
+    def bury(self, spec: WorkerSpec) -> None:
+        """Remove what a dead instance left behind: shared memory, socket files."""
+        ...
