@@ -38,8 +38,12 @@ class Store(Protocol):
         """Names of the checkpoint folders, sorted."""
         ...
 
-    def create(self, folder: str) -> str:
-        """Make an empty folder, in place of one with this name. Returns the path others write to."""
+    def path(self, folder: str) -> str:
+        """Where others find the files of a folder."""
+        ...
+
+    def create(self, folder: str) -> None:
+        """Make an empty folder, in place of one with this name."""
         ...
 
     def put(self, folder: str, file: str, data: bytes) -> None:
@@ -93,11 +97,12 @@ class FileStore:
     def folders(self) -> list[str]:
         return sorted(path.name for path in self.checkpoints.iterdir() if path.is_dir())
 
-    def create(self, folder: str) -> str:
+    def path(self, folder: str) -> str:
+        return str(self.checkpoints / folder)
+
+    def create(self, folder: str) -> None:
         self.remove(folder)
-        path = self.checkpoints / folder
-        path.mkdir()
-        return str(path)
+        (self.checkpoints / folder).mkdir()
 
     def put(self, folder: str, file: str, data: bytes) -> None:
         with open(self.checkpoints / folder / file, "wb") as target:
@@ -184,10 +189,12 @@ class MemoryStore:
     def folders(self) -> list[str]:
         return sorted(self._folders)
 
-    def create(self, folder: str) -> str:
+    def path(self, folder: str) -> str:
+        return folder
+
+    def create(self, folder: str) -> None:
         if not self._frozen:
             self._folders[folder] = {}
-        return folder
 
     def put(self, folder: str, file: str, data: bytes) -> None:
         if not self._frozen:

@@ -1,0 +1,226 @@
+"""Checkpoints, and where a run is taken up again.
+
+The rename of a checkpoint's folder is its commit; the record of it in the journal is a hint. A checkpoint is good when
+the digests of its files hold and the journal still begins with the bytes that it was made after.
+"""
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from typing import Any
+from zlib import crc32
+
+from asyncrl.errors import JournalError
+from asyncrl.groups import RestoredGroup
+from asyncrl.ledger import Journal, Ledger, replay
+from asyncrl.protocols.messages import Checkpointed
+from asyncrl.records import BLOCK, CheckpointMade, Drawn, InFlight, Resumed, Scan, void_ranges
+from asyncrl.store import Store
+
+MANIFEST = "manifest.json"
+UNFINISHED = "tmp-"
+REFUSED = "refused-"
+
+FAULT_POINTS = ("appended", "synced", "written", "described", "renamed", "hinted", "deleted")
+"""Where `commit` can be interrupted; a fault hook is called with each, after that step was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint belongs to.
+
+    offset, crc: length and crc32 of the journal it was made after. chain: hex, of the trainer. files: path -> SHA-256.
+    """
+
+    epoch: int
+    version: int
+    offset: int
+    crc: int
+    chain: str
+    files: dict[str, str]
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePlan:
+    """Where a run goes on.
+
+    epoch: the new one; version, offset: of the checkpoint; directory: where the trainer finds its files; groups: those
+    in flight there, with the attempt and the members to begin again; next_group: id of the next draw.
+    said: what a person should know about the checkpoints that were passed over, a line each.
+    """
+
+    epoch: int
+    version: int
+    offset: int
+    directory: str
+    chain: str
+    groups: tuple[RestoredGroup, ...]
+    next_group: int
+    said: tuple[str, ...] = ()
+
+
+def no_fault(point: str) -> None:
+    """Interrupts nothing."""
+
+
+async def commit(
+    journal: Journal,
+    write: Callable[[str], Awaitable[Checkpointed]],
+    keep: int,
+    fault: Callable[[str], None] = no_fault,
+) -> Manifest:
+    """Make the checkpoint of the journal's version, while no iteration runs; the one there is when it was made before.
+
+    write: lets the trainer write its files, fsynced, into a directory. keep: checkpoints left afterwards, at least 1.
+    Raises JournalError when the trainer is at another version, or trained something else, than the journal says.
+    """
+    store, ledger = journal.store, journal.ledger
+    journal.append(InFlight(ledger.in_flight()))
+    fault("appended")
+    journal.sync()
+    fault("synced")
+    if ledger.version in versions(store):
+        return read_manifest(store, ledger.version)
+    after = Manifest(ledger.epoch, ledger.version, journal.offset, journal.crc, ledger.chain.hex(), {})
+    manifest = await _write_files(store, after, write, fault)
+    store.rename(f"{UNFINISHED}{manifest.version}", str(manifest.version))
+    fault("renamed")
+    journal.append(CheckpointMade(manifest.version, sha256(manifest.encode()).hexdigest()))
+    fault("hinted")
+    for old in versions(store)[:-keep]:
+        store.remove(str(old))
+    fault("deleted")
+    return manifest
+
+
+async def _write_files(
+    store: Store, after: Manifest, write: Callable[[str], Awaitable[Checkpointed]], fault: Callable[[str], None]
+) -> Manifest:
+    unfinished = f"{UNFINISHED}{after.version}"
+    store.create(unfinished)
+    made = await write(store.path(unfinished))
+    if (made.version, made.chain) != (after.version, after.chain):
+        raise JournalError(
+            f"the trainer wrote version {made.version} with chain {made.chain[:16]}; "
+            f"by the journal it is version {after.version} with chain {after.chain[:16]}"
+        )
+    fault("written")
+    manifest = replace(after, files=made.files)
+    store.put(unfinished, MANIFEST, manifest.encode())
+    fault("described")
+    return manifest
+
+
+def versions(store: Store) -> list[int]:
+    """Versions that have a committed checkpoint, rising."""
+    return sorted(int(name) for name in store.folders() if name.isdecimal())
+
+
+def read_manifest(store: Store, version: int) -> Manifest:
+    """Raises JournalError when there is none, or it is not ours."""
+    try:
+        fields: dict[str, Any] = json.loads(store.get(str(version), MANIFEST))
+        manifest = Manifest(**fields)
+    except (FileNotFoundError, ValueError, TypeError) as error:
+        raise JournalError(f"{MANIFEST} cannot be read: {error}") from error
+    if manifest.version != version:
+        raise JournalError(f"{MANIFEST} is of version {manifest.version}")
+    return manifest
+
+
+def newest_good(store: Store) -> tuple[Manifest, Ledger, tuple[str, ...]] | None:
+    """The newest good checkpoint, the ledger as it was there, and why newer ones were passed over.
+
+    None when the run has no checkpoint yet and drew nothing. Raises JournalError when no checkpoint is good.
+    """
+    said: list[str] = []
+    for version in reversed(versions(store)):
+        try:
+            manifest = read_manifest(store, version)
+            ledger = check(store, manifest)
+        except JournalError as error:
+            said.append(f"checkpoint {version} cannot be used: {error}")
+        else:
+            return manifest, ledger, tuple(said)
+    if not said and not any(isinstance(framed.record, Drawn) for framed in Scan(store.read, store.size)):
+        return None
+    reasons = "; ".join(said) or "there is none"
+    raise JournalError(f"this run cannot go on from any checkpoint ({reasons}); start it anew with another --run-dir")
+
+
+def check(store: Store, manifest: Manifest) -> Ledger:
+    """The ledger at a checkpoint. Raises JournalError with the reason when the checkpoint is not good."""
+    _check_files(store, manifest)
+    _check_prefix(store, manifest)
+    ledger = replay(store, manifest.offset)
+    if (ledger.version, ledger.chain.hex()) != (manifest.version, manifest.chain):
+        raise JournalError(
+            f"its trainer was at version {manifest.version} with chain {manifest.chain[:16]}; "
+            f"the journal there says version {ledger.version} with chain {ledger.chain.hex()[:16]}"
+        )
+    return ledger
+
+
+def _check_files(store: Store, manifest: Manifest) -> None:
+    for file, digest in sorted(manifest.files.items()):
+        try:
+            found = store.digest(str(manifest.version), file)
+        except FileNotFoundError as error:
+            raise JournalError(f"{file} is missing") from error
+        if found != digest:
+            raise JournalError(f"{file} was changed or damaged: its digest is {found[:16]}, not {digest[:16]}")
+
+
+def _check_prefix(store: Store, manifest: Manifest) -> None:
+    if manifest.offset > store.size:
+        raise JournalError(f"the journal has {store.size} bytes; the checkpoint was made after {manifest.offset}")
+    if prefix_crc(store, manifest.offset) != manifest.crc:
+        raise JournalError(f"the first {manifest.offset} bytes of the journal are not those it was made after")
+    resumes = [(f.start, f.record) for f in Scan(store.read, store.size) if isinstance(f.record, Resumed)]
+    for low, high in void_ranges(resumes):
+        if low < manifest.offset <= high:
+            raise JournalError(f"the run was taken up again from an earlier point (byte {low} of the journal)")
+
+
+def prefix_crc(store: Store, size: int) -> int:
+    """crc32 of the first `size` bytes of the journal."""
+    crc = 0
+    for start in range(0, size, BLOCK):
+        crc = crc32(store.read(start, min(BLOCK, size - start)), crc)
+    return crc
+
+
+def plan_resume(store: Store) -> ResumePlan | None:
+    """Where this run goes on; None when it has not begun. Reads only. Raises JournalError when it cannot."""
+    found = newest_good(store)
+    if found is None:
+        return None
+    manifest, ledger, said = found
+    epochs = [framed.record.epoch for framed in Scan(store.read, store.size) if isinstance(framed.record, Resumed)]
+    return ResumePlan(
+        epoch=max([manifest.epoch, *epochs]) + 1,
+        version=manifest.version,
+        offset=manifest.offset,
+        directory=store.path(str(manifest.version)),
+        chain=manifest.chain,
+        groups=ledger.restored(),
+        next_group=ledger.next_group,
+        said=said,
+    )
+
+
+def resume(store: Store, plan: ResumePlan) -> Journal:
+    """Carry out the plan on journal and folders: cut a torn tail, set aside what was passed over, void the rest."""
+    for folder in store.folders():
+        if folder.startswith(UNFINISHED):
+            store.remove(folder)
+        elif folder.isdecimal() and int(folder) > plan.version:
+            store.remove(f"{REFUSED}{folder}")
+            store.rename(folder, f"{REFUSED}{folder}")
+    journal = Journal(store)
+    journal.resume(plan.epoch, plan.offset)
+    return journal
