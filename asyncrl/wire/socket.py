@@ -1,0 +1,238 @@
+"""ZeroMQ on an asyncio loop: DEALER and ROUTER sockets, `ipc://` and `tcp://`.
+
+Raw sockets, not zmq.asyncio, which drains a full queue in one go and stalls the loop for as long as that takes. The
+file descriptor of a socket is edge-triggered, and making, sending, receiving or a look at EVENTS may consume the edge.
+Hence: receive until there is nothing, look at EVENTS after each send, and look once a second anyhow.
+"""
+
+import asyncio
+import struct
+from functools import partial
+from typing import Any, TypeVar
+
+import zmq
+
+from asyncrl.errors import ConfigError, PeerLost
+from asyncrl.wire.auth import CurveKeys, Gatekeeper
+from asyncrl.wire.ends import (
+    HIGH_WATER,
+    LIMIT_BYTES,
+    ZERO_COPY_BYTES,
+    Frame,
+    Frames,
+    Signal,
+    Turn,
+    send_when_room,
+)
+
+WATCHDOG_SECONDS = 1.0
+MAX_FRAMES = 65_536
+"""Frames of one message; a fetch of rows has one a column and a row."""
+
+RECONNECT_MILLISECONDS = 50
+_LOST_EVENTS = (
+    zmq.Event.DISCONNECTED
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
+_EVENT = struct.Struct("=hi")
+
+RawSocket = zmq.Socket[bytes]
+MadeEnd = TypeVar("MadeEnd", "ZmqCaller", "ZmqListener")
+
+
+def _has_input(socket: zmq.Socket[Any]) -> bool:
+    events: Any = socket.getsockopt(zmq.EVENTS)
+    return bool(events & zmq.POLLIN)
+
+
+class _End:
+    """What both kinds of socket share: waiting for the loop to say that something may be read or written."""
+
+    def __init__(self, socket: RawSocket, address: str) -> None:
+        self.address = address
+        self._socket, self._loop = socket, asyncio.get_running_loop()
+        self._readable, self._writable, self._turn = Signal(), Signal(), Turn()
+        self._ended = ""
+        self._loop.add_reader(socket.fileno(), self._look)
+        self._watch = self._loop.call_later(WATCHDOG_SECONDS, self._look_again)
+
+    def _look(self) -> None:
+        """Wake whom it may concern. Room is told on every look: a ROUTER's POLLOUT does not say which peer has it."""
+        if _has_input(self._socket):
+            self._readable.wake()
+        self._writable.wake()
+
+    def _look_again(self) -> None:
+        self._watch = self._loop.call_later(WATCHDOG_SECONDS, self._look_again)
+        self._look()
+
+    def _offer(self, frames: Frames) -> bool:
+        if self._ended:
+            raise PeerLost(self._ended)
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        if _has_input(self._socket):
+            self._readable.wake()
+        return True
+
+    async def _receive(self) -> list[Frame]:
+        await self._turn.next()
+        while True:
+            if self._socket.closed:
+                raise PeerLost(self._ended)
+            try:
+                return self._take()
+            except zmq.Again:
+                if self._ended:
+                    raise PeerLost(self._ended) from None
+            self._turn.rest()
+            await self._readable.wait()
+
+    def _take(self) -> list[Frame]:
+        """Small frames copied, large ones as views. Raises zmq.Again."""
+        frames: list[Frame] = [self._socket.recv(zmq.NOBLOCK)]
+        while self._socket.getsockopt(zmq.RCVMORE):
+            part = self._socket.recv(zmq.NOBLOCK, copy=False)
+            if len(frames) < MAX_FRAMES:
+                frames.append(part.buffer if len(part) >= ZERO_COPY_BYTES else part.bytes)
+        return frames
+
+    def _end(self, reason: str) -> None:
+        self._ended = self._ended or reason
+        self._readable.wake()
+        self._writable.wake()
+
+    def close(self) -> None:
+        if self._socket.closed:
+            return
+        self._watch.cancel()
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close(linger=0)
+        self._end(f"{self.address} was closed here")
+
+
+class ZmqCaller(_End):
+    """A DEALER. The socket's monitor tells at once when the connection breaks; there is no second one."""
+
+    def __init__(self, socket: RawSocket, address: str) -> None:
+        super().__init__(socket, address)
+        self._monitor: Any = socket.get_monitor_socket(_LOST_EVENTS)
+        self._monitor.linger = 0
+        self._loop.add_reader(self._monitor.fileno(), self._observe)
+        socket.connect(address)
+        self._observe()
+
+    def _observe(self) -> None:
+        while _has_input(self._monitor):
+            (event, _) = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            if event == zmq.Event.DISCONNECTED:
+                self._end(f"the connection to {self.address} broke")
+            elif event & _LOST_EVENTS:
+                self._end(f"{self.address} does not accept our keys")
+
+    def offer(self, frames: Frames) -> bool:
+        return self._offer(frames)
+
+    async def send(self, frames: Frames) -> None:
+        if not self._offer(frames):
+            await send_when_room(partial(self._offer, frames), self._writable, self.address)
+
+    async def receive(self) -> list[Frame]:
+        return await self._receive()
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._loop.remove_reader(self._monitor.fileno())
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+        super().close()
+
+
+class ZmqListener(_End):
+    """A ROUTER that says when a peer is gone or does not read, instead of dropping messages."""
+
+    def offer(self, peer: bytes, frames: Frames) -> bool:
+        try:
+            return self._offer([peer, *frames])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            raise PeerLost(f"caller {peer.hex()} of {self.address} is gone") from error
+
+    async def send(self, peer: bytes, frames: Frames) -> None:
+        if not self.offer(peer, frames):
+            await send_when_room(partial(self.offer, peer, frames), self._writable, f"caller {peer.hex()}")
+
+    async def receive(self) -> tuple[bytes, list[Frame]]:
+        peer, *frames = await self._receive()
+        return bytes(peer), frames
+
+
+class ZmqWire:
+    """One ZeroMQ context, for the whole process; made and closed on the loop that uses its sockets.
+
+    keys: needed for `tcp://`, where both sides must hold the same ones.
+    """
+
+    def __init__(self, keys: CurveKeys | None = None) -> None:
+        self._context: zmq.Context[RawSocket] = zmq.Context()
+        self._keys = keys
+        self._gatekeeper: Gatekeeper | None = None
+        self._ends: list[ZmqCaller | ZmqListener] = []
+
+    @property
+    def open_ends(self) -> int:
+        return sum(not end._socket.closed for end in self._ends)
+
+    def connect(self, address: str) -> ZmqCaller:
+        socket = self._socket(zmq.DEALER)
+        if keys := self._keys_for(address):
+            keys.apply_to_client(socket)
+        return self._kept(ZmqCaller(socket, address))
+
+    def listen(self, address: str) -> ZmqListener:
+        """For `tcp://127.0.0.1:*` the system chooses the port; the listener's `address` names it."""
+        socket = self._socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if keys := self._keys_for(address):
+            self._gatekeeper = self._gatekeeper or Gatekeeper(self._context, keys)
+            keys.apply_to_server(socket)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        return self._kept(ZmqListener(socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)))
+
+    def _socket(self, kind: int) -> RawSocket:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = HIGH_WATER
+        socket.maxmsgsize = LIMIT_BYTES
+        socket.reconnect_ivl = RECONNECT_MILLISECONDS
+        socket.copy_threshold = ZERO_COPY_BYTES
+        return socket
+
+    def _keys_for(self, address: str) -> CurveKeys | None:
+        if not address.startswith("tcp://"):
+            return None
+        if self._keys is None:
+            raise ConfigError(f"{address} needs CURVE keys: every TCP socket is encrypted; ipc:// needs none")
+        return self._keys
+
+    def _kept(self, end: MadeEnd) -> MadeEnd:
+        self._ends = [other for other in self._ends if not other._socket.closed]
+        self._ends.append(end)
+        return end
+
+    def close(self) -> None:
+        """Sockets first: a context waits for them for ever."""
+        for end in self._ends:
+            end.close()
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+        self._context.destroy(linger=0)
