@@ -55,8 +55,9 @@ class Gate:
     """Groups in flight and the rules over them. Finished groups are forgotten at once, so memory is at most C groups.
 
     version: the trainer's, moved by `trained`. next_group: id of the next draw.
-    refused: answers of old attempts, counted. gaps: baseline at an early cut minus that of the whole group, of groups
-    that finished; outcomes: how samples ended. Both are for `staleness_report`, which takes them out once a step.
+    refused: answers of old attempts, counted; abandoned_tokens: sampled in attempts that were given up.
+    outcomes: how samples ended; gaps: baseline at an early cut minus that of the whole group, of groups that finished.
+    `staleness_report` takes both out once a step.
     """
 
     def __init__(self, config: GateConfig, version: int = 0, next_group: int = 0) -> None:
@@ -64,7 +65,8 @@ class Gate:
         self.version = version
         self.next_group = next_group
         self.refused = 0
-        # Four times all that can be in flight: reached only when nothing is trained for a long time.
+        self.abandoned_tokens = 0
+        # Four times all that can be in flight: when nothing is trained for that long, the newest are reported.
         self.outcomes: deque[Outcome] = deque(maxlen=4 * config.cap * config.members)
         self.gaps: deque[float] = deque(maxlen=4 * config.cap)
         self._groups: dict[int, Group] = {}
@@ -155,7 +157,8 @@ class Gate:
         for member in members:
             sample = self._expect(group, member, IN_FLIGHT, "restarted")
             self._move(sample, Stage.RUNNING)
-            sample.attempt, sample.since, sample.reward = entry.attempt, self.version, None
+            self.abandoned_tokens += sample.tokens
+            sample.attempt, sample.since, sample.tokens, sample.reward = entry.attempt, self.version, 0, None
         return entry.attempt
 
     def drop(self, group: int, members: Iterable[int], reason: str) -> None:
