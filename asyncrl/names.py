@@ -1,0 +1,71 @@
+"""Objects named by the user: `FILE.py:NAME` or `module:NAME`."""
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+
+def resolve(spec: str, where: str) -> Any:
+    """The object that `FILE.py:NAME` or `module:NAME` names.
+
+    where: what the error begins with. A file's folder becomes importable, as it is for a script.
+
+    Raises:
+        ConfigError: no such file, module or name; the message says which and the closest name there is. An error
+            inside the file itself is raised as it is.
+    """
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
+        raise ConfigError(f'{where}: "{spec}" names no function; write FILE.py:NAME or module:NAME')
+    module = _module_of_file(Path(source).expanduser(), where) if source.endswith(".py") else _module(source, where)
+    if not hasattr(module, name):
+        public = [known for known in vars(module) if not known.startswith("_")]
+        raise ConfigError(f"{where}: {source} has no {name}{suggestion(name, public)}")
+    return getattr(module, name)
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """The end of an error message: the closest of `names`, or all of them when none is close."""
+    known = list(names)
+    if near := difflib.get_close_matches(name, known, 1, 0.5):
+        return f"; did you mean {near[0]}?"
+    return f"; there are {', '.join(known)}" if known else ""
+
+
+def _module(name: str, where: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name + ".").startswith(error.name + "."):
+            raise
+        raise ConfigError(f"{where}: there is no module {name}; a file is written as FILE.py:NAME") from None
+
+
+def _module_of_file(path: Path, where: str) -> ModuleType:
+    path = path.resolve()
+    name = f"asyncrl_user_{path.stem}_{abs(hash(path)):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        near = suggestion(path.name, [other.name for other in path.parent.glob("*.py")])
+        raise ConfigError(f"{where}: there is no file {path}{near}")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

