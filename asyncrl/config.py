@@ -25,7 +25,9 @@ class Model(Section):
 
 class Task(Section):
     prompts: str
-    """JSONL, CSV or Parquet file, `hub:NAME[#split]`, `reasoning_gym:NAME`, or `FILE.py:function`."""
+    """JSONL, CSV or Parquet file, `hub:NAME[#split]`, `reasoning_gym:NAME`, `FILE.py:function` or `module:function`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of a procedural source, e.g. { max_terms = 3 }."""
     prompts_per_step: Positive = 8
     """B: groups trained together in one step."""
     samples_per_prompt: Positive = 8
@@ -146,6 +148,8 @@ class Staleness(Section):
 class Evaluate(Section):
     prompts: str = ""
     """Held-out prompts, same forms as task.prompts; empty: no evaluation."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of a procedural source, which gets another seed than that of task.prompts."""
     every: Positive = 10
     """Steps between evaluations; version 0 and the last version are always evaluated."""
     samples: Positive = 1
