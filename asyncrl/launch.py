@@ -1,8 +1,9 @@
 """What starts a worker: its specification, and the seam between the supervisor and processes, tasks or clusters."""
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from asyncrl.config import Config
 from asyncrl.protocols.layout import Layout
@@ -18,7 +19,8 @@ class RunFacts:
     """What all workers of a run know.
 
     run: 8 hex digits that name its shared memory. run_dir, model_dir: absolute. checkpoint_dir: what the run resumes
-    from, None at its first start. weights_arena: name of the shared memory that new weights are published in.
+    from, None at its first start. weights_arena: name of the shared memory that new weights are published in. curve:
+    public and secret key of the run's TCP sockets.
     """
 
     run: str
@@ -28,6 +30,7 @@ class RunFacts:
     weights_arena: str
     config: Config
     checkpoint_dir: str | None = None
+    curve: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,21 @@ class WorkerSpec:
     facts: RunFacts
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def memory(self) -> str:
-        """Name of this instance's rows in shared memory."""
-        return f"asyncrl-{self.facts.run}-{self.facts.epoch}-{self.instance}"
+    def to_json(self) -> str:
+        """One line; what a worker process reads first."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        facts = {**asdict(replace(self.facts, config=None)), "config": self.facts.config.model_dump(mode="json")}  # type: ignore[arg-type]
+        layout, addresses = asdict(self.layout), asdict(self.addresses)
+        return json.dumps({**values, "facts": facts, "layout": layout, "addresses": addresses})
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> Self:
+        values = json.loads(line)
+        facts = values["facts"]
+        facts["config"] = Config.model_validate(facts["config"])
+        facts["curve"] = tuple(facts["curve"]) if facts["curve"] else None
+        layout, addresses = Layout(**values["layout"]), Addresses(**values["addresses"])
+        return cls(**{**values, "facts": RunFacts(**facts), "layout": layout, "addresses": addresses})
 
 
 class WorkerProcess(Protocol):
@@ -87,6 +101,10 @@ class WorkerProcess(Protocol):
 
 class Launcher(Protocol):
     """Starts workers: as processes (deploy/local.py) or inside this one (inproc_launcher.py)."""
+
+    def addresses(self, instance: str) -> Addresses:
+        """Where an instance of this name shall listen."""
+        ...
 
     def spawn(self, spec: WorkerSpec) -> WorkerProcess: ...
 

@@ -29,7 +29,8 @@ from asyncrl.telemetry.clock import STATES, StateClock
 from asyncrl.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
-    from asyncrl.rows import RowReader, RowStore
+    from asyncrl.row_reader import RowReader
+    from asyncrl.rows import RowStore
 
 
 @dataclass(frozen=True, slots=True)

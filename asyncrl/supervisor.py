@@ -21,6 +21,8 @@ from asyncrl.workers import Channel, RemoteWorker
 LIVES = 3
 """Deaths of one worker without a finished group in between that end the run: whatever kills it comes again."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0
+DEATH_NOTICE = 1.0
+"""Seconds from a broken link until the worker behind it is taken for alive, and ended."""
 STOP_STAGES = (("stop", 5.0), ("terminate", 2.0), ("kill", 2.0))
 """How a worker is ended, and seconds until the next stage; under 10 s in all."""
 
@@ -55,7 +57,9 @@ class Connection(Protocol):
     """Links to one instance, one a lane; entering it says hello. lost: set when one of them broke, see `reason`."""
 
     lost: asyncio.Event
-    channels: Mapping[Lane, Channel]
+
+    @property
+    def channels(self) -> Mapping[Lane, Channel]: ...
 
     @property
     def reason(self) -> str: ...
@@ -191,6 +195,8 @@ class Supervisor:
             self._note_start(post)
             await connection.lost.wait()
             self._lost(post, spec, connection.reason)
+            # A socket may tell of a death before the kernel does, which knows how it died.
+            await asyncio.sleep(DEATH_NOTICE)
             raise PeerLost(connection.reason)
 
     def _note_start(self, post: Post) -> None:

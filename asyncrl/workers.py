@@ -16,7 +16,9 @@ Arguments = tuple[Any, ...]
 
 
 class Channel(Protocol):
-    """The part of a link that calls need."""
+    """The part of a link that calls need. lost: set once no call can reach the worker any more."""
+
+    lost: asyncio.Event
 
     async def call(self, method: str, args: Arguments, deadline: float) -> Any: ...
 
@@ -33,11 +35,16 @@ class Outstanding:
 
 
 class RemoteWorker:
-    """One worker, whichever instance of it lives at the moment."""
+    """One worker, whichever instance of it lives at the moment.
+
+    answers: how many calls it answered and items it sent, but for health; heard: loop time of the last of any.
+    """
 
     def __init__(self, service: str, replica: int, rank: int, changed: Signal | None = None) -> None:
         self.service, self.replica, self.rank = service, replica, rank
         self.instance = ""
+        self.answers = 0
+        self.heard = asyncio.get_running_loop().time()
         self.outstanding: dict[int, Outstanding] = {}
         self._numbers = itertools.count()
         self._channels: Mapping[Lane, Channel] = {}
@@ -50,7 +57,7 @@ class RemoteWorker:
 
     @property
     def lives(self) -> bool:
-        return bool(self._channels)
+        return bool(self._channels) and not any(channel.lost.is_set() for channel in self._channels.values())
 
     @property
     def gone(self) -> bool:
@@ -64,7 +71,7 @@ class RemoteWorker:
 
     def connected(self, instance: str, channels: Mapping[Lane, Channel]) -> None:
         """From now on calls go to this instance."""
-        self.instance, self._channels = instance, channels
+        self.instance, self._channels, self._why = instance, channels, "its link broke"
         self._changed.wake()
 
     def lost(self, why: str, *, returns: bool) -> None:
@@ -75,7 +82,9 @@ class RemoteWorker:
     async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
         """Call this worker alone; deadline in seconds. Raises PeerLost at once when it does not live."""
         with self._noted(spec):
-            return await self._channel(spec.lane).call(spec.name, args, deadline)
+            answer = await self._channel(spec.lane).call(spec.name, args, deadline)
+            self._heard(spec)
+            return answer
 
     async def stream(self, spec: EndpointSpec, args: Arguments, deadline: float) -> AsyncIterator[Any]:
         """Items of a call; closing the iterator cancels it in the worker."""
@@ -83,10 +92,15 @@ class RemoteWorker:
             items = self._channel(spec.lane).stream(spec.name, args, deadline)
             async with aclosing(cast(Any, items)):
                 async for item in items:
+                    self._heard(spec)
                     yield item
 
+    def _heard(self, spec: EndpointSpec) -> None:
+        self.heard = asyncio.get_running_loop().time()
+        self.answers += spec.name != "health"
+
     def _channel(self, lane: Lane) -> Channel:
-        if not self._channels:
+        if not self.lives:
             raise PeerLost(self.condition)
         return self._channels[lane]
 

@@ -53,6 +53,7 @@ class ScriptedChannel:
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
+        self.lost = asyncio.Event()
         self.calls: list[tuple[str, tuple[Any, ...], float]] = []
         self.closed: list[str] = []
 

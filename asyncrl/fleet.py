@@ -1,0 +1,238 @@
+"""The services of a run: as a page sees them, and how they are started, linked, kept alive and stopped."""
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from asyncrl.compute import Compute, Occupancy, ThreadCompute
+from asyncrl.errors import FleetFailed, lone
+from asyncrl.handle import connect
+from asyncrl.inproc_launcher import InprocLauncher
+from asyncrl.launch import Launcher, RunFacts, WorkerSpec
+from asyncrl.links import Links
+from asyncrl.memory import sweep
+from asyncrl.protocols.contracts import Contract, Generation, Reference, Reward, Training
+from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.messages import Hello
+from asyncrl.supervisor import Post, Present, Supervisor
+from asyncrl.watchdog import Watchdog
+from asyncrl.wire.auth import CurveKeys
+from asyncrl.wire.ends import Wire, Wires
+from asyncrl.wire.inproc import InprocWire
+from asyncrl.wire.socket import ZmqWire
+from asyncrl.worker import identity
+from asyncrl.workers import RemoteWorker, Workers
+
+if TYPE_CHECKING:
+    from asyncrl.launch import Implementation
+
+C = TypeVar("C", bound=Contract)
+Told = Callable[[str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Handles typed by contracts, or the services themselves.
+
+    reference: None when no log-probabilities of a frozen model are needed. evaluation: None without held-out prompts.
+    """
+
+    generation: Generation
+    reward: Reward
+    training: Training
+    reference: Reference | None = None
+    evaluation: Generation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """A service to run. implementation: "module:Class"; here: inside this process, where it may be any callable.
+
+    options: plain values that the service finds in its context.
+    """
+
+    name: str
+    contract: type[Contract]
+    implementation: "Implementation"
+    replicas: int = 1
+    layout: Layout = field(default_factory=Layout)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    here: bool = False
+
+    @property
+    def restart(self) -> bool:
+        """Whether the run survives a worker's death. The trainer's state dies with it."""
+        return not issubclass(self.contract, Training)
+
+
+class RunningFleet:
+    """What `running_fleet` gives: handles by service, and news of workers.
+
+    on_lives, on_lost: functions of (service, instance) to call when an instance has started, or died. They must not
+    block. Instances that live already are not told again.
+    """
+
+    def __init__(self, facts: RunFacts, specs: Sequence[ServiceSpec]) -> None:
+        self.facts = facts
+        self.on_lives: list[Told] = []
+        self.on_lost: list[Told] = []
+        self.workers = {spec.name: Workers(spec.name, spec.replicas, spec.layout) for spec in specs}
+        deadline = facts.config.fleet.call_deadline
+        self._handles = {spec.name: connect(spec.contract, self.workers[spec.name], deadline) for spec in specs}
+        self.supervisor: Supervisor
+
+    def handle(self, service: str, contract: type[C]) -> C:
+        """The handle on a service, typed by its contract."""
+        return cast(C, self._handles[service])
+
+    @property
+    def fleet(self) -> Fleet:
+        """The services of a training run. Raises KeyError when one of the three that every run has is missing."""
+        get = self._handles.get
+        return Fleet(
+            generation=self.handle("generation", Generation),
+            reward=self.handle("reward", Reward),
+            training=self.handle("training", Training),
+            reference=cast(Reference | None, get("reference")),
+            evaluation=cast(Generation | None, get("evaluation")),
+        )
+
+    def progressed(self) -> None:
+        """A group was finished: deaths so far do not end the run."""
+        self.supervisor.progressed()
+
+    # ---- what the supervisor tells -----------------------------------------------------------------------
+
+    def changed(self, present: Mapping[str, Present]) -> None:
+        write_fleet_file(Path(self.facts.run_dir) / "fleet.json", present)
+
+    def lives(self, service: str, instance: str) -> None:
+        for tell in self.on_lives:
+            tell(service, instance)
+
+    def lost(self, service: str, instance: str, why: str) -> None:
+        for tell in self.on_lost:
+            tell(service, instance)
+
+
+def write_fleet_file(path: Path, present: Mapping[str, Present]) -> None:
+    """Write {"workers": [{service, replica, rank, pid, address}]}; readers see the old file or the new one."""
+    workers = [
+        {
+            "service": each.spec.service,
+            "replica": each.spec.replica,
+            "rank": each.spec.rank,
+            "pid": each.process.pid,
+            "address": each.spec.addresses.control,
+        }
+        for _, each in sorted(present.items())
+    ]
+    fresh = path.with_suffix(".json.new")
+    fresh.write_text(json.dumps({"workers": workers}, indent=1) + "\n")
+    os.replace(fresh, path)
+
+
+@asynccontextmanager
+async def running_fleet(
+    specs: Sequence[ServiceSpec],
+    facts: RunFacts,
+    *,
+    launcher: Launcher | None = None,
+    make_compute: Callable[[Occupancy], Compute] = ThreadCompute,
+    report: Callable[[str], None] = print,
+    resume: str = "the same command",
+) -> AsyncIterator[RunningFleet]:
+    """Start all workers in parallel, wait until all take calls, keep them alive, and stop them at the end.
+
+    Args:
+        launcher: starts the workers of services that are not `here`; None: all of them live in this process.
+        make_compute: where workers in this process compute.
+        report: takes the text that the watchdog writes when nothing moves.
+        resume: the command that goes on with the run.
+
+    Raises:
+        FleetFailed: the trainer died, or another worker three times without a finished group; also out of the block,
+            whose tasks are cancelled first.
+        AsyncrlError: what a worker raised while it started.
+    """
+    sweep(facts.run, facts.epoch)
+    running = RunningFleet(facts, specs)
+    async with AsyncExitStack() as scope:
+        inproc = InprocWire()
+        wire = Wires(inproc, ZmqWire(CurveKeys(*facts.curve) if facts.curve else None))
+        scope.callback(wire.close)
+        here = await scope.enter_async_context(InprocLauncher(wire, inproc, make_compute))
+        posts = [post for spec in specs for post in _posts(spec, facts, running, launcher, here)]
+        running.supervisor = _supervisor(posts, facts, wire, running, resume)
+        async with _kept(running, report):
+            yield running
+    sweep(facts.run, facts.epoch + 1)
+
+
+@asynccontextmanager
+async def _kept(running: RunningFleet, report: Callable[[str], None]) -> AsyncIterator[None]:
+    watchdog = Watchdog(running.workers, running.facts.config.fleet.watchdog, report)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            keeping = tasks.create_task(running.supervisor.run(), name="supervisor")
+            try:
+                await running.supervisor.all_started()
+                watching = tasks.create_task(watchdog.run(), name="watchdog")
+                yield
+                watching.cancel()
+            finally:
+                keeping.cancel()
+    except BaseExceptionGroup as errors:
+        raise _cause(errors) from None
+
+
+def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """A failed fleet explains every other error that came with it."""
+    failed = errors.subgroup(FleetFailed)
+    return lone(errors) if failed is None else lone(failed)
+
+
+def _posts(
+    spec: ServiceSpec, facts: RunFacts, running: RunningFleet, launcher: Launcher | None, here: Launcher
+) -> list[Post]:
+    starts = here if spec.here or launcher is None else launcher
+    return [
+        Post(worker, _next_instance(spec, worker, facts, starts), starts, spec.restart)
+        for worker in running.workers[spec.name]
+    ]
+
+
+def _next_instance(
+    spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, launcher: Launcher
+) -> Callable[[], WorkerSpec]:
+    def make() -> WorkerSpec:
+        instance = f"{worker.name}-{facts.epoch}-{secrets.token_hex(4)}"
+        return WorkerSpec(
+            service=spec.name,
+            replica=worker.replica,
+            rank=worker.rank,
+            layout=spec.layout,
+            instance=instance,
+            implementation=spec.implementation,
+            addresses=launcher.addresses(instance),
+            facts=facts,
+            options=dict(spec.options),
+        )
+
+    return make
+
+
+def _supervisor(posts: list[Post], facts: RunFacts, wire: Wire, running: RunningFleet, resume: str) -> Supervisor:
+    deadline = facts.config.fleet.start_deadline
+    hello: Hello = identity(facts, "controller", 0, f"controller-{facts.epoch}-{secrets.token_hex(4)}")
+
+    def links(spec: WorkerSpec) -> Links:
+        return Links(spec, wire, hello, deadline)
+
+    return Supervisor(posts, links, running, deadline, resume)

@@ -1,0 +1,146 @@
+"""Starts workers as processes of this machine.
+
+The child reads its specification as one line on stdin, which stays open: its end of file tells an orphan to die, and
+the line "stop" asks a worker to finish. A pidfd tells of a death the moment it happens.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from asyncrl.config import Config
+from asyncrl.launch import Addresses, WorkerSpec
+from asyncrl.memory import sweep_instance
+
+FRAME_MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+"""Keep the memory of large received frames instead of mapping it anew for each: 3 to 8 times faster on frames of 64 MB
+(docs/log.md). Only where rows travel as frames; elsewhere it would merely hold memory."""
+
+LAST_WORDS = 300
+"""Characters of a dead worker's output that its cause of death quotes."""
+
+
+def worker_environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What a worker's process finds in its environment."""
+    threads = {"OMP_NUM_THREADS": str(config.fleet.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    malloc = FRAME_MALLOC if config.fleet.wire == "tcp" else {}
+    return {**malloc, **inherited, **threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+class LocalWorker:
+    """A child process. Its output goes to `output`."""
+
+    def __init__(self, spec: WorkerSpec, output: Path) -> None:
+        self._output = output
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("ab") as file:
+            self._process = self._spawn(spec, file)
+        self.pid = self._process.pid
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pidfd = os.pidfd_open(self.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+        self._tell(f"{os.getpid()} {spec.to_json()}\n")
+
+    def _spawn(self, spec: WorkerSpec, output: IO[bytes]) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.deploy.worker"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=worker_environment(spec.facts.config, os.environ),
+        )
+
+    def _tell(self, line: str) -> None:
+        """A few kB into an empty pipe of 64 kB: does not block."""
+        assert self._process.stdin is not None
+        if self._ended.done():
+            return
+        try:
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return  # It is dead already, and `wait` says so.
+
+    def _reap(self) -> None:
+        if self._process.poll() is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._ended.set_result(None)
+
+    async def wait(self) -> str:
+        await asyncio.shield(self._ended)
+        return self._how()
+
+    def _how(self) -> str:
+        status = self._process.returncode
+        if status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
+        words = self._output.read_bytes()[-LAST_WORDS:].decode(errors="replace").strip().splitlines()
+        said = f", its last words: {words[-1]}" if words else ""
+        return f"exited with status {status}{said} (output: {self._output})"
+
+    def stop(self) -> None:
+        self._tell("stop\n")
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class LocalLauncher:
+    """Spawns processes; leaving it removes the folder of their sockets.
+
+    sockets: a fresh folder that only this user can enter; short, for the names of sockets end at 107 bytes.
+    """
+
+    def __init__(self, wire: Literal["ipc", "tcp"] = "ipc") -> None:
+        self._wire = wire
+        self.sockets = Path(tempfile.mkdtemp(prefix="asyncrl-"))
+
+    def __enter__(self) -> "LocalLauncher":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        shutil.rmtree(self.sockets, ignore_errors=True)
+
+    def addresses(self, instance: str) -> Addresses:
+        if self._wire == "tcp":
+            return Addresses(*(f"tcp://127.0.0.1:{port}" for port in _free_ports(3)))
+        return Addresses(*(f"ipc://{self.sockets}/{instance}.{lane}" for lane in ("control", "work", "data")))
+
+    def spawn(self, spec: WorkerSpec) -> LocalWorker:
+        return LocalWorker(spec, Path(spec.facts.run_dir) / "logs" / f"{spec.instance}.out")
+
+    def bury(self, spec: WorkerSpec) -> None:
+        sweep_instance(spec.facts.run, spec.facts.epoch, spec.instance)
+        for path in self.sockets.glob(f"{spec.instance}.*"):
+            path.unlink()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody uses now. Should another program take one before the worker does, the
+    worker cannot listen, ends, and is started again with other ports."""
+    with ExitStack() as scope:
+        sockets = [scope.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
