@@ -1,0 +1,44 @@
+"""Which row a group gets: a pure function of the seed and the group's id, so that a resume needs no sampler state."""
+
+import hashlib
+
+from asyncrl.tasks.prompts import Messages, Prompts
+
+ROUNDS = 6
+
+
+class Draw:
+    """prompt and row of each group: every row once an epoch, in an order of its own in each epoch."""
+
+    def __init__(self, prompts: Prompts, seed: int) -> None:
+        self._prompts, self._seed = prompts, seed
+
+    def __call__(self, group: int) -> tuple[Messages, dict[str, object]]:
+        row = self._prompts.row(drawn_row(self._seed, group, len(self._prompts)))
+        return row.prompt, row.columns
+
+
+def drawn_row(seed: int, group: int, rows: int) -> int:
+    """The row of `group` (>= 0) among `rows`; over each stretch of `rows` groups this is a permutation.
+
+    A Feistel network over the smallest even number of bits that holds all rows, walked until it lands on one (Black
+    and Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002, methods 2 and 3): no table, O(1) memory.
+    """
+    assert group >= 0
+    assert rows > 0
+    epoch, place = divmod(group, rows)
+    half = max(1, ((rows - 1).bit_length() + 1) // 2)
+    while True:
+        place = _feistel(place, half, f"{seed}:{epoch}")
+        if place < rows:
+            return place
+
+
+def _feistel(value: int, half: int, key: str) -> int:
+    """A permutation of the integers below 4 ** half."""
+    mask = (1 << half) - 1
+    left, right = value >> half, value & mask
+    for number in range(ROUNDS):
+        digest = hashlib.blake2b(f"{key}:{number}:{right}".encode(), digest_size=8).digest()
+        left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
+    return left << half | right

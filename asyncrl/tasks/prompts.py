@@ -1,0 +1,107 @@
+"""Rows with a prompt, checked: what every source of prompts becomes."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncrl.errors import TaskError
+
+Messages = str | list[dict[str, Any]]
+OTHER_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "messages", "text")
+"""What others call the column `prompt`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """prompt: text or chat messages; columns: the whole row in plain values, which rewards see as `sample.row`."""
+
+    prompt: Messages
+    columns: dict[str, Any]
+
+
+class Prompts:
+    """Rows by number. source: what error messages call it; system: a message put before every prompt."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], source: str, system: str = "") -> None:
+        if len(rows) == 0:
+            raise TaskError(f"{source} has no rows")
+        self._rows, self._source, self._system = rows, source, system
+        if isinstance(rows, list):
+            for number in range(len(rows)):
+                self.row(number)
+        else:
+            # Rows read on demand, maybe millions: the first one tells whether the columns are right.
+            self.row(0)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, number: int) -> Row:
+        """Raises TaskError when the row has no prompt, or a value that cannot travel between processes."""
+        raw = self._rows[number]
+        where = f"{self._source}, row {number}"
+        if not isinstance(raw, Mapping):
+            raise TaskError(f'{where}: a row is a table such as {{"prompt": ...}}, this is {type(raw).__name__}')
+        if "prompt" not in raw:
+            raise TaskError(f"{where}: {_no_prompt(list(raw))}")
+        columns = {str(name): plain(value, f"{where}, column {name}") for name, value in raw.items()}
+        return Row(self._with_system(_checked(columns["prompt"], where), where), columns)
+
+    def first(self, count: int) -> list[tuple[Messages, dict[str, Any]]]:
+        """Prompt and columns of up to `count` rows from the beginning."""
+        rows = [self.row(number) for number in range(min(count, len(self)))]
+        return [(row.prompt, row.columns) for row in rows]
+
+    def _with_system(self, prompt: Messages, where: str) -> Messages:
+        if not self._system:
+            return prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if messages[0]["role"] == "system":
+            raise TaskError(f"{where}: the prompt has a system message of its own; remove task.system")
+        return [{"role": "system", "content": self._system}, *messages]
+
+
+def plain(value: Any, where: str) -> Any:
+    """`value` made of None, bool, int, float, str, bytes, lists and dicts, which is all that travels.
+
+    Raises:
+        TaskError: it holds something else; the message says where.
+    """
+    match value:
+        case None | bool() | int() | float() | str() | bytes():
+            return value
+        case np.ndarray() | np.generic():
+            return plain(value.tolist(), where)
+        case list() | tuple():
+            return [plain(item, where) for item in value]
+        case Mapping():
+            return {str(key): plain(item, where) for key, item in value.items()}
+    kind = type(value).__name__
+    raise TaskError(f"{where}: a value of type {kind} cannot be sent to reward functions; make it text or numbers")
+
+
+def _no_prompt(found: list[str]) -> str:
+    near = difflib.get_close_matches("prompt", found, 1, 0.6) or [name for name in OTHER_NAMES if name in found]
+    closest = f'; the closest is "{near[0]}": rename it' if near else ""
+    return (
+        f'there is no column "prompt"; found are {", ".join(found) or "no columns"}{closest}'
+        ", or write a function FILE.py:NAME that returns rows with a prompt"
+    )
+
+
+def _checked(prompt: Any, where: str) -> Messages:
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
+        return prompt
+    raise TaskError(
+        f'{where}: a prompt is text that is not empty, or a list of {{"role": ..., "content": ...}}; '
+        f"this is {repr(prompt)[:200]}"
+    )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message

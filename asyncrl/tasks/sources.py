@@ -1,0 +1,182 @@
+"""Reads prompts: files, the hub, reasoning-gym, functions, and what Python callers hand over."""
+
+import csv
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import TaskError
+from asyncrl.names import resolve, suggestion
+from asyncrl.tasks.prompts import Prompts, plain
+
+Rows = Sequence[Mapping[str, Any]]
+TRAINING_SEED, HELD_OUT_SEED = 0, 1
+"""Of procedural sources, unless their options say otherwise. Not the run's seed: that one orders the rows."""
+
+
+def training_prompts(config: Config, given: Rows | None = None) -> Prompts:
+    """What the run trains on. given: rows from a Python caller, in place of `task.prompts`."""
+    task = config.task
+    options = {"size": task.size, "seed": TRAINING_SEED, **task.options}
+    return load_prompts(task.prompts if given is None else given, options, task.system)
+
+
+def held_out_prompts(config: Config, given: Rows | None = None) -> Prompts | None:
+    """What the run is evaluated on, or None."""
+    if not config.evaluate.prompts and given is None:
+        return None
+    options = {"size": config.evaluate.size, "seed": HELD_OUT_SEED, **config.evaluate.options}
+    return load_prompts(config.evaluate.prompts if given is None else given, options, config.task.system)
+
+
+def load_prompts(spec: str | Rows, options: Mapping[str, Any] | None = None, system: str = "") -> Prompts:
+    """Prompts of `spec`: a JSONL, CSV or Parquet file, `hub:NAME[#split]`, `reasoning_gym:NAME`, `FILE.py:function`,
+    `module:function`, a list of dicts or a datasets.Dataset.
+
+    options: keyword arguments of a procedural source, `size` and `seed` among them. system: put before each prompt.
+
+    Raises:
+        TaskError: there is no such source, or its rows are no prompts; the message says what to write.
+    """
+    if not isinstance(spec, str):
+        return Prompts(spec, "the rows given as prompts", system)
+    rows = _read(spec, dict(options or {}))
+    return Prompts(rows, spec, system)
+
+
+def _read(spec: str, options: dict[str, Any]) -> Rows:
+    kind, colon, rest = spec.partition(":")
+    if colon and kind == "hub":
+        return _hub(rest, options)
+    if colon and kind == "reasoning_gym":
+        return _reasoning_gym(rest, options)
+    if reader := READERS.get(Path(spec).suffix.lower()):
+        return reader(_existing(Path(spec).expanduser()))
+    if ":" in spec:
+        return _function(spec, options)
+    raise TaskError(
+        f'task.prompts: "{spec}" is no source of prompts; write a file ending in {", ".join(READERS)}, '
+        "hub:NAME, reasoning_gym:NAME or FILE.py:function"
+    )
+
+
+def _existing(path: Path) -> Path:
+    if path.is_file():
+        return path
+    near = suggestion(path.name, [other.name for other in path.parent.glob("*")][:50])
+    raise TaskError(f"task.prompts: there is no file {path}{near}")
+
+
+def _jsonl(path: Path) -> Rows:
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                rows.append(_json_row(line, f"{path}, line {number}"))
+    return rows
+
+
+def _json_row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TaskError(f"{where}: not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise TaskError(f'{where}: a row is an object such as {{"prompt": ...}}, this is {line.strip()[:80]}')
+    return row
+
+
+def _csv(path: Path) -> Rows:
+    with path.open(encoding="utf-8-sig", newline="") as text:
+        rows = list(csv.DictReader(text))
+    for number, row in enumerate(rows):
+        if None in row or None in row.values():
+            raise TaskError(f"{path}, row {number}: it has not as many fields as the header has columns")
+    return rows
+
+
+class ArrowRows(Sequence[Mapping[str, Any]]):
+    """Rows of an Arrow table, made one by one; verl's files are such tables with nested columns."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._table.slice(number, 1).to_pylist()[0]
+
+
+def _parquet(path: Path) -> Rows:
+    return ArrowRows(_optional("pyarrow.parquet", "parquet").read_table(path))
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
+
+
+def _hub(name: str, options: dict[str, Any]) -> Rows:
+    """options but `size` and `seed` go to `datasets.load_dataset`, e.g. { name = "main" }."""
+    datasets = _optional("datasets", "hub")
+    name, _, split = name.partition("#")
+    arguments = {key: value for key, value in options.items() if key not in ("size", "seed")}
+    try:
+        rows: Rows = datasets.load_dataset(name, split=split or "train", **arguments)
+    except (ValueError, OSError) as error:
+        raise TaskError(f"task.prompts: hub:{name} could not be loaded: {error}") from error
+    return rows
+
+
+def _reasoning_gym(name: str, options: dict[str, Any]) -> Rows:
+    gym = _optional("reasoning_gym", "tasks")
+    known = _optional("reasoning_gym.factory", "tasks").DATASETS
+    if name not in known:
+        raise TaskError(f"task.prompts: reasoning-gym has no data set {name}{suggestion(name, list(known))}")
+    try:
+        entries = gym.create_dataset(name, **options)
+    except (TypeError, AssertionError) as error:
+        raise TaskError(f"task.options: reasoning_gym:{name} does not take {options}: {error}") from error
+    return [_entry_row(entry, name, options, number) for number, entry in enumerate(entries)]
+
+
+def _entry_row(entry: Mapping[str, Any], name: str, options: dict[str, Any], number: int) -> dict[str, Any]:
+    """The entry is named, not carried: its metadata may hold what does not travel, and the scorer makes it again."""
+    origin = {"name": name, "options": plain(options, "task.options"), "index": number}
+    return {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": origin}
+
+
+def _function(spec: str, options: dict[str, Any]) -> Rows:
+    function = resolve(spec, "task.prompts")
+    if not callable(function):
+        raise TaskError(f"task.prompts: {spec} is no function")
+    made: Iterable[Mapping[str, Any]] = function(**_accepted(function, options, spec))
+    if isinstance(made, Sequence) or hasattr(made, "__getitem__"):
+        return list(made) if isinstance(made, tuple) else made  # type: ignore[return-value]
+    return list(islice(made, options.get("size")))
+
+
+def _accepted(function: Callable[..., Any], options: dict[str, Any], spec: str) -> dict[str, Any]:
+    """All options the function has parameters for; size and seed are left out where it has none."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return options
+    for name in options:
+        if name not in parameters and name not in ("size", "seed"):
+            raise TaskError(f"task.options: {spec} takes no {name}{suggestion(name, parameters)}")
+    return {name: value for name, value in options.items() if name in parameters}
+
+
+def _optional(module: str, extra: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        missing = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != missing:
+            raise
+        raise TaskError(f'task.prompts: {missing} is not installed; run: pip install "asyncrl[{extra}]"') from None

@@ -1,0 +1,231 @@
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, TaskError
+from asyncrl.tasks import held_out_prompts, load_prompts, training_prompts
+
+VERL_ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "How many?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "72"},
+    "extra_info": {"split": "train", "index": 0},
+}
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "answer": 1}\n\n{"prompt": "b", "answer": 2}\n')
+    prompts = load_prompts(str(file))
+    assert len(prompts) == 2
+    assert prompts.row(1).columns == {"prompt": "b", "answer": 2}
+
+
+@pytest.mark.parametrize(("text", "said"), [("{prompt: 1}", "line 1: not JSON"), ('"a"', "line 1: a row is an object")])
+def test_jsonl_errors_name_the_line(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text)
+    with pytest.raises(TaskError, match=said):
+        load_prompts(str(file))
+
+
+def test_csv(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text('prompt,answer\n"2, 3?",5\n')
+    assert load_prompts(str(file)).row(0).columns == {"prompt": "2, 3?", "answer": "5"}
+    file.write_text("prompt,answer\na,b,c\n")
+    with pytest.raises(TaskError, match="row 0: it has not as many fields"):
+        load_prompts(str(file))
+
+
+def test_parquet_with_the_columns_of_verl(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL_ROW, VERL_ROW]), file)
+    prompts = load_prompts(str(file))
+    assert len(prompts) == 2
+    assert prompts.row(1).prompt == VERL_ROW["prompt"]
+    assert prompts.row(1).columns == VERL_ROW
+
+
+def test_parquet_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "train.parquet"
+    file.write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(TaskError, match=r'pip install "asyncrl\[parquet\]"'):
+        load_prompts(str(file))
+
+
+def test_a_missing_file_names_the_closest(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    with pytest.raises(TaskError, match=r"there is no file .*row.jsonl; did you mean rows.jsonl"):
+        load_prompts(str(tmp_path / "row.jsonl"))
+
+
+def test_what_is_no_source_says_what_is() -> None:
+    with pytest.raises(TaskError, match=r"write a file ending in \.jsonl, \.csv, \.parquet, hub:NAME"):
+        load_prompts("gsm8k")
+
+
+SOURCE = """
+import itertools
+
+def rows(size, seed=0, word="x"):
+    return [{"prompt": f"{word}{seed}-{number}"} for number in range(size)]
+
+def endless():
+    return ({"prompt": str(number)} for number in itertools.count())
+
+def all_of_them():
+    return [{"prompt": str(number)} for number in range(9)]
+
+value = 3
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    file = tmp_path / "source.py"
+    file.write_text(SOURCE)
+    return str(file)
+
+
+def test_a_function_gets_the_options_it_takes(source: str) -> None:
+    prompts = load_prompts(f"{source}:rows", {"size": 4, "seed": 7, "word": "w"})
+    assert len(prompts) == 4
+    assert prompts.row(3).prompt == "w7-3"
+
+
+def test_an_iterator_is_cut_at_size_and_a_list_is_not(source: str) -> None:
+    assert len(load_prompts(f"{source}:endless", {"size": 5, "seed": 0})) == 5
+    assert len(load_prompts(f"{source}:all_of_them", {"size": 5, "seed": 0})) == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("row", {}, "has no row; did you mean rows"),
+        ("rows", {"size": 1, "wrd": "x"}, "takes no wrd; did you mean word"),
+        ("value", {}, "is no function"),
+    ],
+)
+def test_mistakes_about_functions(source: str, name: str, options: Mapping[str, Any], said: str) -> None:
+    with pytest.raises((TaskError, ConfigError), match=said):
+        load_prompts(f"{source}:{name}", options)
+
+
+def test_rows_given_in_python() -> None:
+    assert load_prompts([{"prompt": "hi", "answer": 3}]).row(0).columns["answer"] == 3
+
+
+class FakeDataset:
+    """What of datasets.Dataset is used: length and rows by number, made on demand."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        self.read.append(number)
+        return {"prompt": f"row {number}"}
+
+
+def test_a_dataset_is_read_on_demand() -> None:
+    dataset = FakeDataset()
+    prompts = load_prompts(dataset)  # type: ignore[arg-type]
+    assert prompts.row(999_999).prompt == "row 999999"
+    assert dataset.read == [0, 999_999]
+
+
+class FakeHub:
+    """`datasets.load_dataset` that remembers what it was asked for."""
+
+    asked: tuple[str, dict[str, Any]]
+
+    def load_dataset(self, path: str, **arguments: Any) -> list[dict[str, Any]]:
+        self.asked = (path, arguments)
+        if path == "missing":
+            raise FileNotFoundError("no such data set")
+        return [{"prompt": "from the hub"}]
+
+
+def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub()
+    monkeypatch.setitem(sys.modules, "datasets", hub)  # type: ignore[arg-type]
+    prompts = load_prompts("hub:openai/gsm8k#test", {"size": 5, "seed": 0, "name": "main"})
+    assert hub.asked == ("openai/gsm8k", {"split": "test", "name": "main"})
+    assert prompts.row(0).prompt == "from the hub"
+    with pytest.raises(TaskError, match="hub:missing could not be loaded: no such data set"):
+        load_prompts("hub:missing")
+
+
+def test_hub_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(TaskError, match=r'datasets is not installed; run: pip install "asyncrl\[hub\]"'):
+        load_prompts("hub:openai/gsm8k")
+
+
+def test_reasoning_gym() -> None:
+    prompts = load_prompts("reasoning_gym:chain_sum", {"size": 3, "seed": 5, "max_terms": 2})
+    assert len(prompts) == 3
+    row = prompts.row(2).columns
+    assert row["reasoning_gym"] == {
+        "name": "chain_sum",
+        "options": {"size": 3, "seed": 5, "max_terms": 2},
+        "index": 2,
+    }
+    assert row["answer"].lstrip("-").isdigit()
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "said"),
+    [
+        ("reasoning_gym:chain_summ", {"size": 3}, "no data set chain_summ; did you mean chain_sum"),
+        ("reasoning_gym:chain_sum", {"size": 3, "terms": 1}, "does not take .*terms"),
+        ("reasoning_gym:chain_sum", {"size": 3, "max_terms": 0}, "max_terms must be"),
+    ],
+)
+def test_mistakes_about_reasoning_gym(spec: str, options: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(TaskError, match=said):
+        load_prompts(spec, options)
+
+
+def config(**sections: Any) -> Config:
+    return Config.model_validate({"model": {"name": "m"}, **sections})
+
+
+def test_training_and_held_out_prompts_differ_by_seed() -> None:
+    gym = config(
+        task={"prompts": "reasoning_gym:chain_sum", "size": 20, "system": "Answer with a number."},
+        evaluate={"prompts": "reasoning_gym:chain_sum", "size": 5},
+    )
+    training, held_out = training_prompts(gym), held_out_prompts(gym)
+    assert held_out is not None
+    assert (len(training), len(held_out)) == (20, 5)
+    assert held_out.row(0).prompt != training.row(0).prompt
+    assert held_out.row(0).prompt[0] == {"role": "system", "content": "Answer with a number."}
+
+
+def test_no_held_out_prompts() -> None:
+    assert held_out_prompts(config(task={"prompts": "x.jsonl"})) is None
+
+
+def test_rows_given_replace_the_spec() -> None:
+    assert training_prompts(config(task={"prompts": "none.jsonl"}), [{"prompt": "hi"}]).row(0).prompt == "hi"
+
+
+def test_every_line_of_a_file_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in ({"prompt": "a"}, {"promt": "b"})))
+    with pytest.raises(TaskError, match=r"row 1: there is no column .prompt.; found are promt"):
+        load_prompts(str(file))
