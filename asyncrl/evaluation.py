@@ -2,13 +2,13 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.errors import Retryable, lone
+from asyncrl.errors import Refused, Retryable, WeightsError, lone
 from asyncrl.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.contracts import Generation, Reward
@@ -106,10 +106,11 @@ class EvaluationSchedule:
     """Evaluates the versions asked for, one at a time, beside training. At most one waits: a newer one replaces it,
     and `passed_over` says which were."""
 
-    def __init__(self, fleet: Fleet, evaluator: Evaluator, done: "asyncio.Queue[Evaluation]") -> None:
+    def __init__(self, fleet: Fleet, evaluator: Evaluator, done: Callable[[Evaluation], None]) -> None:
         self._fleet, self._evaluator, self._done = fleet, evaluator, done
         self._asked: Published | None = None
-        self._changed = asyncio.Event()
+        self._changed, self._idle = asyncio.Event(), asyncio.Lock()
+        self._newest = -1
         self.passed_over: list[int] = []
 
     def ask(self, published: Published) -> None:
@@ -123,17 +124,31 @@ class EvaluationSchedule:
         """For ever: evaluate what was asked for last."""
         while True:
             await self._changed.wait()
+            await self._next()
+
+    async def finish(self, last: Published) -> None:
+        """Returns when what was asked for, and the last version, are evaluated."""
+        await self._next()
+        self.ask(last)
+        await self._next()
+
+    async def _next(self) -> None:
+        async with self._idle:
             self._changed.clear()
             published, self._asked = self._asked, None
-            assert published is not None, "set by ask"
-            await self.evaluate(published)
+            if published is not None and published.version != self._newest:
+                await self._evaluate(published)
 
-    async def evaluate(self, published: Published) -> None:
-        """Evaluate one version now. A worker that dies meanwhile costs a second try, no more."""
+    async def _evaluate(self, published: Published) -> None:
+        """A worker that dies meanwhile costs a second try, no more; a version that is overwritten is passed over."""
         for attempt in range(2):
             try:
                 await take_over(self._fleet, published)
-                self._done.put_nowait(await self._evaluator.evaluate(published.version, published.epoch))
+                self._done(await self._evaluator.evaluate(published.version, published.epoch))
+                self._newest = published.version
+                return
+            except (WeightsError, Refused):
+                self.passed_over.append(published.version)
                 return
             except Retryable:
                 if attempt:

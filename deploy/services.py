@@ -1,0 +1,28 @@
+"""Which services an experiment needs, and what implements them."""
+
+from asyncrl.config import Config
+from asyncrl.fleet import ServiceSpec
+from asyncrl.protocols.contracts import Generation, Reference, Reward, Training
+from asyncrl.protocols.layout import Layout
+
+GENERATION = "asyncrl.services.generation:GenerationService"
+
+
+def service_specs(config: Config, *, evaluation: bool, reward: ServiceSpec | None = None) -> list[ServiceSpec]:
+    """The services of a training run; `reward` takes the place of the one that runs the config's functions."""
+    specs = [
+        ServiceSpec("generation", Generation, GENERATION, replicas=config.generation.replicas),
+        reward or ServiceSpec("reward", Reward, "asyncrl.services.reward:RewardService"),
+        ServiceSpec(
+            "training",
+            Training,
+            "asyncrl.services.training:TrainingService",
+            layout=Layout(dp=config.training.layout_dp),
+        ),
+    ]
+    if config.algorithm.kl > 0:
+        implementation = "asyncrl.services.reference:ReferenceService"
+        specs.append(ServiceSpec("reference", Reference, implementation, replicas=config.reference.replicas))
+    if evaluation:
+        specs.append(ServiceSpec("evaluation", Generation, GENERATION))
+    return specs
