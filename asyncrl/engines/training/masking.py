@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.training.interface import SampleOutcome, TrainRow
-
-Policy = Literal["mask", "drop", "block", "admit"]
+from asyncrl.groups import Policy
+from asyncrl.staleness import live
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,6 @@ def mask_rows(
 
 def _mask_row(row: TrainRow, epoch: int, version: int, limit: int, policy: Policy, mask_truncated: bool) -> Masked:
     staleness = version - row.versions
-    fresh = np.ones(len(staleness), np.bool_) if policy == "admit" else staleness <= limit
+    fresh = np.ones(len(staleness), np.bool_) if policy == "admit" else live(row.versions, version, limit)
     counted = not (mask_truncated and row.truncated)
     return Masked(row, fresh & (row.epoch == epoch) & counted, counted, staleness)

@@ -45,6 +45,12 @@ class Optimizer:
         adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
         return cls(settings, parameters, total, 0, adamw)
 
+    @property
+    def rate(self) -> float:
+        """Learning rate of the last step."""
+        rate: float = self.adamw.param_groups[0]["lr"]
+        return rate
+
     def zero(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
 

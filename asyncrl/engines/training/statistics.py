@@ -1,13 +1,16 @@
 """Metrics of a step from sums over its live tokens.
 
-loss/policy, loss/kl: the loss's two parts, mean over updates. Over live tokens: policy/entropy;
-policy/ratio_mean, ratio_max: current / old of the objective's ratio before the clip; policy/clip_frac: where the
-clip removed the gradient; policy/ess: effective share of samples under current / behaviour, before any cap;
-policy/kl_rollout_train: k3 estimate of KL(behaviour || current); policy/logprob_difference_max: largest
-|current - behaviour| of tokens sampled by the very weights that now train, before the first update (engine
-against trainer; left out when there is no such token); policy/weight_mean: of the correction's weight.
-staleness/mean, max: versions; staleness/updates_max: the same in optimizer steps, at most. mask/*_fraction: shares of
-all response tokens by reason. tokens/trained, tokens/response: counts.
+loss/policy, loss/kl: the loss's two parts, mean over updates.
+
+Over live tokens: policy/entropy; policy/ratio_mean, ratio_max: the objective's ratio before the clip;
+policy/clip_frac: where the clip removed the gradient; policy/ess: effective share of samples under
+current / behaviour, before any cap; policy/weight_mean: of the correction's weight.
+Before the first update: policy/kl_rollout_train: mean of behaviour - current, the k1 estimate of
+KL(behaviour || current); policy/logprob_difference_max: largest |current - behaviour| of tokens sampled by the very
+weights that now train, engine against trainer; left out when there is no such token.
+
+staleness/mean, max: versions; staleness/updates_max: the same in optimizer steps, at most. mask/*_fraction: shares
+of all response tokens by reason. tokens/trained, tokens/response: counts.
 """
 
 from collections.abc import Sequence
@@ -21,7 +24,6 @@ from asyncrl.engines.training.microbatch import MicroBatch
 from asyncrl.engines.training.objective import Terms
 from asyncrl.engines.training.ranks import Ranks
 from asyncrl.objectives.corrections import effective_sample_share
-from asyncrl.objectives.kl import kl_estimate
 from asyncrl.objectives.losses import clip_binds
 
 SUMS = (
@@ -33,6 +35,7 @@ SUMS = (
     "clipped",
     "share",
     "share_squares",
+    "unmoved",
     "divergence",
     "weight",
     "staleness",
@@ -55,6 +58,7 @@ class Totals:
         ratio = terms.importance.log_ratio.exp()
         difference = current - batch.behaviour
         share = difference.exp()
+        unmoved = torch.full_like(ratio, float(first))
         columns = (
             torch.ones_like(ratio),
             terms.policy,
@@ -64,7 +68,8 @@ class Totals:
             clip_binds(ratio, terms.advantages, algorithm.clip_low, algorithm.clip_high),
             share,
             share.square(),
-            kl_estimate(batch.behaviour, current, "k3"),
+            unmoved,
+            -difference * unmoved,
             terms.importance.weight,
             batch.staleness,
         )
@@ -92,7 +97,6 @@ def policy_metrics(sums: dict[str, float], largest: dict[str, float], updates: i
         "loss/policy": sums["policy"] / updates,
         "loss/kl": sums["kl"] / updates,
         "policy/entropy": sums["entropy"] / tokens,
-        "policy/kl_rollout_train": sums["divergence"] / tokens,
         "policy/ratio_mean": sums["ratio"] / tokens,
         "policy/ratio_max": largest["ratio"],
         "policy/clip_frac": sums["clipped"] / tokens,
@@ -102,6 +106,8 @@ def policy_metrics(sums: dict[str, float], largest: dict[str, float], updates: i
         "staleness/max": largest["staleness"],
         "staleness/updates_max": largest["staleness"] * planned + updates - 1,
     }
+    if sums["unmoved"]:
+        metrics["policy/kl_rollout_train"] = sums["divergence"] / sums["unmoved"]
     if largest["difference"] >= 0:
         metrics["policy/logprob_difference_max"] = largest["difference"]
     return metrics

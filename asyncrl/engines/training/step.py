@@ -158,7 +158,8 @@ class TorchStep:
             return {}
         norm = sum(self._norms) / len(self._norms)
         planned = self._trainer.config.training.updates
-        return {"grad_norm": norm, **policy_metrics(sums, largest, len(self._norms), planned)}
+        rate = self._trainer.optimizer.rate
+        return {"grad_norm": norm, "learning_rate": rate, **policy_metrics(sums, largest, len(self._norms), planned)}
 
 
 def denominators(part: Sequence[PartRow]) -> Tensor:

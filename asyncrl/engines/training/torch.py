@@ -49,12 +49,6 @@ class TorchTraining:
         parameters = self._trainer.model.whole.named_parameters(remove_duplicate=False)
         return {name: parameter.detach() for name, parameter in parameters}
 
-    @property
-    def learning_rate(self) -> float:
-        """Of the last optimizer step."""
-        rate: float = self._trainer.optimizer.adamw.param_groups[0]["lr"]
-        return rate
-
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
         write_state(directory, self._trainer.model, self._trainer.optimizer, extra)
 
