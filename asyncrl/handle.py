@@ -18,11 +18,12 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, TypeVar, cast
 
-from asyncrl.errors import PeerLost, Retryable, UnknownEndpoint
+from asyncrl.errors import PeerLost, UnknownEndpoint
 from asyncrl.protocols.contracts import Contract, EndpointSpec, Idempotent
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.transfer import Fan, fan_out
+from asyncrl.together import together
 from asyncrl.workers import Arguments, RemoteWorker, Replica, Workers
 
 C = TypeVar("C", bound=Contract)
@@ -149,21 +150,4 @@ async def _answers(
                 raise
             return lost
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            pending = [tasks.create_task(answer(*each)) for each in zip(workers, calls, strict=True)]
-    except BaseExceptionGroup as errors:
-        raise _cause(errors) from None
-    return [task.result() for task in pending]
-
-
-def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What to tell the caller: rather what went wrong in a worker than that a worker was lost."""
-    flat = list(_flat(errors))
-    return next((error for error in flat if not isinstance(error, Retryable)), flat[0])
-
-
-def _flat(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for part in error.exceptions for leaf in _flat(part)]
-    return [error]
+    return await together(*(answer(worker, args) for worker, args in zip(workers, calls, strict=True)))

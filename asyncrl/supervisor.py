@@ -16,6 +16,7 @@ from typing import Protocol, Self
 from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, lone
 from asyncrl.launch import Launcher, WorkerProcess, WorkerSpec
 from asyncrl.protocols.contracts import Lane
+from asyncrl.together import together
 from asyncrl.workers import Channel, RemoteWorker
 
 LIVES = 3
@@ -34,12 +35,14 @@ class Deaths:
         self.total = self.since_progress = 0
         self._last = ""
 
-    def count(self, instance: str) -> None:
-        """This instance is dead. Its process and its links may both say so."""
-        if instance != self._last:
-            self._last = instance
-            self.total += 1
-            self.since_progress += 1
+    def count(self, instance: str) -> bool:
+        """This instance is dead. False when that was known: its process and its links may both say so."""
+        if instance == self._last:
+            return False
+        self._last = instance
+        self.total += 1
+        self.since_progress += 1
+        return True
 
     def progressed(self) -> None:
         """A group was finished: what killed the worker before does not keep the run from going on."""
@@ -171,15 +174,14 @@ class Supervisor:
             self._observer.changed(self.present)
 
     async def _attend(self, post: Post, spec: WorkerSpec, process: WorkerProcess) -> str:
-        """Everything about a living instance; its death comes out of the group as an error."""
+        """Everything about a living instance; its death is an error that ends serving it."""
         connection = self._connect(spec)
+        watching = self._watch(post, spec, process, connection)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._watch(post, spec, process, connection), name=f"death of {spec.instance}")
-                tasks.create_task(self._serve(post, spec, connection), name=f"links to {spec.instance}")
-        except BaseExceptionGroup as errors:
-            return self._why(post, spec, lone(errors.exceptions[0]))
-        raise AssertionError("neither task returns")
+            await together(watching, self._serve(post, spec, connection))
+        except AsyncrlError as error:
+            return self._why(post, spec, error)
+        raise AssertionError("neither returns")
 
     async def _watch(self, post: Post, spec: WorkerSpec, process: WorkerProcess, connection: Connection) -> None:
         why = f"{spec.instance} (pid {process.pid}) {await process.wait()}"
@@ -207,17 +209,16 @@ class Supervisor:
     def _lost(self, post: Post, spec: WorkerSpec, why: str) -> None:
         """Nobody shall call this instance any more; said before its outstanding calls fail and are repeated."""
         deaths = self._deaths[post.worker.name]
-        deaths.count(spec.instance)
-        lived = post.worker.lives
+        news = deaths.count(spec.instance)
         post.worker.lost(why, returns=post.restart and deaths.pause is not None)
-        if lived:
+        if news and post.worker.instance == spec.instance:
             self._observer.lost(spec.service, spec.instance, why)
 
-    def _why(self, post: Post, spec: WorkerSpec, error: BaseException) -> str:
+    def _why(self, post: Post, spec: WorkerSpec, error: AsyncrlError) -> str:
         """Of an instance that ended. An error while the fleet starts is the user's to see as it is."""
         if isinstance(error, PeerLost):
             return str(error)
-        if post.worker.name in self._starting or not isinstance(error, AsyncrlError):
+        if post.worker.name in self._starting:
             raise error
         self._deaths[post.worker.name].count(spec.instance)
         return f"it could not start again: {error}"

@@ -1,0 +1,301 @@
+"""The supervisor on virtual time, over processes that end when the test says so."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import pairwise
+from typing import Any, Self
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl import virtual
+from asyncrl.config import Config, Model, Task
+from asyncrl.errors import ConfigError, FleetFailed, PeerLost
+from asyncrl.launch import Addresses, RunFacts, WorkerSpec
+from asyncrl.protocols.contracts import Lane
+from asyncrl.protocols.layout import Layout
+from asyncrl.supervisor import LIVES, LONGEST_PAUSE, Deaths, Post, Present, Supervisor, end
+from asyncrl.workers import Workers
+
+FACTS = RunFacts("feedbeef", "/run", "/model", 0, "none", Config(model=Model(name="m"), task=Task(prompts="p")))
+
+
+class FakeProcess:
+    """Lives until it is told to end; `deaf` names the requests that it ignores."""
+
+    pid = 4711
+
+    def __init__(self, deaf: tuple[str, ...] = ()) -> None:
+        self.deaf, self.told = deaf, []
+        self._ended = asyncio.Event()
+        self._how = ""
+
+    def die(self, how: str = "was killed by SIGKILL") -> None:
+        self._how = self._how or how
+        self._ended.set()
+
+    async def wait(self) -> str:
+        await self._ended.wait()
+        return self._how
+
+    def _ask(self, request: str) -> None:
+        if not self._ended.is_set():
+            self.told.append(request)
+            if request not in self.deaf:
+                self.die("ended")
+
+    def stop(self) -> None:
+        self._ask("stop")
+
+    def terminate(self) -> None:
+        self._ask("terminate")
+
+    def kill(self) -> None:
+        self._ask("kill")
+
+
+class FakeConnection:
+    """Greets at once; `started` answers with what `start` does."""
+
+    def __init__(self, start: Callable[[], Awaitable[None]]) -> None:
+        self.lost, self.reason = asyncio.Event(), ""
+        self._start = start
+
+    @property
+    def channels(self) -> Mapping[Lane, Any]:
+        return dict.fromkeys(Lane, self)
+
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> None:
+        assert method == "started"
+        await self._start()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.fail("closed")
+
+    def fail(self, reason: str) -> None:
+        if not self.lost.is_set():
+            self.reason = reason
+            self.lost.set()
+
+
+class Stage:
+    """A supervisor over fakes, and everything it did, with times."""
+
+    def __init__(self, *, restart: bool = True, start: Callable[[int], Awaitable[None]] | None = None) -> None:
+        self.workers = Workers("echo", 1, Layout())
+        self.worker = self.workers.worker(0, 0)
+        self.processes: list[FakeProcess] = []
+        self.connections: list[FakeConnection] = []
+        self.events: list[tuple[float, str]] = []
+        self.spawned = asyncio.Condition()
+        self._start = start
+        post = Post(self.worker, self._make_spec, self, restart)
+        self.supervisor = Supervisor([post], self._connect, self, 60.0, "asyncrl run")
+
+    def note(self, event: str) -> None:
+        self.events.append((asyncio.get_running_loop().time(), event))
+
+    def _make_spec(self) -> WorkerSpec:
+        instance = f"echo0.0-0-{len(self.processes)}"
+        return WorkerSpec("echo", 0, 0, Layout(), instance, "x:Y", self.addresses(instance), FACTS)
+
+    def addresses(self, instance: str) -> Addresses:
+        return Addresses("control", "work", "data")
+
+    def spawn(self, spec: WorkerSpec) -> FakeProcess:
+        self.note(f"spawn {spec.instance}")
+        self.processes.append(FakeProcess())
+        return self.processes[-1]
+
+    def bury(self, spec: WorkerSpec) -> None:
+        self.note(f"bury {spec.instance}")
+
+    def _connect(self, spec: WorkerSpec) -> FakeConnection:
+        async def start() -> None:
+            if self._start is not None:
+                await self._start(len(self.processes))
+
+        self.connections.append(FakeConnection(start))
+        return self.connections[-1]
+
+    def changed(self, present: Mapping[str, Present]) -> None:
+        self.present = sorted(each.spec.instance for each in present.values())
+
+    def lives(self, service: str, instance: str) -> None:
+        self.note(f"lives {instance}")
+
+    def lost(self, service: str, instance: str, why: str) -> None:
+        assert not self.worker.lives, "callers must look elsewhere before they are told"
+        self.note(f"lost {instance}")
+
+    async def kill(self) -> None:
+        self.processes[-1].die()
+        await self.connections[-1].lost.wait()
+
+    async def living(self) -> None:
+        await self.workers.living(asyncio.get_running_loop().time() + 1000)
+
+
+def acting(play: Callable[[Stage], Awaitable[None]], **options: Any) -> Stage:
+    """Run `play` beside the supervisor, on virtual time."""
+    stages = []
+
+    async def main() -> None:
+        stage = Stage(**options)
+        stages.append(stage)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(stage.supervisor.run())
+            await play(stage)
+            running.cancel()
+
+    virtual.run(main())
+    return stages[0]
+
+
+def test_a_dead_worker_is_restarted_after_a_growing_pause() -> None:
+    async def play(stage: Stage) -> None:
+        for _ in range(4):
+            await stage.living()
+            stage.supervisor.progressed()
+            await stage.kill()
+        await stage.living()
+
+    events = acting(play).events
+    spawned = [at for at, event in events if event.startswith("spawn")]
+    assert [round(later - earlier, 3) for earlier, later in pairwise(spawned)] == [0.5, 1, 2, 4]
+    names = [event for _, event in events][:5]
+    assert names == [
+        "spawn echo0.0-0-0",
+        "lives echo0.0-0-0",
+        "lost echo0.0-0-0",
+        "bury echo0.0-0-0",
+        "spawn echo0.0-0-1",
+    ]
+
+
+def test_outstanding_calls_fail_with_the_cause_of_death() -> None:
+    async def play(stage: Stage) -> None:
+        await stage.living()
+        stage.processes[0].die()
+        await stage.connections[0].lost.wait()
+        assert stage.connections[0].reason == "echo0.0-0-0 (pid 4711) was killed by SIGKILL"
+        assert "was killed by SIGKILL" in stage.worker.condition
+
+    acting(play)
+
+
+def test_three_deaths_without_a_finished_group_end_the_fleet() -> None:
+    async def play(stage: Stage) -> None:
+        for _ in range(LIVES):
+            await stage.living()
+            await stage.kill()
+        await asyncio.Event().wait()
+
+    with pytest.RaisesGroup(pytest.RaisesExc(FleetFailed, match="echo0.0 died 3 times .* Resume with: asyncrl run")):
+        acting(play)
+
+
+def test_the_death_of_a_worker_that_cannot_be_restarted_ends_the_fleet_at_once() -> None:
+    async def play(stage: Stage) -> None:
+        await stage.living()
+        await stage.kill()
+        with pytest.raises(PeerLost, match="was killed by SIGKILL"):
+            await stage.living()
+        await asyncio.Event().wait()
+
+    with pytest.RaisesGroup(pytest.RaisesExc(FleetFailed, check=lambda error: error.exit_code == 75)):
+        acting(play, restart=False)
+
+
+def test_a_slow_start_is_no_death() -> None:
+    async def slow(_: int) -> None:
+        await asyncio.sleep(50)
+
+    async def play(stage: Stage) -> None:
+        await stage.supervisor.all_started()
+        assert asyncio.get_running_loop().time() == 50
+
+    assert len(acting(play, start=slow).processes) == 1
+
+
+def test_what_a_worker_raises_at_its_first_start_ends_the_fleet_as_it_is() -> None:
+    async def refuse(_: int) -> None:
+        raise ConfigError("write this instead")
+
+    async def play(stage: Stage) -> None:
+        await stage.supervisor.all_started()
+
+    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="write this instead")):
+        acting(play, start=refuse)
+
+
+def test_what_a_worker_raises_at_a_restart_counts_as_a_death() -> None:
+    async def refuse_second(count: int) -> None:
+        if count == 2:
+            raise ConfigError("the model is gone")
+
+    async def play(stage: Stage) -> None:
+        await stage.living()
+        await stage.kill()
+        await stage.living()
+        assert len(stage.processes) == 3
+
+    stage = acting(play, start=refuse_second)
+    assert [event for _, event in stage.events if event.startswith("lives")] == [
+        "lives echo0.0-0-0",
+        "lives echo0.0-0-2",
+    ]
+
+
+def test_a_broken_link_ends_the_worker_behind_it() -> None:
+    async def play(stage: Stage) -> None:
+        await stage.living()
+        stage.connections[0].fail("a gap in the numbers")
+        assert not stage.worker.lives
+        await stage.living()
+        assert stage.processes[0].told == ["stop"]
+
+    assert "lost echo0.0-0-0" in [event for _, event in acting(play).events]
+
+
+def test_leaving_stops_and_buries_everybody() -> None:
+    async def play(stage: Stage) -> None:
+        await stage.living()
+        assert stage.present == ["echo0.0-0-0"]
+
+    stage = acting(play)
+    assert stage.processes[0].told == ["stop"]
+    assert stage.events[-1][1] == "bury echo0.0-0-0"
+    assert not stage.present
+
+
+def test_a_worker_that_does_not_listen_is_ended_within_ten_seconds() -> None:
+    async def main() -> tuple[list[str], float]:
+        process = FakeProcess(deaf=("stop", "terminate"))
+        await end(process)
+        return process.told, asyncio.get_running_loop().time()
+
+    told, seconds = virtual.run(main())
+    assert told == ["stop", "terminate", "kill"]
+    assert seconds < 10
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_pauses_grow_and_stay_bounded(deaths: list[bool]) -> None:
+    """True: a death, False: a finished group."""
+    counted, pauses, since = Deaths(), [0.0], 0
+    for number, death in enumerate(deaths):
+        since = since + 1 if death else 0
+        if death:
+            counted.count(f"instance {number}")
+            counted.count(f"instance {number}")
+        else:
+            counted.progressed()
+        assert (counted.pause is None) == (since >= LIVES)
+        if death and counted.pause is not None:
+            assert pauses[-1] <= counted.pause <= LONGEST_PAUSE
+            pauses.append(counted.pause)

@@ -1,0 +1,57 @@
+import asyncio
+from typing import NoReturn
+
+import pytest
+
+from asyncrl.errors import LostRows
+from asyncrl.together import together
+
+
+async def value(number: int) -> int:
+    await asyncio.sleep(0)
+    return number
+
+
+async def fail(error: Exception) -> NoReturn:
+    await asyncio.sleep(0)
+    raise error
+
+
+async def test_results_come_in_order() -> None:
+    assert await together(value(1), value(2), value(3)) == [1, 2, 3]
+
+
+async def test_the_first_error_ends_the_others() -> None:
+    ended = asyncio.Event()
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with pytest.raises(KeyError):
+        await together(waits(), fail(KeyError()))
+    assert ended.is_set()
+
+
+async def test_what_went_wrong_matters_more_than_what_was_lost() -> None:
+    with pytest.raises(KeyError):
+        await together(fail(LostRows()), fail(KeyError()))
+
+
+async def test_being_cancelled_wins_over_errors_while_ending() -> None:
+    """What a TaskGroup of Python 3.11 gets wrong."""
+
+    async def stubborn() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise KeyError
+
+    task = asyncio.ensure_future(together(stubborn(), stubborn()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
