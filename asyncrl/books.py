@@ -1,0 +1,159 @@
+"""Gate, journal and observers in step: every change of a sample's state is made here, in all of them, or nowhere."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from asyncrl import records
+from asyncrl.events import AttemptFailed, GroupDrawn, GroupFinished, Observe, SampleScored, SamplesDropped
+from asyncrl.ledger import Journal
+from asyncrl.objectives.advantages import RewardedCut
+from asyncrl.protocols.batch import Place, RowRef
+from asyncrl.protocols.messages import Score
+from asyncrl.staleness import Cut, Gate, Stage
+
+
+class Books:
+    """What became of every sample in flight.
+
+    release: told the places of rows that nobody needs any more. changed: told that something moved.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        journal: Journal,
+        observe: Observe,
+        release: Callable[[Iterable[Place]], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.gate, self.journal, self.observe = gate, journal, observe
+        self._release, self._changed = release, changed
+        self._rows: dict[int, dict[int, RowRef]] = {group: {} for group in gate.groups()}
+
+    def attempt(self, group: int) -> int:
+        """Number of the newest attempt at a group in flight."""
+        return self.journal.ledger.groups[group].attempt
+
+    def rows(self, group: int, members: Iterable[int]) -> list[RowRef]:
+        """Where these generated members lie, in order."""
+        return [self._rows[group][member] for member in members]
+
+    def groups_at(self, instance: str) -> list[int]:
+        """Groups with members that wait for scores or training and have rows at this worker."""
+        return [group for group in self._rows if any(lies_at(row, instance) for row in self._waiting(group))]
+
+    def _waiting(self, group: int) -> list[RowRef]:
+        return self.rows(group, self.gate.members(group, Stage.SCORING, Stage.READY))
+
+    # ---- a sample's way ----------------------------------------------------------------------------------
+
+    def draw(self) -> int:
+        """The next group is in flight."""
+        group, version = self.gate.draw(), self.gate.version
+        self.journal.append(records.Drawn(group, version, self.gate.config.members))
+        self._rows[group] = {}
+        self.observe(GroupDrawn(group, version))
+        return group
+
+    def restart(self, group: int, reason: str, failures: int) -> None:
+        """All members but those trained, dropped or just being trained begin again in a new attempt."""
+        members = self.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
+        number = self.gate.restart(group, members)
+        self.journal.append(records.Attempt(group, number, members, reason))
+        self._free(group, members)
+        self.observe(AttemptFailed(group, failures, members, reason))
+        self._changed()
+
+    def generated(self, row: RowRef) -> None:
+        """A sample left the engine. The late answer of an old attempt is refused, and its rows are freed."""
+        if not self.gate.generated(row.group, row.member, row.attempt, row.first, row.last, row.tokens):
+            self._release(row.places)
+            return
+        sample = (row.member, row.first, row.last, row.tokens)
+        self.journal.append(records.Generated(row.group, row.attempt, (sample,)))
+        self._rows[row.group][row.member] = row
+
+    def scored(self, row: RowRef, score: Score) -> None:
+        """A sample has its reward, or cannot be scored and is dropped. The answer of an old attempt is refused."""
+        reward, held = score.reward, self._rows.get(row.group, {}).get(row.member)
+        if not self.gate.scored(row.group, row.member, row.attempt, reward):
+            made_meanwhile = [place for place in row.places if held is None or place not in held.places]
+            self._release(made_meanwhile)
+            return
+        self._rows[row.group][row.member] = replace(row, reward=reward)
+        if reward is not None:
+            self.journal.append(records.Scored(row.group, row.member, reward))
+        self.observe(SampleScored(replace(row, reward=reward), score))
+        if reward is None:
+            self._dropped(row.group, (row.member,), "unscorable")
+            self._close(row.group)
+        self._changed()
+
+    def drop(self, group: int, members: Sequence[int], reason: str) -> None:
+        """These members leave untrained."""
+        self.gate.drop(group, members, reason)
+        self._dropped(group, tuple(members), reason)
+        self._close(group)
+        self._changed()
+
+    # ---- training ----------------------------------------------------------------------------------------
+
+    def pick(self) -> tuple[Cut, ...] | None:
+        """What to train next; None: wait."""
+        pick = self.gate.pick()
+        for (group, reason), drops in groupby(pick.dropped, key=lambda drop: (drop.group, drop.reason)):
+            self._dropped(group, tuple(drop.member for drop in drops), reason)
+        for group in dict.fromkeys(drop.group for drop in pick.dropped):
+            self._close(group)
+        if pick.dropped:
+            self._changed()
+        return pick.cuts
+
+    def rewarded(self, cuts: Iterable[Cut]) -> list[RewardedCut]:
+        """The cuts with every reward of their groups that is known now."""
+        return [RewardedCut(group, members, self.gate.rewards(group)) for group, members in cuts]
+
+    def trained(self, cuts: tuple[Cut, ...], version: int, advantages: tuple[float, ...], chain: str) -> None:
+        """These cuts led to `version`. Written down first: what the journal refuses has not happened for the gate.
+
+        Raises:
+            TrainedTwice, IllegalTransition, JournalError: as `Journal.append`.
+        """
+        self.journal.append(records.Trained(version, cuts, advantages, chain))
+        self.gate.trained(cuts, version)
+        for group, _ in cuts:
+            self._close(group)
+        self._changed()
+
+    def requeue(self, cuts: Iterable[Cut]) -> None:
+        """These cuts were not trained; they wait as before."""
+        self.gate.requeue(cuts)
+        self._changed()
+
+    def close(self) -> None:
+        """At a clean exit: write down what is in flight."""
+        self.journal.append(records.InFlight(self.journal.ledger.in_flight()))
+        self.journal.sync()
+
+    # ---- parts -------------------------------------------------------------------------------------------
+
+    def _dropped(self, group: int, members: tuple[int, ...], reason: str) -> None:
+        self.journal.append(records.Dropped(group, members, reason))
+        self._free(group, members)
+        self.observe(SamplesDropped(group, members, reason))
+
+    def _free(self, group: int, members: Iterable[int]) -> None:
+        rows = self._rows[group]
+        self._release([place for member in members if member in rows for place in rows.pop(member).places])
+
+    def _close(self, group: int) -> None:
+        if self.gate.finished(group):
+            self._free(group, sorted(self._rows[group]))
+            del self._rows[group]
+            self.observe(GroupFinished(group))
+
+
+def lies_at(row: RowRef, instance: str) -> bool:
+    """Whether this worker owns some column of the row: an owner's address contains its instance."""
+    return any(instance in place.owner for place in row.places)

@@ -1,0 +1,225 @@
+"""What runs a page: everything between gate, journal and fleet. The one writer of the journal.
+
+    draw ──> a task a group: the page's roll_out ──> generated ──> ready ─┐
+      ^                (a worker dies: a new attempt)                      v
+      └───────────────────── trained <── the page's train <── iterations: Gate.pick
+                                └──> Publisher: new weights to generation, beside everything else
+
+Waits of its own have no deadline: what they wait for is a call with one, and the watchdog sees when nothing moves.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from asyncrl.books import Books, lies_at
+from asyncrl.config import Config
+from asyncrl.errors import lone
+from asyncrl.events import Observe
+from asyncrl.fleet import Fleet
+from asyncrl.iteration import Iteration, Iterations
+from asyncrl.ledger import Journal
+from asyncrl.notices import Notices
+from asyncrl.objectives.advantages import Advantages
+from asyncrl.protocols.batch import BatchRef, Cuts
+from asyncrl.protocols.messages import Score, StepReport
+from asyncrl.publishing import Publisher
+from asyncrl.rolling import Attempt, Prompts, Rolling, Sampling
+from asyncrl.staleness import Cut, Gate, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """An algorithm: two plain async functions.
+
+    roll_out(fleet, gate, group) returns when every sample of the group was handed to `gate.ready`; it may be cancelled
+    and called again. train(fleet, gate) returns when `gate.iterations()` ends.
+    """
+
+    roll_out: Callable[[Fleet, "Controller", Attempt], Awaitable[None]]
+    train: Callable[[Fleet, "Controller"], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When a run ends, and what it waits for.
+
+    steps: version after which it ends. finish: whether what is in flight then is abandoned, or trained in further
+    steps. publish_deadline: seconds a reader may hold on to an older version.
+    """
+
+    steps: int
+    finish: Literal["abandon", "drain"] = "abandon"
+    publish_deadline: float = 10.0
+    mask_truncated: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        return cls(config.steps, config.finish, config.staleness.publish_deadline, config.algorithm.mask_truncated)
+
+
+async def nothing_between(version: int) -> None:
+    """Does nothing between iterations."""
+
+
+def ignore(_: object) -> None:
+    """Observes, or evicts, nothing."""
+
+
+class Controller:
+    """Runs a page on a fleet; on the page it is called `gate`.
+
+    gate, journal: as new, or as restored from a checkpoint; from here on changed by this controller only.
+    between: awaited with the version while no iteration runs, before the first draw and after each iteration: the
+    place for a checkpoint. observe: told every event. evict: told a reader of weights that has to be killed.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        journal: Journal,
+        fleet: Fleet,
+        prompts: Prompts,
+        sampling: Sampling,
+        advantages: Advantages,
+        schedule: Schedule,
+        *,
+        between: Callable[[int], Awaitable[None]] = nothing_between,
+        observe: Observe = ignore,
+        evict: Callable[[str], None] = ignore,
+    ) -> None:
+        self._gate, self._fleet, self._prompts, self._sampling = gate, fleet, prompts, sampling
+        self._schedule, self._between = schedule, between
+        self._notices = Notices(fleet)
+        self._books = Books(gate, journal, observe, self._notices.release, self._move)
+        self._publisher = Publisher(fleet, schedule.publish_deadline, observe, evict)
+        self._iterations = Iterations(
+            self._books, advantages, sampling.epoch, self._rows_lost, mask_truncated=schedule.mask_truncated
+        )
+        self.staleness = self._iterations.staleness
+        self._drawable, self._pickable = asyncio.Event(), asyncio.Event()
+        self._stopping = False
+        self._dead: list[str] = []
+
+    @property
+    def version(self) -> int:
+        return self._gate.version
+
+    # ---- the run -----------------------------------------------------------------------------------------
+
+    async def run(self, page: Page) -> None:
+        """From the first draw to the last step, with a clean record of what is in flight at the end.
+
+        Raises:
+            FleetFailed: the trainer was lost.
+            NonFiniteLoss, JournalError, RemoteError, RewardError: as the page or the books meet them.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._run(page, tasks)
+        except BaseExceptionGroup as errors:
+            raise lone(errors) from None
+        self._books.close()
+
+    async def _run(self, page: Page, tasks: asyncio.TaskGroup) -> None:
+        self._rolling = Rolling(
+            self._books, self._prompts, self._sampling, lambda group: page.roll_out(self._fleet, self, group), tasks
+        )
+        self._publisher.announce(await self._fleet.training.published())
+        beside = [
+            tasks.create_task(self._publisher.run(), name="publish weights"),
+            tasks.create_task(self._notices.run(), name="send notices"),
+            tasks.create_task(self._draw(), name="draw groups"),
+        ]
+        await page.train(self._fleet, self)
+        self._rolling.stop()
+        for task in beside:
+            task.cancel()
+        await self._notices.flush()
+
+    def stop(self) -> None:
+        """End after the iteration that runs now, as if the steps had been reached. What is in flight is abandoned."""
+        self._stopping = True
+        self._move()
+
+    async def _draw(self) -> None:
+        await self._drawable.wait()
+        for group in self._gate.groups():
+            if self._gate.members(group, Stage.RUNNING):
+                self._rolling.start(group)
+        while True:
+            while self._gate.may_draw():
+                self._rolling.start(self._books.draw())
+            self._notices.idle_because("blocked")
+            self._drawable.clear()
+            await self._drawable.wait()
+
+    def _move(self) -> None:
+        """Something changed: perhaps a group may be drawn, perhaps a batch is complete."""
+        self._drawable.set()
+        self._pickable.set()
+
+    # ---- the page's side ---------------------------------------------------------------------------------
+
+    def generated(self, sample: BatchRef) -> None:
+        """A sample left the engine."""
+        self._books.generated(sample.only)
+
+    def ready(self, sample: BatchRef, score: Score) -> None:
+        """A sample is judged: it waits for training, or is dropped when it has no reward."""
+        self._books.scored(sample.only, score)
+
+    async def iterations(self) -> AsyncIterator[Iteration]:
+        """One training iteration after the other, each when the gate has a batch for it."""
+        await self._between(self.version)
+        self._move()
+        while (picked := await self._next_batch()) is not None:
+            yield self._iterations.begin(picked)
+            assert not self._iterations.running, "end each iteration before the next: `with iteration as cuts`"
+            await self._between(self.version)
+
+    def trained(self, report: StepReport) -> None:
+        """The trainer's report on the cuts of the running iteration; its new weights are announced."""
+        self._iterations.done(report)
+        if report.published is not None:
+            self._publisher.announce(report.published)
+
+    async def _next_batch(self) -> tuple[Cut, ...] | None:
+        while not self._over():
+            self._pickable.clear()
+            if (picked := self._books.pick()) is not None:
+                return picked
+            if self._gate.exhausted:
+                return None
+            await self._pickable.wait()
+        return None
+
+    def _over(self) -> bool:
+        if self._stopping:
+            return True
+        if self.version < self._schedule.steps:
+            return False
+        self._gate.stop_drawing()
+        self._notices.idle_because("starved")
+        return self._schedule.finish == "abandon"
+
+    # ---- workers come and go -----------------------------------------------------------------------------
+
+    def worker_lost(self, instance: str, why: str) -> None:
+        """A worker died; what was read from it, or ran there, begins again."""
+        self._dead.append(instance)
+        self._publisher.forget(instance)
+        for group in self._books.groups_at(instance):
+            self._rolling.lost(group, why)
+
+    async def worker_started(self, service: str) -> None:
+        """A worker came up after the first ones; a reader of weights is handed the newest."""
+        if service == "generation":
+            self._publisher.announce(await self._fleet.training.published())
+
+    def _rows_lost(self, cuts: Cuts, why: str) -> None:
+        """Groups of the cuts with rows at a dead worker; if none of them is known to be dead, all of the cuts."""
+        at_dead = [row.group for row in cuts.batch if any(lies_at(row, instance) for instance in self._dead)]
+        for group in dict.fromkeys(at_dead or [row.group for row in cuts.batch]):
+            self._rolling.lost(group, why)

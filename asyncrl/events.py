@@ -1,0 +1,133 @@
+"""What the controller tells its observers. Plain values; an observer must not block."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from asyncrl.protocols.batch import Cuts, RowRef
+from asyncrl.protocols.messages import PromptGroup, Score, StepReport
+
+Prompt: TypeAlias = str | list[dict[str, Any]]
+"""Text, or chat messages ({"role", "content"})."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDrawn:
+    """version: the trainer's at that moment."""
+
+    group: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptBegan:
+    """prompts: what generation was asked for; its attempt is 0 unless the group was restarted."""
+
+    prompts: PromptGroup
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """failures: how many attempts at this group failed so far. members: those to sample again."""
+
+    group: int
+    failures: int
+    members: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleScored:
+    """sample: with its reward inline."""
+
+    sample: RowRef
+    score: Score
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesDropped:
+    """reason: "stale", "unscorable", "no_baseline", "not finite" or "poison"."""
+
+    group: int
+    members: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPoisoned:
+    """A group whose every attempt failed; its remaining members are dropped. reason: of the last failure."""
+
+    group: int
+    prompt: Prompt
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFinished:
+    """Every member was trained or dropped; the group's rows are freed."""
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegan:
+    """cuts: sent to the trainer now; their rows live until the step is done."""
+
+    cuts: Cuts
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """waited: seconds from the previous step's end to this one's beginning; seconds: of the step itself.
+
+    report.skipped is not empty when nothing was trained.
+    """
+
+    cuts: Cuts
+    report: StepReport
+    staleness: Mapping[str, float]
+    waited: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepLost:
+    """The trainer could not read some rows; nothing was trained and the groups roll out again."""
+
+    cuts: Cuts
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsHandedOver:
+    """Every one of these readers reads only `version` from now on. seconds: from the announcement."""
+
+    version: int
+    readers: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsOverdue:
+    """holders: readers that did not let go of the older version in time; they keep the trainer from its next slot."""
+
+    version: int
+    holders: tuple[str, ...]
+    seconds: float
+
+
+Event: TypeAlias = (
+    GroupDrawn
+    | AttemptBegan
+    | AttemptFailed
+    | SampleScored
+    | SamplesDropped
+    | GroupPoisoned
+    | GroupFinished
+    | StepBegan
+    | StepDone
+    | StepLost
+    | WeightsHandedOver
+    | WeightsOverdue
+)
+Observe: TypeAlias = Callable[[Event], None]

@@ -1,0 +1,156 @@
+"""Training iterations: from the samples that the gate picked to what the trainer made of them."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from asyncrl.books import Books
+from asyncrl.errors import FleetFailed, LostRows, NonFiniteLoss, PeerLost, Refused
+from asyncrl.events import StepBegan, StepDone, StepLost
+from asyncrl.objectives.advantages import Advantages
+from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
+from asyncrl.protocols.messages import StepReport
+from asyncrl.staleness import Cut
+from asyncrl.staleness_report import StalenessReport
+
+NON_FINITE_IN_A_ROW = 3
+"""Steps without a finite loss and gradient that end the run: one comes from a rare sample, three from the run."""
+
+
+class Iteration:
+    """One iteration on a page: `with iteration as cuts`.
+
+    When rows turn out lost on the way to the trainer, the block ends without an error: nothing was trained, and the
+    groups roll out again. Raises FleetFailed when the trainer itself is lost.
+    """
+
+    def __init__(self, cuts: Cuts, lost: Callable[[LostRows], None]) -> None:
+        self._cuts, self._lost = cuts, lost
+
+    def __enter__(self) -> Cuts:
+        return self._cuts
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if isinstance(error, LostRows):
+            self._lost(error)
+            return True
+        if isinstance(error, PeerLost):
+            raise FleetFailed(f"the trainer was lost in the step from version {self._cuts.version}: {error}") from error
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The iteration that runs. picked: as the gate names it; began: loop time."""
+
+    picked: tuple[Cut, ...]
+    cuts: Cuts
+    began: float
+
+
+class Iterations:
+    """Begins and ends iterations, at most one at a time.
+
+    rows_lost: told the cuts that nobody could train because some of their rows are gone, and why.
+    mask_truncated: completions without an end are in no loss, so in no denominator either.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        advantages: Advantages,
+        epoch: int,
+        rows_lost: Callable[[Cuts, str], None],
+        *,
+        mask_truncated: bool = False,
+    ) -> None:
+        self.staleness = StalenessReport(books.gate.config)
+        self._books, self._gate = books, books.gate
+        self._advantages, self._epoch, self._mask_truncated = advantages, epoch, mask_truncated
+        self._rows_lost = rows_lost
+        self._running: Running | None = None
+        self._ended = asyncio.get_running_loop().time()
+        self._not_finite: list[Cuts] = []
+
+    @property
+    def running(self) -> bool:
+        return self._running is not None
+
+    def begin(self, picked: tuple[Cut, ...]) -> Iteration:
+        """The picked samples with their advantages, sorted by (group, member)."""
+        rows = self._with_advantages(picked)
+        counted = [row for row in rows if not (self._mask_truncated and row.finish == "length")]
+        tokens = sum(row.tokens for row in counted)
+        cuts = Cuts(self._epoch, self._gate.version, BatchRef(tuple(rows)), tokens, len(counted))
+        self._running = Running(picked, cuts, asyncio.get_running_loop().time())
+        self._books.observe(StepBegan(cuts))
+        return Iteration(cuts, self.lost)
+
+    def done(self, report: StepReport) -> None:
+        """The trainer's report: the version rises, or the samples of a skipped step are dropped.
+
+        Raises:
+            Refused: the report is of another epoch, or led to an unexpected version.
+            NonFiniteLoss: three steps in a row were not finite.
+            JournalError: the trainer trained something else than it was given.
+        """
+        running = self._end()
+        self._check(running.cuts, report)
+        if report.skipped:
+            self._drop(running.picked, report.skipped)
+        else:
+            advantages = tuple(row.advantage or 0.0 for row in running.cuts.batch)
+            self._books.trained(running.picked, report.version, advantages, report.chain)
+        self._tell(running, report)
+        self._count_not_finite(running.cuts, report.skipped)
+
+    def lost(self, error: LostRows) -> None:
+        """Rows were gone before the trainer had read them; nothing was trained."""
+        running = self._end()
+        self._books.observe(StepLost(running.cuts, str(error)))
+        self._books.requeue(running.picked)
+        self._rows_lost(running.cuts, str(error))
+
+    def _with_advantages(self, picked: tuple[Cut, ...]) -> list[RowRef]:
+        advantages = self._advantages(self._books.rewarded(picked), self._gate.version)
+        return [
+            replace(row, advantage=advantage)
+            for (group, members), of_cut in zip(picked, advantages, strict=True)
+            for row, advantage in zip(self._books.rows(group, members), of_cut, strict=True)
+        ]
+
+    def _end(self) -> Running:
+        assert self._running is not None, "an iteration ends once, after it began"
+        running, self._running = self._running, None
+        return running
+
+    def _check(self, cuts: Cuts, report: StepReport) -> None:
+        expected = (cuts.epoch, cuts.version + (not report.skipped))
+        if (report.epoch, report.version) != expected:
+            raise Refused(
+                f"the trainer reports epoch {report.epoch}, version {report.version} after a step that should have "
+                f"led to epoch {expected[0]}, version {expected[1]}"
+            )
+
+    def _drop(self, picked: tuple[Cut, ...], reason: str) -> None:
+        self._books.requeue(picked)
+        for group, members in picked:
+            self._books.drop(group, members, reason)
+
+    def _tell(self, running: Running, report: StepReport) -> None:
+        now = asyncio.get_running_loop().time()
+        staleness = self.staleness.step(self._gate, report.samples)
+        waited, self._ended = running.began - self._ended, now
+        self._books.observe(StepDone(running.cuts, report, staleness, waited, now - running.began))
+
+    def _count_not_finite(self, cuts: Cuts, skipped: str) -> None:
+        self._not_finite = [*self._not_finite, cuts] if skipped == "not finite" else []
+        if len(self._not_finite) == NON_FINITE_IN_A_ROW:
+            samples = [row.key for bad in self._not_finite for row in bad.batch]
+            raise NonFiniteLoss(
+                f"{NON_FINITE_IN_A_ROW} steps in a row from version {cuts.version} had a loss or gradient that is not "
+                f"finite; their samples (group, member) were {samples}. Try a smaller learning rate or max_grad_norm"
+            )

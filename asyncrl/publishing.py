@@ -1,0 +1,65 @@
+"""New weights on their way from the trainer to those that read them."""
+
+import asyncio
+from collections.abc import Callable
+
+from asyncrl.errors import Retryable
+from asyncrl.events import Observe, WeightsHandedOver, WeightsOverdue
+from asyncrl.fleet import Fleet
+from asyncrl.protocols.messages import Published, Using
+
+
+class Publisher:
+    """Announces the newest version to the generation service and tells the trainer who reads it.
+
+    A version announced while another is on its way replaces those that wait: readers jump to the newest.
+    A reader that does not let go of an older version within `deadline` seconds keeps the trainer from writing the next
+    one; it is given to `evict`, to be killed.
+    """
+
+    def __init__(self, fleet: Fleet, deadline: float, observe: Observe, evict: Callable[[str], None]) -> None:
+        self._fleet, self._deadline, self._observe, self._evict = fleet, deadline, observe, evict
+        self._newest: Published | None = None
+        self._changed = asyncio.Event()
+        self._reading: dict[str, int] = {}
+
+    def announce(self, published: Published) -> None:
+        """Hand this version over; the same one again when a reader joined that does not have it."""
+        self._newest = published
+        self._changed.set()
+
+    def forget(self, reader: str) -> None:
+        """This reader died."""
+        self._reading.pop(reader, None)
+
+    async def run(self) -> None:
+        """For ever: hand over what was announced last."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            assert self._newest is not None, "set by announce"
+            await self._hand_over(self._newest)
+
+    async def _hand_over(self, published: Published) -> None:
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self._deadline):
+                using = await self._fleet.generation.use_weights(published)
+            await self._relay(using)
+        except Retryable:
+            return  # Whoever keeps the fleet knows of the death; a reader that takes its place is announced to.
+        except TimeoutError:
+            self._overdue(published, asyncio.get_running_loop().time() - began)
+            return
+        self._observe(WeightsHandedOver(using.version, using.readers, asyncio.get_running_loop().time() - began))
+
+    async def _relay(self, using: Using) -> None:
+        for reader in using.readers:
+            await self._fleet.training.using(reader, using.version)
+            self._reading[reader] = using.version
+
+    def _overdue(self, published: Published, seconds: float) -> None:
+        holders = tuple(sorted(reader for reader, version in self._reading.items() if version < published.version))
+        self._observe(WeightsOverdue(published.version, holders, seconds))
+        for reader in holders:
+            self._evict(reader)

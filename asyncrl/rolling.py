@@ -1,0 +1,153 @@
+"""The groups in flight: each is rolled out in a task of its own until no member of it runs any more.
+
+A group is the unit of retry. When a worker dies, what lay there is gone: the members of a group that are not trained
+yet are sampled again in a new attempt, with the same seeds. A group that fails three attempts is dropped as poison.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from asyncrl.books import Books
+from asyncrl.errors import Retryable
+from asyncrl.events import AttemptBegan, GroupPoisoned, Prompt
+from asyncrl.protocols.messages import PromptGroup
+from asyncrl.protocols.seeds import group_seed
+from asyncrl.staleness import Stage
+
+ATTEMPTS = 3
+"""Failed attempts after which a group is dropped: one may be chance, two bad luck, a third one is its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt at a group, as a page sees it. row: all columns of the prompt's row, for the reward functions."""
+
+    prompts: PromptGroup
+    row: dict[str, Any]
+
+
+class Prompts(Protocol):
+    """Where prompts come from: a pure function of the group's id (and of the run's seed)."""
+
+    def __call__(self, group: int) -> tuple[Prompt, dict[str, Any]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How every group is sampled. deadline: seconds a group may take; seed: the run's; epoch: of this resume."""
+
+    temperature: float
+    max_new_tokens: int
+    deadline: float
+    seed: int
+    epoch: int
+
+    def attempt(self, prompts: Prompts, group: int, attempt: int, members: tuple[int, ...], not_before: int) -> Attempt:
+        """What to ask generation for. members: which samples; not_before: oldest version to start one with."""
+        prompt, row = prompts(group)
+        return Attempt(
+            PromptGroup(
+                id=group,
+                attempt=attempt,
+                epoch=self.epoch,
+                prompt=prompt,
+                members=members,
+                seed=group_seed(self.seed, group),
+                not_before=not_before,
+                temperature=self.temperature,
+                max_new_tokens=self.max_new_tokens,
+                deadline=self.deadline,
+            ),
+            row,
+        )
+
+
+class Rolling:
+    """Keeps one task, owned by `tasks`, for each group with a member that is not scored yet.
+
+    roll_out: the page's; returns when every sample asked for was handed to `ready`.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        prompts: Prompts,
+        sampling: Sampling,
+        roll_out: Callable[[Attempt], Awaitable[None]],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._books, self._gate = books, books.gate
+        self._prompts, self._sampling = prompts, sampling
+        self._roll_out, self._tasks = roll_out, tasks
+        self._alive: dict[int, asyncio.Task[None]] = {}
+        self._scopes: dict[int, asyncio.Timeout] = {}
+        self._losses: dict[int, str] = {}
+        self._failures: dict[int, int] = {}
+
+    def start(self, group: int) -> None:
+        """Roll this group out, in a task of its own."""
+        self._alive[group] = self._tasks.create_task(self._live(group), name=f"group {group}")
+
+    def stop(self) -> None:
+        """Abandon all groups; they stay in flight."""
+        for task in self._alive.values():
+            task.cancel()
+
+    def lost(self, group: int, reason: str) -> None:
+        """Rows of this group are gone: begin a new attempt, the running one ends where it is."""
+        if group not in self._alive:
+            self._failed(group, reason)
+            if self._gate.members(group, Stage.RUNNING):
+                self.start(group)
+        elif group in self._scopes and group not in self._losses:
+            self._losses[group] = reason
+            self._scopes[group].reschedule(asyncio.get_running_loop().time())
+
+    async def _live(self, group: int) -> None:
+        while self._gate.members(group, Stage.RUNNING, Stage.SCORING):
+            failure = await self._try(group)
+            if failure:
+                self._failed(group, failure)
+        del self._alive[group]
+
+    async def _try(self, group: int) -> str:
+        """One attempt; returns why it failed, "" when it did not."""
+        failure = ""
+        try:
+            async with asyncio.timeout(None) as self._scopes[group]:
+                await self._roll_out(self._attempt(group))
+        except* (Retryable, TimeoutError) as failures:
+            failure = str(_first(failures))
+        finally:
+            del self._scopes[group]
+        missing = self._gate.members(group, Stage.RUNNING, Stage.SCORING)
+        unfinished = f"the attempt ended without samples {missing}" if missing else ""
+        return self._losses.pop(group, failure or unfinished)
+
+    def _attempt(self, group: int) -> Attempt:
+        members, not_before = self._gate.members(group, Stage.RUNNING), self._gate.not_before(group)
+        attempt = self._sampling.attempt(self._prompts, group, self._books.attempt(group), members, not_before)
+        self._books.observe(AttemptBegan(attempt.prompts))
+        return attempt
+
+    def _failed(self, group: int, reason: str) -> None:
+        members = self._gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
+        if not members:
+            return
+        self._failures = {known: count for known, count in self._failures.items() if not self._gate.finished(known)}
+        self._failures[group] = failures = self._failures.get(group, 0) + 1
+        if failures < ATTEMPTS:
+            self._books.restart(group, reason, failures)
+            return
+        prompt, _ = self._prompts(group)
+        self._books.observe(GroupPoisoned(group, prompt, reason))
+        self._books.drop(group, members, "poison")
+
+
+def _first(failures: BaseException) -> BaseException:
+    """The first error inside nested groups: the one that ended the attempt."""
+    while isinstance(failures, BaseExceptionGroup):
+        failures = failures.exceptions[0]
+    return failures

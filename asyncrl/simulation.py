@@ -1,0 +1,281 @@
+"""Whole runs on virtual time: the real controller, gate and journal over simulated services.
+
+    result = simulate(Scenario(policy="drop", seed=3))
+
+A run is checked while it goes on (`Invariants`) and ends with numbers and with a digest of all that happened.
+"""
+
+import asyncio
+import random
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import pairwise
+from typing import Any, Literal
+
+from asyncrl import virtual
+from asyncrl.algorithms import grpo
+from asyncrl.controller import Controller, Schedule
+from asyncrl.errors import lone
+from asyncrl.events import AttemptFailed, Event, GroupDrawn, SampleScored, SamplesDropped, StepDone, StepLost
+from asyncrl.fleet import Fleet
+from asyncrl.groups import IN_FLIGHT
+from asyncrl.ledger import Journal
+from asyncrl.objectives.advantages import GroupBaseline
+from asyncrl.records import Resumed
+from asyncrl.rolling import Sampling
+from asyncrl.simulated import (
+    Host,
+    Lengths,
+    SimulatedGeneration,
+    SimulatedReference,
+    SimulatedReward,
+    SimulatedTraining,
+    Spans,
+    StepCost,
+    stragglers,
+)
+from asyncrl.staleness import Gate, GateConfig, Policy, live
+from asyncrl.store import MemoryStore
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Mean seconds between two deaths of a worker, and between two losses of a row; 0: never."""
+
+    generation: float = 0.0
+    reward: float = 0.0
+    reference: float = 0.0
+    row: float = 0.0
+    restart: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A run to simulate; times in virtual seconds.
+
+    groups, members, limit, policy, slots, cut_at: of the gate. reference: its delay, None without one.
+    """
+
+    policy: Policy = "mask"
+    seed: int = 0
+    groups: int = 8
+    members: int = 8
+    limit: int = 2
+    slots: int = 192
+    cut_at: int | None = 4
+    steps: int = 20
+    lengths: Lengths = field(default_factory=lambda: stragglers(100, 0.05, 10))
+    token_time: float = 0.1
+    flip_time: float = 0.0
+    cost: StepCost = field(default_factory=lambda: StepCost(4.0))
+    reward_delay: float = 0.1
+    unscorable: float = 0.0
+    reference: float | None = None
+    faults: Faults = Faults()
+    finish: Literal["abandon", "drain"] = "abandon"
+    deadline: float = 1e6
+
+    @property
+    def gate(self) -> GateConfig:
+        return GateConfig(self.groups, self.members, self.limit, self.policy, self.slots, self.cut_at)
+
+
+@dataclass
+class Result:
+    """What a run did. digest: of every event with its time, and of the journal.
+
+    lengths: tokens of each (group, member) that left the engine. live: of each in the loss, its tokens within the
+    limit (under `admit` the others are in the loss too: in_loss counts all). dropped: reason of each sample dropped.
+    """
+
+    seconds: float = 0.0
+    version: int = 0
+    digest: str = ""
+    training: float = 0.0
+    blocked: float = 0.0
+    generating: float = 0.0
+    in_loss: int = 0
+    steps_lost: int = 0
+    lengths: dict[tuple[int, int], int] = field(default_factory=dict)
+    live: dict[tuple[int, int], int] = field(default_factory=dict)
+    dropped: dict[tuple[int, int], str] = field(default_factory=dict)
+    attempts_failed: int = 0
+
+    @property
+    def live_tokens(self) -> int:
+        return sum(self.live.values())
+
+    @property
+    def idle(self) -> float:
+        """Share of the time that the trainer had no batch to train."""
+        return 1.0 - (self.training + self.blocked) / self.seconds
+
+
+class Invariants:
+    """Checks, after every change, what must hold whatever happens."""
+
+    def __init__(self, gate: Gate, journal: Journal, training: SimulatedTraining) -> None:
+        self._gate, self._journal, self._training = gate, journal, training
+        self._changed = asyncio.Event()
+
+    def observe(self, event: Event) -> None:
+        self._changed.set()
+        if isinstance(event, GroupDrawn):
+            assert self._gate.held() <= self._gate.config.credits, f"group {event.group} was drawn without credit"
+        if isinstance(event, StepDone):
+            self._check_step(event)
+
+    async def watch(self) -> None:
+        """For ever: check once all that one event changed is changed."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            self.check()
+
+    def check(self) -> None:
+        """Conservation, gate equal to journal, caps."""
+        gate, ledger = self._gate, self._journal.ledger
+        assert ledger.balanced(), "drawn is not trained + dropped + in flight"
+        assert gate.version == ledger.version, "gate and journal are at different versions"
+        in_flight = tuple((group, gate.members(group, *IN_FLIGHT)) for group in gate.groups())
+        assert in_flight == ledger.in_flight(), "gate and journal differ in what is in flight"
+        assert gate.in_flight <= gate.config.cap * gate.config.members, "more is in flight than the cap"
+
+    def _check_step(self, event: StepDone) -> None:
+        keys, policy = [row.key for row in event.cuts.batch], self._gate.config.policy
+        assert all(one < next_ for one, next_ in pairwise(keys)), "a batch is sorted by (group, member), each once"
+        assert len(self._training.trained) == self._training.samples_trained, "a sample was trained twice"
+        if policy != "admit":
+            assert self._training.oldest <= self._gate.config.limit, "a token over the limit is in the loss"
+        if policy in ("drop", "block"):
+            assert not any(sample.masked for sample in event.report.samples), "the gate let a stale token through"
+
+
+class Recorder:
+    """Hashes and counts events."""
+
+    def __init__(self, result: Result) -> None:
+        self._result, self._hash = result, sha256()
+
+    def observe(self, event: Event) -> None:
+        self._hash.update(f"{asyncio.get_running_loop().time()!r} {event!r}\n".encode())
+        match event:
+            case SampleScored(sample):
+                self._result.lengths[sample.key] = sample.tokens
+            case SamplesDropped(group, members, reason):
+                self._result.dropped.update({(group, member): reason for member in members})
+            case AttemptFailed():
+                self._result.attempts_failed += 1
+            case StepLost():
+                self._result.steps_lost += 1
+
+    def digest(self, journal: Journal) -> str:
+        return f"{self._hash.hexdigest()[:32]}-{journal.crc:08x}"
+
+
+class Run:
+    """The parts of one simulated run, wired together."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.result = scenario, Result()
+        self.generation = SimulatedGeneration(scenario.slots, scenario.token_time, scenario.lengths, scenario.flip_time)
+        self.reward = SimulatedReward(scenario.reward_delay, scenario.unscorable)
+        self.reference = None if scenario.reference is None else SimulatedReference(scenario.reference, self.generation)
+        hosts = [self.generation, *([self.reference] if self.reference else [])]
+        limit = None if scenario.policy == "admit" else scenario.limit
+        self.training = SimulatedTraining(scenario.cost, limit, hosts, scenario.seed)
+        self.gate, self.journal = Gate(scenario.gate), Journal(MemoryStore())
+        self.journal.append(Resumed(1, 0, 0))
+        self.invariants = Invariants(self.gate, self.journal, self.training)
+        self.recorder = Recorder(self.result)
+        self.controller = self._controller()
+
+    def _controller(self) -> Controller:
+        return Controller(
+            self.gate,
+            self.journal,
+            Fleet(self.generation, self.reward, self.training, self.reference),
+            prompts=lambda group: (f"prompt {group}", {}),
+            sampling=Sampling(1.0, 1 << 30, self.scenario.deadline, self.scenario.seed, epoch=1),
+            advantages=GroupBaseline(),
+            schedule=Schedule(self.scenario.steps, self.scenario.finish),
+            observe=self._observe,
+        )
+
+    def _observe(self, event: Event) -> None:
+        self.recorder.observe(event)
+        self.invariants.observe(event)
+
+    async def run(self) -> Result:
+        """To the end of the run. Raises what the controller raises, AssertionError, TimeoutError past the deadline."""
+        try:
+            async with asyncio.timeout(self.scenario.deadline), asyncio.TaskGroup() as tasks:
+                beside = [
+                    tasks.create_task(watch, name="beside") for watch in (self.invariants.watch(), *self._faults())
+                ]
+                await self.controller.run(grpo.PAGE)
+                for task in beside:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise lone(errors) from None
+        self.invariants.check()
+        self._check_rows()
+        return self._finished()
+
+    def _faults(self) -> Iterator[Coroutine[Any, Any, None]]:
+        faults, chance = self.scenario.faults, random.Random(f"faults {self.scenario.seed}")
+        hosts = ((self.generation, faults.generation), (self.reward, faults.reward), (self.reference, faults.reference))
+        for host, mean in hosts:
+            if host is not None and mean:
+                yield self._kill(host, mean, random.Random(chance.random()))
+        if faults.row:
+            yield self._lose_rows(faults.row, random.Random(chance.random()))
+
+    async def _kill(self, host: Host, mean: float, chance: random.Random) -> None:
+        while True:
+            await asyncio.sleep(chance.expovariate(1 / mean))
+            instance = host.instance
+            self.controller.worker_lost(instance, f"{instance} was killed")
+            host.die()
+            await self.training.detached(instance)
+            await asyncio.sleep(self.scenario.faults.restart)
+            host.come_back()
+            await self.controller.worker_started(host.service)
+
+    async def _lose_rows(self, mean: float, chance: random.Random) -> None:
+        while True:
+            await asyncio.sleep(chance.expovariate(1 / mean))
+            if self.generation.rows:
+                del self.generation.rows[chance.choice(list(self.generation.rows))]
+
+    def _check_rows(self) -> None:
+        """Every row that is left belongs to a group in flight: nothing leaks."""
+        most = len(self.gate.groups()) * self.scenario.members
+        for host in (self.generation, self.reference):
+            left = 0 if host is None else len(host.rows)
+            assert left <= most, f"{left} rows are left, of groups in flight with {most} samples"
+
+    def _finished(self) -> Result:
+        result, training = self.result, self.training
+        result.seconds, result.version = asyncio.get_running_loop().time(), self.gate.version
+        result.digest = self.recorder.digest(self.journal)
+        result.training, result.blocked = training.busy, training.blocked
+        result.generating, result.in_loss = self.generation.busy, training.in_loss
+        result.live = {
+            key: _within(spans, version, self.scenario.limit) for key, (spans, version) in training.trained.items()
+        }
+        return result
+
+
+def _within(spans: Spans, version: int, limit: int) -> int:
+    return sum(tokens for stamp, tokens in spans if live(stamp, version, limit))
+
+
+def simulate(scenario: Scenario) -> Result:
+    """One run, on a virtual loop of its own; the same scenario gives the same result."""
+
+    async def main() -> Result:
+        return await Run(scenario).run()
+
+    return virtual.run(main())

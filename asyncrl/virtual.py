@@ -1,0 +1,84 @@
+"""An asyncio event loop on virtual time: when nothing is ready, its clock jumps to the next timer.
+
+`asyncio.sleep`, `asyncio.timeout` and `loop.time()` stay as they are, so the code under test does not know. Hours of
+a fleet pass in milliseconds, the same way each time. Only for code without threads, processes and remote sockets:
+whatever wakes the loop from outside looks like a deadlock to it.
+"""
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Deadlock(AssertionError):
+    """No task can ever run again: nothing is ready and no timer is set. The message names the pending tasks."""
+
+
+class _JumpingSelector(selectors.BaseSelector):
+    """Polls its files without waiting; a wait is handed to `jump` instead."""
+
+    def __init__(self, jump: Callable[[float | None], None]) -> None:
+        self._files = selectors.SelectSelector()
+        self._jump = jump
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = self._files.select(0)
+        if not ready and (timeout is None or timeout > 0):
+            self._jump(timeout)
+        return ready
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._files.register(fileobj, events, data)
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._files.unregister(fileobj)
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._files.get_map()
+
+    def close(self) -> None:
+        self._files.close()
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """The loop; starts at time 0. Raises Deadlock out of `run_until_complete`."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        super().__init__(_JumpingSelector(self._jump))
+        # asyncio runs a timer once it is less than this away. Far below a microsecond, `now + resolution` would round
+        # to `now` after some years of virtual time, and a timer due right now would never run.
+        self._clock_resolution = 1e-6
+
+    def time(self) -> float:
+        return self._now
+
+    def _jump(self, seconds: float | None) -> None:
+        if seconds is None:
+            raise Deadlock(f"nothing can happen any more at virtual time {self._now:g}; pending: {self._pending()}")
+        self._now += seconds
+
+    def _pending(self) -> str:
+        return ", ".join(sorted(_where(task) for task in asyncio.all_tasks(self))) or "no task"
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    """Name of a task and the innermost line of its own code that waits."""
+    frames = task.get_stack(limit=1)
+    if not frames:
+        return task.get_name()
+    code = frames[0].f_code
+    return f"{task.get_name()} in {code.co_qualname} line {frames[0].f_lineno}"
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` on a fresh virtual loop, as `asyncio.run` does on a real one.
+
+    Raises:
+        Deadlock: nothing could run any more before `main` was done.
+    """
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)

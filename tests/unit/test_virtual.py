@@ -1,0 +1,66 @@
+import asyncio
+import time
+
+import pytest
+
+from asyncrl import virtual
+
+
+def test_time_jumps_to_the_next_timer() -> None:
+    async def main() -> list[tuple[str, float]]:
+        loop, seen = asyncio.get_running_loop(), []
+
+        async def wake(name: str, after: float) -> None:
+            await asyncio.sleep(after)
+            seen.append((name, loop.time()))
+
+        async with asyncio.TaskGroup() as tasks:
+            for name, after in (("day", 86400.0), ("second", 1.0), ("hour", 3600.0)):
+                tasks.create_task(wake(name, after))
+        return seen
+
+    started = time.monotonic()
+    assert virtual.run(main()) == [("second", 1.0), ("hour", 3600.0), ("day", 86400.0)]
+    assert time.monotonic() - started < 5
+
+
+def test_timeouts_work_unchanged() -> None:
+    async def main() -> float:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(30):
+                await asyncio.sleep(31)
+        return asyncio.get_running_loop().time()
+
+    assert virtual.run(main()) == pytest.approx(30)
+
+
+def test_work_that_is_ready_takes_no_time() -> None:
+    async def main() -> float:
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        return asyncio.get_running_loop().time()
+
+    assert virtual.run(main()) == 0.0
+
+
+def test_a_wait_shorter_than_the_clock_can_tell_still_ends() -> None:
+    async def main() -> float:
+        await asyncio.sleep(1e9)
+        await asyncio.sleep(1e-12)
+        return asyncio.get_running_loop().time()
+
+    assert virtual.run(main()) >= 1e9
+
+
+def test_a_deadlock_names_the_pending_tasks() -> None:
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(forever(), name="the one that hangs")
+            await asyncio.sleep(2)
+
+    with pytest.raises(virtual.Deadlock, match=r"virtual time 2; .*the one that hangs in .*forever") as caught:
+        virtual.run(main())
+    assert "main" in str(caught.value)
