@@ -47,7 +47,7 @@ class Column:
     def __post_init__(self) -> None:
         if self.values.ndim != 1 or self.offsets.ndim != 1 or len(self.offsets) == 0:
             raise ValueError("a column is one-dimensional and has at least one offset")
-        if self.offsets[0] != 0 or self.offsets[-1] != len(self.values) or np.any(np.diff(self.offsets) < 0):
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.values) or np.any(self.offsets[1:] < self.offsets[:-1]):
             raise ValueError("column offsets must rise from 0 to the number of values")
 
     @classmethod

@@ -1,0 +1,181 @@
+"""Reading rows by reference, wherever they lie."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, WireError
+from asyncrl.memory import SHARED_MEMORY, Segment
+from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place
+from asyncrl.protocols.messages import Call, Hello
+from asyncrl.rows import SHARED_SCHEME, RowStore, SharedTable, fetch
+from asyncrl.wire.ends import Wire
+from asyncrl.wire.host import Dispatch
+from asyncrl.wire.link import Link
+
+FETCH = "fetch_rows"
+ROWS_PER_FETCH = 32
+"""Of 2 MB each at the very most, well below the limit of one message."""
+
+FETCH_DEADLINE = 30.0
+"""Seconds for one fetch: 64 MB over a slow network."""
+
+KEPT_OWNERS = 64
+"""Segments and links kept open; a fleet has fewer owners, restarted ones included."""
+
+
+def serve_rows(store: RowStore) -> Dispatch:
+    """What a Host on the owner's data lane dispatches to."""
+
+    async def answer(call: Call) -> Batch:
+        if call.method != FETCH or len(call.args) != 2:
+            raise Refused(f"the data lane answers {FETCH}(places, columns), not {call.method}")
+        places, columns = call.args
+        return fetch(store, places, columns)
+
+    return answer
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one owner has of a read: places of rows `numbers`, the same columns of each."""
+
+    columns: tuple[str, ...]
+    numbers: list[int] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+
+
+Cells = dict[str, list[Array]]
+"""column -> its values in each row of the read."""
+
+
+class RowReader:
+    """Reads rows from any number of owners. Use as a context manager: it owns the links to remote owners.
+
+    hello: who reads. heartbeat: seconds, for owners on other hosts.
+    """
+
+    def __init__(
+        self, wire: Wire, hello: Hello, *, heartbeat: float | None = None, directory: Path = SHARED_MEMORY
+    ) -> None:
+        self._wire, self._hello, self._heartbeat, self._directory = wire, hello, heartbeat, directory
+        self._tables: OrderedDict[str, SharedTable] = OrderedDict()
+        self._links: OrderedDict[str, Link] = OrderedDict()
+        self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._group = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for table in self._tables.values():
+            table.close()
+        for link in self._links.values():
+            link.close()
+        await self._group.__aexit__(None, None, None)
+
+    async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
+        """Copies of these columns of these rows, in the order of `refs`. Raises LostRows when a row was freed or
+        overwritten, or its owner is gone; KeyError for a column that a row does not have."""
+        cells: Cells = {name: [np.empty(0, np.uint8)] * len(refs) for name in columns}
+        shares = _shares(refs, columns)
+        for owner, share in shares:
+            if not owner.startswith(SHARED_SCHEME):
+                await self._fetch(owner, share, cells)
+        shared = [(self._table(owner), share) for owner, share in shares if owner.startswith(SHARED_SCHEME)]
+        return self._copied(shared, cells)
+
+    def _copied(self, shared: Sequence[tuple[SharedTable, _Share]], cells: Cells) -> Batch:
+        """Joining is the one copy; only afterwards is it known whether the rows still were what we wanted."""
+        for table, share in shared:
+            for number, place in zip(share.numbers, share.places, strict=True):
+                for name, view in zip(share.columns, table.views(place, share.columns), strict=True):
+                    cells[name][number] = view
+        batch = Batch({name: Column.of(rows) for name, rows in cells.items()})
+        for table, share in shared:
+            for place in share.places:
+                table.check(place)
+        return batch
+
+    def _table(self, owner: str) -> SharedTable:
+        if owner in self._tables and self._tables[owner].segment.unlinked:
+            self._tables.pop(owner).close()
+        if owner not in self._tables:
+            self._tables[owner] = self._open_table(owner)
+        self._tables.move_to_end(owner)
+        if len(self._tables) > KEPT_OWNERS:
+            self._tables.popitem(last=False)[1].close()
+        return self._tables[owner]
+
+    def _open_table(self, owner: str) -> SharedTable:
+        try:
+            return SharedTable(Segment.open(owner.removeprefix(SHARED_SCHEME), directory=self._directory))
+        except (OSError, ValueError) as error:
+            raise LostRows(f"the owner of {owner} is gone: {error}") from error
+
+    async def _fetch(self, owner: str, share: _Share, cells: Cells) -> None:
+        try:
+            link = await self._link(owner)
+            for start in range(0, len(share.places), ROWS_PER_FETCH):
+                part = slice(start, start + ROWS_PER_FETCH)
+                rows = await link.call(FETCH, (share.places[part], list(share.columns)), FETCH_DEADLINE)
+                _enter(rows, share, part, cells)
+        except (PeerLost, DeadlineExceeded, Refused) as error:
+            raise LostRows(f"the owner of {owner} is gone: {error}") from error
+
+    async def _link(self, owner: str) -> Link:
+        async with self._opening.setdefault(owner, asyncio.Lock()):
+            if owner in self._links and self._links[owner].lost.is_set():
+                self._links.pop(owner).close()
+            if owner not in self._links:
+                self._links[owner] = await self._open_link(owner)
+        self._links.move_to_end(owner)
+        if len(self._links) > KEPT_OWNERS:
+            self._links.popitem(last=False)[1].close()
+        return self._links[owner]
+
+    async def _open_link(self, owner: str) -> Link:
+        address, _, instance = owner.partition("#")
+        link = Link(
+            self._wire.connect(address), self._hello, owner, instance=instance or None, heartbeat=self._heartbeat
+        )
+        try:
+            await link.open(self._group)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+
+def _shares(refs: BatchRef, columns: Sequence[str]) -> list[tuple[str, _Share]]:
+    """The rows grouped by owner and by the columns to be had there."""
+    shares: dict[tuple[str, tuple[str, ...]], _Share] = {}
+    for number, row in enumerate(refs):
+        wanted: dict[Place, list[str]] = {}
+        for name in columns:
+            wanted.setdefault(row.place_of(name), []).append(name)
+        for place, names in wanted.items():
+            share = shares.setdefault((place.owner, tuple(names)), _Share(tuple(names)))
+            share.numbers.append(number)
+            share.places.append(place)
+    return [(owner, share) for (owner, _), share in shares.items()]
+
+
+def _enter(rows: Batch, share: _Share, part: slice, cells: Cells) -> None:
+    if set(rows.columns) != set(share.columns) or len(rows) != len(share.places[part]):
+        raise WireError(
+            f"{len(rows)} rows of {sorted(rows.columns)} came for {len(share.places[part])} of {share.columns}"
+        )
+    for name in share.columns:
+        for number, values in zip(share.numbers[part], rows[name], strict=True):
+            cells[name][number] = values

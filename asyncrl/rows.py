@@ -1,0 +1,275 @@
+"""Rows lie with the worker that made them; others copy them by reference.
+
+    owner                        readers
+    SharedRows  one slot a row in a segment of shared memory      map it, copy, look at the slot's counter again
+    HeapRows    one dict a row in the owner's memory              fetch frames over the owner's data lane
+
+Nobody leases or counts references. A slot's generation counts its writes; a reader that finds another one than its
+`Place` names raises LostRows, and so does one whose owner is gone.
+
+A segment: header, then `slots` times [generation | number of columns | (dtype, length) a column | data, 8-aligned].
+The generation is odd from the moment a slot is freed until it has been written again: so long before its bytes change
+that no memory barrier is needed to see it.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from asyncrl.errors import ArenaFull, LostRows
+from asyncrl.memory import SHARED_MEMORY, Segment
+from asyncrl.protocols.batch import Array, Batch, Column, Place
+
+ROW_DTYPES = tuple(np.dtype(name) for name in ("<f4", "<i4", "u1", "<i8"))
+MAX_COLUMNS = 16
+SHARED_SCHEME = "shm://"
+_MAGIC = 0x0053574F52435341
+_HEADER_WORDS = 4  # magic, slots, bytes of a slot, reserved
+_SLOT_WORDS = 2 + 2 * MAX_COLUMNS
+
+log = structlog.get_logger(__name__)
+
+
+class RowStore(Protocol):
+    """The owner's side: a fixed number of slots, one row each."""
+
+    address: str
+    exhausted: int
+
+    def put(self, columns: Mapping[str, Array]) -> Place:
+        """Store one row, [length] values a column, dtypes of ROW_DTYPES. Raises ArenaFull (counted in `exhausted`)."""
+        ...
+
+    def free(self, places: Iterable[Place]) -> None:
+        """Free these slots; places of other owners and those freed before are ignored."""
+        ...
+
+    def read(self, place: Place, columns: Sequence[str]) -> list[Array]:
+        """These columns, in memory that no later row overwrites. Raises LostRows when the slot holds another by now."""
+        ...
+
+    @property
+    def used(self) -> int:
+        """Slots in use."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def bytes_of_slot(columns: Mapping[str, tuple[np.dtype[Any], int]]) -> int:
+    """Bytes that the longest row needs: for each column its dtype and greatest length."""
+    return sum(_aligned(np.dtype(dtype).itemsize * length) for dtype, length in columns.values())
+
+
+def open_rows(
+    name: str, slots: int, slot_bytes: int, heap_address: str, directory: Path = SHARED_MEMORY
+) -> "SharedRows | HeapRows":
+    """Rows in the new segment `name`, or, where there is too little shared memory, in the heap (see HeapRows)."""
+    try:
+        return SharedRows(name, slots, slot_bytes, directory)
+    except ArenaFull as error:
+        log.warning("rows travel as frames, which is slower", reason=str(error))
+        return HeapRows(heap_address, slots, slot_bytes)
+
+
+def _lost(place: Place) -> LostRows:
+    return LostRows(f"slot {place.slot} of {place.owner} no longer holds the row of generation {place.generation}")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _checked(columns: Mapping[str, Array], slot_bytes: int) -> None:
+    for name, values in columns.items():
+        if values.ndim != 1 or values.dtype not in ROW_DTYPES:
+            allowed = ", ".join(str(dtype) for dtype in ROW_DTYPES)
+            raise ValueError(
+                f"column {name!r} is {values.dtype} {list(values.shape)}; rows are one of {allowed}, [length]"
+            )
+    size = sum(_aligned(values.nbytes) for values in columns.values())
+    if size > slot_bytes or len(columns) > MAX_COLUMNS:
+        raise ValueError(f"a row of {size} bytes in {len(columns)} columns; a slot takes {slot_bytes} in {MAX_COLUMNS}")
+
+
+class _Slots:
+    """Free slots, used again in the order in which they were freed: a late reader keeps its row as long as can be."""
+
+    def __init__(self, slots: int) -> None:
+        self.count = slots
+        self.free: deque[int] = deque(range(slots))
+        self.exhausted = 0
+
+    def take(self, address: str) -> int:
+        if not self.free:
+            self.exhausted += 1
+            raise ArenaFull(f"all {self.count} row slots of {address} are in use: more rows were admitted than fit")
+        return self.free.popleft()
+
+
+class SharedTable:
+    """The layout of a segment of rows, for its owner and for its readers."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        header = segment.array(0, np.int64, _HEADER_WORDS)
+        if header[0] != _MAGIC or segment.size < self.size(int(header[1]), int(header[2])):
+            raise LostRows(f"{segment.name} holds no rows")
+        self.slots, self.slot_bytes = int(header[1]), int(header[2])
+
+    @staticmethod
+    def size(slots: int, slot_bytes: int) -> int:
+        return 8 * _HEADER_WORDS + slots * (8 * _SLOT_WORDS + slot_bytes)
+
+    @classmethod
+    def create(cls, name: str, slots: int, slot_bytes: int, directory: Path) -> "SharedTable":
+        segment = Segment.create(name, cls.size(slots, slot_bytes), directory)
+        segment.array(0, np.int64, _HEADER_WORDS)[:] = (_MAGIC, slots, slot_bytes, 0)
+        table = cls(segment)
+        for slot in range(slots):
+            table.words(slot)[0] = 1
+        return table
+
+    def _start(self, slot: int) -> int:
+        return 8 * _HEADER_WORDS + slot * (8 * _SLOT_WORDS + self.slot_bytes)
+
+    def words(self, slot: int) -> NDArray[np.int64]:
+        """generation, number of columns, then dtype and length of each column."""
+        return self.segment.array(self._start(slot), np.int64, _SLOT_WORDS)
+
+    def write(self, slot: int, columns: Sequence[Array]) -> int:
+        """Fill a free slot; returns its new generation."""
+        words = self.words(slot)
+        offset = self._start(slot) + 8 * _SLOT_WORDS
+        words[1] = len(columns)
+        for index, values in enumerate(columns):
+            words[2 + 2 * index : 4 + 2 * index] = (ROW_DTYPES.index(values.dtype), len(values))
+            self.segment.array(offset, values.dtype, len(values))[:] = values
+            offset += _aligned(values.nbytes)
+        words[0] += 1
+        return int(words[0])
+
+    def holds(self, place: Place) -> bool:
+        return 0 <= place.slot < self.slots and int(self.words(place.slot)[0]) == place.generation
+
+    def check(self, place: Place) -> None:
+        if not self.holds(place):
+            raise _lost(place)
+
+    def views(self, place: Place, columns: Sequence[str]) -> list[Array]:
+        """The columns where they lie; what is read from them counts only if `check` passes afterwards."""
+        self.check(place)
+        words = self.words(place.slot)[1 : 2 + 2 * len(place.columns)].tolist()
+        found, offset = {}, self._start(place.slot) + 8 * _SLOT_WORDS
+        for index, name in enumerate(place.columns):
+            code, length = words[1 + 2 * index], words[2 + 2 * index]
+            self._check_table(place, words[0], code, length)
+            found[name] = self.segment.array(offset, ROW_DTYPES[code], length)
+            offset += _aligned(found[name].nbytes)
+        return [found[name] for name in columns]
+
+    def _check_table(self, place: Place, columns: int, code: int, length: int) -> None:
+        """A table that is being written while we look must not lead us astray."""
+        sound = columns == len(place.columns) and 0 <= code < len(ROW_DTYPES)
+        if not sound or not 0 <= length * ROW_DTYPES[code].itemsize <= self.slot_bytes:
+            raise LostRows(f"slot {place.slot} of {place.owner} was overwritten while it was read")
+
+    def close(self) -> None:
+        self.segment.close()
+
+
+class SharedRows:
+    """Rows in a segment of shared memory that any process of this user can map. See RowStore.
+
+    Raises ArenaFull when there is not enough shared memory.
+    """
+
+    def __init__(self, name: str, slots: int, slot_bytes: int, directory: Path = SHARED_MEMORY) -> None:
+        self._table = SharedTable.create(name, slots, _aligned(slot_bytes), directory)
+        self._slots = _Slots(slots)
+        self.address = SHARED_SCHEME + name
+
+    @property
+    def exhausted(self) -> int:
+        return self._slots.exhausted
+
+    @property
+    def used(self) -> int:
+        return self._slots.count - len(self._slots.free)
+
+    def put(self, columns: Mapping[str, Array]) -> Place:
+        _checked(columns, self._table.slot_bytes)
+        slot = self._slots.take(self.address)
+        generation = self._table.write(slot, list(columns.values()))
+        return Place(self.address, slot, generation, tuple(columns))
+
+    def free(self, places: Iterable[Place]) -> None:
+        for place in places:
+            if place.owner == self.address and self._table.holds(place):
+                self._table.words(place.slot)[0] += 1
+                self._slots.free.append(place.slot)
+
+    def read(self, place: Place, columns: Sequence[str]) -> list[Array]:
+        copies = [view.copy() for view in self._table.views(place, columns)]
+        self._table.check(place)
+        return copies
+
+    def close(self) -> None:
+        self._table.segment.unlink()
+        self._table.close()
+
+
+class HeapRows:
+    """Rows in the owner's own memory, with the same bounds as SharedRows; its data lane serves them. See RowStore.
+
+    address: of the data lane, and `#` and the owner's instance, so that no successor at that address is asked for them.
+    """
+
+    def __init__(self, address: str, slots: int, slot_bytes: int) -> None:
+        self.address = address
+        self._slots, self._slot_bytes = _Slots(slots), slot_bytes
+        self._rows: dict[int, dict[str, Array]] = {}
+        self._generations = [0] * slots
+
+    @property
+    def exhausted(self) -> int:
+        return self._slots.exhausted
+
+    @property
+    def used(self) -> int:
+        return len(self._rows)
+
+    def put(self, columns: Mapping[str, Array]) -> Place:
+        _checked(columns, self._slot_bytes)
+        slot = self._slots.take(self.address)
+        self._generations[slot] += 1
+        self._rows[slot] = {name: values.copy() for name, values in columns.items()}
+        return Place(self.address, slot, self._generations[slot], tuple(columns))
+
+    def _holds(self, place: Place) -> bool:
+        return place.slot in self._rows and self._generations[place.slot] == place.generation
+
+    def free(self, places: Iterable[Place]) -> None:
+        for place in places:
+            if place.owner == self.address and self._holds(place):
+                del self._rows[place.slot]
+                self._slots.free.append(place.slot)
+
+    def read(self, place: Place, columns: Sequence[str]) -> list[Array]:
+        if not self._holds(place):
+            raise _lost(place)
+        return [self._rows[place.slot][name] for name in columns]
+
+    def close(self) -> None:
+        self._rows.clear()
+
+
+def fetch(store: RowStore, places: Sequence[Place], columns: Sequence[str]) -> Batch:
+    """What the owner's data lane answers: these rows, in this order. Raises LostRows."""
+    rows = [store.read(place, columns) for place in places]
+    return Batch({name: Column.of([row[index] for row in rows]) for index, name in enumerate(columns)})
