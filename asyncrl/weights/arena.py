@@ -22,7 +22,7 @@ from asyncrl.errors import WeightsError
 from asyncrl.protocols.messages import Published
 from asyncrl.weights.session import SLOTS, Leases, slot_of
 from asyncrl.weights.spec import TensorSpec, WeightsSpec
-from asyncrl.weights.transport import Memory, inproc
+from asyncrl.weights.transport import Memory, inproc, shm
 
 MAGIC = b"ARLWGHT1"
 HEADER = 4096  # one page, so that slots begin page-aligned
@@ -37,8 +37,6 @@ def open_writer(arena_name: str, spec: WeightsSpec, wire: str) -> "Writer":
     Raises:
         ArenaFull: there is no room for two slots.
     """
-    from asyncrl.weights.transport import shm
-
     create = inproc.create if wire == "inproc" else shm.create
     return Writer(create(arena_name, HEADER + SLOTS * _stride(spec)), spec)
 
@@ -50,8 +48,6 @@ def open_reader(published: Published, spec: WeightsSpec) -> "Reader":
         PeerLost: the arena is gone with its trainer.
         WeightsError: the trainer's model is another one than the reader's.
     """
-    from asyncrl.weights.transport import shm
-
     attach = inproc.attach if published.arena.startswith(inproc.SCHEME) else shm.attach
     return Reader(attach(published.arena), spec)
 
@@ -200,5 +196,5 @@ def _block(memory: Memory) -> Any:
     """
     mapped: Any = type("Mapped", (ctypes.c_char * len(memory.buffer),), {})
     block = mapped.from_address(np.frombuffer(memory.buffer, np.uint8).ctypes.data)
-    block.memory = memory  # unmapped when the last tensor over it is gone
+    block.exported = memory.buffer  # the memory stays mapped until the last tensor over it is gone
     return block

@@ -25,6 +25,7 @@ class SharedBlock:
     def close(self) -> None:
         if self.owner:
             self.segment.unlink()
+        self.segment.close()
 
 
 def create(name: str, size: int) -> SharedBlock:

@@ -1,0 +1,89 @@
+"""One forward of an unchanged transformers model over a flat row of tokens, with keys and values of our own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.engines.generation.attention import NAME, FlatTokens, Padding
+from asyncrl.engines.generation.cache import KVCache
+
+Ints = NDArray[np.int64]
+NOTHING: Ints = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A sequence none of whose keys are cached. row: the slot that takes them."""
+
+    row: int
+    tokens: Ints
+
+
+class FlatModel:
+    """A causal LM whose attention is `flat_attention`. The model must be nobody else's: its config is changed.
+
+    Args:
+        model: a transformers causal LM in evaluation mode.
+        vocabulary: ids from here on stand for no token (padding rows of the head) and get -inf.
+        fixed: attend to all of a slot's positions, so that no sequence's length changes another's shapes.
+    """
+
+    def __init__(self, model: Any, slots: int, limit: int, vocabulary: int, *, fixed: bool = False) -> None:
+        self.model, self.slots = model, slots
+        self._vocabulary, self._fixed = vocabulary, fixed
+        self.cache = KVCache(slots, limit, fixed=fixed)
+        model.set_attn_implementation(NAME)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @torch.no_grad()
+    def logits(self, tokens: Ints, positions: Ints, whole: Sequence[Whole] = ()) -> Tensor:
+        """Logits [rows, vocabulary] of the token that follows each of the given: float32 or the model's dtype.
+
+        tokens, positions: [decoding], one new token of each of the first slots. whole: sequences from their start.
+        """
+        lengths = [len(sequence.tokens) for sequence in whole]
+        self.cache.reserve(max([*lengths, *(positions + 1)]))
+        flat = self._flat(positions, whole, lengths)
+        ids = np.concatenate([tokens, *(sequence.tokens for sequence in whole)])
+        last = np.concatenate([np.arange(len(tokens)), len(tokens) + np.cumsum(lengths, dtype=np.int64) - 1])
+        logits: Tensor = self.model(
+            input_ids=self.tensor(ids)[None],
+            position_ids=flat.positions[None],
+            logits_to_keep=self.tensor(last),
+            use_cache=False,
+            flat=flat,
+        ).logits[0]
+        logits[:, self._vocabulary :] = -torch.inf
+        return logits
+
+    def tensor(self, values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    def _flat(self, positions: Ints, whole: Sequence[Whole], lengths: list[int]) -> FlatTokens:
+        decoding = len(positions)
+        rows = np.concatenate([np.arange(decoding), np.repeat([sequence.row for sequence in whole], lengths)])
+        steps = np.concatenate([positions, *(np.arange(length) for length in lengths)])
+        return FlatTokens(
+            self.cache,
+            rows=self.tensor(rows.astype(np.int64)),
+            positions=self.tensor(steps),
+            decoding=decoding,
+            mask=self._mask(positions) if decoding else None,
+            whole=Padding.of(lengths, decoding, self.device) if lengths else None,
+        )
+
+    def _mask(self, positions: Ints) -> Tensor:
+        """Additive, built once for all layers: row i sees positions 0 to positions[i]."""
+        seen = self.cache.limit if self._fixed else int(positions.max()) + 1
+        hidden = torch.arange(seen, device=self.device) > self.tensor(positions)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
+        return mask.masked_fill_(hidden, -torch.inf)[:, None, None]

@@ -1,0 +1,74 @@
+"""Which models the torch engine runs: those whose attention is plain and causal. Others are refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.engines.generation.forward import NOTHING, FlatModel, Whole
+from asyncrl.errors import ConfigError
+
+PROBE_TOKENS, PROBE_WHOLE = 12, 8  # few enough to cost nothing, more than one single step
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # far over rounding, far under a wrong mask
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: str) -> Any:
+    """A model for sampling only, refused when its attention is not plain.
+
+    Raises:
+        ConfigError: names the setting and what to use instead.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    refuse_unsupported(model.config)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Look for what this engine's attention would silently leave out."""
+    name = config.model_type
+    if config.is_encoder_decoder:
+        raise _unsupported(name, "it is an encoder-decoder")
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        raise _unsupported(name, f"its attention slides over a window of {config.sliding_window} tokens")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    if others:
+        raise _unsupported(name, f"it has layers of type {', '.join(others)}")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise _unsupported(name, f"it caps attention logits at {config.attn_logit_softcapping}")
+    if getattr(config, "alibi", False):
+        raise _unsupported(name, "it biases attention by distance (ALiBi)")
+
+
+def probe_logprobs(model: Any) -> torch.Tensor:
+    """Log-probabilities of the model's own forward over a few tokens, before its attention is replaced."""
+    with torch.no_grad():
+        ids = torch.arange(PROBE_TOKENS, device=model.device) % model.config.vocab_size
+        logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0, PROBE_WHOLE - 1 :]
+    return logits.float().log_softmax(-1)
+
+
+def verify(flat: FlatModel, expected: torch.Tensor) -> None:
+    """Compare `expected` (probe_logprobs) with the flat forward, whole and token by token: what no setting tells.
+
+    Raises:
+        ConfigError: they differ by more than rounding does.
+    """
+    ids = np.arange(PROBE_TOKENS, dtype=np.int64) % flat.model.config.vocab_size
+    found = [flat.logits(NOTHING, NOTHING, [Whole(0, ids[:PROBE_WHOLE])])]
+    for position in range(PROBE_WHOLE, PROBE_TOKENS):
+        found.append(flat.logits(ids[position : position + 1], np.array([position])))
+    real = torch.isfinite(found[0][0])
+    difference = (torch.cat(found).float()[:, real] - expected[:, real]).float()
+    spread = (difference - difference.mean(-1, keepdim=True)).abs().max().item()
+    if not spread <= PROBE_TOLERANCE[flat.model.dtype]:
+        reason = f"its logits differ by {spread:.2g} from transformers' own forward, so its attention is not plain"
+        raise _unsupported(flat.model.config.model_type, reason)
+
+
+def _unsupported(name: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f'model type {name!r} does not run on generation.engine = "torch": {reason}. '
+        "Use a model with plain causal attention (Llama, Qwen2, Qwen3, SmolLM2 and their kin)"
+    )

@@ -1,0 +1,278 @@
+"""What the engine records equals a plain forward, whatever shares its batch; bit for bit in deterministic mode."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.engines.generation.interface import Completion, Request
+from asyncrl.engines.generation.torch import TorchEngine
+from asyncrl.errors import ConfigError, WeightsError
+
+Drain = Callable[..., dict[Any, Completion]]
+MakeEngine = Callable[..., TorchEngine]
+MakeRequests = Callable[..., list[Request]]
+Plain = Callable[..., np.ndarray]
+FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "smollm2"]
+
+
+def new_weights(folder: Path, seed: int) -> dict[str, torch.Tensor]:
+    """The folder's parameters, moved by a few per cent; tied names share a tensor."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * parameter.std().nan_to_num(0.0) * torch.randn_like(parameter)
+    return {name: tensor.detach() for name, tensor in model.named_parameters(remove_duplicate=False)}
+
+
+def same(left: Completion, right: Completion) -> bool:
+    return np.array_equal(left.tokens, right.tokens) and left.logprobs.tobytes() == right.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_logprobs_equal_a_plain_forward(
+    make_engine: MakeEngine,
+    requests: MakeRequests,
+    drain: Drain,
+    plain_logprobs: Plain,
+    family: str,
+    deterministic: bool,
+) -> None:
+    """Ragged prompts, 17 requests through 5 slots, rows refilled and moved."""
+    done = drain(make_engine(family, deterministic=deterministic), requests(17))
+    assert len(done) == 17
+    for completion in done.values():
+        expected = plain_logprobs(completion, family)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
+        assert len(completion.tokens) <= completion.request.max_new_tokens
+        assert completion.tokens.max() < 261
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+def test_logprobs_are_those_of_the_tempered_distribution(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, plain_logprobs: Plain, temperature: float
+) -> None:
+    for completion in drain(make_engine(slots=16), requests(12, temperature=temperature)).values():
+        np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)
+
+
+def test_temperatures_may_differ_side_by_side(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, plain_logprobs: Plain
+) -> None:
+    mixed = [r for number, t in enumerate((0.0, 0.7, 2.0)) for r in requests(9, temperature=t)[3 * number :][:3]]
+    done = drain(make_engine(slots=9), mixed)
+    for completion in done.values():
+        np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)
+    assert sorted(done) == [(number, 0, 0) for number in range(9)]
+
+
+def test_temperature_zero_takes_the_likeliest(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, model_folder: Callable[[str], Path]
+) -> None:
+    (request,) = requests(1, temperature=0.0, max_new_tokens=8)
+    (completion,) = drain(make_engine(), [request]).values()
+    model = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
+    ids = torch.from_numpy(np.concatenate([request.prompt, completion.tokens]).astype(np.int64))
+    with torch.no_grad():
+        best = model(ids[None]).logits[0, len(request.prompt) - 1 : -1, :261].argmax(-1)
+    assert completion.tokens.tolist() == best.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm2"])
+def test_a_sample_is_the_same_bits_alone_and_beside_any_neighbours(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, family: str
+) -> None:
+    """Alone, in every slot, beside others, in any order of arrival."""
+    wanted = requests(14, seed=3)
+    together = drain(make_engine(family, deterministic=True, slots=6), wanted)
+    backwards = drain(make_engine(family, deterministic=True, slots=6), wanted[::-1])
+    engine = make_engine(family, deterministic=True, slots=6)
+    for request in wanted:
+        (alone,) = drain(engine, [request]).values()
+        assert same(alone, together[request.key])
+        assert same(alone, backwards[request.key])
+
+
+def test_a_sample_is_the_same_bits_when_it_arrives_in_the_middle(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain
+) -> None:
+    first, *others = requests(9, seed=5, max_new_tokens=20)
+    (alone,) = drain(make_engine(deterministic=True), [first]).values()
+    engine = make_engine(deterministic=True)
+    late = drain(engine, others, lambda step: engine.submit(first) if step == 7 else None)
+    assert same(alone, late[first.key])
+
+
+@pytest.mark.parametrize("slots", [1, 4, 32])
+def test_tokens_do_not_depend_on_the_number_of_slots(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, slots: int
+) -> None:
+    """Neither on the replica: every engine here is another one."""
+    wanted = requests(10, seed=8)
+    few = drain(make_engine(deterministic=True, slots=7), wanted)
+    many = drain(make_engine(deterministic=True, slots=slots), wanted)
+    for key, completion in few.items():
+        assert completion.tokens.tolist() == many[key].tokens.tolist()
+
+
+def test_members_of_a_group_share_a_prompt_and_differ_in_draws(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, plain_logprobs: Plain
+) -> None:
+    (first,) = requests(1, max_new_tokens=12)
+    group = [Request((0, m, 0), first.prompt, first.seed + m, 1.0, 12) for m in range(6)]
+    done = drain(make_engine(deterministic=True, slots=6), group)
+    assert len({tuple(completion.tokens) for completion in done.values()}) == 6
+    for request in group:
+        (alone,) = drain(make_engine(deterministic=True, slots=6), [request]).values()
+        assert same(alone, done[request.key])
+        np.testing.assert_allclose(alone.logprobs, plain_logprobs(alone, "llama"), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+@pytest.mark.parametrize("share", [False, True])
+def test_new_weights_between_two_steps_end_no_sequence(
+    make_engine: MakeEngine,
+    requests: MakeRequests,
+    drain: Drain,
+    plain_logprobs: Plain,
+    model_folder: Callable[[str], Path],
+    family: str,
+    kv: str,
+    share: bool,
+) -> None:
+    engine = make_engine(family, kv=kv, slots=4)
+    weights = new_weights(model_folder(family), 1)
+    swap = lambda step: engine.load(weights, 1, share=share) if step == 6 else None  # noqa: E731
+    done = drain(engine, requests(9, max_new_tokens=20), swap)
+    spanning = 0
+    for completion in done.values():
+        old, new = (plain_logprobs(completion, family, w) for w in (None, weights))
+        before = completion.versions == 0
+        spanning += 0 < before.sum() < len(before)
+        np.testing.assert_allclose(completion.logprobs[before], old[before], atol=1e-5, rtol=0)
+        if kv == "recompute" or not before.any():
+            np.testing.assert_allclose(completion.logprobs[~before], new[~before], atol=1e-5, rtol=0)
+    assert spanning == 4
+    assert len(done) == 9
+
+
+def test_kept_keys_are_the_old_ones(
+    make_engine: MakeEngine,
+    requests: MakeRequests,
+    drain: Drain,
+    plain_logprobs: Plain,
+    model_folder: Callable[[str], Path],
+) -> None:
+    """Under `keep` the tokens after a swap are not those of a full forward at the new weights: the switch is real."""
+    engine = make_engine(kv="keep")
+    weights = new_weights(model_folder("llama"), 1)
+    done = drain(
+        engine,
+        requests(3, max_new_tokens=20),
+        lambda step: engine.load(weights, 1, share=True) if step == 6 else None,
+    )
+    after = [
+        np.abs(c.logprobs - plain_logprobs(c, "llama", weights))[c.versions == 1].max()
+        for c in done.values()
+        if (c.versions == 1).any()
+    ]
+    assert max(after) > 1e-3
+
+
+def test_swapped_weights_keep_the_bits_of_deterministic_mode(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, model_folder: Callable[[str], Path]
+) -> None:
+    weights = new_weights(model_folder("llama"), 1)
+    wanted = requests(5, max_new_tokens=20)
+    results = []
+    for group in (wanted, wanted[:1]):
+        engine = make_engine(deterministic=True, kv="recompute")
+        swap = lambda step, engine=engine: engine.load(weights, 1, share=True) if step == 6 else None  # noqa: E731
+        results.append(drain(engine, group, swap)[wanted[0].key])
+    assert same(*results)
+    assert results[0].versions.tolist() == [0] * 6 + [1] * (len(results[0].versions) - 6)
+
+
+def test_no_sequence_starts_with_weights_that_are_too_old(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, model_folder: Callable[[str], Path]
+) -> None:
+    weights = new_weights(model_folder("llama"), 1)
+    early, late = requests(2, max_new_tokens=6)
+    late = Request(late.key, late.prompt, late.seed, 1.0, 6, not_before=1)
+    engine = make_engine()
+    done = drain(engine, [late, early])
+    assert list(done) == [early.key]
+    assert engine.waiting == 1
+    engine.load(weights, 1, share=False)
+    done = drain(engine, [])
+    assert set(done[late.key].versions) == {1}
+
+
+def test_an_engine_without_weights_samples_nothing(make_engine: MakeEngine, requests: MakeRequests) -> None:
+    engine = make_engine(version=-1)
+    engine.submit(requests(1, not_before=-3)[0])
+    assert not engine.active
+    assert engine.step() == []
+
+
+def test_end_answers_what_had_begun_and_forgets_the_rest(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, plain_logprobs: Plain
+) -> None:
+    engine = make_engine(slots=3)
+    wanted = requests(5, max_new_tokens=20)
+    for request in wanted:
+        engine.submit(request)
+    for _ in range(4):
+        assert engine.step() == []
+    ended = engine.end([wanted[0].key, wanted[4].key], "length")
+    assert [(c.request.key, c.finish, len(c.tokens)) for c in ended] == [((0, 0, 0), "length", 4)]
+    rest = drain(engine, [])
+    assert sorted(rest) == [(1, 0, 0), (2, 0, 0), (3, 0, 0)]
+    for completion in rest.values():
+        np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)
+
+
+def test_tied_names_with_different_values_are_refused(
+    make_engine: MakeEngine, model_folder: Callable[[str], Path]
+) -> None:
+    weights = new_weights(model_folder("llama-tied"), 1)
+    engine = make_engine("llama-tied")
+    with pytest.raises(WeightsError, match=r"lm_head.weight and model.embed_tokens.weight are tied"):
+        engine.load(weights | {"lm_head.weight": weights["lm_head.weight"] + 1}, 1, share=False)
+    with pytest.raises(WeightsError, match=r"lack model.norm.weight"):
+        engine.load({n: t for n, t in weights.items() if n != "model.norm.weight"}, 1, share=False)
+    assert engine.version == 0
+
+
+def test_damaged_weights_do_not_sample(
+    make_engine: MakeEngine, requests: MakeRequests, model_folder: Callable[[str], Path]
+) -> None:
+    engine = make_engine()
+    weights = new_weights(model_folder("llama"), 1)
+    engine.load(weights | {"model.norm.weight": weights["model.norm.weight"] * torch.nan}, 1, share=False)
+    engine.submit(requests(1)[0])
+    with pytest.raises(WeightsError, match="not finite"):
+        engine.step()
+
+
+def test_what_does_not_fit_a_slot_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(ConfigError, match=r"41 tokens where task.max_prompt_tokens is 40"):
+        engine.submit(Request((7, 0, 0), np.ones(41, np.int32), 0, 1.0, 3))
+    with pytest.raises(ConfigError, match=r"25 tokens where generation.max_new_tokens is 24"):
+        engine.submit(Request((7, 0, 0), np.ones(4, np.int32), 0, 1.0, 25))
+
+
+def test_bfloat16_stays_near_its_own_plain_forward(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, plain_logprobs: Plain
+) -> None:
+    for completion in drain(make_engine(dtype="bfloat16"), requests(6)).values():
+        assert completion.logprobs.dtype == np.float32
+        np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=0.8, rtol=0)
