@@ -29,7 +29,8 @@ from asyncrl.rolling import Sampling
 from asyncrl.rundir import RunDirectory, open_run_directory
 from asyncrl.staleness import Gate, GateConfig
 from asyncrl.store import FileStore, run_lock
-from asyncrl.tasks import Draw, Prompts, held_out_prompts, training_prompts
+from asyncrl.tasks import Draw, held_out_prompts, training_prompts
+from asyncrl.tasks.sources import Rows
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.sinks import open_sinks
 from asyncrl.telemetry.trace_merge import merge
@@ -44,8 +45,8 @@ STOP_PATIENCE = 6.0
 class Order:
     """What to run.
 
-    command: what the user types to resume. prompts, held_out: given from Python instead of the config's sources.
-    rewards: a service to use in place of the config's functions, served in this process.
+    command: what the user types to resume. prompts: given from Python instead of the config's source.
+    reward_service: a service to use in place of the config's functions, served in this process.
     """
 
     config: Config
@@ -53,8 +54,7 @@ class Order:
     display: Display
     command: str
     accept_changes: bool = False
-    prompts: Prompts | None = None
-    held_out: Sequence[Question] | None = None
+    prompts: Rows | None = None
     reward_service: ServiceSpec | None = None
 
 
@@ -117,12 +117,9 @@ def _settle_config(order: Order, directory: RunDirectory, plan: ResumePlan | Non
 
 def _load_questions(order: Order) -> Questions:
     config = order.config
-    prompts = order.prompts or training_prompts(config)
-    held_out = order.held_out
-    if held_out is None:
-        found = held_out_prompts(config)
-        held_out = found.first(config.evaluate.size) if found is not None else []
-    return Questions(Draw(prompts, config.seed), held_out)
+    held_out = held_out_prompts(config)
+    questions = held_out.first(config.evaluate.size) if held_out is not None else []
+    return Questions(Draw(training_prompts(config, order.prompts), config.seed), questions)
 
 
 def _take_up(config: Config, directory: RunDirectory, store: FileStore, plan: ResumePlan | None) -> TakenUp:

@@ -1,0 +1,91 @@
+"""Scores a model on held-out prompts, without a trainer: a run's newest checkpoint, or any model folder."""
+
+import os
+import secrets
+import tempfile
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.checkpoint import plan_resume
+from asyncrl.config import Config
+from asyncrl.deploy.local import LocalLauncher
+from asyncrl.deploy.services import GENERATION
+from asyncrl.errors import ConfigError
+from asyncrl.evaluation import Evaluation, Evaluator, Question
+from asyncrl.fleet import ServiceSpec, running_fleet
+from asyncrl.launch import RunFacts
+from asyncrl.protocols.contracts import Generation, Reward
+from asyncrl.rundir import RunDirectory
+from asyncrl.settings import load, read
+from asyncrl.store import FileStore
+from asyncrl.tasks import held_out_prompts
+from asyncrl.tasks.sources import Rows
+
+VERSION = 0
+"""Of the weights in the model folder, which no trainer counts."""
+
+
+def newest_model(run_dir: Path) -> tuple[Path, int]:
+    """`model/` of a run's newest good checkpoint, and its version. Raises ConfigError when there is none."""
+    with closing(FileStore(run_dir)) as store:
+        plan = plan_resume(store)
+    if plan is None:
+        raise ConfigError(f"{run_dir} has no checkpoint yet")
+    return Path(plan.directory) / "model", plan.version
+
+
+async def evaluate_run(run_dir: Path, config: Config | None = None, prompts: str | Rows | None = None) -> Evaluation:
+    """The newest checkpoint of a run, with the run's rewards; prompts: by default those of its section `evaluate`."""
+    if not RunDirectory(run_dir).started_before:
+        raise ConfigError(f"{run_dir} is no run directory: it has no config.toml")
+    model, version = newest_model(run_dir)
+    config = config or read(RunDirectory(run_dir).config)
+    if isinstance(prompts, str):
+        config = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"prompts": prompts})})
+    given = None if isinstance(prompts, str) else prompts
+    evaluation = await evaluate_model(model, config, questions_of(config, given))
+    return replace(evaluation, version=version)
+
+
+def questions_of(config: Config, given: Rows | None = None) -> list[Question]:
+    """Held-out prompts given, or those of section `evaluate`. Raises ConfigError when there are none."""
+    found = held_out_prompts(config, given)
+    if found is None:
+        raise ConfigError("there are no held-out prompts: set evaluate.prompts, or name a task with --task")
+    return found.first(config.evaluate.size)
+
+
+async def evaluate_target(target: str, task: str | None) -> Evaluation:
+    """`asyncrl evaluate RUN_DIR|MODEL --task T`. task: an experiment, whose held-out prompts and rewards are used."""
+    config = load(task).config if task is not None else None
+    path = Path(target)
+    if RunDirectory(path).started_before:
+        return await evaluate_run(path, config)
+    if config is None:
+        raise ConfigError(f"{target} is no run directory; to evaluate a model name an experiment with --task")
+    if not (path / "config.json").exists():
+        raise ConfigError(f"{target} is neither a run directory nor a model folder: it has no config.json")
+    return await evaluate_model(path, config, questions_of(config))
+
+
+async def evaluate_model(model: Path, config: Config, questions: list[Question]) -> Evaluation:
+    """A model folder, sampled by a generation worker of its own and scored by a reward worker."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-evaluate-") as scratch:
+        (Path(scratch) / "logs").mkdir()
+        facts = RunFacts(
+            run=secrets.token_hex(4),
+            run_dir=scratch,
+            model_dir=os.path.abspath(model),
+            epoch=0,
+            weights_arena="",
+            config=config.model_copy(update={"fleet": config.fleet.model_copy(update={"wire": "ipc"})}),
+        )
+        specs = [
+            ServiceSpec("evaluation", Generation, GENERATION, options={"own_version": VERSION}),
+            ServiceSpec("reward", Reward, "asyncrl.services.reward:RewardService"),
+        ]
+        with LocalLauncher("ipc") as launcher:
+            async with running_fleet(specs, facts, launcher=launcher) as running:
+                generation, reward = running.handle("evaluation", Generation), running.handle("reward", Reward)
+                return await Evaluator(generation, reward, questions, config).evaluate(VERSION, 0)
