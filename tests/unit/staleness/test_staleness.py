@@ -1,0 +1,137 @@
+"""The gate under random schedules, beside a world that keeps its own account; and its rules one by one."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, IllegalTransition
+from asyncrl.staleness import Drop, Gate, GateConfig
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 10**9))
+def test_rules_hold_on_random_schedules(world: type[Any], seed: int) -> None:
+    world(seed).run()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**9), st.sampled_from(["mask", "drop", "block", "admit"]))
+def test_no_limit_to_staleness_of_zero_is_exactly_the_synchronous_batch(
+    world: type[Any], seed: int, policy: str
+) -> None:
+    run = world(seed, limit=0, policy=policy)
+    run.losses = run.chaos = 0.0
+    batch = run.config.groups * run.config.members
+    run.run()
+    assert run.gate.version == run.steps
+    by_version = [[f for f in run.facts.values() if f.since == version] for version in range(run.steps)]
+    assert [len(facts) for facts in by_version] == [batch] * run.steps
+    assert all(fact.first == fact.last == fact.since for fact in run.facts.values())
+    assert len(run.trained) == batch * run.steps
+
+
+def one_group(members: int = 4, **changes: Any) -> Gate:
+    gate = Gate(GateConfig(**{"groups": 1, "members": members, "limit": 1, "policy": "mask", "slots": 8, **changes}))
+    gate.draw()
+    return gate
+
+
+def ready(gate: Gate, group: int, member: int, reward: float, first: int = 0, last: int = 0) -> None:
+    assert gate.generated(group, member, 0, first, last, tokens=10)
+    assert gate.scored(group, member, 0, reward)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"limit": -1}, "staleness.limit"),
+        ({"members": 1}, "task.samples_per_prompt"),
+        ({"cut_at": 1}, "staleness.cut_at"),
+        ({"slots": 0}, "generation.slots"),
+    ],
+)
+def test_values_that_cannot_work_are_named(changes: dict[str, int], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        GateConfig(**{"groups": 2, "members": 4, "limit": 2, "policy": "mask", "slots": 8, **changes})
+
+
+@pytest.mark.parametrize(("written", "cut_at"), [(None, 4), ("never", None), (3, 3)])
+def test_cut_at_defaults_to_half_a_group(written: Any, cut_at: int | None) -> None:
+    sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "staleness": {"cut_at": written}}
+    assert GateConfig.of(Config.model_validate(sections)).cut_at == cut_at
+
+
+def test_in_flight_cap_counts_slots_under_mask_only() -> None:
+    config = GateConfig(groups=8, members=8, limit=2, policy="mask", slots=190)
+    assert (config.cap, config.credits) == (3 * 8 + 24, 3 * 64)
+    assert replace(config, policy="drop").cap == 3 * 8
+
+
+def test_a_reward_dropped_as_stale_stays_in_the_baseline() -> None:
+    gate = one_group(limit=0)
+    ready(gate, 0, 0, 1.0)
+    ready(gate, 0, 1, 0.0)
+    assert gate.generated(0, 2, 0, 0, 0)
+    assert gate.scored(0, 2, 0, None)
+    gate.version = 1
+    assert [drop.reason for drop in gate.pick().dropped] == ["stale", "stale"]
+    assert gate.rewards(0) == {0: 1.0, 1: 0.0}
+
+
+def test_a_complete_group_with_one_reward_has_no_baseline() -> None:
+    gate = one_group(members=2)
+    ready(gate, 0, 0, 1.0)
+    assert gate.generated(0, 1, 0, 0, 0)
+    assert gate.scored(0, 1, 0, None)
+    assert gate.pick().dropped == (Drop(0, 0, "no_baseline"),)
+    assert gate.finished(0)
+
+
+def test_the_gap_of_an_early_cut_is_known_when_its_group_is_finished() -> None:
+    gate = one_group(members=3, cut_at=2, slots=3)
+    ready(gate, 0, 0, 1.0)
+    ready(gate, 0, 1, 0.0)
+    gate.drop(gate.draw(), range(3), "poison")
+    assert gate.pick().cuts is None
+    ready(gate, gate.draw(), 0, 0.0)
+    gate.generated(2, 1, 0, 0, 0)
+    gate.scored(2, 1, 0, 0.0)
+    pick = gate.pick()
+    assert (pick.cuts, pick.early) == (((0, (0, 1)), (2, (0, 1))), (0, 2))
+    assert pick.cuts is not None
+    gate.trained(pick.cuts, 1)
+    assert not gate.gaps
+    gate.generated(0, 2, 0, 0, 1)
+    gate.scored(0, 2, 0, 1.0)
+    gate.drop(0, [2], "stale")
+    assert list(gate.gaps) == [pytest.approx(1 / 2 - 2 / 3)]
+    assert {outcome.early for outcome in gate.outcomes if not outcome.reason} == {True}
+
+
+def test_tokens_of_an_attempt_that_was_given_up_are_counted() -> None:
+    gate = one_group()
+    ready(gate, 0, 0, 1.0)
+    assert gate.restart(0, [0, 1]) == 1
+    assert gate.abandoned_tokens == 10
+    assert not gate.generated(0, 1, 0, 0, 0)
+    assert gate.generated(0, 2, 0, 0, 0), "a member that was not restarted goes on"
+    assert gate.refused == 1
+
+
+def test_what_is_being_trained_cannot_be_dropped() -> None:
+    gate = one_group(members=2)
+    ready(gate, 0, 0, 1.0)
+    ready(gate, 0, 1, 0.0)
+    assert gate.pick().cuts == ((0, (0, 1)),)
+    with pytest.raises(IllegalTransition, match="it is training"):
+        gate.drop(0, [1], "poison")
+
+
+def test_block_lets_no_older_weights_start_a_group_than_those_it_was_drawn_at() -> None:
+    for policy, oldest in (("block", 3), ("mask", 1)):
+        gate = Gate(GateConfig(1, 2, 2, policy, 4), version=3)  # type: ignore[arg-type]
+        assert gate.not_before(gate.draw()) == oldest

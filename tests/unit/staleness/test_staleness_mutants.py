@@ -1,0 +1,138 @@
+"""Named ways to break the gate, each of which random schedules must find."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.staleness import Cut, Gate, Group, Sample, Stage, live
+
+SEEDS = 500
+
+
+class ExpiresOneVersionLate(Gate):
+    def expired(self, sample: Sample) -> bool:
+        return not live(sample.last, self.version, self.config.limit + 1)
+
+
+class ExpiresAtTheLimit(Gate):
+    def expired(self, sample: Sample) -> bool:
+        return self.version - sample.last >= self.config.limit
+
+
+class StaleByTheLastToken(Gate):
+    def stale(self, sample: Sample) -> bool:
+        return self.expired(sample)
+
+
+class DueIgnored(Gate):
+    def due(self, group: Group) -> bool:
+        return False
+
+
+class DueOneVersionLate(Gate):
+    def due(self, group: Group) -> bool:
+        return any(s.stage is Stage.READY and self.expired(s) for s in group.samples)
+
+
+class CutBelowTwo(Gate):
+    def may_cut(self, group: Group) -> bool:
+        return super().may_cut(group) or self.due(group)
+
+
+class CutUnderDrop(Gate):
+    def may_cut(self, group: Group) -> bool:
+        return super().may_cut(group) or (self.config.policy == "drop" and len(group.rewards()) > 1)
+
+
+class CreditOfScoringNotCounted(Gate):
+    def held(self) -> int:
+        return super().held() - self.counts()[Stage.SCORING]
+
+
+class CreditOfTrainingNotCounted(Gate):
+    def held(self) -> int:
+        return super().held() - self.counts()[Stage.TRAINING]
+
+
+class OverdueCounted(Gate):
+    def held(self) -> int:
+        return self.in_flight
+
+
+class CapIgnored(Gate):
+    def may_draw(self) -> bool:
+        return self.held() + self.config.members <= self.config.credits and not self._stopped
+
+
+class StaleAttemptAccepted(Gate):
+    def _current(self, group: int, member: int, attempt: int, stage: Stage) -> Sample | None:
+        current = self._groups[group].samples[member].attempt if group in self._groups else attempt
+        return super()._current(group, member, current, stage)
+
+
+class RepetitionAccepted(Gate):
+    def _current(self, group: int, member: int, attempt: int, stage: Stage) -> Sample | None:
+        sample = self._groups[group].samples[member] if group in self._groups else None
+        same = sample is not None and sample.attempt == attempt and sample.stage is not Stage.RUNNING
+        return sample if same else super()._current(group, member, attempt, stage)
+
+
+class RequeueLost(Gate):
+    def requeue(self, cuts: Iterable[Cut]) -> None:
+        for group, members in cuts:
+            self.restart(group, members)
+
+
+class TrainsAgain(Gate):
+    def trained(self, cuts: Iterable[Cut], version: int) -> None:
+        self.requeue(cuts)
+        self.version = version
+
+
+class NeverForgets(Gate):
+    def _forget(self, group: int) -> None:
+        pass
+
+
+class BlockLooksAtThisIterationOnly(Gate):
+    def fits_deadlines(self, cuts: Iterable[Cut]) -> bool:
+        taken, latest = dict(cuts), self.version - self.config.limit
+        groups = [group for group in self._groups.values() if group.drawn_at <= latest]
+        return all(group.id in taken for group in groups)
+
+
+class BlockStartsOldWeights(Gate):
+    def not_before(self, group: int) -> int:
+        return self.version - self.config.limit
+
+
+class ShortBatchTooSoon(Gate):
+    @property
+    def exhausted(self) -> bool:
+        return not self.counts()[Stage.SCORING] and not self.may_draw()
+
+
+class NewestFirst(Gate):
+    def _urgency(self, group: Group) -> tuple[int, int]:
+        last, number = super()._urgency(group)
+        return (-last, number)
+
+
+GATE_MUTANTS = [mutant for mutant in Gate.__subclasses__() if mutant.__module__ == __name__]
+
+
+@pytest.mark.parametrize("mutant", GATE_MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_broken_gate_is_found(world: type[Any], mutant: type[Gate]) -> None:
+    assert found_at(world, mutant) is not None, f"{mutant.__name__} survives {SEEDS} schedules"
+
+
+def found_at(world: type[Any], mutant: type[Gate]) -> int | None:
+    """The first seed whose schedule the mutant does not survive; `world(seed, mutant).run()` replays it."""
+    for seed in range(SEEDS):
+        try:
+            world(seed, mutant).run()
+        except (AssertionError, AsyncrlError, KeyError):
+            return seed
+    return None

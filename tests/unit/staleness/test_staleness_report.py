@@ -1,0 +1,62 @@
+"""What the limit costs, on samples whose numbers can be counted by hand."""
+
+import pytest
+
+from asyncrl.protocols.messages import TrainedSample
+from asyncrl.staleness import Gate, GateConfig, Outcome
+from asyncrl.staleness_report import Fate, StalenessReport, live_tokens, shares_by_length, smallest_limit
+
+MASK = GateConfig(groups=1, members=2, limit=1, policy="mask", slots=4)
+DROP = GateConfig(groups=1, members=2, limit=1, policy="drop", slots=4)
+
+
+def fate(tokens: int, trained: int, first: int, version: int = 4, last: int = 4) -> Fate:
+    return Fate(Outcome(0, 0, tokens, first, last, version, "" if trained else "stale"), trained)
+
+
+def short(count: int) -> list[Fate]:
+    return [fate(5, 5, first=4) for _ in range(count)]
+
+
+def test_shares_are_taken_by_decile_of_length() -> None:
+    shares = shares_by_length([*short(18), fate(100, 40, first=0), fate(300, 0, first=0)])
+    assert [share.samples for share in shares] == [1.0] * 9 + [0.5]
+    assert shares[-1].tokens == pytest.approx(40 / 400)
+    assert shares[-1].longest == 300
+
+
+def test_fewer_samples_than_deciles_say_nothing() -> None:
+    assert shares_by_length(short(9)) == []
+    assert smallest_limit(short(9), MASK) is None
+
+
+def test_tokens_are_live_by_the_version_they_were_sampled_at() -> None:
+    outcome = Outcome(0, 0, tokens=50, first=0, last=4, version=4)
+    assert [live_tokens(outcome, limit) for limit in range(5)] == [10, 20, 30, 40, 50]
+
+
+def test_the_limit_that_lets_half_of_the_longest_train_is_named() -> None:
+    fates = [*short(9), fate(50, 20, first=0)]
+    assert smallest_limit(fates, MASK) == 2, "three of five versions within two of the trainer's"
+    assert smallest_limit(fates, DROP) == 4, "a sample is dropped for its first token"
+
+
+def test_no_larger_limit_is_named_when_age_is_not_the_reason() -> None:
+    assert smallest_limit([*short(9), fate(50, 0, first=4)], MASK) is None
+
+
+def test_a_step_reports_what_left_the_gate_since_the_last() -> None:
+    gate, report = Gate(MASK), StalenessReport(MASK)
+    gate.draw()
+    for member in range(2):
+        gate.generated(0, member, 0, 0, 0, tokens=10)
+        gate.scored(0, member, 0, float(member))
+    pick = gate.pick()
+    assert pick.cuts is not None
+    gate.trained(pick.cuts, 1)
+    gate.draw()
+    gate.generated(1, 0, 0, 1, 1, tokens=7)
+    gate.restart(1, [0])
+    metrics = report.step(gate, [TrainedSample(0, 0, 0, 10, 0), TrainedSample(0, 1, 0, 6, 4, "stale")])
+    assert metrics == {"staleness/expired": 0, "staleness/cut_fraction": 0, "staleness/wasted_tokens": 4 + 7}
+    assert report.step(gate, [])["staleness/wasted_tokens"] == 0
