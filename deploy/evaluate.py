@@ -1,5 +1,6 @@
 """Scores a model on held-out prompts, without a trainer: a run's newest checkpoint, or any model folder."""
 
+import asyncio
 import os
 import secrets
 import tempfile
@@ -71,12 +72,13 @@ async def evaluate_target(target: str, task: str | None) -> Evaluation:
 
 async def evaluate_model(model: Path, config: Config, questions: list[Question]) -> Evaluation:
     """A model folder, sampled by a generation worker of its own and scored by a reward worker."""
+    model_dir = await asyncio.to_thread(os.path.abspath, model)
     with tempfile.TemporaryDirectory(prefix="asyncrl-evaluate-") as scratch:
         (Path(scratch) / "logs").mkdir()
         facts = RunFacts(
             run=secrets.token_hex(4),
             run_dir=scratch,
-            model_dir=os.path.abspath(model),
+            model_dir=model_dir,
             epoch=0,
             weights_arena="",
             config=config.model_copy(update={"fleet": config.fleet.model_copy(update={"wire": "ipc"})}),
