@@ -1,0 +1,129 @@
+"""Services without torch that stand in for real ones in tests of the runtime; worker processes import this module."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+
+import numpy as np
+
+from asyncrl.errors import ConfigError
+from asyncrl.protocols.batch import Batch, BatchRef, Place, RowRef
+from asyncrl.protocols.contracts import Contract, Idempotent, Lane, Training, endpoint
+from asyncrl.protocols.messages import PromptGroup
+from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL
+from asyncrl.service import Service
+
+
+class Echo(Contract):
+    """What the stand-in answers to."""
+
+    @endpoint(ONE_OF, idempotent=Idempotent.PURE)
+    async def echo(self, text: str) -> str:
+        raise NotImplementedError
+
+    @endpoint(ONE_OF)
+    async def wait(self) -> None:
+        """Never answers."""
+        raise NotImplementedError
+
+    @endpoint(ONE_OF)
+    async def compute(self, seconds: float) -> str:
+        """Keeps the compute thread for a while; answers with its name."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
+    async def pids(self) -> list[int]:
+        raise NotImplementedError
+
+    @endpoint(ONE_OF)
+    async def fail(self) -> None:
+        raise NotImplementedError
+
+    @endpoint(ONE_OF, stream=True)
+    def count(self, group: PromptGroup) -> AsyncIterator[int]:
+        """Numbers from 0 on, for ever."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
+    async def closed(self) -> list[int]:
+        """How many streams were closed."""
+        raise NotImplementedError
+
+    @endpoint(ONE_OF)
+    async def make_rows(self, values: list[int]) -> BatchRef:
+        raise NotImplementedError
+
+    @endpoint(DP_PROTO)
+    async def sum_rows(self, refs: BatchRef) -> list[int]:
+        raise NotImplementedError
+
+
+class EchoService(Service, Echo):
+    def _begin_rows(self) -> None:
+        self.rows = self.context.open_rows(slots=8, slot_bytes=64)
+        self.streams_closed = 0
+
+    async def start(self) -> None:
+        if message := self.context.options.get("refuses"):
+            raise ConfigError(message)
+        if self.context.options.get("dies"):
+            os._exit(7)
+        self._begin_rows()
+
+    async def echo(self, text: str) -> str:
+        return f"{text} from {self.context.instance}"
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+    async def compute(self, seconds: float) -> str:
+        def work() -> str:
+            time.sleep(seconds)
+            return "done"
+
+        return await self.context.compute.run(work)
+
+    async def pids(self) -> list[int]:
+        return [os.getpid()]
+
+    async def fail(self) -> None:
+        raise KeyError("nothing under that name")
+
+    async def count(self, group: PromptGroup) -> AsyncIterator[int]:
+        number = 0
+        try:
+            while True:
+                yield number
+                number += 1
+        finally:
+            self.streams_closed += 1
+
+    async def closed(self) -> list[int]:
+        return [self.streams_closed]
+
+    async def make_rows(self, values: list[int]) -> BatchRef:
+        assert self.rows is not None
+        places = [self.rows.put({"number": np.array([value], np.int64)}) for value in values]
+        return BatchRef(tuple(row_ref(number, place) for number, place in enumerate(places)))
+
+    async def sum_rows(self, refs: BatchRef) -> list[int]:
+        batch: Batch = await self.context.reader.read(refs, ["number"])
+        return [int(row.sum()) for row in batch["number"]]
+
+
+def row_ref(member: int, place: Place) -> RowRef:
+    return RowRef(0, member, 0, 0, 1, 1, 0, 0, "stop", (place,))
+
+
+class Trainer(Training):
+    """A trainer's contract with one more endpoint, to find its process."""
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
+    async def pids(self) -> list[int]:
+        raise NotImplementedError
+
+
+class TrainerService(Service, Trainer):
+    async def pids(self) -> list[int]:
+        return [os.getpid()]

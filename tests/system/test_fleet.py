@@ -1,0 +1,166 @@
+"""Whole fleets of stand-in services, in one process and as processes of their own."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Config, Fleet, Model, Task
+from asyncrl.deploy.local import LocalLauncher
+from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError
+from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.handle import connect
+from asyncrl.launch import RunFacts
+from asyncrl.protocols.messages import PromptGroup
+from asyncrl.wire.auth import CurveKeys
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from standins import Echo, EchoService  # noqa: E402
+
+GROUP = PromptGroup(0, 0, 0, "hello", (0,), 1, 0, 1.0, 8, deadline=30.0)
+Start = Callable[..., AbstractAsyncContextManager[RunningFleet]]
+
+
+@pytest.fixture(params=["inproc", "ipc", "tcp"])
+def start(request: Any, tmp_path: Path, monkeypatch: Any) -> Start:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+    @asynccontextmanager
+    async def started(
+        replicas: int = 1, watchdog: float = 60.0, report: Callable[[str], None] = print, **options: Any
+    ) -> AsyncIterator[RunningFleet]:
+        config = Config(model=Model(name="none"), task=Task(prompts="none"), fleet=Fleet(watchdog=watchdog))
+        keys = CurveKeys.fresh()
+        facts = RunFacts("feedbeef", str(tmp_path), str(tmp_path), 0, "none", config, curve=(keys.public, keys.secret))
+        specs = [ServiceSpec("echo", Echo, "standins:EchoService", replicas=replicas, options=options)]
+        with LocalLauncher("tcp" if request.param == "tcp" else "ipc") as launcher:
+            async with running_fleet(
+                specs, facts, launcher=None if request.param == "inproc" else launcher, report=report
+            ) as running:
+                yield running
+        assert not launcher.sockets.exists()
+
+    return started
+
+
+async def test_calls_reach_every_replica_and_come_back(start: Start) -> None:
+    async with start(replicas=2) as running:
+        echo = running.handle("echo", Echo)
+        async with asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(echo.echo(f"{number}")) for number in range(8)]
+        assert [task.result().split()[0] for task in answers] == [f"{number}" for number in range(8)]
+        assert {task.result().split()[-1].split("-")[0] for task in answers} == {"echo0.0", "echo1.0"}
+        assert len(await echo.pids()) == 2
+
+
+async def test_health_is_answered_while_work_is_busy(start: Start) -> None:
+    async with start() as running:
+        echo = running.handle("echo", Echo)
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            working = tasks.create_task(echo.compute(0.4))
+            while not (health := await echo.health()).doing:
+                pass
+            asked = loop.time()
+            health = await echo.health()
+            assert loop.time() - asked < 0.2
+            assert not working.done()
+            assert health.doing[0].startswith("compute for ")
+        health = await echo.health()
+        assert health.seconds["busy"] == pytest.approx(0.4, abs=0.15)
+        assert sum(health.seconds.values()) == pytest.approx(health.wall, rel=0.01)
+        assert health.seconds["blocked"] == 0
+        await echo.idle_because("blocked")
+        assert (await echo.health()).seconds["blocked"] > 0
+
+
+async def test_an_error_comes_back_with_its_remote_traceback(start: Start) -> None:
+    async with start() as running:
+        with pytest.raises(RemoteError, match=r"echo\[0\] raised KeyError") as caught:
+            await running.handle("echo", Echo).fail()
+        assert "in fail" in caught.value.remote_traceback
+
+
+async def test_closing_a_stream_stops_it_in_the_worker(start: Start) -> None:
+    async with start() as running:
+        echo = running.handle("echo", Echo)
+        async with aclosing(echo.count(GROUP)) as numbers:  # type: ignore[type-var]
+            async for number in numbers:
+                if number == 200:
+                    break
+        async with asyncio.timeout(5):
+            while await echo.closed() != [1]:
+                pass
+
+
+async def test_rows_go_from_worker_to_worker(start: Start) -> None:
+    async with start(replicas=2) as running:
+        echo = running.handle("echo", Echo)
+        refs = await echo.make_rows([3, 5, 8])
+        assert await echo.sum_rows(refs) == [3, 5, 8]
+        await echo.release([row.places[0] for row in refs])
+        refs = await echo.make_rows([1] * 8)  # all eight slots are free again
+        assert sum(await echo.sum_rows(refs)) == 8
+
+
+async def test_a_worker_that_cannot_start_says_why(start: Start) -> None:
+    with pytest.raises(ConfigError, match="this option is wrong, write that one"):
+        async with start(refuses="this option is wrong, write that one"):
+            pytest.fail("it started")
+
+
+async def test_an_error_in_the_block_comes_out_bare(start: Start) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with start():
+            raise ZeroDivisionError
+
+
+async def test_nothing_of_a_fleet_is_left(start: Start, tmp_path: Path) -> None:
+    async with start(replicas=2):
+        pass
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("asyncrl-feedbeef-")]
+    assert json.loads((tmp_path / "fleet.json").read_text()) == {"workers": []}
+
+
+async def test_a_call_without_an_answer_ends_at_its_deadline(start: Start) -> None:
+    async with start() as running:
+        with pytest.raises(DeadlineExceeded, match=r"echo0\[0\] did not answer wait"):
+            await connect(Echo, running.workers["echo"], 0.1).wait()
+
+
+async def test_the_watchdog_names_who_holds_what(start: Start) -> None:
+    told: asyncio.Queue[str] = asyncio.Queue()
+    async with start(replicas=2, watchdog=0.2, report=told.put_nowait) as running:
+        waiting = asyncio.ensure_future(running.handle("echo", Echo).wait())
+        async with asyncio.timeout(10):
+            while "held by" not in (text := await told.get()):
+                pass
+        assert "Longest outstanding: wait, held by echo0.0" in text
+        assert "does wait for" in text
+        assert "echo1.0" in text
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+
+async def test_services_may_live_in_both_places_at_once(tmp_path: Path, monkeypatch: Any) -> None:
+    """A service in this process may be any callable, and reads rows that another process made."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    config = Config(model=Model(name="none"), task=Task(prompts="none"))
+    facts = RunFacts("feedbeef", str(tmp_path), str(tmp_path), 0, "none", config)
+    specs = [
+        ServiceSpec("there", Echo, "standins:EchoService"),
+        ServiceSpec("here", Echo, lambda context: EchoService(context), here=True),
+    ]
+    with LocalLauncher() as launcher:
+        async with running_fleet(specs, facts, launcher=launcher) as running:
+            there, here = running.handle("there", Echo), running.handle("here", Echo)
+            assert await here.pids() == [os.getpid()]
+            assert await there.pids() != [os.getpid()]
+            assert await here.sum_rows(await there.make_rows([4, 2])) == [4, 2]

@@ -1,0 +1,163 @@
+"""Killing things: workers, the trainer, the controller. Real processes, stand-in services."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Config, Model, Task
+from asyncrl.deploy.local import LocalLauncher
+from asyncrl.errors import FleetFailed, PeerLost
+from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.launch import RunFacts
+from asyncrl.wire.ends import Signal
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from standins import Echo, Trainer  # noqa: E402
+
+pytestmark = pytest.mark.fleet
+
+
+@pytest.fixture(autouse=True)
+def _standins_can_be_imported(monkeypatch: Any) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+
+
+@asynccontextmanager
+async def fleet_in(tmp_path: Path, **options: Any) -> AsyncIterator[RunningFleet]:
+    facts = RunFacts(
+        "feedbeef", str(tmp_path), str(tmp_path), 0, "none", Config(model=Model(name="none"), task=Task(prompts="none"))
+    )
+    specs = [
+        ServiceSpec("echo", Echo, "standins:EchoService", replicas=2, options=options),
+        ServiceSpec("training", Trainer, "standins:TrainerService"),
+    ]
+    with LocalLauncher() as launcher:
+        async with running_fleet(specs, facts, launcher=launcher, resume="asyncrl run x") as running:
+            yield running
+
+
+def processes_of(tmp_path: Path) -> dict[str, int]:
+    workers = json.loads((tmp_path / "fleet.json").read_text())["workers"]
+    return {f"{worker['service']}{worker['replica']}": worker["pid"] for worker in workers}
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+
+
+async def test_a_killed_worker_fails_its_calls_at_once_and_comes_back(tmp_path: Path) -> None:
+    async with fleet_in(tmp_path) as running, asyncio.timeout(30):
+        echo, loop, back = running.handle("echo", Echo), asyncio.get_running_loop(), Signal()
+        lost: list[str] = []
+        running.on_lost.append(lambda service, instance: lost.append(instance))
+        running.on_lives.append(lambda service, instance: back.wake())
+        waiting = [asyncio.ensure_future(echo.wait()) for _ in range(2)]
+        before = processes_of(tmp_path)
+        assert sorted(await echo.pids()) == sorted(pid for name, pid in before.items() if name != "training0")
+
+        victim = running.workers["echo"].worker(0, 0).instance
+        killed = loop.time()
+        os.kill(before["echo0"], signal.SIGKILL)
+        with pytest.raises(PeerLost):
+            await waiting[0]
+        assert loop.time() - killed < 0.5
+        assert not waiting[1].done()
+        assert "from echo1" in await echo.echo("meanwhile")
+
+        await back.wait()
+        assert lost == [victim]
+        after = processes_of(tmp_path)
+        assert after["echo0"] != before["echo0"]
+        assert {name: pid for name, pid in after.items() if name != "echo0"} == {
+            name: pid for name, pid in before.items() if name != "echo0"
+        }
+        assert sorted(await echo.pids()) == sorted((after["echo0"], after["echo1"]))
+        waiting[1].cancel()
+        await asyncio.wait(waiting)
+
+
+async def test_a_call_waits_for_a_replica_when_all_are_dead(tmp_path: Path) -> None:
+    async with fleet_in(tmp_path) as running, asyncio.timeout(30):
+        gone = asyncio.Barrier(3)
+        running.on_lost.append(lambda service, instance: waits.append(asyncio.ensure_future(gone.wait())))
+        waits: list[asyncio.Future[int]] = []
+        for name, pid in processes_of(tmp_path).items():
+            if name.startswith("echo"):
+                os.kill(pid, signal.SIGKILL)
+        await gone.wait()
+        assert not any(worker.lives for worker in running.workers["echo"])
+        assert (await running.handle("echo", Echo).echo("still")).startswith("still")
+
+
+async def test_the_trainers_death_ends_the_fleet_and_names_the_command(tmp_path: Path) -> None:
+    pids: dict[str, int] = {}
+
+    async def run() -> None:
+        async with asyncio.timeout(30), fleet_in(tmp_path) as running:
+            pids.update(processes_of(tmp_path))
+            os.kill(pids["training0"], signal.SIGKILL)
+            await running.handle("echo", Echo).wait()
+
+    with pytest.raises(FleetFailed, match=r"training0\.0 died: .*killed by SIGKILL.*asyncrl run x") as failed:
+        await run()
+    assert failed.value.exit_code == 75
+    assert not [pid for pid in pids.values() if alive(pid)]
+
+
+async def test_a_worker_that_dies_while_it_starts_ends_the_fleet_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(FleetFailed, match="exited with status 7"):
+        async with asyncio.timeout(30), fleet_in(tmp_path, dies=True):
+            pytest.fail("it started")
+
+
+async def test_a_stuck_event_loop_does_not_keep_a_worker_alive(tmp_path: Path) -> None:
+    async with fleet_in(tmp_path) as running:
+        pids = processes_of(tmp_path)
+        os.kill(pids["echo0"], signal.SIGSTOP)
+        ending = asyncio.get_running_loop().time()
+        del running
+    assert asyncio.get_running_loop().time() - ending < 10
+    assert not [pid for pid in pids.values() if alive(pid)]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_no_worker_outlives_its_controller(tmp_path: Path, how: signal.Signals) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, str(HERE / "fleet_parent.py"), str(tmp_path)],
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    wait_until((tmp_path / "up").exists, 30)
+    pids = list(processes_of(tmp_path).values())
+    assert all(map(alive, pids))
+    parent.send_signal(how)
+    parent.wait(10)
+    wait_until(lambda: not any(map(alive, pids)), 5)
+
+
+def wait_until(true: Any, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_torch_free_worker_starts_within_half_a_second_of_cpu() -> None:
+    code = "import asyncrl.deploy.worker, sys, time; assert 'torch' not in sys.modules; print(time.process_time())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert float(done.stdout) < 1.0

@@ -1,0 +1,113 @@
+"""eta = 0 is a special case: the fleet equals, bit for bit, a plain loop over the same engines."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.algorithms.presets import advantages_of
+from asyncrl.config import Config
+from asyncrl.deploy.run import Order, run
+from asyncrl.engines.generation.interface import Completion, Key, Request
+from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
+from asyncrl.engines.training.interface import StepOutcome, TrainRow, run_step
+from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.objectives.advantages import RewardedCut
+from asyncrl.protocols.seeds import group_seed, member_seed
+from asyncrl.settings import load
+from asyncrl.tasks import Draw, training_prompts
+from asyncrl.telemetry.display import LineDisplay
+from asyncrl.telemetry.metrics import read_metrics
+
+STEPS = 20
+COMPARED = ("loss/policy", "grad_norm", "policy/entropy", "policy/ratio_max", "reward/mean")
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    values = {
+        "steps": STEPS,
+        "task.prompts_per_step": 4,
+        "task.samples_per_prompt": 4,
+        "generation.slots": 8,
+        "generation.deterministic": True,
+        "staleness.limit": 0,
+        "evaluate.prompts": "",
+        "training.checkpoint_every": 0,
+    }
+    return load("quickstart", (), {}, values).config
+
+
+def plain_loop(config: Config, model: Path) -> list[dict[str, float]]:
+    """Synchronous GRPO: sample, score, train, copy the weights; no controller, gate, ledger or handle."""
+    generator = TorchEngine(model, EngineSettings.of(config), version=0)
+    trainer = TorchTraining(config, model)
+    draw, estimate = Draw(training_prompts(config), config.seed), advantages_of(config)
+    metrics = []
+    for version in range(config.steps):
+        groups = range(version * config.task.prompts_per_step, (version + 1) * config.task.prompts_per_step)
+        completions = sample(generator, draw, groups, config)
+        rewards = {key: float(done.text == draw(key[0])[1]["answer"]) for key, done in completions.items()}
+        members = tuple(range(config.task.samples_per_prompt))
+        cuts = [RewardedCut(group, members, {m: rewards[group, m, 0] for m in members}) for group in groups]
+        advantages = dict(zip(sorted(rewards), np.concatenate(estimate(cuts, version)).tolist(), strict=True))
+        rows = [train_row(completions[key], advantages[key]) for key in sorted(completions)]
+        outcome: StepOutcome = run_step(trainer, rows, 0, version)
+        generator.load(trainer.named_tensors(), version + 1, share=False)
+        metrics.append({**outcome.metrics, "reward/mean": float(np.mean(list(rewards.values())))})
+    return metrics
+
+
+def sample(engine: TorchEngine, draw: Draw, groups: range, config: Config) -> dict[Key, Completion]:
+    """All members of all groups."""
+    generation, done = config.generation, list[Completion]()
+    for group in groups:
+        prompt = engine.tokenize(draw(group)[0])
+        for member in range(config.task.samples_per_prompt):
+            seed = member_seed(group_seed(config.seed, group), member)
+            engine.submit(Request((group, member, 0), prompt, seed, generation.temperature, generation.max_new_tokens))
+    while engine.active:
+        done += engine.step()
+    return {completion.request.key: completion for completion in done}
+
+
+def train_row(done: Completion, advantage: float) -> TrainRow:
+    group, member, attempt = done.request.key
+    return TrainRow(
+        group=group,
+        member=member,
+        attempt=attempt,
+        epoch=0,
+        prompt_ids=done.request.prompt.astype(np.int64),
+        response_ids=done.tokens.astype(np.int64),
+        logprobs=done.logprobs,
+        versions=done.versions.astype(np.int64),
+        advantage=advantage,
+        temperature=done.request.temperature,
+        truncated=done.finish == "length",
+    )
+
+
+@pytest.mark.fleet
+@pytest.mark.timeout(300)
+async def test_at_limit_zero_the_fleet_equals_a_plain_loop_bit_for_bit(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sys
+
+    order = Order(config, tmp_path / "run", LineDisplay(sys.stdout, STEPS), "again")
+    directory = await run(order)
+    fleet: list[dict[str, Any]] = [dict(line) for line in read_metrics(directory.metrics)]
+
+    import torch
+
+    torch.set_num_threads(1)
+    plain = plain_loop(config, directory.model)
+
+    assert len(fleet) == len(plain) == STEPS
+    for step, (ours, theirs) in enumerate(zip(fleet, plain, strict=True)):
+        different = {name: (ours[name], theirs[name]) for name in COMPARED if ours[name] != theirs[name]}
+        assert not different, f"step {step}: {different}"
+        assert ours["staleness/max"] == 0
+    assert fleet[-1]["reward/mean"] != fleet[0]["reward/mean"]

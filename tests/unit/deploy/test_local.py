@@ -1,0 +1,38 @@
+import os
+import stat
+
+from asyncrl.config import Config, Fleet, Model, Task
+from asyncrl.deploy.local import LocalLauncher, worker_environment
+
+
+def config(**fleet: object) -> Config:
+    return Config(model=Model(name="m"), task=Task(prompts="p"), fleet=Fleet.model_validate(fleet))
+
+
+def test_a_worker_gets_its_threads_whatever_is_inherited() -> None:
+    environment = worker_environment(config(threads=3), {"OMP_NUM_THREADS": "64", "HOME": "/home/me"})
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment["HOME"] == "/home/me"
+
+
+def test_memory_of_frames_is_kept_only_where_rows_travel_as_frames() -> None:
+    assert "MALLOC_MMAP_MAX_" not in worker_environment(config(wire="ipc"), {})
+    assert worker_environment(config(wire="tcp"), {})["MALLOC_MMAP_MAX_"] == "0"
+    assert worker_environment(config(wire="tcp"), {"MALLOC_MMAP_MAX_": "9"})["MALLOC_MMAP_MAX_"] == "9"
+
+
+def test_sockets_lie_in_a_private_folder_with_short_names() -> None:
+    with LocalLauncher() as launcher:
+        assert stat.S_IMODE(launcher.sockets.stat().st_mode) == 0o700
+        longest = launcher.addresses("generation10.10-1000-0a0b0c0d").control.removeprefix("ipc://")
+        assert len(os.fsencode(longest)) <= 107
+    assert not launcher.sockets.exists()
+
+
+def test_tcp_addresses_are_of_this_machine_only_and_differ() -> None:
+    with LocalLauncher("tcp") as launcher:
+        addresses = launcher.addresses("echo0.0-0-a")
+    three = {addresses.control, addresses.work, addresses.data}
+    assert len(three) == 3
+    assert all(address.startswith("tcp://127.0.0.1:") for address in three)

@@ -1,0 +1,75 @@
+import asyncio
+import threading
+
+import pytest
+
+from asyncrl.compute import InlineCompute, Occupancy, ThreadCompute
+from asyncrl.telemetry.clock import StateClock
+
+
+class Hand:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def test_time_is_booked_by_what_runs() -> None:
+    hand = Hand()
+    clock = StateClock(hand)
+    occupancy = Occupancy(clock)
+    hand.time = 1  # a second of idling
+    with occupancy.serving():
+        hand.time = 3  # two seconds of waiting for the compute thread
+        with occupancy.computing():
+            with occupancy.serving():
+                hand.time = 6
+            hand.time = 7  # four seconds of computing, whatever the calls do
+        hand.time = 8
+    hand.time = 10
+    assert clock.seconds() == {"busy": 4, "starved": 3, "blocked": 0, "sync": 0, "overhead": 3}
+
+
+def test_a_call_that_ends_while_its_function_computes_leaves_the_thread_busy() -> None:
+    hand = Hand()
+    clock = StateClock(hand)
+    occupancy = Occupancy(clock)
+    call, job = occupancy.serving(), occupancy.computing()
+    call.__enter__()
+    job.__enter__()
+    call.__exit__(None, None, None)
+    hand.time = 5
+    job.__exit__(None, None, None)
+    hand.time = 6
+    assert (clock.seconds()["busy"], clock.seconds()["starved"]) == (5, 1)
+
+
+async def test_functions_run_one_after_the_other_beside_the_loop() -> None:
+    compute = ThreadCompute(Occupancy(StateClock(Hand())))
+    first_may_end, order = threading.Event(), []
+
+    def work(number: int) -> str:
+        if number == 0:
+            first_may_end.wait(10)
+        order.append(number)
+        return threading.current_thread().name
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(compute.run(work, number)) for number in range(3)]
+        await asyncio.sleep(0)
+        assert compute.queued == 3
+        first_may_end.set()
+    assert order == [0, 1, 2]
+    assert {task.result() for task in running} == {"compute_0"}
+    assert compute.queued == 0
+    compute.close()
+
+
+async def test_an_error_comes_out_of_run() -> None:
+    for compute in (ThreadCompute(Occupancy(StateClock(Hand()))), InlineCompute(Occupancy(StateClock(Hand())))):
+        with pytest.raises(ZeroDivisionError):
+            await compute.run(lambda: 1 / 0)
+        compute.close()
