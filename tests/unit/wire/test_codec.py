@@ -1,0 +1,208 @@
+import dataclasses
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import WireError
+from asyncrl.protocols.batch import Batch, BatchRef, Cuts, Place, RowRef
+from asyncrl.protocols.messages import WIRE_TYPES, Call, Hello, PromptGroup, Score
+from asyncrl.wire.codec import DTYPES, INLINE_BYTES, MAX_DEPTH, decode, encode
+
+PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.binary()
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+VALUES = st.recursive(
+    PLAIN | TEXT,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple) | st.dictionaries(TEXT, inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def row(group: int, member: int) -> RowRef:
+    places = (Place("shm://a", member, 2, ("tokens", "logprobs")), Place("ipc:///b", 1, 4, ("reference_logprobs",)))
+    return RowRef(group, member, 0, 1, 5, 100, 3, 4, "stop", places, reward=1, advantage=None)
+
+
+@given(VALUES)
+def test_plain_values_come_back_equal_and_of_the_same_types(value: Any) -> None:
+    again = decode(encode(value))
+    assert repr(again) == repr(value)
+
+
+@given(st.sampled_from(DTYPES), st.lists(st.integers(0, 20), max_size=3))
+def test_arrays_come_back(dtype: Any, shape: list[int]) -> None:
+    array = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape).astype(dtype)
+    again = decode(encode([array, array]))
+    for copy in again:
+        assert copy.dtype == array.dtype
+        assert copy.shape == array.shape
+        assert np.array_equal(copy, array)
+        assert not copy.flags.writeable
+
+
+def test_large_arrays_travel_untouched_in_frames_of_their_own() -> None:
+    small, large = np.zeros(INLINE_BYTES - 1, np.uint8), np.zeros(INLINE_BYTES, np.uint8)
+    frames = encode((small, large))
+    assert len(frames) == 2
+    large[0] = 7
+    assert frames[1][0] == 7
+
+
+def test_a_strided_array_comes_back() -> None:
+    array = np.arange(1000.0).reshape(10, 100)[:, ::3]
+    assert np.array_equal(decode(encode(array)), array)
+
+
+def test_every_message_of_a_training_call_comes_back() -> None:
+    refs = BatchRef(tuple(row(group, member) for group in range(3) for member in range(4)))
+    call = Call(7, "step", (Cuts(1, 4, refs, 1200, 12),), 60.0)
+    assert decode(encode(call)) == call
+    prompt = PromptGroup(1, 0, 1, [{"role": "user", "content": "2+2"}], (0, 1), 5, 0, 1.0, 64, 30.0)
+    assert decode(encode(prompt)) == prompt
+
+
+def test_a_batch_comes_back() -> None:
+    batch = Batch.of(tokens=[np.arange(300, dtype=np.int32), np.arange(2, dtype=np.int32)])
+    again = decode(encode(batch))
+    assert [list(r) for r in again["tokens"]] == [list(r) for r in batch["tokens"]]
+
+
+def test_numpy_scalars_travel_as_plain_ones() -> None:
+    again = decode(encode({"reward": np.float32(0.5), "steps": np.int64(3)}))
+    assert again == {"reward": 0.5, "steps": 3}
+    assert type(again["steps"]) is int
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, 1j, {1: 2}, np.zeros(3, np.float16), 2**64, "\ud800", [object]])
+def test_what_may_not_travel_is_refused_with_its_type(value: Any) -> None:
+    with pytest.raises(WireError, match="travel"):
+        encode(value)
+
+
+def test_too_deep_a_value_is_refused_by_both_ends() -> None:
+    value: Any = None
+    for _ in range(MAX_DEPTH + 1):
+        value = [value]
+    with pytest.raises(WireError, match="nested"):
+        encode(value)
+    tree: Any = None
+    for _ in range(MAX_DEPTH + 1):
+        tree = [0, tree]
+    with pytest.raises(WireError, match="nested"):
+        decode([msgpack.packb([[], tree])])
+
+
+def test_a_message_over_the_limit_is_refused_by_both_ends() -> None:
+    frames = encode(np.zeros(1000, np.uint8))
+    with pytest.raises(WireError, match="more than the 900"):
+        encode(np.zeros(1000, np.uint8), 900)
+    with pytest.raises(WireError, match="at most 900"):
+        decode(frames, 900)
+
+
+@pytest.mark.parametrize("field", [{"deadline": "1"}, {"call": True}, {"args": [1]}, {"method": b"x"}, {"span": None}])
+def test_a_field_of_another_type_is_named(field: dict[str, Any]) -> None:
+    call = dataclasses.replace(Call(0, "step", (), 1.0), **field)
+    with pytest.raises(WireError, match=rf"Call\.{next(iter(field))}: expected"):
+        decode(encode(call))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Score(1.0, {"a": "b"}),  # type: ignore[dict-item]
+        Place("a", 0, 0, ("x", 1)),  # type: ignore[arg-type]
+        BatchRef((Place("a", 0, 0, ()),)),  # type: ignore[arg-type]
+        PromptGroup(0, 0, 0, ["text"], (), 0, 0, 1.0, 1, 1.0),  # type: ignore[list-item]
+    ],
+)
+def test_fields_are_checked_inside_containers(value: Any) -> None:
+    with pytest.raises(WireError):
+        decode(encode(value))
+
+
+def test_an_int_is_as_good_as_a_float() -> None:
+    assert type(decode(encode(Call(0, "step", (), 5))).deadline) is float
+
+
+def array_of(dtype: int, shape: list[int], where: Any) -> list[bytes]:
+    return [msgpack.packb([[8], [2, dtype, shape, where]]), b"12345678"]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        array_of(3, [2], 0),
+        array_of(3, [2**62, 2**62], 0),
+        array_of(3, [-1], 0),
+        array_of(3, [1], 1),
+        array_of(3, [1], -1),
+        array_of(99, [1], 0),
+        array_of(3, [1] * 9, 0),
+        array_of(1, [0, 2**63], b""),
+        array_of(0, [8], 0),
+        [msgpack.packb([[9], [2, 3, [1], 0]]), b"12345678"],
+        [msgpack.packb([[8], None]), b"12345678"],
+        [msgpack.packb([[8], [0, [2, 3, [1], 0], [2, 3, [1], 0]]]), b"12345678"],
+        [msgpack.packb([[], [1000]])],
+        [msgpack.packb([[], []])],
+        [msgpack.packb([[], [3]])],
+        [msgpack.packb(None)],
+        [],
+        [b""],
+        [b"\xdd\xff\xff\xff\xff"],
+        [b"\xc7\x01\x05a"],
+        [b"\x91" * 2000],
+    ],
+)
+def test_lies_about_sizes_and_kinds_are_refused(frames: list[bytes]) -> None:
+    with pytest.raises(WireError):
+        decode(frames)
+
+
+def test_offsets_that_wrap_around_are_refused() -> None:
+    wrapping = np.array([0, 2**63 - 1, -(2**63), -1, 3], np.int64)
+    tree = [
+        3 + [cls.__name__ for cls in WIRE_TYPES].index("Column"),
+        [2, 1, [3], b"abc"],
+        [2, 3, [5], wrapping.tobytes()],
+    ]
+    with pytest.raises(WireError, match="offsets"):
+        decode([msgpack.packb([[], tree])])
+
+
+@settings(max_examples=500)
+@given(st.lists(st.binary(max_size=300), max_size=4))
+def test_any_bytes_are_refused_or_decoded(frames: list[bytes]) -> None:
+    decoded_or_refused(frames)
+
+
+@settings(max_examples=500)
+@given(st.data())
+def test_a_damaged_message_is_refused_or_decoded(data: st.DataObject) -> None:
+    message = Call(
+        1, "step", (Cuts(1, 4, BatchRef((row(1, 2),)), 3, 1), np.arange(100), Hello("r", 1, "a", 0, "b", 1, "c")), 1.0
+    )
+    frames = [bytearray(frame) for frame in encode(message)]
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(frames[0]) - 1))
+        frames[0][position] = data.draw(st.integers(0, 255))
+    decoded_or_refused([bytes(frame) for frame in frames])
+
+
+@settings(max_examples=300)
+@given(VALUES)
+def test_any_tree_is_refused_or_decoded(tree: Any) -> None:
+    decoded_or_refused([msgpack.packb([[], tree])])
+
+
+def decoded_or_refused(frames: list[bytes]) -> None:
+    try:
+        decode(frames)
+    except WireError:
+        return
