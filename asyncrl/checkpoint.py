@@ -13,9 +13,9 @@ from zlib import crc32
 
 from asyncrl.errors import JournalError
 from asyncrl.groups import RestoredGroup
-from asyncrl.ledger import Journal, Ledger, replay
+from asyncrl.ledger import Journal, Ledger, replay, resumes
 from asyncrl.protocols.messages import Checkpointed
-from asyncrl.records import BLOCK, CheckpointMade, Drawn, InFlight, Resumed, Scan, void_ranges
+from asyncrl.records import BLOCK, CheckpointMade, Drawn, InFlight, Scan, void_ranges
 from asyncrl.store import Store
 
 MANIFEST = "manifest.json"
@@ -180,8 +180,7 @@ def _check_prefix(store: Store, manifest: Manifest) -> None:
         raise JournalError(f"the journal has {store.size} bytes; the checkpoint was made after {manifest.offset}")
     if prefix_crc(store, manifest.offset) != manifest.crc:
         raise JournalError(f"the first {manifest.offset} bytes of the journal are not those it was made after")
-    resumes = [(f.start, f.record) for f in Scan(store.read, store.size) if isinstance(f.record, Resumed)]
-    for low, high in void_ranges(resumes):
+    for low, high in void_ranges(resumes(store)):
         if low < manifest.offset <= high:
             raise JournalError(f"the run was taken up again from an earlier point (byte {low} of the journal)")
 
@@ -200,7 +199,7 @@ def plan_resume(store: Store) -> ResumePlan | None:
     if found is None:
         return None
     manifest, ledger, said = found
-    epochs = [framed.record.epoch for framed in Scan(store.read, store.size) if isinstance(framed.record, Resumed)]
+    epochs = [resumed.epoch for _, resumed in resumes(store)]
     return ResumePlan(
         epoch=max([manifest.epoch, *epochs]) + 1,
         version=manifest.version,

@@ -201,12 +201,16 @@ def _restored(group: Group) -> RestoredGroup:
     )
 
 
+def resumes(store: Store, until: int | None = None) -> list[tuple[int, Resumed]]:
+    """Where in the first `until` bytes the run was taken up again: (byte, record), void ones included."""
+    scan = Scan(store.read, store.size if until is None else until)
+    return [(framed.start, framed.record) for framed in scan if isinstance(framed.record, Resumed)]
+
+
 def surviving(store: Store, until: int | None = None) -> Iterator[Framed]:
     """The records that count among the first `until` bytes, in order; what was resumed over is left out."""
-    size = store.size if until is None else until
-    resumes = [(f.start, f.record) for f in Scan(store.read, size) if isinstance(f.record, Resumed)]
-    void = void_ranges(resumes)
-    for framed in Scan(store.read, size):
+    void = void_ranges(resumes(store, until))
+    for framed in Scan(store.read, store.size if until is None else until):
         if not any(low <= framed.start < high for low, high in void):
             yield framed
 
@@ -259,11 +263,14 @@ class Journal:
     def resume(self, epoch: int, offset: int) -> tuple[RestoredGroup, ...]:
         """Go back to where the journal was `offset` bytes long; what follows is void.
 
-        Returns the groups in flight there, each with the attempt that begins now, which is journaled too.
+        Returns the groups in flight there, each with the attempt that begins now, which is journaled too. Raises
+        JournalError when that point is void itself.
         """
-        self.ledger = replay(self.store, offset)
-        groups = self.ledger.restored()
-        self.append(Resumed(epoch, self.ledger.version, offset))
+        ledger = replay(self.store, offset)
+        resumed = Resumed(epoch, ledger.version, offset)
+        void_ranges([*resumes(self.store), (self.offset, resumed)])
+        self.ledger, groups = ledger, ledger.restored()
+        self.append(resumed)
         for group in groups:
             self.append(Attempt(group.id, group.attempt, group.running, "resumed"))
         return groups

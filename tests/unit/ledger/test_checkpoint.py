@@ -1,0 +1,222 @@
+"""A run killed at any point of a checkpoint goes on from a good one; damaged ones are passed over, aloud."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import checkpoint
+from asyncrl.audit import audit_store
+from asyncrl.checkpoint import FAULT_POINTS, commit, newest_good, plan_resume, resume, versions
+from asyncrl.errors import ConfigError, JournalError
+from asyncrl.ledger import Journal
+from asyncrl.protocols.messages import Checkpointed
+from asyncrl.records import CheckpointMade, Scan, Trained
+from asyncrl.store import FileStore, MemoryStore, run_lock
+
+
+class Killed(Exception):
+    """The process ends here."""
+
+
+class Saga:
+    """A run over a store, with a trainer that writes checkpoints."""
+
+    def __init__(self, run: Any, trainer: Any, seed: int = 0, store: Any = None) -> None:
+        self.store = MemoryStore() if store is None else store
+        self.history = run(seed)
+        self.journal = Journal(self.store)
+        self.trainer = trainer(self.store, lambda: self.journal.ledger)
+
+    async def checkpoint(self, keep: int = 2, fault: Any = checkpoint.no_fault) -> None:
+        await commit(self.journal, self.trainer.write, keep, fault)
+
+    def train(self, iterations: int = 1) -> None:
+        target = self.history.version + iterations
+        while self.history.version < target:
+            self.journal.append(self.history.step())
+
+    async def with_checkpoints(self, count: int) -> "Saga":
+        await self.checkpoint()
+        for _ in range(count):
+            self.train()
+            await self.checkpoint()
+        return self
+
+
+@pytest.fixture
+def saga(run: Any, trainer: Any) -> Saga:
+    return Saga(run, trainer)
+
+
+def killer(store: MemoryStore, point: str) -> Any:
+    def fault(reached: str) -> None:
+        if reached == point:
+            store.freeze()
+            raise Killed
+
+    return fault
+
+
+@pytest.mark.parametrize("power_cut", [False, True])
+@pytest.mark.parametrize("point", FAULT_POINTS)
+@pytest.mark.parametrize("first", [False, True])
+async def test_killed_at_any_point_a_run_goes_on(saga: Saga, point: str, power_cut: bool, first: bool) -> None:
+    if not first:
+        await saga.with_checkpoints(2)
+        saga.train()
+    with pytest.raises(Killed):
+        await saga.checkpoint(fault=killer(saga.store, point))
+    found = saga.store.after_power_cut() if power_cut else saga.store.after_death()
+    plan = plan_resume(found)
+    committed = point in FAULT_POINTS[FAULT_POINTS.index("renamed") :]
+    if first and not committed:
+        assert plan is None
+        return
+    assert plan is not None
+    assert plan.version == (0 if first else 3 if committed else 2)
+    assert plan.said == ()
+    journal = resume(found, plan)
+    assert (journal.ledger.epoch, journal.ledger.version) == (1, plan.version)
+    assert not [name for name in found.folders() if name.startswith("tmp-")]
+    assert audit_store(found).ok
+
+
+async def test_what_was_recorded_after_a_checkpoint_is_void(saga: Saga) -> None:
+    await saga.with_checkpoints(1)
+    flying, drawn = saga.journal.ledger.in_flight(), saga.journal.ledger.next_group
+    saga.train(2)
+    plan = plan_resume(saga.store.after_death())
+    assert plan is not None
+    assert (plan.epoch, plan.version, plan.next_group) == (1, 1, drawn)
+    assert tuple((group.id, group.running) for group in plan.groups) == flying
+    assert all(group.attempt > 0 for group in plan.groups)
+
+
+async def test_records_that_come_while_the_trainer_writes_lie_behind_the_checkpoint(saga: Saga) -> None:
+    await saga.checkpoint()
+    offset = saga.journal.offset
+
+    async def write(directory: str) -> Checkpointed:
+        saga.journal.append(saga.history.draw())
+        return await saga.trainer.write(directory)
+
+    saga.train()
+    before = saga.journal.ledger.next_group
+    await commit(saga.journal, write, 2)
+    plan = plan_resume(saga.store.after_death())
+    assert plan is not None
+    assert plan.next_group == before
+    assert offset < plan.offset < saga.journal.offset
+
+
+@pytest.mark.parametrize("damage", ["digest", "file", "manifest", "json", "chain", "prefix"])
+async def test_a_damaged_checkpoint_is_passed_over_aloud(saga: Saga, damage: str) -> None:
+    await saga.with_checkpoints(2)
+    hurt(saga.store, "2", damage)
+    plan = plan_resume(saga.store)
+    assert plan is not None
+    assert plan.version == 1
+    assert len(plan.said) == 1
+    assert plan.said[0].startswith("checkpoint 2 cannot be used: ")
+    resume(saga.store, plan)
+    assert versions(saga.store) == [1]
+    assert "refused-2" in saga.store.folders()
+
+
+def hurt(store: MemoryStore, folder: str, damage: str) -> None:
+    fields = json.loads(store.get(folder, "manifest.json"))
+    if damage == "digest":
+        store.put(folder, "model.bin", b"other weights")
+    elif damage == "file":
+        del store._folders[folder]["model.bin"]
+    elif damage == "manifest":
+        del store._folders[folder]["manifest.json"]
+    elif damage == "json":
+        store.put(folder, "manifest.json", b"{")
+    else:
+        changed = {"chain": "0" * 64} if damage == "chain" else {"crc": fields["crc"] ^ 1}
+        store.put(folder, "manifest.json", json.dumps(fields | changed).encode())
+
+
+async def test_a_run_without_any_good_checkpoint_says_why(saga: Saga) -> None:
+    await saga.with_checkpoints(1)
+    for folder in ("0", "1"):
+        hurt(saga.store, folder, "digest")
+    with pytest.raises(JournalError, match=r"checkpoint 1 .*model\.bin was changed.*checkpoint 0 .*--run-dir"):
+        plan_resume(saga.store)
+
+
+async def test_a_checkpoint_of_a_history_that_became_void_is_never_used(saga: Saga) -> None:
+    await saga.with_checkpoints(2)
+    kept = dict(saga.store._folders["2"])
+    hurt(saga.store, "2", "digest")
+    plan = plan_resume(saga.store)
+    assert plan is not None
+    resume(saga.store, plan)
+    saga.store._folders["2"] = kept
+    found = newest_good(saga.store)
+    assert found is not None
+    assert found[0].version == 1
+    assert "taken up again from an earlier point" in found[2][0]
+
+
+async def test_the_oldest_go_and_the_newest_stay(saga: Saga) -> None:
+    await saga.with_checkpoints(4)
+    assert versions(saga.store) == [3, 4]
+    await saga.checkpoint(keep=1)
+    hints = [f.record for f in Scan(saga.store.read, saga.store.size) if isinstance(f.record, CheckpointMade)]
+    assert [hint.version for hint in hints] == [0, 1, 2, 3, 4], "a version is written once"
+
+
+async def test_resumed_twice_from_one_checkpoint_the_epoch_rises(saga: Saga) -> None:
+    await saga.with_checkpoints(1)
+    store = saga.store
+    for epoch in (1, 2, 3):
+        plan = plan_resume(store)
+        assert plan is not None
+        assert (plan.epoch, plan.version) == (epoch, 1)
+        resume(store, plan)
+    assert audit_store(store).epoch == 3
+    assert audit_store(store).ok
+
+
+async def test_a_trainer_at_another_state_is_refused(saga: Saga) -> None:
+    await saga.checkpoint()
+    saga.train()
+
+    async def lie(directory: str) -> Checkpointed:
+        made = await saga.trainer.write(directory)
+        return Checkpointed(made.version, "0" * 64, made.files)
+
+    with pytest.raises(JournalError, match="chain 0000"):
+        await commit(saga.journal, lie, 2)
+    assert versions(saga.store) == [0]
+
+
+async def test_on_disk_a_run_is_found_again(run: Any, trainer: Any, tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    saga = Saga(run, trainer, seed=4, store=store)
+    await saga.with_checkpoints(2)
+    saga.train()
+    trained = [f.record for f in Scan(store.read, store.size) if isinstance(f.record, Trained)]
+    store.append(b"\0\0\1\0torn")
+    store.close()
+    again = FileStore(tmp_path)
+    plan = plan_resume(again)
+    assert plan is not None
+    assert (plan.version, plan.directory) == (2, str(tmp_path / "checkpoints" / "2"))
+    journal = resume(again, plan)
+    assert journal.torn == 8
+    assert len(trained) == 3
+    assert (audit_store(again).ok, audit_store(again).version) == (True, 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
+    again.close()
+
+
+def test_one_process_works_in_a_run_directory(tmp_path: Path) -> None:
+    with run_lock(tmp_path), pytest.raises(ConfigError, match=r"is in use by process \d+"), run_lock(tmp_path):
+        pass
+    with run_lock(tmp_path):
+        pass

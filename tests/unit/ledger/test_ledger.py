@@ -1,0 +1,319 @@
+"""The ledger takes every legal history and refuses what cannot follow it; named mutants let something pass."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import IllegalTransition, JournalError, TrainedTwice
+from asyncrl.groups import Stage
+from asyncrl.ledger import Journal, Ledger, replay
+from asyncrl.records import (
+    Attempt,
+    CheckpointMade,
+    Drawn,
+    Dropped,
+    Generated,
+    InFlight,
+    Record,
+    Resumed,
+    Scored,
+    Trained,
+)
+from asyncrl.store import MemoryStore
+
+SEEDS = 500
+
+
+def ledger_of(records: list[Record], made: type[Ledger] = Ledger) -> Ledger:
+    ledger = made()
+    for record in records:
+        ledger.apply(record)
+    return ledger
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 10**9), steps=st.integers(0, 80))
+def test_a_legal_history_is_taken_and_its_account_is_right(run: Any, seed: int, steps: int) -> None:
+    history = run(seed).go(steps)
+    ledger = ledger_of(history.records)
+    assert InFlight(ledger.in_flight()) == history.in_flight()
+    assert ledger.balanced()
+    assert (ledger.version, ledger.next_group, ledger.chain) == (history.version, len(history.newest), history.chain)
+    assert (ledger.drawn, ledger.trained) == (len(history.stages), len(history.at("trained")))
+    assert ledger.dropped.total() == len(history.at("dropped"))
+    ledger.apply(history.in_flight())
+
+
+def impossible(history: Any) -> Iterator[Record]:
+    """Records that cannot come next, each for another reason."""
+    group, version = len(history.newest), history.version
+    yield Drawn(group + 1, version, 3)
+    yield Drawn(group - 1, version, 3)
+    yield Drawn(group, version + 1, 3)
+    yield Trained(version, (), (), "")
+    yield Trained(version + 2, (), (), "")
+    yield InFlight(((group, (0,)),))
+    yield CheckpointMade(version + 1, "")
+    yield Resumed(0, version, 0)
+    yield Resumed(1, version + 1, 0)
+    yield Generated(group, 0, ((0, version, version, 5),))
+    for (number, member), stage in history.stages.items():
+        attempt = history.attempts[number, member]
+        generated = ((member, version, version, 5),)
+        yield Attempt(number, history.newest[number], (member,), "not risen")
+        yield Generated(number, attempt + 1, generated)
+        if attempt:
+            yield Generated(number, attempt - 1, generated)
+        if stage != "running":
+            yield Generated(number, attempt, generated)
+        if stage != "scoring":
+            yield Scored(number, member, 1.0)
+        if stage != "ready":
+            yield Trained(version + 1, ((number, (member,)),), (0.0,), "")
+        if stage in ("trained", "dropped"):
+            yield Dropped(number, (member,), "stale")
+            yield Attempt(number, history.newest[number] + 1, (member,), "too late")
+        yield Scored(number, history.members, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_cannot_follow_is_refused_and_changes_nothing(run: Any, seed: int) -> None:
+    history = run(seed).go(40)
+    ledger = ledger_of(history.records)
+    for record in impossible(history):
+        with pytest.raises(JournalError):
+            ledger.apply(record)
+    assert InFlight(ledger.in_flight()) == history.in_flight()
+    assert (ledger.version, ledger.epoch, ledger.chain) == (history.version, 0, history.chain)
+    history.go(20)
+    for record in history.records[40:]:
+        ledger.apply(record)
+
+
+def test_training_a_second_time_has_an_error_of_its_own() -> None:
+    ready = [Drawn(0, 0, 2), *(Generated(0, 0, ((m, 0, 0, 1),)) for m in (0, 1)), Scored(0, 0, 1.0), Scored(0, 1, 0.0)]
+    for first, message in ((((0, (0,)),), "trained or dropped before"), (((0, (0, 1)),), "trained or dropped before")):
+        ledger = ledger_of([*ready, Trained(1, first, (0.0,), "")])
+        with pytest.raises(TrainedTwice, match=message):
+            ledger.apply(Trained(2, ((0, (0,)),), (0.0,), ""))
+    with pytest.raises(IllegalTransition, match="never drawn"):
+        ledger_of(ready).apply(Trained(1, ((7, (0,)),), (0.0,), ""))
+
+
+def test_memory_holds_groups_in_flight_only(run: Any) -> None:
+    history = run(5).go(3000)
+    ledger = ledger_of(history.records)
+    assert len(ledger.groups) == len(history.in_flight().groups) < len(history.newest)
+
+
+# ---- mutants -------------------------------------------------------------------------------------------------
+
+
+class Lenient(Ledger):
+    """Takes one kind of record when a condition holds that should refuse it."""
+
+    kind: type[Any]
+
+    def apply(self, record: Record) -> None:  # type: ignore[override]
+        if not isinstance(record, self.kind) or not self.passes(record):
+            super().apply(record)
+
+    def passes(self, record: Any) -> bool:
+        raise NotImplementedError
+
+    def stage(self, group: int, member: int) -> Stage | None:
+        samples = self.groups[group].samples if group in self.groups else []
+        return samples[member].stage if member < len(samples) else None
+
+
+class DoubleTrainAccepted(Lenient):
+    kind = Trained
+
+    def passes(self, record: Trained) -> bool:
+        return any(self.stage(group, m) is Stage.TRAINED for group, members in record.cuts for m in members)
+
+
+class TrainsWithoutReward(Lenient):
+    kind = Trained
+
+    def passes(self, record: Trained) -> bool:
+        return any(self.stage(group, m) is Stage.SCORING for group, members in record.cuts for m in members)
+
+
+class TrainsTheDropped(Lenient):
+    kind = Trained
+
+    def passes(self, record: Trained) -> bool:
+        return any(self.stage(group, m) is Stage.DROPPED for group, members in record.cuts for m in members)
+
+
+class VersionMaySkip(Lenient):
+    kind = Trained
+
+    def passes(self, record: Trained) -> bool:
+        return record.version > self.version + 1
+
+
+class StaleAttemptTaken(Lenient):
+    kind = Generated
+
+    def passes(self, record: Generated) -> bool:
+        samples = self.groups[record.group].samples if record.group in self.groups else []
+        return any(samples[m].attempt > record.attempt for m, *_ in record.samples if m < len(samples))
+
+
+class AttemptMayRepeat(Lenient):
+    kind = Attempt
+
+    def passes(self, record: Attempt) -> bool:
+        return record.group in self.groups and record.number == self.groups[record.group].attempt
+
+
+class IdMaySkip(Lenient):
+    kind = Drawn
+
+    def passes(self, record: Drawn) -> bool:
+        return record.group > self.next_group
+
+
+class DrawnTwice(Lenient):
+    kind = Drawn
+
+    def passes(self, record: Drawn) -> bool:
+        return record.group < self.next_group
+
+
+class DropsTheTrained(Lenient):
+    kind = Dropped
+
+    def passes(self, record: Dropped) -> bool:
+        return all(self.stage(record.group, m) is Stage.TRAINED for m in record.members)
+
+
+class ScoredTwice(Lenient):
+    kind = Scored
+
+    def passes(self, record: Scored) -> bool:
+        return self.stage(record.group, record.member) is Stage.READY
+
+
+class InFlightListBelieved(Lenient):
+    kind = InFlight
+
+    def passes(self, record: InFlight) -> bool:
+        return True
+
+
+class EpochMayStay(Lenient):
+    kind = Resumed
+
+    def passes(self, record: Resumed) -> bool:
+        return record.epoch == self.epoch
+
+
+class LosesTheDropped(Ledger):
+    def apply(self, record: Record) -> None:  # type: ignore[override]
+        super().apply(record)
+        self.dropped.clear()
+
+
+class ForgetsNothing(Ledger):
+    def _forget(self, group: int) -> None:
+        pass
+
+
+MUTANTS = [*Lenient.__subclasses__(), LosesTheDropped, ForgetsNothing]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_broken_ledger_is_found(run: Any, mutant: type[Ledger]) -> None:
+    assert any(misbehaves(run(seed).go(40), mutant) for seed in range(SEEDS))
+
+
+def misbehaves(history: Any, mutant: type[Ledger]) -> bool:
+    """Whether the mutant takes what it must not, or its account of a legal history is wrong."""
+    ledger = ledger_of(history.records, mutant)
+    account_holds = InFlight(ledger.in_flight()) == history.in_flight() and ledger.balanced()
+    return not account_holds or any(takes(ledger, record) for record in impossible(history))
+
+
+def takes(ledger: Ledger, record: Record) -> bool:
+    try:
+        ledger.apply(record)
+    except JournalError:
+        return False
+    return True
+
+
+# ---- the journal ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**9), kept=st.floats(0, 1), tail=st.binary(max_size=20))
+def test_a_torn_tail_is_cut_and_nothing_else(run: Any, seed: int, kept: float, tail: bytes) -> None:
+    history, store, ends = run(seed).go(30), MemoryStore(), [0]
+    journal = Journal(store)
+    for record in history.records:
+        journal.append(record)
+        ends.append(journal.offset)
+    left = int(kept * store.size)
+    found = Journal(store.after_power_cut(left, tail if left in ends else b""))
+    whole = max(end for end in ends if end <= left)
+    assert found.offset == found.store.size == whole
+    assert found.torn == left - whole + (len(tail) if left in ends else 0)
+    assert found.ledger.in_flight() == ledger_of(history.records[: ends.index(whole)]).in_flight()
+
+
+def test_resuming_voids_what_follows_and_begins_new_attempts(run: Any) -> None:
+    journal, offset = Journal(MemoryStore()), 0
+    history = run(3).go(40)
+    for record in history.records[:25]:
+        journal.append(record)
+    offset, before = journal.offset, journal.ledger
+    flying, version, drawn = before.in_flight(), before.version, before.next_group
+    for record in history.records[25:]:
+        journal.append(record)
+    groups = journal.resume(epoch=1, offset=offset)
+    assert tuple((group.id, group.running) for group in groups) == flying == journal.ledger.in_flight()
+    assert (journal.ledger.version, journal.ledger.epoch, journal.ledger.next_group) == (version, 1, drawn)
+    assert all(journal.ledger.groups[group.id].attempt == group.attempt > 0 for group in groups)
+    journal.append(Drawn(drawn, version, 3))
+    again = replay(journal.store)
+    assert (again.in_flight(), again.next_group, again.epoch) == (journal.ledger.in_flight(), drawn + 1, 1)
+
+
+def test_a_run_may_be_resumed_from_the_same_place_and_from_an_earlier_one() -> None:
+    journal = Journal(MemoryStore())
+    journal.append(Drawn(0, 0, 2))
+    early = journal.offset
+    journal.append(Drawn(1, 0, 2))
+    late = journal.offset
+    for epoch, offset in ((1, late), (2, late), (3, early)):
+        journal.append(Drawn(journal.ledger.next_group, 0, 2))
+        journal.resume(epoch, offset)
+        assert replay(journal.store).in_flight() == journal.ledger.in_flight()
+    assert journal.ledger.next_group == 1
+    size = journal.store.size
+    with pytest.raises(JournalError, match="had become void"):
+        journal.resume(4, late)
+    assert journal.store.size == size
+
+
+def test_what_the_ledger_refuses_is_not_written() -> None:
+    journal = Journal(MemoryStore())
+    with pytest.raises(IllegalTransition, match="group 4 was drawn; the next one is 0"):
+        journal.append(Drawn(4, 0, 2))
+    assert journal.offset == journal.store.size == 0
+
+
+def test_a_trainer_that_trained_something_else_is_found_at_once(run: Any) -> None:
+    journal = Journal(MemoryStore())
+    history = run(1)
+    while not isinstance(history.step(), Trained):
+        journal.append(history.records[-1])
+    trained = history.records[-1]
+    with pytest.raises(JournalError, match="the trainer did not train what the journal says for version 1"):
+        journal.append(Trained(trained.version, trained.cuts, trained.advantages, "0" * 64))
