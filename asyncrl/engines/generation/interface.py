@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.weights.spec import WeightsSpec
+
 Key = tuple[int, int, int]  # group, member, attempt
 Finish = Literal["stop", "stop_string", "length", "abort"]
 NO_WEIGHTS = -1  # version of an engine that has not been given any: it starts no sequence
@@ -67,6 +69,16 @@ class GenerationEngine(Protocol):
     @property
     def running(self) -> int:
         """Requests in a slot."""
+        ...
+
+    @property
+    def spec(self) -> WeightsSpec:
+        """Names, shapes and dtype of the weights that `load` takes."""
+        ...
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of UTF-8 that one token can decode to."""
         ...
 
     def tokenize(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:

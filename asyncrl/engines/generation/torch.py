@@ -91,6 +91,7 @@ class TorchEngine:
         self._shared = False
         self.version = version
         self.spec: WeightsSpec = spec_of(model, settings.dtype)
+        self.token_bytes = self._texts.longest()
 
     @property
     def running(self) -> int:
