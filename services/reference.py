@@ -1,0 +1,62 @@
+"""Log-probs of a frozen model, by the trainer's own code."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.engines.training.logprobs import frozen_logprobs
+from asyncrl.engines.training.model import CausalModel, load_causal_model
+from asyncrl.engines.training.packing import micro_batches
+from asyncrl.groups import GateConfig
+from asyncrl.protocols.batch import Batch, BatchRef
+from asyncrl.protocols.contracts import Reference
+from asyncrl.rows import RowStore, bytes_of_slot
+from asyncrl.service import Service, WorkerContext
+
+COLUMN = "reference_logprobs"
+
+
+class ReferenceService(Service, Reference):
+    """Stores one row a sample: `reference_logprobs` float32 [tokens].
+
+    With `generation.deterministic` each row has a forward pass of its own, so that its bits depend on nothing else.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._model: CausalModel
+
+    async def start(self) -> None:
+        """Load the model that the run began with, and take memory for every sample that can be in flight."""
+        config = self.context.config
+        gate = GateConfig.of(config)
+        longest = bytes_of_slot({COLUMN: (np.dtype(np.float32), config.generation.max_new_tokens)})
+        self.rows = self.context.open_rows(gate.cap * gate.members, longest)
+        self._model = await self.context.compute.run(
+            load_causal_model, self.context.model_dir, config.reference.device, config.training.precision
+        )
+
+    async def logprobs(self, samples: BatchRef) -> BatchRef:
+        rows = await self.context.reader.read(samples, ["prompt_ids", "response_ids"])
+        found: dict[int, NDArray[np.float32]] = {}
+        for part in self._parts(rows):
+            values = await self.context.compute.run(self._frozen, rows.take(part))
+            found.update(zip(part, values, strict=True))
+        return samples.with_places(self._store.put({COLUMN: found[row]}) for row in range(len(samples)))
+
+    @property
+    def _store(self) -> RowStore:
+        assert self.rows is not None, "calls come after start"
+        return self.rows
+
+    def _parts(self, rows: Batch) -> list[list[int]]:
+        if self.context.config.generation.deterministic:
+            return [[row] for row in range(len(rows))]
+        return micro_batches(rows.row_weights(), self.context.config.training.micro_batch_tokens)
+
+    def _frozen(self, rows: Batch) -> list[NDArray[np.float32]]:
+        """On the compute thread; one forward pass."""
+        config = self.context.config
+        temperatures = [config.generation.temperature] * len(rows)
+        prompts = [prompt.astype(np.int64) for prompt in rows["prompt_ids"]]
+        responses = [response.astype(np.int64) for response in rows["response_ids"]]
+        return frozen_logprobs(self._model, prompts, responses, temperatures, config.training.logits_chunk)

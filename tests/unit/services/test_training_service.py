@@ -1,0 +1,325 @@
+"""The training service around an engine of a few lines: compare-and-set, chain, leases, cancellation, checkpoints."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+import torch
+
+from asyncrl.compute import InlineCompute, Occupancy
+from asyncrl.config import Config
+from asyncrl.engines.training.interface import SampleOutcome, StepOutcome, TrainingEngine, TrainRow
+from asyncrl.errors import ConfigError, DeadlineExceeded, LostRows, Refused
+from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, RowRef
+from asyncrl.protocols.chain import GENESIS, chain
+from asyncrl.protocols.layout import Layout
+from asyncrl.rows import HeapRows
+from asyncrl.service import WorkerContext
+from asyncrl.services.training import TrainingService
+from asyncrl.telemetry.clock import StateClock
+from asyncrl.telemetry.trace import Tracer
+from asyncrl.virtual import run
+from asyncrl.weights.arena import open_reader
+from asyncrl.weights.spec import WeightsSpec
+
+EPOCH = 3
+SPEC = WeightsSpec.of({"w": (1,)}, "float32")
+
+
+class CountingRun:
+    """Two passes; then the weight is the sum of all advantages so far. An infinite one is trouble."""
+
+    def __init__(self, engine: "CountingEngine", rows: Sequence[TrainRow]) -> None:
+        self._engine, self._rows = engine, rows
+        self.passes = 0
+
+    def advance(self) -> bool:
+        self.passes += 1
+        if self.passes == 2 and not self._skipped:
+            self._engine.weight += sum(row.advantage for row in self._rows)
+        return self.passes < 3
+
+    @property
+    def _skipped(self) -> str:
+        return "not finite" if any(np.isinf(row.advantage) for row in self._rows) else ""
+
+    @property
+    def outcome(self) -> StepOutcome:
+        trained = 0 if self._skipped else 1
+        samples = tuple(SampleOutcome(row.key, trained * len(row.response_ids), 0) for row in self._rows)
+        return StepOutcome(trained, self._skipped, samples, {"grad_norm": 1.0})
+
+
+class CountingEngine:
+    weights_spec = SPEC
+
+    def __init__(self, weight: float = 0.0) -> None:
+        self.weight = weight
+
+    def begin(self, rows: Sequence[TrainRow], epoch: int, version: int) -> CountingRun:
+        return CountingRun(self, rows)
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.tensor([self.weight])}
+
+    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+        (directory / "state").write_text(json.dumps({"weight": self.weight, "extra": extra}))
+
+
+class CountingService(TrainingService):
+    def open_engine(self) -> tuple[TrainingEngine, dict[str, Any]]:
+        if self.context.checkpoint_dir is None:
+            return CountingEngine(), {}
+        state = json.loads((self.context.checkpoint_dir / "state").read_text())
+        return CountingEngine(state["weight"]), state["extra"]
+
+
+class PatientCompute(InlineCompute):
+    """Lets the loop turn before each function, as a thread does."""
+
+    async def run(self, function: Any, *args: Any) -> Any:
+        await asyncio.sleep(0)
+        return await super().run(function, *args)
+
+
+class StoreReader:
+    """Reads from one store of this process, and counts how often."""
+
+    def __init__(self, store: HeapRows) -> None:
+        self.store, self.reads = store, 0
+
+    async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
+        self.reads += 1
+        rows = [self.store.read(ref.place_of(columns[0]), columns) for ref in refs]
+        return Batch({name: Column.of([row[i] for row in rows]) for i, name in enumerate(columns)})
+
+
+def config(**sections: Any) -> Config:
+    plain = {"model": {"name": "tiny"}, "task": {"prompts": "none"}, "fleet": {"wire": "inproc"}}
+    return Config.model_validate(plain | sections)
+
+
+def context_of(tasks: asyncio.TaskGroup, tmp_path: Path, **changes: Any) -> WorkerContext:
+    clock = StateClock(asyncio.get_running_loop().time)
+    occupancy = Occupancy(clock)
+    store = HeapRows("inproc://rows", 64, 4096)
+    values: dict[str, Any] = {
+        "config": config(),
+        "run": "cafe0123",
+        "run_dir": tmp_path,
+        "model_dir": tmp_path,
+        "checkpoint_dir": None,
+        "epoch": EPOCH,
+        "service": "training",
+        "replica": 0,
+        "rank": 0,
+        "layout": Layout(),
+        "instance": "training0.0-3-deadbeef",
+        "weights_arena": f"asyncrl-cafe0123-{tmp_path.name}",
+        "reader": StoreReader(store),
+        "compute": PatientCompute(occupancy),
+        "clock": clock,
+        "occupancy": occupancy,
+        "tracer": Tracer(None, "training"),
+        "log": structlog.get_logger(),
+        "tasks": tasks,
+        "row_store": lambda slots, slot_bytes: store,
+    }
+    return WorkerContext(**values | changes)
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, **changes: Any) -> AsyncIterator[CountingService]:
+    async with asyncio.TaskGroup() as tasks:
+        service = CountingService(context_of(tasks, tmp_path, **changes))
+        await service.start()
+        try:
+            yield service
+        finally:
+            await service.stop()
+
+
+def put(service: CountingService, group: int, advantage: float = 1.0) -> RowRef:
+    store = service.context.row_store(0, 0)
+    row = {
+        "prompt_ids": np.array([1, 2], np.int32),
+        "response_ids": np.array([3, 4, 5], np.int32),
+        "logprobs": np.zeros(3, np.float32),
+        "versions": np.zeros(3, np.int32),
+    }
+    place = store.put(row)
+    return RowRef(group, 0, 0, EPOCH, 2, 3, 0, 0, "stop", (place,), 1.0, advantage)
+
+
+def cuts(service: CountingService, version: int, *groups: int, advantage: float = 1.0) -> Cuts:
+    rows = tuple(put(service, group, advantage) for group in groups)
+    return Cuts(EPOCH, version, BatchRef(rows), 3 * len(rows), len(rows))
+
+
+async def published_weight(service: CountingService) -> float:
+    published = await service.published()
+    reader = open_reader(published, SPEC)
+    try:
+        return float(reader.tensors(published)["w"])
+    finally:
+        reader.close()
+
+
+async def test_version_zero_lies_in_the_arena_before_the_first_step(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        assert ((await service.published()).epoch, (await service.published()).version) == (EPOCH, 0)
+        assert await published_weight(service) == 0.0
+
+
+async def test_a_step_publishes_the_next_version_and_reports_it(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        report = await service.step(cuts(service, 0, 4, 7))
+        assert (report.epoch, report.version, report.updates, report.skipped) == (EPOCH, 1, 1, "")
+        assert [(s.group, s.trained, s.masked) for s in report.samples] == [(4, 3, 0), (7, 3, 0)]
+        assert report.published == await service.published()
+        assert await published_weight(service) == 2.0
+
+
+async def test_the_chain_is_that_of_the_samples_of_every_step(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        await service.step(cuts(service, 0, 1, 2))
+        report = await service.step(cuts(service, 1, 3))
+        expected = chain(chain(GENESIS, [(1, 0, 0), (2, 0, 0)]), [(3, 0, 0)])
+        assert report.chain == expected.hex()
+
+
+async def test_a_repeated_step_gets_the_stored_report_and_trains_once(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        batch = cuts(service, 0, 1)
+        first = await service.step(batch)
+        service.context.row_store(0, 0).free([batch.batch.only.places[0]])
+        assert await service.step(batch) == first
+        assert await published_weight(service) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("epoch", "version", "advantage"), [(EPOCH, 0, 9.0), (EPOCH, 2, 1.0), (EPOCH - 1, 1, 1.0), (EPOCH + 1, 0, 1.0)]
+)
+async def test_a_step_from_elsewhere_is_refused_with_both_named(
+    epoch: int, version: int, advantage: float, tmp_path: Path
+) -> None:
+    async with serving(tmp_path) as service:
+        await service.step(cuts(service, 0, 1))
+        with pytest.raises(Refused, match=rf"version {version} of epoch {epoch} .* at version 1 of epoch {EPOCH}"):
+            await service.step(replace(cuts(service, version, 1, advantage=advantage), epoch=epoch))
+        assert await published_weight(service) == 1.0
+
+
+async def test_two_calls_at_once_train_once(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        batch = cuts(service, 0, 1)
+        first, second = await asyncio.gather(service.step(batch), service.step(batch))
+        assert first == second
+        assert await published_weight(service) == 1.0
+
+
+async def test_a_cancelled_step_is_finished_and_its_repetition_gets_the_report(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        batch = cuts(service, 0, 1)
+        call = asyncio.ensure_future(service.step(batch))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert not call.done()
+        call.cancel()
+        await asyncio.wait([call])
+        with pytest.raises(Refused, match="is being trained"):
+            await service.step(cuts(service, 0, 2))
+        with pytest.raises(Refused, match="a checkpoint"):
+            await service.checkpoint(str(tmp_path / "c"), EPOCH, 0)
+        report = await service.step(batch)
+        assert report.version == 1
+        assert await published_weight(service) == 1.0
+
+
+async def test_lost_rows_change_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        batch = cuts(service, 0, 1)
+        service.context.row_store(0, 0).free([batch.batch.only.places[0]])
+        with pytest.raises(LostRows):
+            await service.step(batch)
+        assert (await service.step(cuts(service, 0, 2))).version == 1
+
+
+async def test_t30_a_skipped_step_keeps_version_and_chain(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        report = await service.step(cuts(service, 0, 1, advantage=float("inf")))
+        assert (report.version, report.updates, report.skipped, report.published) == (0, 0, "not finite", None)
+        assert report.chain == GENESIS.hex()
+        assert (await service.step(cuts(service, 0, 2))).version == 1
+
+
+async def test_the_next_version_waits_until_every_reader_has_flipped(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        await service.using("fast", 0)
+        await service.using("slow", 0)
+        await service.step(cuts(service, 0, 1))
+        call = asyncio.ensure_future(service.step(cuts(service, 1, 2)))
+        await service.using("fast", 1)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not call.done(), "slow still reads version 0, whose slot version 2 needs"
+        await service.using("slow", 1)
+        assert (await call).version == 2
+
+
+async def test_a_dead_reader_holds_nothing_up(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service:
+        await service.using("dead", 0)
+        await service.step(cuts(service, 0, 1))
+        call = asyncio.ensure_future(service.step(cuts(service, 1, 2)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        await service.detached("dead")
+        assert (await call).version == 2
+
+
+def test_a_reader_that_never_flips_is_named_and_the_trained_step_is_not_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, config=config(staleness={"publish_deadline": 5.0})) as service:
+            await service.using("stuck", 0)
+            await service.step(cuts(service, 0, 1))
+            batch, began = cuts(service, 1, 2), asyncio.get_running_loop().time()
+            with pytest.raises(DeadlineExceeded, match="stuck still read"):
+                await service.step(batch)
+            assert asyncio.get_running_loop().time() - began == pytest.approx(10)
+            assert service.context.clock.seconds()["sync"] == pytest.approx(10)
+            await service.detached("stuck")
+            assert (await service.step(batch)).version == 2
+            assert await published_weight(service) == 2.0
+
+    run(scenario())
+
+
+async def test_a_checkpoint_is_of_the_named_version_and_resumes(tmp_path: Path) -> None:
+    folder = tmp_path / "tmp-1"
+    async with serving(tmp_path) as service:
+        report = await service.step(cuts(service, 0, 1))
+        with pytest.raises(Refused, match=r"version 0 of epoch 3 .* at version 1 of epoch 3"):
+            await service.checkpoint(str(folder), EPOCH, 0)
+        made = await service.checkpoint(str(folder), EPOCH, 1)
+        assert (made.version, made.chain, list(made.files)) == (1, report.chain, ["state"])
+    async with serving(tmp_path, checkpoint_dir=folder, epoch=EPOCH + 1) as resumed:
+        published = await resumed.published()
+        assert (published.epoch, published.version) == (EPOCH + 1, 1)
+        assert await published_weight(resumed) == 1.0
+        next_cuts = replace(cuts(resumed, 1, 5), epoch=EPOCH + 1)
+        assert (await resumed.step(next_cuts)).chain == chain(bytes.fromhex(report.chain), [(5, 0, 0)]).hex()
+
+
+async def test_several_ranks_are_refused_at_start(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        service = CountingService(context_of(tasks, tmp_path, layout=Layout(dp=2)))
+        with pytest.raises(ConfigError, match="layout_dp"):
+            await service.start()
