@@ -1,0 +1,76 @@
+"""What it costs to go from training to generation on the same ranks: HybridFlow (EuroSys 2025), Table 2.
+
+All numbers are per rank, as fractions of the bytes of the whole model. `formula` is the printed table; `measured`
+moves the shards of every rank and counts, so that the table can be checked.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from asyncrl.protocols.layout import Layout
+
+System = Literal["DeepSpeed-Chat", "vanilla", "zero-redundancy"]
+Cells = frozenset[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """volume: received by a rank; peak: parameters it holds at one time for generation; redundancy: of its training
+    shard, what generation has no use for and memory must hold beside it."""
+
+    volume: Fraction
+    peak: Fraction
+    redundancy: Fraction
+
+
+def formula(system: System, layout: Layout) -> Transition:
+    """Table 2. The redundancy of `vanilla` is that of its worst ranks, whose two shards do not overlap."""
+    model, ranks = layout.pp * layout.tp, layout.size
+    whole, shard = Fraction(1), Fraction(1, model)
+    if system == "DeepSpeed-Chat":
+        return Transition(Fraction(ranks - 1, ranks), whole, Fraction(1, ranks))
+    if system == "vanilla":
+        return Transition(whole - shard, whole, shard)
+    generation = layout.gpp * layout.gtp
+    return Transition(Fraction(model - generation, generation * model), Fraction(1, generation), Fraction(0))
+
+
+def training_cells(layout: Layout, rank: int) -> Cells:
+    """The part of a model cut into pp x tp cells that a rank holds in training."""
+    place = layout.place(rank)
+    return frozenset([(place.pp, place.tp)])
+
+
+def generation_cells(layout: Layout, rank: int) -> Cells:
+    """The part that it needs in generation: consecutive stages and tensor slices of training."""
+    place, stages, slices = layout.generation_place(rank), layout.pp // layout.gpp, layout.tp // layout.gtp
+    return frozenset(
+        (stage, part)
+        for stage in range(place.pp * stages, (place.pp + 1) * stages)
+        for part in range(place.tp * slices, (place.tp + 1) * slices)
+    )
+
+
+def measured(layout: Layout) -> list[Transition]:
+    """By rank, for the layout's own grouping.
+
+    zero-redundancy: all-gather inside each micro-data group, which is just what the rank needs. vanilla: all-gather of
+    the whole model inside each training replica, of which the rank keeps its generation shard.
+    """
+    groups = _training_replicas(layout) if layout.grouping == "vanilla" else layout.micro_dp_groups()
+    gathered = {
+        rank: frozenset().union(*(training_cells(layout, r) for r in group)) for group in groups for rank in group
+    }
+    return [_counted(layout, rank, gathered[rank]) for rank in range(layout.size)]
+
+
+def _counted(layout: Layout, rank: int, gathered: Cells) -> Transition:
+    own, needed, cell = training_cells(layout, rank), generation_cells(layout, rank), Fraction(1, layout.pp * layout.tp)
+    assert needed <= gathered, f"rank {rank} misses {sorted(needed - gathered)} for generation"
+    return Transition(len(gathered - own) * cell, len(gathered) * cell, len(own - needed) * cell)
+
+
+def _training_replicas(layout: Layout) -> list[list[int]]:
+    model = layout.pp * layout.tp
+    return [list(range(start, start + model)) for start in range(0, layout.size, model)]

@@ -1,0 +1,106 @@
+"""Rank arithmetic: the paper's printed example, and what holds for every layout of up to 64 ranks."""
+
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import product
+
+import pytest
+
+from asyncrl.protocols.layout import Layout, Place3D
+from asyncrl.protocols.transition import formula, generation_cells, measured, training_cells
+
+
+def divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def layouts(ranks: int = 64) -> Iterator[tuple[int, int, int, int, int]]:
+    """Every (p, t, d, p_g, t_g) of at most this many ranks."""
+    for pp in range(1, ranks + 1):
+        for tp in range(1, ranks // pp + 1):
+            for dp in range(1, ranks // (pp * tp) + 1):
+                for gpp in divisors(pp):
+                    yield from ((pp, tp, dp, gpp, gtp) for gtp in divisors(tp))
+
+
+def one_based(groups: list[list[int]]) -> list[list[int]]:
+    return [[rank + 1 for rank in group] for group in groups]
+
+
+def test_figure_8_vanilla_comes_out_as_printed() -> None:
+    layout = Layout(1, 4, 2, 1, 2, "vanilla")
+    assert one_based(layout.generation_tp_groups()) == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert one_based(layout.micro_dp_groups()) == [[1, 3], [2, 4], [5, 7], [6, 8]]
+    apart = [rank + 1 for rank in range(8) if not training_cells(layout, rank) & generation_cells(layout, rank)]
+    assert apart == [2, 3, 6, 7]
+
+
+def test_figure_8_without_redundancy_comes_out_as_printed() -> None:
+    layout = Layout(1, 4, 2, 1, 2)
+    assert one_based(layout.generation_tp_groups()) == [[1, 3], [2, 4], [5, 7], [6, 8]]
+    assert one_based(layout.micro_dp_groups()) == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert one_based(layout.tp_groups()) == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert one_based(layout.dp_groups()) == [[1, 5], [2, 6], [3, 7], [4, 8]]
+
+
+def test_table_2_holds_for_every_layout_of_up_to_64_ranks() -> None:
+    checked = 0
+    for sizes in layouts():
+        layout = Layout(*sizes)
+        printed = formula("zero-redundancy", layout)
+        assert set(measured(layout)) == {printed}, layout
+        checked += 1
+    assert checked > 2000
+
+
+def test_vanilla_costs_what_table_2_says_on_its_worst_rank() -> None:
+    overlapping = 0
+    for sizes in layouts(32):
+        layout = Layout(*sizes, "vanilla")
+        counted, printed = measured(layout), formula("vanilla", layout)
+        assert {(cost.volume, cost.peak) for cost in counted} == {(printed.volume, printed.peak)}, layout
+        redundancy = max(cost.redundancy for cost in counted)
+        apart = any(not training_cells(layout, r) & generation_cells(layout, r) for r in range(layout.size))
+        assert redundancy == (printed.redundancy if apart else 0), layout
+        overlapping += not apart
+    assert overlapping > 0
+
+
+def test_the_three_systems_of_table_2_on_one_machine_and_a_half() -> None:
+    layout = Layout(1, 8, 2, 1, 2)
+    volumes = [formula(name, layout).volume for name in ("DeepSpeed-Chat", "vanilla", "zero-redundancy")]
+    assert volumes == [Fraction(15, 16), Fraction(7, 8), Fraction(3, 8)]
+    assert formula("DeepSpeed-Chat", layout).redundancy == Fraction(1, 16)
+
+
+@pytest.mark.parametrize("grouping", ["zero-redundancy", "vanilla"])
+def test_groups_partition_the_ranks_and_places_are_unique(grouping: str) -> None:
+    for sizes in layouts(24):
+        layout = Layout(*sizes, grouping)  # type: ignore[arg-type]
+        ranks = list(range(layout.size))
+        for groups, size in (
+            (layout.tp_groups(), layout.tp),
+            (layout.pp_groups(), layout.pp),
+            (layout.dp_groups(), layout.dp),
+            (layout.generation_tp_groups(), layout.gtp),
+            (layout.micro_dp_groups(), layout.micro_dp),
+            (layout.generation_replicas(), layout.gpp * layout.gtp),
+        ):
+            assert sorted(rank for group in groups for rank in group) == ranks
+            assert {len(group) for group in groups} == {size}
+        every_place = product(range(layout.gpp), range(layout.gtp), range(layout.micro_dp), range(layout.dp))
+        assert sorted(layout.generation_place(rank) for rank in ranks) == list(every_place)
+        assert [layout.rank(*layout.place(rank)) for rank in ranks] == ranks
+
+
+def test_ranks_of_a_training_layout() -> None:
+    layout = Layout(pp=2, tp=3, dp=2)
+    assert layout.place(10) == Place3D(pp=1, tp=1, dp=1)
+    assert layout.rank(pp=-1, dp=-1) == 9
+    assert (layout.size, layout.micro_dp) == (12, 1)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (2, 4, 1, 3, 1), (2, 4, 1, 1, 3), (1, 1, 1, 0, 1)])
+def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"must divide|at least 1"):
+        Layout(*sizes)
