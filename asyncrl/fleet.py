@@ -74,14 +74,16 @@ class ServiceSpec:
 class RunningFleet:
     """What `running_fleet` gives: handles by service, and news of workers.
 
-    on_lives, on_lost: functions of (service, instance) to call when an instance has started, or died. They must not
-    block. Instances that live already are not told again.
+    Lists of functions to call, which must not block. on_lives(service, instance): it takes calls; those that live when
+    the fleet is handed over are not told. on_lost(service, instance, why): its calls have failed. on_gone(service,
+    instance): nothing of it runs any more; who waits for it to let go of something need not any longer.
     """
 
     def __init__(self, facts: RunFacts, specs: Sequence[ServiceSpec]) -> None:
         self.facts = facts
         self.on_lives: list[Told] = []
-        self.on_lost: list[Told] = []
+        self.on_lost: list[Callable[[str, str, str], None]] = []
+        self.on_gone: list[Told] = []
         self.workers = {spec.name: Workers(spec.name, spec.replicas, spec.layout) for spec in specs}
         deadline = facts.config.fleet.call_deadline
         self._handles = {spec.name: connect(spec.contract, self.workers[spec.name], deadline) for spec in specs}
@@ -107,6 +109,10 @@ class RunningFleet:
         """A group was finished: deaths so far do not end the run."""
         self.supervisor.progressed()
 
+    def kill(self, instance: str) -> None:
+        """End an instance that holds up others; another one is started in its place."""
+        self.supervisor.kill(instance)
+
     # ---- what the supervisor tells -----------------------------------------------------------------------
 
     def changed(self, present: Mapping[str, Present]) -> None:
@@ -118,6 +124,10 @@ class RunningFleet:
 
     def lost(self, service: str, instance: str, why: str) -> None:
         for tell in self.on_lost:
+            tell(service, instance, why)
+
+    def gone(self, service: str, instance: str) -> None:
+        for tell in self.on_gone:
             tell(service, instance)
 
 

@@ -101,9 +101,17 @@ class Observer(Protocol):
         """Instances were started or buried."""
         ...
 
-    def lives(self, service: str, instance: str) -> None: ...
+    def lives(self, service: str, instance: str) -> None:
+        """It takes calls from now on."""
+        ...
 
-    def lost(self, service: str, instance: str, why: str) -> None: ...
+    def lost(self, service: str, instance: str, why: str) -> None:
+        """It takes no calls any more, and those it had have failed; it may still be ending."""
+        ...
+
+    def gone(self, service: str, instance: str) -> None:
+        """Its process was waited for: nothing of it runs any more."""
+        ...
 
 
 class Supervisor:
@@ -128,6 +136,12 @@ class Supervisor:
         """A group was finished."""
         for deaths in self._deaths.values():
             deaths.progressed()
+
+    def kill(self, instance: str) -> None:
+        """End this instance, if it still runs; another one is started in its place."""
+        for each in self.present.values():
+            if each.spec.instance == instance:
+                each.process.kill()
 
     async def all_started(self) -> None:
         """Returns when every worker has lived once; each has its own start deadline."""
@@ -171,6 +185,7 @@ class Supervisor:
             await end(process)
             post.launcher.bury(spec)
             del self.present[post.worker.name]
+            self._observer.gone(spec.service, spec.instance)
             self._observer.changed(self.present)
 
     async def _attend(self, post: Post, spec: WorkerSpec, process: WorkerProcess) -> str:

@@ -109,12 +109,16 @@ class LocalWorker:
 class LocalLauncher:
     """Spawns processes; leaving it removes the folder of their sockets.
 
-    sockets: a fresh folder that only this user can enter; short, for the names of sockets end at 107 bytes.
+    run: names that folder, so that the next start removes what a killed one left: a run has one controller at a time.
+    sockets: only this user can enter it; its path is short, for the names of sockets end at 107 bytes.
     """
 
-    def __init__(self, wire: Literal["ipc", "tcp"] = "ipc") -> None:
+    def __init__(self, run: str, wire: Literal["ipc", "tcp"] = "ipc") -> None:
         self._wire = wire
-        self.sockets = Path(tempfile.mkdtemp(prefix="asyncrl-"))
+        prefix = f"asyncrl-{run}-"
+        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        self.sockets = Path(tempfile.mkdtemp(prefix=prefix))
 
     def __enter__(self) -> "LocalLauncher":
         return self

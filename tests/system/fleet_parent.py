@@ -16,11 +16,11 @@ def up(run_dir: str) -> None:
     Path(run_dir, "up").touch()
 
 
-async def main(run_dir: str) -> None:
+async def main(run: str, run_dir: str) -> None:
     config = Config(model=Model(name="none"), task=Task(prompts="none"))
-    facts = RunFacts("beefbeef", run_dir, run_dir, 0, "none", config)
+    facts = RunFacts(run, run_dir, run_dir, 0, "none", config)
     specs = [ServiceSpec("echo", Echo, "standins:EchoService", replicas=2)]
-    with LocalLauncher() as launcher:
+    with LocalLauncher(run) as launcher:
         async with running_fleet(specs, facts, launcher=launcher) as running:
             waiting = asyncio.ensure_future(running.handle("echo", Echo).wait())
             up(run_dir)
@@ -28,4 +28,4 @@ async def main(run_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))

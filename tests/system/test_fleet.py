@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
@@ -38,9 +39,11 @@ def start(request: Any, tmp_path: Path, monkeypatch: Any) -> Start:
     ) -> AsyncIterator[RunningFleet]:
         config = Config(model=Model(name="none"), task=Task(prompts="none"), fleet=Fleet(watchdog=watchdog))
         keys = CurveKeys.fresh()
-        facts = RunFacts("feedbeef", str(tmp_path), str(tmp_path), 0, "none", config, curve=(keys.public, keys.secret))
+        facts = RunFacts(
+            secrets.token_hex(4), str(tmp_path), str(tmp_path), 0, "none", config, curve=(keys.public, keys.secret)
+        )
         specs = [ServiceSpec("echo", Echo, "standins:EchoService", replicas=replicas, options=options)]
-        with LocalLauncher("tcp" if request.param == "tcp" else "ipc") as launcher:
+        with LocalLauncher(facts.run, "tcp" if request.param == "tcp" else "ipc") as launcher:
             async with running_fleet(
                 specs, facts, launcher=None if request.param == "inproc" else launcher, report=report
             ) as running:
@@ -123,9 +126,9 @@ async def test_an_error_in_the_block_comes_out_bare(start: Start) -> None:
 
 
 async def test_nothing_of_a_fleet_is_left(start: Start, tmp_path: Path) -> None:
-    async with start(replicas=2):
-        pass
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("asyncrl-feedbeef-")]
+    async with start(replicas=2) as running:
+        run = running.facts.run
+    assert not [name for name in os.listdir("/dev/shm") if run in name]
     assert json.loads((tmp_path / "fleet.json").read_text()) == {"workers": []}
 
 
@@ -153,12 +156,12 @@ async def test_services_may_live_in_both_places_at_once(tmp_path: Path, monkeypa
     """A service in this process may be any callable, and reads rows that another process made."""
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     config = Config(model=Model(name="none"), task=Task(prompts="none"))
-    facts = RunFacts("feedbeef", str(tmp_path), str(tmp_path), 0, "none", config)
+    facts = RunFacts(secrets.token_hex(4), str(tmp_path), str(tmp_path), 0, "none", config)
     specs = [
         ServiceSpec("there", Echo, "standins:EchoService"),
         ServiceSpec("here", Echo, lambda context: EchoService(context), here=True),
     ]
-    with LocalLauncher() as launcher:
+    with LocalLauncher(facts.run) as launcher:
         async with running_fleet(specs, facts, launcher=launcher) as running:
             there, here = running.handle("there", Echo), running.handle("here", Echo)
             assert await here.pids() == [os.getpid()]

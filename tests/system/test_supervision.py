@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +21,7 @@ from asyncrl.deploy.local import LocalLauncher
 from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.launch import RunFacts
+from asyncrl.memory import sweep
 from asyncrl.wire.ends import Signal
 
 HERE = Path(__file__).parent
@@ -36,13 +39,18 @@ def _standins_can_be_imported(monkeypatch: Any) -> None:
 @asynccontextmanager
 async def fleet_in(tmp_path: Path, **options: Any) -> AsyncIterator[RunningFleet]:
     facts = RunFacts(
-        "feedbeef", str(tmp_path), str(tmp_path), 0, "none", Config(model=Model(name="none"), task=Task(prompts="none"))
+        secrets.token_hex(4),
+        str(tmp_path),
+        str(tmp_path),
+        0,
+        "none",
+        Config(model=Model(name="none"), task=Task(prompts="none")),
     )
     specs = [
         ServiceSpec("echo", Echo, "standins:EchoService", replicas=2, options=options),
         ServiceSpec("training", Trainer, "standins:TrainerService"),
     ]
-    with LocalLauncher() as launcher:
+    with LocalLauncher(facts.run) as launcher:
         async with running_fleet(specs, facts, launcher=launcher, resume="asyncrl run x") as running:
             yield running
 
@@ -64,7 +72,7 @@ async def test_a_killed_worker_fails_its_calls_at_once_and_comes_back(tmp_path: 
     async with fleet_in(tmp_path) as running, asyncio.timeout(30):
         echo, loop, back = running.handle("echo", Echo), asyncio.get_running_loop(), Signal()
         lost: list[str] = []
-        running.on_lost.append(lambda service, instance: lost.append(instance))
+        running.on_lost.append(lambda service, instance, why: lost.append(instance))
         running.on_lives.append(lambda service, instance: back.wake())
         waiting = [asyncio.ensure_future(echo.wait()) for _ in range(2)]
         before = processes_of(tmp_path)
@@ -91,10 +99,20 @@ async def test_a_killed_worker_fails_its_calls_at_once_and_comes_back(tmp_path: 
         await asyncio.wait(waiting)
 
 
+async def test_an_instance_can_be_killed_and_is_said_to_be_gone_once_it_is(tmp_path: Path) -> None:
+    async with fleet_in(tmp_path) as running, asyncio.timeout(30):
+        told: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
+        pid = processes_of(tmp_path)["echo1"]
+        running.on_gone.append(lambda service, instance: told.put_nowait((instance, alive(pid))))
+        victim = running.workers["echo"].worker(1, 0).instance
+        running.kill(victim)
+        assert await told.get() == (victim, False)
+
+
 async def test_a_call_waits_for_a_replica_when_all_are_dead(tmp_path: Path) -> None:
     async with fleet_in(tmp_path) as running, asyncio.timeout(30):
         gone = asyncio.Barrier(3)
-        running.on_lost.append(lambda service, instance: waits.append(asyncio.ensure_future(gone.wait())))
+        running.on_lost.append(lambda service, instance, why: waits.append(asyncio.ensure_future(gone.wait())))
         waits: list[asyncio.Future[int]] = []
         for name, pid in processes_of(tmp_path).items():
             if name.startswith("echo"):
@@ -137,17 +155,21 @@ async def test_a_stuck_event_loop_does_not_keep_a_worker_alive(tmp_path: Path) -
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_worker_outlives_its_controller(tmp_path: Path, how: signal.Signals) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, str(HERE / "fleet_parent.py"), str(tmp_path)],
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    run = secrets.token_hex(4)
+    program = [sys.executable, str(HERE / "fleet_parent.py"), run, str(tmp_path)]
+    parent = subprocess.Popen(program, stderr=subprocess.DEVNULL, start_new_session=True)
     wait_until((tmp_path / "up").exists, 30)
     pids = list(processes_of(tmp_path).values())
     assert all(map(alive, pids))
     parent.send_signal(how)
     parent.wait(10)
     wait_until(lambda: not any(map(alive, pids)), 5)
+    left = sorted(Path(tempfile.gettempdir()).glob(f"asyncrl-{run}-*"))
+    assert len(left) == (how == signal.SIGKILL)
+    with LocalLauncher(run) as launcher:  # The next start of the run clears up.
+        assert not any(path.exists() for path in left)
+        assert launcher.sockets.exists()
+    assert len(sweep(run, 1)) == (2 if how == signal.SIGKILL else 0)
 
 
 def wait_until(true: Any, seconds: float) -> None:

@@ -31,6 +31,10 @@ class FakeProcess:
         self._ended = asyncio.Event()
         self._how = ""
 
+    @property
+    def dead(self) -> bool:
+        return self._ended.is_set()
+
     def die(self, how: str = "was killed by SIGKILL") -> None:
         self._how = self._how or how
         self._ended.set()
@@ -132,6 +136,10 @@ class Stage:
         assert not self.worker.lives, "callers must look elsewhere before they are told"
         self.note(f"lost {instance}")
 
+    def gone(self, service: str, instance: str) -> None:
+        assert self.processes[-1].dead
+        self.note(f"gone {instance}")
+
     async def kill(self) -> None:
         self.processes[-1].die()
         await self.connections[-1].lost.wait()
@@ -167,12 +175,13 @@ def test_a_dead_worker_is_restarted_after_a_growing_pause() -> None:
     events = acting(play).events
     spawned = [at for at, event in events if event.startswith("spawn")]
     assert [round(later - earlier, 3) for earlier, later in pairwise(spawned)] == [0.5, 1, 2, 4]
-    names = [event for _, event in events][:5]
+    names = [event for _, event in events][:6]
     assert names == [
         "spawn echo0.0-0-0",
         "lives echo0.0-0-0",
         "lost echo0.0-0-0",
         "bury echo0.0-0-0",
+        "gone echo0.0-0-0",
         "spawn echo0.0-0-1",
     ]
 
@@ -269,7 +278,7 @@ def test_leaving_stops_and_buries_everybody() -> None:
 
     stage = acting(play)
     assert stage.processes[0].told == ["stop"]
-    assert stage.events[-1][1] == "bury echo0.0-0-0"
+    assert [event for _, event in stage.events[-2:]] == ["bury echo0.0-0-0", "gone echo0.0-0-0"]
     assert not stage.present
 
 
