@@ -109,7 +109,8 @@ class Turn:
             await asyncio.sleep(0)
 
     def rest(self) -> None:
-        self._taken = 0
+        """The receiver goes to sleep; the message that wakes it is the first of the next row."""
+        self._taken = 1
 
 
 async def send_when_room(offer: Callable[[], bool], room: Signal, holder: str) -> None:

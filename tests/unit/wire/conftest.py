@@ -1,0 +1,108 @@
+"""A worker and its callers over each wire."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.protocols.messages import PROTOCOL, Call, Hello
+from asyncrl.wire.auth import CurveKeys
+from asyncrl.wire.ends import Wire
+from asyncrl.wire.host import Host
+from asyncrl.wire.inproc import InprocWire
+from asyncrl.wire.link import Link
+from asyncrl.wire.socket import ZmqWire
+
+CONTROLLER = Hello("run1", 3, "controller", 0, "controller-3", PROTOCOL, "0.1")
+WORKER = replace(CONTROLLER, service="generation", rank=1, instance="generation0.1-3-a")
+
+
+@dataclass
+class Worker:
+    """Answers calls of its methods by name; keeps what it was asked and which calls were cancelled."""
+
+    address: str
+    calls: list[Call] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    produced: int = 0
+    host: Any = None
+
+    def dispatch(self, call: Call) -> Any:
+        self.calls.append(call)
+        self.started.set()
+        return getattr(self, call.method)(*call.args)
+
+    async def echo(self, *args: Any) -> Any:
+        return args
+
+    async def hang(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.append("hang")
+            raise
+
+    async def count(self, items: int) -> AsyncIterator[int]:
+        try:
+            for item in range(items):
+                self.produced += 1
+                yield item
+        except (GeneratorExit, asyncio.CancelledError):
+            self.cancelled.append("count")
+            raise
+        finally:
+            self.cancelled.append("count closed")
+
+
+@dataclass
+class Site:
+    """One wire with an address to listen on."""
+
+    wire: Wire
+    address: str
+
+    @asynccontextmanager
+    async def serving(self, identity: Hello = WORKER, **options: Any) -> AsyncIterator[Worker]:
+        listener = self.wire.listen(self.address)
+        worker = Worker(listener.address)
+        worker.host = Host(listener, worker.dispatch, identity, **options)
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(worker.host.serve(), name="host")
+            try:
+                yield worker
+            finally:
+                serving.cancel()
+                listener.close()
+
+    def link(self, worker: Worker, hello: Hello = CONTROLLER, **options: Any) -> Link:
+        return Link(self.wire.connect(worker.address), hello, "generation0[1]", **options)
+
+
+@pytest.fixture(params=["inproc", "ipc"])
+async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
+    """The address for ipc lies in a short path: a socket's name has 107 bytes at most."""
+    with tempfile.TemporaryDirectory() as folder:
+        addresses = {"inproc": "inproc://worker", "ipc": f"ipc://{Path(folder)}/w", "tcp": "tcp://127.0.0.1:*"}
+        wire: Any = InprocWire() if request.param == "inproc" else ZmqWire(CurveKeys.fresh())
+        yield Site(wire, addresses[request.param])
+        left = getattr(wire, "open_ends", 0)
+        wire.close()
+        assert left == 0, "sockets left open"
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    """Lets everybody else run until the condition holds, five seconds at most."""
+
+    async def wait(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            for _ in iter(condition, True):
+                await asyncio.sleep(0)
+
+    return wait

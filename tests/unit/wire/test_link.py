@@ -1,0 +1,435 @@
+"""Links over both wires: what a caller sees."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, RemoteError, WireError
+from asyncrl.protocols.messages import Call, Reply
+from asyncrl.wire import ends
+from asyncrl.wire.answers import STREAM_WINDOW
+from asyncrl.wire.codec import encode
+
+Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
+EVERY_WIRE = pytest.mark.parametrize("site", ["inproc", "ipc", "tcp"], indirect=True)
+CONTROLLER_HELLO: dict[str, Any] = {"run": "other", "epoch": 2, "protocol": 99}
+
+
+@EVERY_WIRE
+async def test_a_call_returns_what_the_worker_answers(site: Any) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        array = np.arange(100_000)
+        number, text, same = await link.call("echo", (1, "two", array), 5.0)
+        assert (number, text) == (1, "two")
+        assert np.array_equal(same, array)
+
+
+@EVERY_WIRE
+async def test_a_stream_yields_the_items_in_order(site: Any) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        assert [item async for item in link.stream("count", (1000,), 5.0)] == list(range(1000))
+        assert await link.call("echo", (), 5.0) == ()
+
+
+async def test_calls_are_answered_while_another_one_runs(site: Any, eventually: Eventually) -> None:
+    async with site.serving() as worker, site.link(worker) as link, asyncio.TaskGroup() as tasks:
+        hanging = tasks.create_task(link.call("hang", (), 60.0))
+        await worker.started.wait()
+        assert await link.call("echo", (1,), 5.0) == (1,)
+        hanging.cancel()
+        await eventually(lambda: worker.cancelled == ["hang"] and worker.host.running == 0)
+
+
+async def test_the_deadline_names_method_peer_and_seconds_and_ends_the_call_there(
+    site: Any, eventually: Eventually
+) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        with pytest.raises(DeadlineExceeded, match=r"generation0\[1\] did not answer hang within 0.05 s"):
+            await link.call("hang", (), 0.05)
+        await eventually(lambda: worker.cancelled == ["hang"] and worker.host.running == 0)
+
+
+async def test_closing_a_stream_cancels_the_call(site: Any, eventually: Eventually) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        async with aclosing(link.stream("count", (10_000_000,), 5.0)) as items:
+            async for item in items:
+                if item == 3:
+                    break
+        await eventually(lambda: "count closed" in worker.cancelled and worker.host.running == 0)
+
+
+async def test_a_stream_runs_at_most_a_window_ahead_of_its_consumer(site: Any) -> None:
+    async with (
+        site.serving() as worker,
+        site.link(worker) as link,
+        aclosing(link.stream("count", (10_000,), 5.0)) as items,
+    ):
+        for consumed in range(3 * STREAM_WINDOW):
+            assert await anext(items) == consumed
+            await link.call("echo", (), 5.0)
+            assert worker.produced <= consumed + 1 + STREAM_WINDOW + 1
+
+
+async def test_a_deadline_covers_the_whole_stream(site: Any) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        with pytest.raises(DeadlineExceeded, match="count"):
+            await collect(link.stream("count", (100_000_000,), 0.1), [])
+
+
+async def collect(stream: AsyncIterator[int], items: list[int]) -> None:
+    async for item in stream:
+        items.append(item)
+
+
+async def raising(error: BaseException) -> None:
+    raise error
+
+
+async def failing_after_two(error: BaseException) -> Any:
+    yield 1
+    yield 2
+    raise error
+
+
+@EVERY_WIRE
+async def test_an_error_of_ours_arrives_as_its_own_class_with_the_remote_one_as_cause(site: Any) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        worker.echo = lambda: raising(LostRows("slot 3 is gone"))
+        with pytest.raises(LostRows, match=r"generation\[1\]: slot 3 is gone") as caught:
+            await link.call("echo", (), 5.0)
+        cause = caught.value.__cause__
+        assert isinstance(cause, RemoteError)
+        assert (cause.kind, cause.service, cause.rank) == ("LostRows", "generation", 1)
+        assert "raise error" in cause.remote_traceback
+
+
+async def test_any_other_error_arrives_as_a_remote_error(site: Any) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        worker.echo = lambda: raising(ZeroDivisionError("by \ud800"))
+        with pytest.raises(RemoteError, match=r"generation\[1\] raised ZeroDivisionError: by \?"):
+            await link.call("echo", (), 5.0)
+        with pytest.raises(RemoteError, match="AttributeError"):
+            await link.call("no_such_method", (), 5.0)
+
+
+async def test_a_remote_error_keeps_its_kind_over_a_second_hop(site: Any) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        worker.echo = lambda: raising(RemoteError("KeyError", "x", "reward", 0, ""))
+        with pytest.raises(RemoteError, match=r"reward\[0\] raised KeyError: x"):
+            await link.call("echo", (), 5.0)
+
+
+async def test_a_lone_error_is_unwrapped_from_its_group(site: Any) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        group = ExceptionGroup("outer", [ExceptionGroup("inner", [LostRows("gone")])])
+        worker.echo = lambda: raising(group)
+        with pytest.raises(LostRows, match="gone"):
+            await link.call("echo", (), 5.0)
+
+
+async def test_a_call_that_is_cancelled_within_the_worker_fails(site: Any) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        worker.echo = lambda: raising(asyncio.CancelledError())
+        with pytest.raises(RemoteError, match="CancelledError"):
+            await link.call("echo", (), 5.0)
+
+
+async def test_an_error_in_a_stream_comes_after_its_items(site: Any) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        worker.echo = lambda: failing_after_two(LostRows("gone"))
+        items: list[int] = []
+        with pytest.raises(LostRows):
+            await collect(link.stream("echo", (), 5.0), items)
+        assert items == [1, 2]
+
+
+async def test_what_may_not_travel_fails_that_call_only(site: Any) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        worker.hang = lambda: asyncio.sleep(0, object())
+        with pytest.raises(WireError, match=r"builtins\.object"):
+            await link.call("echo", (object(),), 5.0)
+        with pytest.raises(WireError, match=r"generation\[1\].*builtins\.object"):
+            await link.call("hang", (), 5.0)
+        assert await link.call("echo", (1,), 5.0) == (1,)
+
+
+@pytest.mark.parametrize("field", ["run", "epoch", "protocol"])
+async def test_a_stranger_is_refused_with_both_sides_named(site: Any, field: str) -> None:
+    async with site.serving() as worker, site.link(worker) as known:
+        stranger = replace(known._hello, **{field: CONTROLLER_HELLO[field]})
+        with pytest.raises(Refused, match=f"refuses controller.*{CONTROLLER_HELLO[field]}.*another {field}"):
+            async with site.link(worker, stranger):
+                pass
+        assert await known.call("echo", (), 5.0) == ()
+
+
+async def test_another_instance_than_the_expected_one_is_a_lost_peer(site: Any) -> None:
+    async with site.serving() as worker:
+        with pytest.raises(PeerLost, match=r"generation0\.1-3-a answers in place of generation0\.1-3-b"):
+            async with site.link(worker, instance="generation0.1-3-b"):
+                pass
+
+
+async def test_nobody_there_is_an_exceeded_deadline(site: Any) -> None:
+    async with site.serving() as worker:
+        pass
+    link = site.link(worker)
+    async with asyncio.TaskGroup() as tasks:
+        with pytest.raises(DeadlineExceeded, match=r"hello within 0\.05 s"):
+            await link.open(tasks, deadline=0.05)
+        link.close()
+
+
+async def outstanding(site: Any, link: Any, worker: Any, eventually: Eventually, lose: Callable[[], Any]) -> list[str]:
+    """Loses the peer while two calls and a stream wait for it; returns what each of them raised."""
+
+    async def consume() -> None:
+        async for _ in link.stream("hang", (), 60.0):
+            pass
+
+    async def reason(call: Any) -> str:
+        with pytest.raises(PeerLost) as caught:
+            await call
+        return str(caught.value)
+
+    calls = [link.call("hang", (), 60.0), link.call("hang", (), 60.0), consume()]
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        waiting = [tasks.create_task(reason(call)) for call in calls]
+        await eventually(lambda: len(worker.calls) == 3)
+        lose()
+    return [task.result() for task in waiting]
+
+
+async def test_a_dead_process_fails_every_outstanding_call(site: Any, eventually: Eventually) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        reasons = await outstanding(site, link, worker, eventually, lambda: link.fail("its process was killed (-9)"))
+        assert reasons == ["generation0[1]: its process was killed (-9)"] * 3
+        with pytest.raises(PeerLost, match="killed"):
+            await link.call("echo", (), 5.0)
+
+
+@EVERY_WIRE
+async def test_a_broken_connection_fails_every_outstanding_call(site: Any, eventually: Eventually) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        reasons = await outstanding(site, link, worker, eventually, worker.host._listener.close)
+        assert len(set(reasons)) == 1
+        assert link.lost.is_set()
+
+
+async def test_a_gap_in_what_the_worker_sends_fails_every_outstanding_call(site: Any, eventually: Eventually) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+
+        def skip_a_number() -> None:
+            (session,) = worker.host._sessions.values()
+            session.line.sent += 1
+            session.line.offer(Reply(0, None))
+
+        reasons = await outstanding(site, link, worker, eventually, skip_a_number)
+        assert all("a gap: message 2 came where 1 was next" in reason for reason in reasons)
+
+
+async def test_a_gap_in_what_the_caller_sends_fails_every_outstanding_call(site: Any, eventually: Eventually) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+
+        def skip_a_number() -> None:
+            link._line.sent += 1
+            link._line.offer(Call(3, "echo", (), 1.0))
+
+        reasons = await outstanding(site, link, worker, eventually, skip_a_number)
+        assert all("hangs up: a gap: message 5 came where 4 was next" in reason for reason in reasons)
+        await eventually(lambda: worker.host.running == 0)
+
+
+async def test_an_answer_to_a_call_never_made_ends_the_link(site: Any, eventually: Eventually) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        (session,) = worker.host._sessions.values()
+        session.line.offer(Reply(5, None))
+        await link.lost.wait()
+        assert "call 5, which was never made" in link.reason
+
+
+async def test_a_worker_that_greets_nobody_by_that_number_ends_the_link(site: Any, eventually: Eventually) -> None:
+    """What a caller meets after a reconnect: the worker does not know it."""
+    async with site.serving() as worker, site.link(worker) as link:
+        worker.host._sessions.clear()
+        with pytest.raises(PeerLost):
+            await link.call("echo", (), 5.0)
+
+
+async def test_silent_peers_are_lost_after_three_heartbeats(site: Any, eventually: Eventually) -> None:
+    async with site.serving() as worker, site.link(worker, heartbeat=0.02) as link:
+        await eventually(lambda: worker.host._sessions != {})
+        assert await link.call("echo", (), 5.0) == ()
+        worker.host._take = lambda *_: None
+        async with asyncio.timeout(5):
+            await link.lost.wait()
+        assert "no sign of life for 3 heartbeats" in link.reason
+
+
+async def test_pings_keep_both_ends_alive(site: Any, eventually: Eventually) -> None:
+    async with site.serving(heartbeat=0.05) as worker, site.link(worker, heartbeat=0.01) as link:
+        (session,) = worker.host._sessions.values()
+        await eventually(lambda: session.line.received > 20)
+        assert not link.lost.is_set()
+        assert worker.host._sessions
+
+
+async def test_calls_of_a_silent_caller_are_cancelled(site: Any, eventually: Eventually) -> None:
+    async with site.serving(heartbeat=0.02) as worker, site.link(worker) as link, asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(link.call("hang", (), 60.0))
+        await eventually(lambda: worker.cancelled == ["hang"])
+        waiting.cancel()
+
+
+async def test_more_calls_than_the_credit_wait_for_their_turn(site: Any, eventually: Eventually) -> None:
+    async with site.serving(credit=2) as worker, site.link(worker) as link, asyncio.TaskGroup() as tasks:
+        calls = [tasks.create_task(link.call("hang", (), 60.0)) for _ in range(2)]
+        await eventually(lambda: worker.host.running == 2)
+        with pytest.raises(DeadlineExceeded, match="echo"):
+            await link.call("echo", (), 0.02)
+        third = tasks.create_task(link.call("echo", (3,), 60.0))
+        calls[0].cancel()
+        assert await third == (3,)
+        assert max(len(worker.calls), 0) == 3
+        calls[1].cancel()
+
+
+async def test_an_answer_that_crosses_its_cancel_is_counted(site: Any, eventually: Eventually) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        (session,) = worker.host._sessions.values()
+        with pytest.raises(DeadlineExceeded):
+            await link.call("hang", (), 0.02)
+        session.line.offer(Reply(0, None))
+        await eventually(lambda: link.late_answers >= 1)
+        assert await link.call("echo", (1,), 5.0) == (1,)
+
+
+async def test_garbage_from_strangers_leaves_the_others_alone(site: Any, eventually: Eventually) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        stranger = site.wire.connect(worker.address)
+        junk: list[list[bytes]] = [[b""], [b"x" * 8], [b"\0" * 8, b"\xdd\xff\xff\xff\xff"], [b"\0" * 8, b"x" * 100_000]]
+        junk.append([b"\0" * 8, *map(bytes, encode(Call(0, "echo", (), 1.0)))])
+        for frames in junk:
+            await stranger.send(frames)
+        await eventually(lambda: worker.host.strangers == len(junk))
+        assert await link.call("echo", (1,), 5.0) == (1,)
+        assert worker.host.running == 0
+        stranger.close()
+
+
+async def test_garbage_from_a_known_caller_ends_its_link_only(site: Any) -> None:
+    async with site.serving() as worker, site.link(worker) as link, site.link(worker) as other:
+        await link._caller.send([b"junk"])
+        await link.lost.wait()
+        assert "hangs up: a message without a number" in link.reason
+        assert await other.call("echo", (1,), 5.0) == (1,)
+
+
+@pytest.mark.parametrize("deadline", [float("inf"), float("nan"), 0.0, -1.0])
+async def test_a_call_without_a_finite_deadline_is_refused(site: Any, deadline: float) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        link._line.offer(Call(0, "echo", (), deadline))
+        await link.lost.wait()
+        assert "has the deadline" in link.reason
+
+
+async def test_callers_that_are_gone_make_room(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.wire.host.MAX_CALLERS", 2)
+    async with site.serving() as worker, site.link(worker):
+        async with site.link(worker):
+            with pytest.raises(Refused, match="has 2 callers already"):
+                async with site.link(worker):
+                    pass
+        await until_welcome(site, worker)
+
+
+async def until_welcome(site: Any, worker: Any) -> None:
+    """The worker learns of a closed connection a moment after the caller has closed it."""
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                async with site.link(worker):
+                    return
+            except Refused:
+                continue
+
+
+async def test_a_peer_that_does_not_read_exhausts_a_deadline_not_the_memory(
+    site: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ends, "SEND_DEADLINE", 0.05)
+    listener = site.wire.listen(site.address)
+    caller = site.wire.connect(listener.address)
+    sent = 0
+
+    async def send_for_ever() -> None:
+        nonlocal sent
+        while True:
+            await caller.send([b"x" * 1000])
+            sent += 1
+
+    with pytest.raises(DeadlineExceeded, match=r"has not read for 0\.05 s"):
+        await send_for_ever()
+    assert sent >= ends.HIGH_WATER
+    caller.close()
+    listener.close()
+
+
+async def test_nothing_is_lost_when_a_sender_waits_for_room(site: Any) -> None:
+    listener = site.wire.listen(site.address)
+    caller = site.wire.connect(listener.address)
+    total = 5 * ends.HIGH_WATER
+
+    async def send_all() -> None:
+        for number in range(total):
+            await caller.send([b"%d" % number, b"x" * 1000])
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        tasks.create_task(send_all())
+        for number in range(total):
+            peer, frames = await listener.receive()
+            assert frames[0] == b"%d" % number
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        back = tasks.create_task(send_back(listener, peer, total))
+        for number in range(total):
+            assert (await caller.receive())[0] == b"%d" % number
+    assert back.done()
+    caller.close()
+    listener.close()
+
+
+async def send_back(listener: Any, peer: bytes, total: int) -> None:
+    for number in range(total):
+        await listener.send(peer, [b"%d" % number, b"x" * 1000])
+
+
+async def test_a_flood_lets_other_tasks_run_every_few_messages(site: Any) -> None:
+    """Between two turns of another task at most DRAIN_BUDGET messages are taken."""
+    listener = site.wire.listen(site.address)
+    caller = site.wire.connect(listener.address)
+    total, taken, stretch = 60_000, 0, [0]
+
+    async def send_all() -> None:
+        for _ in range(total):
+            await caller.send([b"x" * 64])
+
+    async def tick() -> None:
+        while taken < total:
+            stretch.append(taken)
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(send_all())
+        tasks.create_task(tick())
+        while taken < total:
+            await listener.receive()
+            taken += 1
+    assert max(after - before for before, after in pairwise(stretch)) <= ends.DRAIN_BUDGET
+    caller.close()
+    listener.close()
