@@ -1,0 +1,168 @@
+"""The reference service on a tiny model: the trainer's own log-probs, and rows that do not depend on each other."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import structlog
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from asyncrl.compute import InlineCompute, Occupancy
+from asyncrl.config import Config
+from asyncrl.engines.training.interface import TrainRow, run_step
+from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
+from asyncrl.protocols.layout import Layout
+from asyncrl.rows import HeapRows
+from asyncrl.service import WorkerContext
+from asyncrl.services.reference import ReferenceService
+from asyncrl.telemetry.clock import StateClock
+from asyncrl.telemetry.trace import Tracer
+
+VOCABULARY, CAP = 50, 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(2)
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("tiny")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)).save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    return path
+
+
+class StoreReader:
+    def __init__(self, store: HeapRows) -> None:
+        self.store = store
+
+    async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
+        rows = [self.store.read(ref.place_of(columns[0]), columns) for ref in refs]
+        return Batch({name: Column.of([row[i] for row in rows]) for i, name in enumerate(columns)})
+
+
+def config(deterministic: bool = True, budget: int = 8192) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"name": "tiny"},
+            "task": {"prompts": "none", "prompts_per_step": 2, "samples_per_prompt": 4},
+            "generation": {"deterministic": deterministic, "max_new_tokens": CAP, "temperature": 0.7, "slots": 8},
+            "training": {"micro_batch_tokens": budget},
+            "algorithm": {"kl": 0.1},
+        }
+    )
+
+
+@asynccontextmanager
+async def serving(folder: Path, settings: Config) -> AsyncIterator[ReferenceService]:
+    clock = StateClock(asyncio.get_running_loop().time)
+    occupancy = Occupancy(clock)
+    source = HeapRows("inproc://source", 64, 4096)
+    async with asyncio.TaskGroup() as tasks:
+        service = ReferenceService(
+            WorkerContext(
+                config=settings,
+                run="cafe0123",
+                run_dir=folder,
+                model_dir=folder,
+                checkpoint_dir=None,
+                epoch=1,
+                service="reference",
+                replica=0,
+                rank=0,
+                layout=Layout(),
+                instance="reference0.0-1-deadbeef",
+                weights_arena="",
+                reader=StoreReader(source),  # type: ignore[arg-type]
+                compute=InlineCompute(occupancy),
+                clock=clock,
+                occupancy=occupancy,
+                tracer=Tracer(None, "reference"),
+                log=structlog.get_logger(),
+                tasks=tasks,
+                row_store=lambda slots, slot_bytes: HeapRows("inproc://own", slots, slot_bytes),
+            )
+        )
+        await service.start()
+        yield service
+        await service.stop()
+
+
+def samples(service: ReferenceService, count: int = 6) -> BatchRef:
+    draw, store = np.random.default_rng(0), service.context.reader.store
+    rows = []
+    for index in range(count):
+        prompt, response = draw.integers(0, VOCABULARY, 3 + index), draw.integers(0, VOCABULARY, CAP - 4 * index)
+        place = store.put({"prompt_ids": prompt.astype(np.int32), "response_ids": response.astype(np.int32)})
+        rows.append(RowRef(index // 4, index % 4, 0, 1, len(prompt), len(response), 0, 0, "stop", (place,)))
+    return BatchRef(tuple(rows))
+
+
+def found(service: ReferenceService, refs: BatchRef) -> list[np.ndarray]:
+    return [service.rows.read(ref.place_of("reference_logprobs"), ["reference_logprobs"])[0] for ref in refs]
+
+
+async def test_every_sample_gets_one_more_place_with_a_value_a_token(folder: Path) -> None:
+    async with serving(folder, config()) as service:
+        refs = samples(service)
+        answer = await service.logprobs(refs)
+        assert [ref.places[0] for ref in answer] == [ref.places[0] for ref in refs]
+        for ref, values in zip(answer, found(service, answer), strict=True):
+            assert values.dtype == np.float32
+            assert len(values) == ref.tokens
+        await service.release([ref.places[1] for ref in answer])
+        assert service.rows.used == 0
+
+
+async def test_bits_of_a_row_depend_on_no_neighbour_when_deterministic(folder: Path) -> None:
+    async with serving(folder, config()) as service:
+        refs = samples(service)
+        together = found(service, await service.logprobs(refs))
+        for index in range(len(refs)):
+            (alone,) = found(service, await service.logprobs(refs.take([index])))
+            assert together[index].tobytes() == alone.tobytes()
+
+
+async def test_otherwise_rows_share_passes_and_agree_within_rounding(folder: Path) -> None:
+    async with serving(folder, config(deterministic=False, budget=70)) as service:
+        refs = samples(service)
+        together = found(service, await service.logprobs(refs))
+        assert 1 < len(service._parts(await service.context.reader.read(refs, ["prompt_ids", "response_ids"]))) < 6
+        for index in range(len(refs)):
+            (alone,) = found(service, await service.logprobs(refs.take([index])))
+            np.testing.assert_allclose(together[index], alone, atol=1e-5)
+
+
+async def test_an_unchanged_policy_has_no_kl_to_its_reference(folder: Path) -> None:
+    """Trainer and reference compute log-probs by the same code, at the same temperature."""
+    settings = config()
+    async with serving(folder, settings) as service:
+        refs = samples(service)
+        reference = found(service, await service.logprobs(refs))
+        batch = await service.context.reader.read(refs, ["prompt_ids", "response_ids"])
+    rows = [
+        TrainRow(
+            group=ref.group,
+            member=ref.member,
+            attempt=0,
+            epoch=1,
+            prompt_ids=batch["prompt_ids"][index].astype(np.int64),
+            response_ids=batch["response_ids"][index].astype(np.int64),
+            logprobs=values,
+            versions=np.zeros(len(values), np.int64),
+            advantage=1.0,
+            temperature=0.7,
+            reference_logprobs=values,
+        )
+        for index, (ref, values) in enumerate(zip(refs, reference, strict=True))
+    ]
+    outcome = run_step(TorchTraining(settings, folder), rows, 1, 0)
+    assert outcome.metrics["loss/kl"] == pytest.approx(0, abs=1e-9)
+    assert outcome.metrics["policy/logprob_difference_max"] < 1e-5
