@@ -1,0 +1,115 @@
+"""A process that runs reward functions: `python -m asyncrl.rewards.child PARENT`, PARENT its process id.
+
+First message in: the functions; first out: which of them are coroutine functions, or the user's mistake. Then calls
+in, verdicts out. It may be killed at any time: it owns nothing but the call it works on.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from dataclasses import astuple
+from typing import Any
+
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.calling import call
+from asyncrl.rewards.frames import packed, receive
+from asyncrl.rewards.functions import FunctionSpec, is_concurrent, load
+from asyncrl.rewards.sample import Function, Sample, Verdict
+
+PR_SET_PDEATHSIG = 1
+TRACEBACK = 4000
+"""Characters of a traceback that are reported: its end, where the error is."""
+
+
+class Child:
+    """Answers one call after the other; calls of coroutine functions overlap."""
+
+    def __init__(self, reader: asyncio.StreamReader, answers: int) -> None:
+        self._reader, self._answers = reader, answers
+        self._functions: list[tuple[FunctionSpec, Function]] = []
+
+    async def serve(self) -> None:
+        """Until the parent closes the pipe."""
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                self._load(await receive(self._reader))
+                while True:
+                    message = await receive(self._reader)
+                    tasks.create_task(self._answer(message))
+            except asyncio.IncompleteReadError:
+                os.killpg(0, signal.SIGKILL)
+
+    def _load(self, specs: list[dict[str, Any]]) -> None:
+        try:
+            self._functions = [(spec, load(spec)) for spec in (FunctionSpec(**plain) for plain in specs)]
+        except ConfigError as error:
+            self._send({"mistake": str(error)})
+        except Exception as error:
+            self._send({"mistake": f"reward.functions could not be loaded: {_said(error)}\n{_trace(error)}"})
+        else:
+            self._send({"concurrent": [is_concurrent(function) for _, function in self._functions]})
+
+    async def _answer(self, message: dict[str, Any]) -> None:
+        spec, function = self._functions[message["function"]]
+        samples = [Sample(*fields) for fields in message["samples"]]
+        try:
+            async with asyncio.timeout(message["deadline"]) as scope:
+                verdicts = await call(function, samples, spec.group)
+        except Exception as error:
+            verdicts = [_verdict_on(error, scope.expired())] * len(samples)
+        self._send({"call": message["call"], "verdicts": [astuple(verdict) for verdict in verdicts]})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """Blocks while the pipe is full; the parent always reads."""
+        rest = memoryview(packed(message))
+        while rest:
+            rest = rest[os.write(self._answers, rest) :]
+
+
+def _verdict_on(error: Exception, hung: bool) -> Verdict:
+    if hung:
+        return Verdict(reason="it hung", traceback=_trace(error))
+    if isinstance(error, RewardError):
+        return Verdict(reason=str(error))
+    return Verdict(reason=f"it raised {_said(error)}", traceback=_trace(error))
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-TRACEBACK:]
+
+
+def _die_with(parent: int) -> None:
+    """The kernel kills this process with its parent, whatever it is busy with."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before the kernel was told
+
+
+def _private(descriptor: int, flags: int) -> int:
+    """A copy for messages; what user code reads from or prints to the original goes elsewhere."""
+    copy = os.dup(descriptor)
+    elsewhere = os.open(os.devnull, flags) if descriptor == 0 else 2
+    os.dup2(elsewhere, descriptor)
+    return copy
+
+
+async def _main() -> None:
+    calls, answers = _private(0, os.O_RDONLY), _private(1, os.O_WRONLY)
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(calls, "rb"))
+    await Child(reader, answers).serve()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it ends
+    _die_with(int(sys.argv[1]))
+    asyncio.run(_main())

@@ -1,0 +1,123 @@
+"""From `reward.functions` of a config to callables."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.names import resolve, suggestion
+from asyncrl.rewards.adapters import from_trl, from_verl
+from asyncrl.rewards.sample import Function
+from asyncrl.rewards.templates import TEMPLATES
+
+if TYPE_CHECKING:
+    from asyncrl.config import Reward  # not at run time: children do without pydantic
+
+ADAPTERS: dict[str, Callable[[Callable[..., Any]], Function]] = {"trl": from_trl, "verl": from_verl}
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionSpec:
+    """One entry of `reward.functions`; name: of its term in metrics and samples."""
+
+    use: str
+    name: str
+    weight: float = 1.0
+    group: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def function_specs(reward: "Reward") -> list[FunctionSpec]:
+    """Of all functions of a config.
+
+    Raises:
+        ConfigError: there are none, or two of one name.
+    """
+    specs = [
+        FunctionSpec(each.use, each.name or _name_of(each.use), each.weight, each.group, dict(each.options))
+        for each in reward.functions
+    ]
+    if not specs:
+        raise ConfigError('reward.functions is empty; write for example functions = ["exact_match"]')
+    _refuse_equal_names([spec.name for spec in specs])
+    return specs
+
+
+def load(spec: FunctionSpec) -> Function:
+    """The function itself, options applied.
+
+    Raises:
+        ConfigError: there is no such function, or it does not take these options.
+    """
+    if ":" not in spec.use:
+        return _from_template(spec)
+    adapter, _, rest = spec.use.partition(":")
+    if adapter not in ADAPTERS or ":" not in rest:
+        return _with_options(_named(spec.use), spec)
+    return ADAPTERS[adapter](_with_options(_named(rest), spec))
+
+
+def is_concurrent(function: Function) -> bool:
+    """Whether many calls may run at once: coroutine functions wait, plain ones compute."""
+    target = function.func if isinstance(function, partial) else function
+    return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
+
+
+def _name_of(use: str) -> str:
+    return use.rpartition(":")[2]
+
+
+def _refuse_equal_names(names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"reward.functions: two are called {name}; give one of them another `name`")
+
+
+def _from_template(spec: FunctionSpec) -> Function:
+    if spec.use not in TEMPLATES:
+        raise ConfigError(
+            f"reward.functions: there is no template {spec.use}{suggestion(spec.use, TEMPLATES)} "
+            "A function of your own is written FILE.py:NAME."
+        )
+    if spec.group:
+        raise ConfigError(f"reward.functions: {spec.use} scores samples one by one; remove group = true")
+    template = TEMPLATES[spec.use]
+    _check_options(template, spec, given=0)
+    try:
+        return template(**spec.options)
+    except ConfigError as error:
+        raise ConfigError(f"reward.functions: {spec.use}: {error}") from None
+
+
+def _named(name: str) -> Callable[..., Any]:
+    function = resolve(name, "reward.functions")
+    if not callable(function):
+        raise ConfigError(f"reward.functions: {name} is no function")
+    named: Callable[..., Any] = function
+    return named
+
+
+def _with_options(function: Callable[..., Any], spec: FunctionSpec) -> Callable[..., Any]:
+    if not spec.options:
+        return function
+    _check_options(function, spec, given=1)
+    return partial(function, **spec.options)
+
+
+def _check_options(function: Callable[..., Any], spec: FunctionSpec, given: int) -> None:
+    """given: leading parameters that are no options."""
+    parameters = list(inspect.signature(function).parameters.values())[given:]
+    names = [parameter.name for parameter in parameters]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    for name in spec.options:
+        if name not in names and not takes_any:
+            raise ConfigError(f"reward.functions: {spec.use} has no option {name}{suggestion(name, names)}")
+    for parameter in parameters:
+        needed = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if needed and given == 0 and parameter.name not in spec.options:
+            raise ConfigError(f"reward.functions: {spec.use} needs the option {parameter.name}")

@@ -1,0 +1,128 @@
+"""Children that run reward functions, replaced when they hang or crash.
+
+Plain functions compute: each child runs one at a time. Coroutine functions wait for something else: they share one
+more child, in which many run at once. Calls beyond that wait their turn here; there are never more of them than
+samples in flight, which the gate bounds.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.rewards.functions import FunctionSpec
+from asyncrl.rewards.process import ChildEnded, ChildProcess
+from asyncrl.rewards.sample import Sample, Verdict
+
+OVERLAPPING = 64
+"""Coroutine calls that run at once: enough for a remote judge, few enough for its rate limits and our sockets."""
+
+GRACE = 1.0
+"""Seconds a child has to end an overdue coroutine by itself, before it is killed."""
+
+
+class Seat:
+    """A place for one child at a time; a new one is spawned when it is needed."""
+
+    def __init__(self, specs: Sequence[FunctionSpec], start_deadline: float, tasks: asyncio.TaskGroup) -> None:
+        self._specs, self._start_deadline, self._tasks = specs, start_deadline, tasks
+        self._child: ChildProcess | None = None
+        self._spawning = asyncio.Lock()
+
+    async def child(self) -> ChildProcess:
+        """Raises ConfigError or DeadlineExceeded when a new one cannot load the functions."""
+        async with self._spawning:
+            if self._child is None:
+                self._child = await ChildProcess.spawn(self._specs, self._start_deadline, self._tasks)
+            return self._child
+
+    async def call(self, function: int, samples: Sequence[Sample], deadline: float, grace: float) -> list[Verdict]:
+        """Verdicts of one function. deadline: seconds; grace: further ones until the child is killed.
+
+        Raises:
+            ChildEnded: the child hung or crashed, because of this call or of one beside it. It is gone.
+        """
+        child = await self.child()
+        try:
+            async with asyncio.timeout(deadline + grace):
+                return await child.call(function, samples, deadline)
+        except TimeoutError:
+            await self._bury(child)
+            raise ChildEnded(f"it hung: no answer within {deadline:g} s") from None
+        except ChildEnded:
+            await self._bury(child)
+            raise
+
+    async def _bury(self, child: ChildProcess) -> None:
+        if self._child is child:
+            self._child = None
+        await child.kill()
+
+    async def stop(self) -> None:
+        if self._child is not None:
+            await self._bury(self._child)
+
+
+class Pool:
+    """Runs reward functions in `workers` children and, if there are coroutine functions, one more.
+
+    deadline: seconds one call of a function may take; start_deadline: seconds a child may take to load them.
+    tasks: owns the calls, which outlive a caller that was cancelled, so that its child is not killed for it.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[FunctionSpec],
+        tasks: asyncio.TaskGroup,
+        *,
+        workers: int,
+        deadline: float,
+        start_deadline: float,
+    ) -> None:
+        self.specs = tuple(specs)
+        self._tasks, self._deadline = tasks, deadline
+        self._own = [Seat(self.specs, start_deadline, tasks) for _ in range(workers)]
+        self._shared = Seat(self.specs, start_deadline, tasks)
+        self._free: asyncio.Queue[Seat] = asyncio.Queue()
+        self._overlapping = asyncio.Semaphore(OVERLAPPING)
+        self._concurrent: list[bool] = []
+
+    async def start(self) -> None:
+        """Raises ConfigError when a function cannot be loaded, DeadlineExceeded when that takes too long."""
+        self._concurrent = (await self._own[0].child()).concurrent
+        for seat in self._own:
+            self._free.put_nowait(seat)
+
+    async def run(self, function: int, samples: Sequence[Sample]) -> list[Verdict]:
+        """What function number `function` says about a sample, or about each of a group. Never raises for it."""
+        return await asyncio.shield(self._tasks.create_task(self._verdicts(function, samples)))
+
+    async def stop(self) -> None:
+        """Kill all children; calls that still run end with a verdict that says so."""
+        for seat in (self._shared, *self._own):
+            await seat.stop()
+
+    async def _verdicts(self, function: int, samples: Sequence[Sample]) -> list[Verdict]:
+        try:
+            if self._concurrent[function]:
+                return await self._overlapped(function, samples)
+            return await self._alone(function, samples, grace=0.0)
+        except ChildEnded as ended:
+            return [Verdict(reason=str(ended))] * len(samples)
+        except AsyncrlError as error:
+            return [Verdict(reason=f"it could not be called: {error}")] * len(samples)
+
+    async def _overlapped(self, function: int, samples: Sequence[Sample]) -> list[Verdict]:
+        """A child that is lost takes all its calls along, and nobody can say which was to blame: each is made again,
+        alone, where it can only blame itself."""
+        try:
+            async with self._overlapping:
+                return await self._shared.call(function, samples, self._deadline, GRACE)
+        except ChildEnded:
+            return await self._alone(function, samples, GRACE)
+
+    async def _alone(self, function: int, samples: Sequence[Sample], grace: float) -> list[Verdict]:
+        seat = await self._free.get()
+        try:
+            return await seat.call(function, samples, self._deadline, grace)
+        finally:
+            self._free.put_nowait(seat)

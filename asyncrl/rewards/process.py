@@ -1,0 +1,125 @@
+"""The parent's end of one child process."""
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import astuple
+from typing import Any
+
+from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
+from asyncrl.rewards.frames import packed, receive
+from asyncrl.rewards.functions import FunctionSpec
+from asyncrl.rewards.sample import Sample, Verdict
+
+BURIAL = 5.0
+"""Seconds the kernel may take to end a process that was killed."""
+
+
+class ChildEnded(AsyncrlError):
+    """The child is gone: it was killed, exited or crashed. The message says which."""
+
+
+class ChildProcess:
+    """A running child. Calls may overlap; each waits for its own answer.
+
+    concurrent: for each function, whether it is a coroutine function.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._answers: dict[int, asyncio.Future[list[Verdict]]] = {}
+        self._numbers = itertools.count()
+        self._killed = False
+        self.concurrent: list[bool] = []
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @classmethod
+    async def spawn(cls, specs: Sequence[FunctionSpec], deadline: float, tasks: asyncio.TaskGroup) -> "ChildProcess":
+        """A child that has loaded the functions within `deadline` seconds; `tasks` owns the reading of its answers.
+
+        Raises:
+            ConfigError: a function cannot be loaded. DeadlineExceeded: loading took too long.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "asyncrl.rewards.child", str(os.getpid())),
+            stdin=PIPE,
+            stdout=PIPE,
+            start_new_session=True,  # so that what it starts itself can be killed with it
+        )
+        child = cls(process)
+        try:
+            async with asyncio.timeout(deadline):
+                await child._load(specs)
+        except TimeoutError:
+            uses = ", ".join(spec.use for spec in specs)
+            raise DeadlineExceeded(f"the reward functions {uses} were not loaded within {deadline:.0f} s") from None
+        finally:
+            if not child.concurrent:
+                await child.kill()
+        tasks.create_task(child._read(), name=f"answers of reward child {child.pid}")
+        return child
+
+    async def call(self, function: int, samples: Sequence[Sample], deadline: float) -> list[Verdict]:
+        """The verdicts of one function. deadline: seconds, kept by the child where the function lets it.
+
+        Raises:
+            ChildEnded: the child was gone before it answered.
+        """
+        number = next(self._numbers)
+        answer: asyncio.Future[list[Verdict]] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            plain = [astuple(sample) for sample in samples]
+            await self._send({"call": number, "function": function, "samples": plain, "deadline": deadline})
+            return await answer
+        finally:
+            self._answers.pop(number, None)
+
+    async def kill(self) -> None:
+        """End the child and everything in its session, at once."""
+        if not self._killed:
+            self._killed = True
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        async with asyncio.timeout(BURIAL):
+            await self._process.wait()
+
+    async def _load(self, specs: Sequence[FunctionSpec]) -> None:
+        await self._send([spec.to_plain() for spec in specs])
+        assert self._process.stdout is not None
+        try:
+            message = await receive(self._process.stdout)
+        except asyncio.IncompleteReadError:
+            raise ConfigError("reward.functions: the process ended while it loaded them; see its output") from None
+        if "mistake" in message:
+            raise ConfigError(message["mistake"])
+        self.concurrent = message["concurrent"]
+
+    async def _send(self, message: Any) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(packed(message))
+            await self._process.stdin.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            raise ChildEnded(f"its process {self.pid} was gone") from None
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                message = await receive(self._process.stdout)
+                answer = self._answers.get(message["call"])
+                if answer is not None and not answer.done():
+                    answer.set_result([Verdict(*fields) for fields in message["verdicts"]])
+        status = await self._process.wait()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(ChildEnded(f"its process ended with status {status}"))

@@ -1,0 +1,138 @@
+"""Rewards that need no code: each function here makes one from the options in the config."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
+
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.names import suggestion
+from asyncrl.rewards.sample import OfSample, Sample
+
+NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+def exact_match(column: str = "answer", ignore_case: bool = False) -> OfSample:
+    """1 if the completion equals the row's `column`, else 0; white space around both is ignored."""
+
+    def reward(sample: Sample) -> float:
+        given, wanted = sample.text.strip(), str(_column(sample, column)).strip()
+        return float(given.lower() == wanted.lower() if ignore_case else given == wanted)
+
+    return reward
+
+
+def regex_format(pattern: str) -> OfSample:
+    """1 if the whole completion, white space around it ignored, matches; a dot matches line breaks too."""
+    compiled = _compiled(pattern)
+
+    def reward(sample: Sample) -> float:
+        return float(compiled.fullmatch(sample.text.strip()) is not None)
+
+    return reward
+
+
+def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
+    """1 if the last number of the completion is that of the row's `column`, else 0.
+
+    tolerance: largest difference, relative to the wanted number where that is above 1.
+    """
+
+    def reward(sample: Sample) -> float:
+        wanted, given = last_number(str(_column(sample, column))), last_number(sample.text)
+        if wanted is None:
+            raise RewardError(f"the row's {column} holds no number: {_column(sample, column)!r}")
+        return float(given is not None and abs(given - wanted) <= tolerance * max(1.0, abs(wanted)))
+
+    return reward
+
+
+def length(maximum: int, slack: int, unit: Literal["tokens", "characters", "words"] = "tokens") -> OfSample:
+    """0 up to `maximum - slack`, from there falling to -1 at `maximum` and beyond.
+
+    The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
+    """
+    if not 0 < slack <= maximum:
+        raise ConfigError(f"slack must lie between 1 and maximum ({maximum}), not {slack}")
+    measures: dict[str, Callable[[Sample], int]] = {
+        "tokens": lambda sample: sample.tokens,
+        "characters": lambda sample: len(sample.text),
+        "words": lambda sample: len(sample.text.split()),
+    }
+    if unit not in measures:
+        raise ConfigError(f"there is no unit {unit}{suggestion(unit, measures)}")
+
+    def reward(sample: Sample) -> float:
+        return -min(1.0, max(0.0, (measures[unit](sample) - (maximum - slack)) / slack))
+
+    return reward
+
+
+def repetition(words: int = 3) -> OfSample:
+    """Minus the share of runs of `words` words that occurred before in the completion: 0 without any, towards -1."""
+    if words < 1:
+        raise ConfigError(f"words must be at least 1, not {words}")
+
+    def reward(sample: Sample) -> float:
+        said = sample.text.lower().split()
+        runs = Counter(zip(*(said[start:] for start in range(words)), strict=False))
+        return len(runs) / runs.total() - 1.0 if runs else 0.0
+
+    return reward
+
+
+def reasoning_gym(pattern: str = "") -> OfSample:
+    """The score that the prompt's reasoning-gym data set gives, 0 to 1.
+
+    pattern: the answer is its first group in the last match; by default it is the whole completion.
+    """
+    compiled = _compiled(pattern) if pattern else None
+
+    def reward(sample: Sample) -> float:
+        origin = _column(sample, "reasoning_gym")
+        dataset = _reasoning_gym_dataset(origin["name"], tuple(sorted(origin["options"].items())))
+        return float(dataset.score_answer(_extracted(sample.text, compiled), dataset[origin["index"]]))
+
+    return reward
+
+
+TEMPLATES: dict[str, Callable[..., OfSample]] = {
+    made.__name__: made for made in (exact_match, regex_format, numeric, length, repetition, reasoning_gym)
+}
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text; commas between digits are left out."""
+    found = NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def _column(sample: Sample, name: str) -> Any:
+    if name not in sample.row:
+        raise RewardError(f"the row has no column {name}{suggestion(name, sample.row)}")
+    return sample.row[name]
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"{pattern!r} is no regular expression: {error}") from None
+
+
+def _extracted(text: str, pattern: re.Pattern[str] | None) -> str | None:
+    if pattern is None:
+        return text.strip()
+    matches = list(pattern.finditer(text))
+    if not matches:
+        return None
+    return str(matches[-1][1] if pattern.groups else matches[-1][0]).strip()
+
+
+@cache
+def _reasoning_gym_dataset(name: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    """Entries are a function of options and index, so this process makes the same ones as the prompts' reader."""
+    import reasoning_gym as gym
+
+    return gym.create_dataset(name, **dict(options))

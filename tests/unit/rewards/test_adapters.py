@@ -1,0 +1,71 @@
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import RewardError
+from asyncrl.rewards import Sample, from_trl, from_verl
+from asyncrl.rewards.functions import is_concurrent
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def sample(text: str, member: int = 0, prompt: Any = "hi", **row: Any) -> Sample:
+    return Sample(prompt, text, {"prompt": prompt, **row}, group=0, member=member, finish="stop", tokens=1)
+
+
+def test_trl_gets_lists() -> None:
+    seen: dict[str, Any] = {}
+
+    def f(prompts: list[str], completions: list[str], answer: list[str], **rest: Any) -> list[float]:
+        seen.update(prompts=prompts, rest=rest)
+        return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+    assert from_trl(f)(sample("4", answer="4", other=1)) == 1.0
+    assert seen == {"prompts": ["hi"], "rest": {"other": [1]}}
+    assert from_trl(f)([sample("4", answer="4"), sample("5", 1, answer="4")]) == [1.0, 0.0]
+
+
+def test_trl_functions_may_name_only_what_they_need() -> None:
+    assert from_trl(lambda completions: [len(text) for text in completions])(sample("four", answer="x")) == 4
+
+
+def test_trl_completions_are_messages_where_prompts_are() -> None:
+    def f(completions: list[list[dict[str, str]]]) -> list[float]:
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    assert from_trl(f)(sample("four", prompt=MESSAGES)) == 4
+
+
+def test_trl_none_stays_none_and_a_wrong_count_is_an_error() -> None:
+    assert from_trl(lambda completions: [None])(sample("x")) is None
+    with pytest.raises(RewardError, match="given one completion and returned 2"):
+        from_trl(lambda completions: [1.0, 2.0])(sample("x"))
+
+
+async def test_coroutine_functions_stay_such() -> None:
+    async def f(completions: list[str]) -> list[float]:
+        return [1.0 for _ in completions]
+
+    adapted = from_trl(f)
+    assert is_concurrent(adapted)
+    assert not is_concurrent(from_trl(lambda completions: [1.0]))
+    assert await adapted(sample("x")) == 1.0
+
+
+VERL_ROW = {"data_source": "gsm8k", "reward_model": {"ground_truth": "72"}, "extra_info": {"index": 5}}
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+    right = solution_str == ground_truth
+    return {"score": float(right), "acc": right, "seen": (data_source, extra_info)}
+
+
+def test_verl_gets_its_four_arguments_and_score_counts() -> None:
+    assert from_verl(compute_score)(sample("72", **VERL_ROW)) == 1.0
+    assert from_verl(compute_score)(sample("73", **VERL_ROW)) == 0.0
+    assert from_verl(lambda **arguments: len(arguments))(sample("73", **VERL_ROW)) == 4
+
+
+def test_verl_needs_its_columns() -> None:
+    with pytest.raises(RewardError, match=r"need the columns data_source and reward_model; found are \['prompt'\]"):
+        from_verl(compute_score)(sample("72"))

@@ -1,0 +1,72 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import RewardError
+from asyncrl.rewards import Sample
+from asyncrl.rewards.calling import call, verdict
+from asyncrl.rewards.sample import Verdict
+
+SAMPLES = [Sample("p", text, {}, 0, member, "stop", 1) for member, text in enumerate("abc")]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (np.float32(0.5), 0.5),
+        (np.array(2), 2.0),
+        ({"a": 1, "b": np.int64(2)}, {"a": 1.0, "b": 2.0}),
+    ],
+)
+def test_numbers_and_terms(value: Any, expected: Any) -> None:
+    found = verdict(value).value
+    assert found == expected
+    assert type(found) in (float, dict)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (None, "it returned None"),
+        (float("nan"), "what it returned is nan"),
+        (float("inf"), "what it returned is inf"),
+        ("1.0", "is no number but '1.0'"),
+        ([1.0], r"is no number but \[1.0\]"),
+        ({}, "empty dict"),
+        ({"a": float("nan")}, "the term a is nan"),
+        ({"a": None}, "the term a is no number"),
+    ],
+)
+def test_what_is_no_reward(value: Any, reason: str) -> None:
+    found = verdict(value)
+    assert found.value is None
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(found.reason)
+
+
+async def test_one_sample_plain_and_async() -> None:
+    async def slowly(sample: Sample) -> float:
+        return 2.0
+
+    assert await call(lambda sample: float(sample.member), SAMPLES[1:2], group=False) == [Verdict(1.0)]
+    assert await call(slowly, SAMPLES[:1], group=False) == [Verdict(2.0)]
+
+
+async def test_a_group_is_judged_together_and_each_value_alone() -> None:
+    def ranks(samples: list[Sample]) -> list[Any]:
+        return [sample.member / len(samples) if sample.member else None for sample in samples]
+
+    assert await call(ranks, SAMPLES, group=True) == [
+        Verdict(reason="it returned None"),
+        Verdict(1 / 3),
+        Verdict(2 / 3),
+    ]
+
+
+@pytest.mark.parametrize("result", [[1.0, 2.0], 1.0, {"a": 1.0}, "abc"])
+async def test_a_group_function_returns_as_many_rewards_as_samples(result: Any) -> None:
+    with pytest.raises(RewardError, match=r"3 samples and returned 2|a list of 3 rewards"):
+        await call(lambda samples: result, SAMPLES, group=True)

@@ -1,0 +1,101 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Reward
+from asyncrl.errors import ConfigError
+from asyncrl.rewards import Sample
+from asyncrl.rewards.functions import FunctionSpec, function_specs, is_concurrent, load
+
+SAMPLE = Sample("p", "abc", {"prompt": "p", "answer": "abc", "data_source": "d", "reward_model": {}}, 0, 0, "stop", 1)
+
+MINE = """
+def right(sample, factor=1.0):
+    return factor * float(sample.text == sample.row["answer"])
+
+async def slowly(sample):
+    return 1.0
+
+class Judge:
+    async def __call__(self, sample):
+        return 1.0
+
+judge = Judge()
+
+def trl_like(completions, factor=1.0, **columns):
+    return [factor * len(text) for text in completions]
+
+def verl_like(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    return len(solution_str) + bonus
+
+number = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    return str(file)
+
+
+def spec(use: str, **rest: Any) -> FunctionSpec:
+    return FunctionSpec(use, "name", **rest)
+
+
+def test_specs_of_a_config() -> None:
+    specs = function_specs(Reward(functions=("exact_match", {"use": "my.py:f", "weight": 2, "group": True})))  # type: ignore[arg-type]
+    assert [(each.name, each.weight, each.group) for each in specs] == [("exact_match", 1.0, False), ("f", 2.0, True)]
+    assert FunctionSpec(**specs[1].to_plain()) == specs[1]
+
+
+def test_no_functions_and_equal_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.functions is empty"):
+        function_specs(Reward())
+    with pytest.raises(ConfigError, match="two are called f; give one of them another `name`"):
+        function_specs(Reward(functions=("a.py:f", "b.py:f")))  # type: ignore[arg-type]
+
+
+def test_a_template_with_options() -> None:
+    assert load(spec("exact_match", options={"column": "answer"}))(SAMPLE) == 1
+
+
+@pytest.mark.parametrize(
+    ("use", "rest", "said"),
+    [
+        ("exact_mach", {}, "no template exact_mach; did you mean exact_match"),
+        ("exact_match", {"options": {"colum": "x"}}, "exact_match has no option colum; did you mean column"),
+        ("exact_match", {"group": True}, "remove group = true"),
+        ("regex_format", {}, "needs the option pattern"),
+        ("regex_format", {"options": {"pattern": "("}}, "regex_format: '.' is no regular expression"),
+        ("nowhere.py:f", {}, "there is no file"),
+        ("no_such_module_anywhere:f", {}, "there is no module no_such_module_anywhere"),
+        ("asyncrl.tasks.reverse:trainin", {}, "has no trainin; did you mean training"),
+        ("asyncrl.tasks.reverse:HABITS", {}, "is no function"),
+    ],
+)
+def test_mistakes(use: str, rest: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(spec(use, **rest))
+
+
+def test_a_function_of_a_file_with_options(mine: str) -> None:
+    assert load(spec(f"{mine}:right"))(SAMPLE) == 1
+    assert load(spec(f"{mine}:right", options={"factor": 3.0}))(SAMPLE) == 3
+    with pytest.raises(ConfigError, match="no option facter; did you mean factor"):
+        load(spec(f"{mine}:right", options={"facter": 3.0}))
+
+
+def test_functions_for_other_libraries(mine: str) -> None:
+    assert load(spec(f"trl:{mine}:trl_like"))(SAMPLE) == 3
+    assert load(spec(f"trl:{mine}:trl_like", options={"factor": 2.0}))(SAMPLE) == 6
+    assert load(spec(f"verl:{mine}:verl_like"))(SAMPLE) == 3
+    assert load(spec(f"verl:{mine}:verl_like", options={"bonus": 1.0}))(SAMPLE) == 4
+
+
+def test_which_functions_overlap(mine: str) -> None:
+    assert is_concurrent(load(spec(f"{mine}:slowly")))
+    assert is_concurrent(load(spec(f"{mine}:judge")))
+    assert not is_concurrent(load(spec(f"{mine}:right")))
+    assert not is_concurrent(load(spec("exact_match")))

@@ -1,0 +1,269 @@
+"""The pool with real children: they hang, crash, print, spawn and die."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError, DeadlineExceeded
+from asyncrl.rewards import Sample
+from asyncrl.rewards.functions import FunctionSpec
+from asyncrl.rewards.pool import Pool
+from asyncrl.rewards.sample import Verdict
+
+FUNCTIONS = r"""
+import asyncio, os, re, subprocess, sys, threading
+
+def length(sample):
+    return len(sample.text)
+
+def noisy(sample):
+    print("to stdout")
+    os.write(1, b"\x00\x00\x00\x09 straight to the descriptor")
+    subprocess.run(["echo", "from a child"])
+    return float(sys.stdin.read() == "")
+
+def raises(sample):
+    raise KeyError("nothing here")
+
+def hangs(sample):
+    if sample.text == "hang":
+        threading.Event().wait()
+    return 1.0
+
+def backtracks(sample):
+    return float(re.fullmatch(r"(a+)+b", "a" * 40) is not None)
+
+def crashes(sample):
+    os._exit(7)
+
+def leaves(sample):
+    process = subprocess.Popen(["sleep", "600"])
+    with open(sample.row["pids"], "w") as file:
+        file.write(f"{os.getpid()} {process.pid}")
+    threading.Event().wait()
+
+def pid(sample):
+    return os.getpid()
+
+def rank(samples):
+    return [sample.member for sample in samples]
+
+meeting = 0
+
+async def meets(sample):
+    global meeting
+    meeting += 1
+    while meeting < 8:
+        await asyncio.sleep(0.001)
+    return 1.0
+
+async def waits(sample):
+    if sample.text == "hang":
+        await asyncio.Event().wait()
+    return 1.0
+
+async def blocks(sample):
+    if sample.text == "hang":
+        threading.Event().wait()
+    await asyncio.sleep(0.3)
+    return 1.0
+"""
+
+MakePool = Callable[..., AbstractAsyncContextManager[Pool]]
+
+
+def sample(text: str = "four", member: int = 0, **row: Any) -> Sample:
+    return Sample("p", text, row, group=3, member=member, finish="stop", tokens=1)
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> MakePool:
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+
+    @asynccontextmanager
+    async def make(
+        *names: str, group: bool = False, workers: int = 1, deadline: float = 20.0, start: float = 60.0
+    ) -> AsyncIterator[Pool]:
+        specs = [FunctionSpec(f"{file}:{name}", name, group=group) for name in names]
+        async with asyncio.TaskGroup() as tasks:
+            made = Pool(specs, tasks, workers=workers, deadline=deadline, start_deadline=start)
+            try:
+                await made.start()
+                yield made
+            finally:
+                await made.stop()
+
+    return make
+
+
+async def test_a_function_runs_in_another_process(pool: MakePool) -> None:
+    async with pool("length", "pid") as running:
+        assert await running.run(0, [sample("four")]) == [Verdict(4.0)]
+        (verdict,) = await running.run(1, [sample()])
+        assert verdict.value != os.getpid()
+
+
+async def test_a_group_function_answers_for_each_member(pool: MakePool) -> None:
+    async with pool("rank", group=True) as running:
+        assert await running.run(0, [sample(member=2), sample(member=5)]) == [Verdict(2.0), Verdict(5.0)]
+
+
+async def test_what_user_code_prints_or_reads_does_not_touch_the_messages(pool: MakePool) -> None:
+    async with pool("noisy", "length") as running:
+        assert await running.run(0, [sample()]) == [Verdict(1.0)]
+        assert await running.run(1, [sample("four")]) == [Verdict(4.0)]
+
+
+async def test_an_exception_is_reported_with_its_traceback_and_costs_no_child(pool: MakePool) -> None:
+    async with pool("raises", "pid") as running:
+        before = await running.run(1, [sample()])
+        (verdict,) = await running.run(0, [sample()])
+        assert verdict.reason == "it raised KeyError: 'nothing here'"
+        assert 'raise KeyError("nothing here")' in verdict.traceback
+        assert await running.run(1, [sample()]) == before
+
+
+async def test_a_hang_is_killed_at_the_deadline_and_the_child_replaced(pool: MakePool) -> None:
+    async with pool("hangs", "pid", deadline=0.5) as running:
+        before = await running.run(1, [sample()])
+        assert await running.run(0, [sample("hang")]) == [Verdict(reason="it hung: no answer within 0.5 s")]
+        assert await running.run(0, [sample()]) == [Verdict(1.0)]
+        assert await running.run(1, [sample()]) != before
+
+
+async def test_a_hang_that_holds_the_interpreter_is_killed_too(pool: MakePool) -> None:
+    async with pool("backtracks", deadline=0.5) as running:
+        (verdict,) = await running.run(0, [sample()])
+        assert verdict.reason.startswith("it hung")
+
+
+async def test_a_crash_is_reported_and_the_child_replaced(pool: MakePool) -> None:
+    async with pool("crashes", "length") as running:
+        assert await running.run(0, [sample()]) == [Verdict(reason="its process ended with status 7")]
+        assert await running.run(1, [sample("four")]) == [Verdict(4.0)]
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+async def gone(*pids: int) -> None:
+    async with asyncio.timeout(10):
+        while any(alive(pid) for pid in pids):
+            await asyncio.to_thread(os.sched_yield)
+
+
+async def test_a_hang_takes_its_own_children_with_it(pool: MakePool, tmp_path: Path) -> None:
+    async with pool("leaves", deadline=1.0) as running:
+        (verdict,) = await running.run(0, [sample(pids=str(tmp_path / "pids"))])
+        assert verdict.reason.startswith("it hung")
+        await gone(*map(int, (tmp_path / "pids").read_text().split()))
+
+
+async def test_children_compute_side_by_side(pool: MakePool) -> None:
+    async with pool("pid", "hangs", workers=2, deadline=1.0) as running, asyncio.TaskGroup() as tasks:
+        hung = tasks.create_task(running.run(1, [sample("hang")]))
+        pids = {(await running.run(0, [sample()]))[0].value for _ in range(3)}
+        assert len(pids) == 1
+        assert not hung.done()
+
+
+async def test_coroutine_functions_overlap_in_one_child(pool: MakePool) -> None:
+    async with pool("meets") as running, asyncio.TaskGroup() as tasks:
+        calls = [tasks.create_task(running.run(0, [sample()])) for _ in range(8)]
+    assert [call.result() for call in calls] == [[Verdict(1.0)]] * 8
+
+
+async def test_a_coroutine_that_hangs_is_ended_without_its_child(pool: MakePool) -> None:
+    async with pool("waits", "meets", deadline=0.5) as running:
+        (verdict,) = await running.run(0, [sample("hang")])
+        assert verdict.reason == "it hung"
+        assert "asyncio.Event().wait()" in verdict.traceback
+        assert await running.run(0, [sample()]) == [Verdict(1.0)]
+
+
+async def test_calls_beside_a_coroutine_that_blocks_are_made_again(pool: MakePool) -> None:
+    async with pool("blocks", deadline=1.0) as running, asyncio.TaskGroup() as tasks:
+        beside = tasks.create_task(running.run(0, [sample()]))
+        blocking = tasks.create_task(running.run(0, [sample("hang")]))
+    assert blocking.result()[0].reason.startswith("it hung")
+    assert beside.result() == [Verdict(1.0)]
+
+
+async def test_a_cancelled_caller_costs_no_child(pool: MakePool) -> None:
+    async with pool("pid", "length") as running:
+        before = await running.run(0, [sample()])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await running.run(1, [sample()])
+        assert await running.run(0, [sample()]) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("lenght", "has no lenght; did you mean length"), ("FUNCTIONS", "has no FUNCTIONS")]
+)
+async def test_a_function_that_is_not_there_is_a_config_error_at_start(pool: MakePool, name: str, said: str) -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        async with pool(name):
+            pass
+    assert raised.group_contains(ConfigError, match=said)
+
+
+async def test_a_file_that_does_not_run_is_a_config_error_with_its_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("import no_such_module_here\n")
+    with pytest.raises(ExceptionGroup) as raised:
+        async with asyncio.TaskGroup() as tasks:
+            await Pool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=1, start_deadline=60).start()
+    assert raised.group_contains(ConfigError, match="broken.py.*line 1")
+
+
+async def test_loading_has_a_deadline(tmp_path: Path) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text("import threading\nthreading.Event().wait()")
+    with pytest.raises(ExceptionGroup) as raised:
+        async with asyncio.TaskGroup() as tasks:
+            await Pool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=1, start_deadline=2).start()
+    assert raised.group_contains(DeadlineExceeded, match="slow.py:f were not loaded within 2 s")
+
+
+PARENT = """
+import asyncio, sys
+from asyncrl.rewards import Sample
+from asyncrl.rewards.functions import FunctionSpec
+from asyncrl.rewards.pool import Pool
+
+async def main():
+    async with asyncio.TaskGroup() as tasks:
+        pool = Pool([FunctionSpec(sys.argv[1] + ":leaves", "f")], tasks, workers=1, deadline=60, start_deadline=60)
+        await pool.start()
+        await pool.run(0, [Sample("p", "x", {"pids": sys.argv[2]}, 0, 0, "stop", 1)])
+
+asyncio.run(main())
+"""
+
+
+async def test_children_die_with_their_parent(pool: MakePool, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, str(tmp_path / "functions.py"), str(pids)
+    )
+    try:
+        async with asyncio.timeout(30):
+            while not (pids.exists() and pids.read_text().count(" ")):
+                await asyncio.to_thread(os.sched_yield)
+    finally:
+        parent.kill()
+        await parent.wait()
+    child, left = map(int, pids.read_text().split())
+    await gone(child)
+    os.kill(left, signal.SIGKILL)

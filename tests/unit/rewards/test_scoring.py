@@ -1,0 +1,45 @@
+import pytest
+
+from asyncrl.errors import RewardError
+from asyncrl.protocols.messages import Score
+from asyncrl.rewards import Sample
+from asyncrl.rewards.functions import FunctionSpec
+from asyncrl.rewards.sample import Verdict
+from asyncrl.rewards.scoring import score_of
+
+SAMPLE = Sample("p", "wrong " * 100, {}, group=12, member=3, finish="stop", tokens=1)
+SPECS = [FunctionSpec("exact_match", "match", weight=2.0), FunctionSpec("my.py:shape", "shape", weight=0.5)]
+BROKEN = [Verdict(1.0), Verdict(reason="it raised KeyError: 'x'", traceback="Traceback ...\n")]
+
+
+def test_the_weighted_sum_with_each_functions_own_value() -> None:
+    assert score_of(SAMPLE, SPECS, [Verdict(1.0), Verdict(-1.0)], "fail") == Score(1.5, {"match": 1.0, "shape": -1.0})
+
+
+def test_named_terms_are_summed() -> None:
+    score = score_of(SAMPLE, SPECS, [Verdict(1.0), Verdict({"a": 1.0, "b": 3.0})], "fail")
+    assert score == Score(4.0, {"match": 1.0, "shape/a": 1.0, "shape/b": 3.0})
+
+
+def test_fail_names_function_sample_and_traceback() -> None:
+    with pytest.raises(RewardError) as raised:
+        score_of(SAMPLE, SPECS, BROKEN, "fail")
+    message = str(raised.value)
+    assert "reward function my.py:shape on member 3 of group 12: it raised KeyError: 'x'" in message
+    assert "completion: 'wrong wrong" in message
+    assert "Traceback ..." in message
+    assert 'reward.on_error = "zero" or "ignore"' in message
+    assert len(message) < 600
+
+
+def test_zero_counts_the_function_as_zero_and_says_so() -> None:
+    score = score_of(SAMPLE, SPECS, BROKEN, "zero")
+    assert (score.reward, score.terms) == (2.0, {"match": 1.0, "shape": 0.0})
+    assert "my.py:shape" in score.error
+
+
+def test_ignore_makes_the_sample_unscorable_not_zero() -> None:
+    score = score_of(SAMPLE, SPECS, BROKEN, "ignore")
+    assert score.reward is None
+    assert score.terms == {"match": 1.0}
+    assert "my.py:shape" in score.error

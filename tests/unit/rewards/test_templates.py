@@ -1,0 +1,94 @@
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards import Sample, templates
+from asyncrl.tasks import load_prompts
+
+
+def sample(text: str, tokens: int = 1, **row: Any) -> Sample:
+    return Sample("p", text, {"prompt": "p", **row}, group=0, member=0, finish="stop", tokens=tokens)
+
+
+def test_exact_match() -> None:
+    assert templates.exact_match()(sample(" cba\n", answer="cba")) == 1
+    assert templates.exact_match()(sample("CBA", answer="cba")) == 0
+    assert templates.exact_match(column="wanted", ignore_case=True)(sample("CBA", wanted="cba")) == 1
+    assert templates.exact_match()(sample("7", answer=7)) == 1
+
+
+def test_a_missing_column_names_the_closest() -> None:
+    with pytest.raises(RewardError, match="no column answer; did you mean answers"):
+        templates.exact_match()(sample("x", answers="x"))
+
+
+def test_regex_format() -> None:
+    reward = templates.regex_format(r"<a>.*</a>")
+    assert reward(sample(" <a>two\nlines</a> ")) == 1
+    assert reward(sample("well: <a>x</a>")) == 0
+    with pytest.raises(ConfigError, match="is no regular expression"):
+        templates.regex_format("(")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("it is 72", "72", 1),
+        ("1,234.50 dollars", "#### 1234.5", 1),
+        ("first 3, then -4", "-4", 1),
+        ("4", "-4", 0),
+        ("1e3", 1000, 1),
+        ("no number", 1, 0),
+        ("0.3333", 1 / 3, 0),
+        ("", "5", 0),
+    ],
+)
+def test_numeric(text: str, answer: object, reward: float) -> None:
+    assert templates.numeric()(sample(text, answer=answer)) == reward
+
+
+def test_numeric_tolerance_is_relative_above_one() -> None:
+    assert templates.numeric(tolerance=0.01)(sample("0.3333", answer=1 / 3)) == 1
+    assert templates.numeric(tolerance=0.01)(sample("1009", answer=1000)) == 1
+    assert templates.numeric(tolerance=0.01)(sample("1011", answer=1000)) == 0
+    with pytest.raises(RewardError, match="holds no number"):
+        templates.numeric()(sample("3", answer="three"))
+
+
+@pytest.mark.parametrize(("tokens", "reward"), [(0, 0), (60, 0), (80, -0.5), (100, -1), (400, -1)])
+def test_length_is_the_soft_overlong_punishment_of_dapo(tokens: int, reward: float) -> None:
+    assert templates.length(maximum=100, slack=40)(sample("", tokens)) == pytest.approx(reward)
+
+
+def test_length_in_other_units() -> None:
+    assert templates.length(maximum=4, slack=2, unit="words")(sample("a b c")) == -0.5
+    assert templates.length(maximum=4, slack=2, unit="characters")(sample("abcd")) == -1
+    with pytest.raises(ConfigError, match="there is no unit word; did you mean words"):
+        templates.length(maximum=4, slack=2, unit="word")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="between 1 and maximum"):
+        templates.length(maximum=4, slack=5)
+
+
+def test_repetition() -> None:
+    reward = templates.repetition(words=2)
+    assert reward(sample("a b c d")) == 0
+    assert reward(sample("a b a b a")) == -0.5
+    assert reward(sample("a")) == 0
+    with pytest.raises(ConfigError, match="at least 1"):
+        templates.repetition(words=0)
+
+
+def test_reasoning_gym_scores_the_entry_the_prompt_came_from() -> None:
+    prompts = load_prompts("reasoning_gym:chain_sum", {"size": 4, "seed": 2, "max_terms": 3})
+    row = prompts.row(3).columns
+    whole, last = templates.reasoning_gym(), templates.reasoning_gym(pattern=r"(-?\d+)\D*$")
+    assert whole(sample(row["answer"], **row)) == 1
+    assert whole(sample("x", **row)) < 1
+    assert last(sample(f"The answer is {row['answer']}.", **row)) == 1
+    assert last(sample("none", **row)) == 0
+
+
+def test_reasoning_gym_needs_its_rows() -> None:
+    with pytest.raises(RewardError, match="no column reasoning_gym"):
+        templates.reasoning_gym()(sample("x"))
