@@ -119,10 +119,10 @@ class Service:
     async def started(self) -> None:
         await asyncio.shield(self.ready)
 
-    async def health(self) -> Health:
+    async def health(self) -> list[Health]:
         context, now = self.context, asyncio.get_running_loop().time()
         doing = [f"{label} for {now - since:.1f} s" for label, since in self.running.values()]
-        return Health(
+        mine = Health(
             service=context.service,
             replica=context.replica,
             rank=context.rank,
@@ -133,6 +133,7 @@ class Service:
             wall=context.clock.wall,
             counters=dict(self.counters),
         )
+        return [mine]
 
     async def release(self, places: list[Place]) -> None:
         if self.rows is not None:

@@ -97,7 +97,7 @@ class Watchdog:
 
     async def _health(self, worker: RemoteWorker) -> Health | str:
         try:
-            health: Health = await worker.call(HEALTH, (), HEALTH_DEADLINE)
-            return health
+            answered: list[Health] = await worker.call(HEALTH, (), HEALTH_DEADLINE)
+            return answered[0]
         except AsyncrlError as error:
             return str(error)
