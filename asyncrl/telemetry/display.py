@@ -54,23 +54,19 @@ class Display(Protocol):
         ...
 
 
-def open_display(steps: int, done: int = 0, stream: TextIO | None = None) -> "Display":
-    """The live picture if `stream` (standard output) is a terminal, else lines.
-
-    Args:
-        steps: of the whole run. done: those of earlier epochs.
-    """
+def open_display(steps: int, stream: TextIO | None = None) -> "Display":
+    """The live picture if `stream` (standard output) is a terminal, else lines. steps: of the whole run."""
     stream = stream or sys.stdout
     console = Console(file=stream)
-    return LiveDisplay(console, steps, done) if console.is_terminal else LineDisplay(stream, steps, done)
+    return LiveDisplay(console, steps) if console.is_terminal else LineDisplay(stream, steps)
 
 
 class LineDisplay:
     """One line a step."""
 
-    def __init__(self, stream: TextIO, steps: int, done: int = 0) -> None:
-        self._stream, self._steps, self._done = stream, steps, done
-        self._started = time.monotonic()
+    def __init__(self, stream: TextIO, steps: int) -> None:
+        self._stream, self._steps = stream, steps
+        self._first: tuple[int, float] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -85,18 +81,23 @@ class LineDisplay:
 
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
         numbers = "  ".join(f"{name} {number}" for name, number in shown(metrics))
-        self.say(f"step {metrics['step']}/{self._steps}  {numbers}  {self._left(int(metrics['step']))}")
+        self.say(f"step {metrics['step']}/{self._steps}  {numbers}{self._left(int(metrics['step']))}")
 
     def _left(self, step: int) -> str:
-        taken = max(1, step - self._done)
-        left = (time.monotonic() - self._started) / taken * max(0, self._steps - step)
-        return f"{left:.0f} s left"
+        """From the pace since the first step shown, which in a resumed run is not step 1."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)
+        first, began = self._first
+        if step <= first or step >= self._steps:
+            return ""
+        return f"  {(now - began) / (step - first) * (self._steps - step):.0f} s left"
 
 
 class LiveDisplay:
     """A progress bar, the last step's numbers and one of its samples, redrawn in place."""
 
-    def __init__(self, console: Console, steps: int, done: int = 0) -> None:
+    def __init__(self, console: Console, steps: int) -> None:
         self._progress = Progress(
             TextColumn("step"),
             BarColumn(None),
@@ -107,7 +108,7 @@ class LiveDisplay:
             console=console,
             expand=True,
         )
-        self._bar = self._progress.add_task("steps", total=steps, completed=done)
+        self._bar = self._progress.add_task("steps", total=steps)
         self._live = Live(self._progress, console=console, refresh_per_second=4)
 
     def __enter__(self) -> Self:
@@ -153,8 +154,9 @@ def sample_panel(sample: SampleRecord, characters: int | None = None) -> Panel:
     body.append(_short(sample.prompt, characters), "dim")
     body.append("\n")
     body.append(_short(sample.text, characters) or "(nothing)", "bold" if sample.text else "dim italic")
+    body.append("\n" + _verdict(sample), "cyan")
     title = f"step {sample.step} · group {sample.group} · member {sample.member}"
-    return Panel(body, title=title, title_align="left", subtitle=Text(_verdict(sample)), subtitle_align="left")
+    return Panel(body, title=title, title_align="left")
 
 
 def _verdict(sample: SampleRecord) -> str:

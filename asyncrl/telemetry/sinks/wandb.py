@@ -20,9 +20,11 @@ class WandbSink:
             id=_run_id(run_dir),
             resume="allow",
         )
+        # An evaluation of version v may arrive after later steps; wandb's own step could not go back.
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
         self._run.finish()

@@ -34,8 +34,9 @@ def test_piped_there_is_one_line_a_step() -> None:
     said, third, fourth = stream.getvalue().splitlines()
     assert said == "resuming at step 2"
     assert third.startswith("step 3/10  reward 0.500  trained tokens/s 1,23")
-    assert third.endswith("s left")
+    assert "left" not in third
     assert fourth.startswith("step 4/10")
+    assert fourth.endswith("s left")
     assert "\x1b" not in stream.getvalue()
 
 
@@ -62,7 +63,7 @@ def test_a_sample_says_its_reward_by_term_and_why_tokens_were_masked() -> None:
         "ended by stop",
         "versions 1 to 2",
         "3 tokens trained",
-        "1 masked (stale)",
+        "(stale)",
     ):
         assert expected in text
 

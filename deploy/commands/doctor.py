@@ -1,0 +1,77 @@
+"""asyncrl doctor: check what this machine can run, and what an experiment needs."""
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from asyncrl.deploy.machine import Check, available_memory, check, machine_checks, shared_memory_check, usable_cores
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("asyncrl doctor", description=__doc__, epilog="exit status 1: something is BAD")
+    parser.add_argument("target", nargs="?", metavar="NAME|FILE", help="an experiment: what it needs is checked too")
+    asked, flags = parser.parse_known_args(arguments)
+    bad = 0
+    for found in checks(asked.target, flags):
+        print(found, flush=True)
+        bad += found.verdict == "bad"
+    print(f"\n{bad} to repair" if bad else "\nready: asyncrl run quickstart")
+    return 1 if bad else 0
+
+
+def checks(target: str | None, flags: list[str]) -> Iterator[Check]:
+    yield from machine_checks()
+    if target is not None:
+        yield from experiment_checks(target, flags)
+
+
+def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
+    """What one experiment needs, as far as this install can read it."""
+    try:
+        from asyncrl.settings import load
+
+        config = load(target, flags).config
+    except ImportError as error:
+        yield Check(target, "bad", f"cannot be read: {error}", "install what is missing above, then ask again")
+        return
+    except ConfigError as error:
+        yield Check(target, "bad", str(error).replace("\n", f"\n{'':26}"), "correct it, then ask again")
+        return
+    yield Check(target, "ok", f"{config.steps} steps of {config.task.prompts_per_step} prompts")
+    yield _workers_check(config)
+    yield from _memory_checks(config)
+
+
+def _workers_check(config: "Config") -> Check:
+    from asyncrl.deploy.services import service_specs
+
+    specs = service_specs(config, evaluation=bool(config.evaluate.prompts))
+    workers = sum(spec.replicas * spec.layout.size for spec in specs)
+    threads = workers * config.fleet.threads
+    busiest = (config.generation.replicas + config.training.layout_dp) * config.fleet.threads
+    found = f"{workers} with {config.fleet.threads} torch threads each, {usable_cores():g} cores"
+    if busiest <= usable_cores() or threads == workers:
+        return Check("workers", "ok", found)
+    return Check("workers", "note", found, "they will slow each other down: lower fleet.threads or generation.replicas")
+
+
+def _memory_checks(config: "Config") -> Iterator[Check]:
+    from asyncrl.deploy.footprint import needs, shape_of, shared_memory, size_text
+
+    shape = shape_of(config.model.name)
+    if shape is None:
+        remedy = "the size of a model that is not on this machine is unknown; give a folder to have it estimated"
+        yield Check("model", "note", config.model.name, remedy)
+        return
+    yield Check("model", "ok", f"{config.model.name}, about {shape.parameters / 1e6:.1f}M parameters")
+    found = needs(config, shape)
+    for need in found:
+        yield Check(need.name, "ok", f"about {size_text(need.bytes)}: {need.doc}")
+    total, there = sum(need.bytes for need in found), available_memory()
+    remedy = "lower training.micro_batch_tokens or generation.slots, or set training.gradient_checkpointing"
+    yield check("all services", total <= there, f"about {size_text(total)} of {size_text(there)} available", remedy)
+    yield shared_memory_check(shared_memory(config, shape))

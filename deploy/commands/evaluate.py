@@ -1,0 +1,24 @@
+"""asyncrl evaluate: score a run's newest checkpoint, or a model folder, on held-out prompts."""
+
+import argparse
+import asyncio
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("asyncrl evaluate", description=__doc__)
+    parser.add_argument("target", help="a run directory, or a folder with a model")
+    parser.add_argument(
+        "--task",
+        metavar="NAME|FILE",
+        help="the experiment whose held-out prompts and rewards are used; a run has its own",
+    )
+    asked = parser.parse_args(arguments)
+    from asyncrl.deploy.evaluate import evaluate_target
+
+    found = asyncio.run(evaluate_target(asked.target, asked.task))
+    unscorable = f"; {found.unscorable} samples could not be scored" if found.unscorable else ""
+    print(
+        f"reward {found.mean:.4f} ± {found.stderr:.4f} (standard error) over {found.prompts} prompts, "
+        f"version {found.version}, {found.seconds:.1f} s{unscorable}"
+    )
+    return 0

@@ -1,0 +1,39 @@
+"""asyncrl export: copy the model of a run's newest good checkpoint to a folder."""
+
+import argparse
+import shutil
+from pathlib import Path
+
+from asyncrl.errors import ConfigError
+from asyncrl.rundir import RunDirectory
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("asyncrl export", description=__doc__)
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("target", type=Path, help="a folder that is not there yet, or is empty")
+    asked = parser.parse_args(arguments)
+    version = export(asked.run, asked.target)
+    print(f"version {version} is in {asked.target}: AutoModelForCausalLM.from_pretrained({str(asked.target)!r})")
+    return 0
+
+
+def export(run_dir: Path, target: Path) -> int:
+    """Copy the model; returns its version. The target appears complete or not at all.
+
+    Raises:
+        ConfigError: there is no run, it has no checkpoint yet, or the target is taken.
+        JournalError: none of its checkpoints is good.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is there already; name a folder that is not")
+    if not RunDirectory(run_dir).started_before:
+        raise ConfigError(f"{run_dir} holds no run: name a directory made by `asyncrl run --run-dir`")
+    from asyncrl.deploy.evaluate import newest_model
+
+    model, version = newest_model(run_dir)
+    unfinished = target.with_name(f"{target.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(model, unfinished)
+    unfinished.replace(target)
+    return version

@@ -1,0 +1,75 @@
+"""asyncrl graph: the services of an experiment, their endpoints, transfer protocols and sockets, from the contracts."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+    from asyncrl.fleet import ServiceSpec
+    from asyncrl.protocols.contracts import EndpointSpec
+
+USAGE = "usage: asyncrl graph NAME|FILE [--section.key value ...]"
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        print(f"{USAGE}\n\n{__doc__}")
+        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+    from asyncrl.settings import load
+
+    print("\n".join(graph(load(arguments[0], arguments[1:]).config)))
+    return 0
+
+
+def graph(config: "Config") -> Iterator[str]:
+    """The lines to print."""
+    from asyncrl.deploy.services import service_specs
+
+    specs = service_specs(config, evaluation=bool(config.evaluate.prompts))
+    workers = sum(spec.replicas * spec.layout.size for spec in specs)
+    processes = "one process" if config.fleet.wire == "inproc" else f"{workers + 1} processes"
+    yield f"{config.name}: {config.algorithm.preset} on {len(specs)} services, {workers} workers, {processes}"
+    for spec in specs:
+        yield ""
+        yield from _service(spec, config)
+    yield ""
+    yield from _lanes(config)
+
+
+def _service(spec: "ServiceSpec", config: "Config") -> Iterator[str]:
+    layout = spec.layout
+    shape = f"pp {layout.pp} x tp {layout.tp} x dp {layout.dp}"
+    yield f"{spec.name}  ({spec.contract.__name__}: {spec.replicas} x [{shape}], {spec.implementation})"
+    endpoints = sorted(spec.contract.endpoints.values(), key=lambda endpoint: (endpoint.lane.value, endpoint.name))
+    for endpoint in endpoints:
+        yield f"    {_endpoint(endpoint)}"
+    for replica in range(spec.replicas):
+        for rank in range(layout.size):
+            yield f"    {_sockets(f'{spec.name}{replica}.{rank}', config)}"
+
+
+def _endpoint(endpoint: "EndpointSpec") -> str:
+    stream = "  stream" if endpoint.stream else ""
+    repeat = f"idempotent: {endpoint.idempotent.value}"
+    return f"{endpoint.name:<14}{endpoint.transfer.name:<22}{endpoint.lane.value:<9}{repeat}{stream}"
+
+
+def _sockets(worker: str, config: "Config") -> str:
+    where = {
+        "ipc": f"ipc://<sockets>/{worker}-<epoch>-<id>.{{control,work,data}}",
+        "tcp": f"tcp://127.0.0.1:<port> x 3 for {worker} (CURVE)",
+        "inproc": f"inproc://{worker}-<epoch>-<id>.{{control,work,data}}",
+    }[config.fleet.wire]
+    return f"ROUTER {where}"
+
+
+def _lanes(config: "Config") -> Iterator[str]:
+    rows = "shared memory, one slot a row" if config.fleet.wire == "ipc" else "frames over the owner's data socket"
+    yield f"rows      {rows}; the controller passes references"
+    yield "weights   two slots: the trainer writes version v+1 beside v, generation flips between two decode steps"
+    limit, policy = config.staleness.limit, config.staleness.policy
+    yield (
+        f"gate      {policy}: no token older than {limit} versions"
+        if policy != "admit"
+        else "gate      admit: no bound"
+    )

@@ -1,0 +1,164 @@
+"""asyncrl run: train an experiment, or resume a run."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+    from asyncrl.rundir import RunDirectory
+    from asyncrl.settings import Loaded
+
+USAGE = """\
+usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.key value ...]
+       asyncrl run --run-dir DIR            resume the run in DIR with its own config
+
+  NAME                 an experiment that comes with asyncrl (`asyncrl experiments` lists them)
+  FILE                 a TOML file; its keys are listed by `asyncrl keys`
+  --run-dir DIR        where everything is written, runs/NAME-TIME by default; a directory that holds a run
+                       resumes it: the same command again is all it takes
+  --accept-changes     resume although keys changed that change what is learned
+  --print-config       print the whole config, with the place each value came from, and stop
+  --restarts N         short for --fleet.restarts: start again by itself when the trainer or this process dies
+  --section.key value  any key; a list takes the flag several times or a TOML list
+
+command line > environment (ASYNCRL_SECTION__KEY) > file > default
+Ctrl-C ends a run within ten seconds, with a checkpoint."""
+
+SHORT = {"--restarts": "--fleet.restarts"}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for; flags: those that set keys."""
+
+    target: str | None
+    run_dir: Path | None
+    accept_changes: bool
+    print_config: bool
+    flags: list[str]
+
+
+def main(arguments: list[str]) -> int:
+    if "-h" in arguments or "--help" in arguments:
+        print(USAGE)
+        return 0
+    request = parse(arguments)
+    loaded = _load(request)
+    if request.print_config:
+        print(_described(loaded), end="")
+        return 0
+    run_dir = request.run_dir or _new_run_dir(loaded.config)
+    if loaded.config.fleet.restarts:
+        from asyncrl.deploy.restarts import run_with_restarts
+
+        return run_with_restarts(_child_arguments(arguments, run_dir), loaded.config.fleet.restarts)
+    return train(loaded.config, run_dir, request.accept_changes, _command(arguments, run_dir))
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """Take out what belongs to the command; the rest sets keys.
+
+    Raises:
+        ConfigError: --run-dir without a directory, or neither an experiment nor a run directory.
+    """
+    waiting = list(arguments)
+    target = waiting.pop(0) if waiting and not waiting[0].startswith("-") else None
+    run_dir: Path | None = None
+    switches: set[str] = set()
+    flags: list[str] = []
+    while waiting:
+        flag, equals, value = waiting.pop(0).partition("=")
+        match flag:
+            case "--accept-changes" | "--print-config":
+                switches.add(flag)
+            case "--run-dir":
+                run_dir = Path(value if equals else _directory(waiting))
+            case _:
+                flags.append(SHORT.get(flag, flag) + equals + value)
+    if target is None and run_dir is None:
+        raise ConfigError("name an experiment (`asyncrl run quickstart`), a TOML file, or a --run-dir to resume")
+    return Request(target, run_dir, "--accept-changes" in switches, "--print-config" in switches, flags)
+
+
+def _directory(waiting: list[str]) -> str:
+    if not waiting or waiting[0].startswith("--"):
+        raise ConfigError("--run-dir needs a directory")
+    return waiting.pop(0)
+
+
+def _load(request: Request) -> "Loaded":
+    from asyncrl.settings import load
+
+    if request.target is not None:
+        loaded = load(request.target, request.flags)
+    else:
+        assert request.run_dir is not None
+        config_file = request.run_dir / "config.toml"
+        if not config_file.is_file():
+            raise ConfigError(f"{request.run_dir} holds no run to resume; name an experiment to start one there")
+        loaded = load(config_file, request.flags)
+    if not loaded.config.reward.functions:
+        raise ConfigError("reward.functions is empty: name at least one function, for instance FILE.py:reward")
+    return loaded
+
+
+def _described(loaded: "Loaded") -> str:
+    from asyncrl.keys import all_keys
+    from asyncrl.toml import dump
+
+    return dump(loaded.config, {key: loaded.sources.get(key, "default") for key in all_keys()})
+
+
+def _new_run_dir(config: "Config") -> Path:
+    from datetime import datetime
+
+    return Path("runs") / f"{config.name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+
+
+def _command(arguments: Sequence[str], run_dir: Path) -> str:
+    """What the user types to go on with this run."""
+    named = any(argument.partition("=")[0] == "--run-dir" for argument in arguments)
+    return shlex.join(["asyncrl", "run", *arguments, *([] if named else ["--run-dir", str(run_dir)])])
+
+
+def _child_arguments(arguments: Sequence[str], run_dir: Path) -> list[str]:
+    """The same command for the process that is started again and again; its own `--restarts` must not count."""
+    target = [arguments[0]] if arguments and not arguments[0].startswith("-") else []
+    kept: list[str] = []
+    waiting = list(arguments[len(target) :])
+    while waiting:
+        flag, equals, value = waiting.pop(0).partition("=")
+        if SHORT.get(flag, flag) == "--fleet.restarts":
+            del waiting[: 0 if equals else 1]
+        else:
+            kept.append(flag + equals + value)
+    named = any(argument.partition("=")[0] == "--run-dir" for argument in kept)
+    return [*target, *kept, *([] if named else ["--run-dir", str(run_dir)]), "--fleet.restarts=0"]
+
+
+def train(config: "Config", run_dir: Path, accept_changes: bool, command: str) -> int:
+    """Run to the end in this process; the one place where the command line meets the run."""
+    import asyncio
+
+    from asyncrl.deploy.run import Order, run
+    from asyncrl.telemetry.display import open_display
+
+    with open_display(config.steps) as display:
+        display.say(f"run directory: {run_dir}")
+        directory = asyncio.run(run(Order(config, run_dir, display, command, accept_changes)))
+        display.say(_ending(directory, config.steps, command))
+    return 0
+
+
+def _ending(directory: "RunDirectory", steps: int, command: str) -> str:
+    from asyncrl.telemetry.metrics import read_metrics
+
+    done = max((int(line["step"]) for line in read_metrics(directory.metrics)), default=0)
+    if done < steps:
+        return f"stopped at step {done} of {steps}; go on with: {command}"
+    return f"done; next: `asyncrl samples {directory.path}`, `asyncrl export {directory.path} TARGET`"

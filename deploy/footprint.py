@@ -1,0 +1,149 @@
+"""About how many bytes each service of an experiment needs, from its config and the shape of its model."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from asyncrl.config import Config
+from asyncrl.groups import GateConfig
+
+FLOAT = 4
+ADAM_BYTES = 4 * FLOAT
+"""Of one parameter while training: float32 weight, gradient and two moments."""
+ACTIVATION_BYTES_PER_UNIT = 68
+"""Of one token, layer and hidden unit without checkpointing, in float32: 34 bytes in 16 bit
+(Korthikanti et al. 2022, equation 2, without the attention scores)."""
+ROW_BYTES_PER_TOKEN = 16
+"""Token id, log-prob, version and reference log-prob."""
+PROCESS_BYTES = 500 * 2**20
+"""Python with torch and transformers loaded."""
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a decoder-only transformer decides its size."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Self:
+        """From the content of a model folder's config.json. Raises KeyError when it is of another kind."""
+        heads = int(config["num_attention_heads"])
+        hidden = int(config["hidden_size"])
+        return cls(
+            vocabulary=int(config["vocab_size"]),
+            hidden=hidden,
+            layers=int(config["num_hidden_layers"]),
+            intermediate=int(config["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
+
+    @property
+    def parameters(self) -> int:
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.layers * layer + self.hidden
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Keys and values of one token in float32."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * FLOAT
+
+
+PACKAGED = {
+    "pypi:smollm2": Shape(
+        vocabulary=49152, hidden=576, layers=30, intermediate=1536, heads=9, kv_heads=3, head_dim=64, tied=True
+    )
+}
+SMALL = Shape(vocabulary=64, hidden=96, layers=2, intermediate=256, heads=4, kv_heads=4, head_dim=24, tied=True)
+"""About what `warmed:` makes; next to a Python process it is nothing."""
+
+
+def shape_of(model: str) -> Shape | None:
+    """The shape of a model that lies on this machine or comes with a package; None when only a download would tell."""
+    if model in PACKAGED:
+        return PACKAGED[model]
+    if model.startswith("warmed:"):
+        return SMALL
+    described = Path(model).expanduser() / "config.json"
+    if not described.is_file():
+        return None
+    try:
+        return Shape.of(json.loads(described.read_text()))
+    except (KeyError, ValueError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """bytes: of all workers of the service together."""
+
+    name: str
+    bytes: int
+    doc: str
+
+
+def needs(config: Config, shape: Shape) -> list[Need]:
+    """Main memory of each service (device memory, where its device is a GPU)."""
+    found = [_generation(config, shape), _training(config, shape)]
+    found.append(Need("reward", PROCESS_BYTES, "and what your functions need, in their own processes"))
+    if config.algorithm.kl > 0:
+        size = config.reference.replicas * (PROCESS_BYTES + shape.parameters * FLOAT)
+        found.append(Need("reference", size, "frozen weights"))
+    if config.evaluate.prompts:
+        found.append(_generation(config, shape, "evaluation", 1))
+    return found
+
+
+def _generation(config: Config, shape: Shape, name: str = "generation", replicas: int = 0) -> Need:
+    replicas = replicas or config.generation.replicas
+    cache = config.generation.slots * _tokens(config) * shape.cache_bytes_per_token
+    weights = shape.parameters * BYTES[config.model.dtype]
+    doc = f"weights {size_text(weights)} and cache {size_text(cache)} a replica"
+    return Need(name, replicas * (PROCESS_BYTES + weights + cache), doc)
+
+
+def _training(config: Config, shape: Shape) -> Need:
+    training = config.training
+    samples = config.task.prompts_per_step * config.task.samples_per_prompt
+    tokens = min(training.micro_batch_tokens, samples * _tokens(config))
+    kept_layers = 1 if training.gradient_checkpointing else shape.layers
+    activations = tokens * shape.hidden * (ACTIVATION_BYTES_PER_UNIT * kept_layers + FLOAT * shape.layers)
+    logits = 2 * min(training.logits_chunk, tokens) * shape.vocabulary * FLOAT
+    state = shape.parameters * ADAM_BYTES
+    size = PROCESS_BYTES + state + activations + logits
+    doc = f"weights, gradient and moments {size_text(state)}, a micro-batch {size_text(activations + logits)}"
+    return Need("training", training.layout_dp * size, doc)
+
+
+def shared_memory(config: Config, shape: Shape) -> int:
+    """Bytes in /dev/shm: two versions of the weights, and the rows of all groups that may be in flight."""
+    gate = GateConfig.of(config)
+    rows = gate.cap * gate.members * _tokens(config) * ROW_BYTES_PER_TOKEN
+    return 2 * shape.parameters * BYTES[config.model.dtype] + (rows if config.fleet.wire == "ipc" else 0)
+
+
+def _tokens(config: Config) -> int:
+    return config.task.max_prompt_tokens + config.generation.max_new_tokens
+
+
+def size_text(size: float) -> str:
+    """12345678 -> "11.8 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1024 or unit == "GB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,49 @@
+"""asyncrl doctor: what an experiment needs."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.deploy import cli
+from asyncrl.deploy.commands import doctor
+from asyncrl.deploy.machine import Check
+
+GOOD = """\
+[model]
+name = "pypi:smollm2"
+[task]
+prompts = "p.jsonl"
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(doctor, "machine_checks", lambda: [Check("python", "ok", "3.11")])
+    path = tmp_path / "mine.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_a_good_experiment_gets_its_bytes_by_service(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(experiment)]) == 0
+    text = capsys.readouterr().out
+    for expected in ("134.5M parameters", "generation", "training", "reward", "all services", "/dev/shm", "ready"):
+        assert expected in text
+
+
+def test_an_experiment_too_large_for_the_machine(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(experiment), "--generation.slots", "1000000"]) == 1
+    text = capsys.readouterr().out
+    assert "BAD   all services" in text
+    assert "lower training.micro_batch_tokens or generation.slots" in text
+    assert "to repair" in text
+
+
+def test_mistakes_in_the_experiment_are_shown(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(experiment), "--stpes", "3"]) == 1
+    assert "did you mean steps?" in capsys.readouterr().out
+
+
+def test_a_model_that_must_be_downloaded_is_not_guessed(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(experiment), "--model.name", "someone/theirs"]) == 0
+    assert "note  model" in capsys.readouterr().out

@@ -1,0 +1,99 @@
+"""The commands that look at something: samples, keys, experiments, graph, audit, export, evaluate."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.deploy import cli
+from asyncrl.telemetry.samples import SampleRecord, SamplesFile
+
+TOML = """\
+[model]
+name = "m"
+[task]
+prompts = "p.jsonl"
+"""
+
+
+def record(step: int, group: int, reward: float, masked: int = 0) -> SampleRecord:
+    return SampleRecord(
+        step=step, epoch=0, group=group, member=0, attempt=0, prompt=f"question {group}", text=f"answer {group}",
+        finish="stop", tokens=5, reward=reward, terms={"numeric": reward}, advantage=0.0, first=step, last=step,
+        trained=5 - masked, masked=masked, reason="stale" if masked else "",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    file = SamplesFile(tmp_path / "samples.jsonl")
+    file.write([record(1, 10, 0.5), record(1, 11, 1.0), record(2, 20, 0.0, masked=2), record(2, 21, 0.25)])
+    file.close()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "groups"),
+    [
+        ([], [20, 21]),
+        (["--step", "1"], [10, 11]),
+        (["--best", "-n", "1"], [11]),
+        (["--worst", "-n", "2"], [20, 21]),
+        (["--masked"], [20]),
+        (["--group", "10"], [10]),
+    ],
+)
+def test_samples(flags: list[str], groups: list[int], run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["samples", str(run_dir), *flags]) == 0
+    text = capsys.readouterr().out
+    assert [group for group in (10, 11, 20, 21) if f"answer {group}" in text] == groups
+    assert ("(stale)" in text) == (20 in groups)
+
+
+def test_samples_that_are_not_there(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["samples", str(run_dir), "--step", "9"]) == 2
+    assert "of steps 1 to 2" in capsys.readouterr().err
+    assert cli.main(["samples", str(tmp_path / "nowhere")]) == 2
+    assert "name a run directory" in capsys.readouterr().err
+
+
+def test_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["keys"]) == 0
+    everything = capsys.readouterr().out
+    assert "model.name  (text; required)" in everything
+    assert "staleness.cut_at  (int > 0 | never | none; default none)" in everything
+    assert cli.main(["keys", "num_generations"]) == 0
+    assert capsys.readouterr().out.startswith("task.samples_per_prompt")
+    assert cli.main(["keys", "epsilom"]) == 2
+    assert "did you mean epsilon?" in capsys.readouterr().err
+
+
+def test_experiments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["experiments"]) == 0
+    assert "quickstart" in capsys.readouterr().out
+    assert cli.main(["experiments", "x"]) == 2
+
+
+def test_graph_shows_what_the_contracts_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(TOML)
+    assert cli.main(["graph", str(path), "--generation.replicas", "2", "--evaluate.prompts", "h"]) == 0
+    text = capsys.readouterr().out
+    assert "mine: grpo on 4 services, 5 workers, 6 processes" in text
+    assert "generation1.0-<epoch>-<id>.{control,work,data}" in text
+    generate = next(line.split() for line in text.splitlines() if line.strip().startswith("generate "))
+    assert generate[:3] == ["generate", "ONE_OF", "work"]
+    assert "ReferenceService" not in text
+    assert cli.main(["graph", str(path), "--algorithm.kl", "0.1", "--fleet.wire", "tcp"]) == 0
+    text = capsys.readouterr().out
+    assert "logprobs" in text
+    assert "CURVE" in text
+    assert cli.main(["graph"]) == 2
+
+
+@pytest.mark.parametrize("command", [["audit"], ["export"], ["evaluate"]])
+def test_a_folder_that_is_no_run(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    target = [str(tmp_path / "target")] if command == ["export"] else []
+    assert cli.main([*command, str(tmp_path / "empty"), *target]) == 2
+    assert "asyncrl: " in capsys.readouterr().err
+    assert list((tmp_path / "empty").iterdir()) == []

@@ -1,0 +1,117 @@
+"""asyncrl run: what it takes from its arguments, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.deploy import cli, restarts
+from asyncrl.deploy.commands import run
+from asyncrl.errors import ConfigError
+from asyncrl.toml import dump
+
+TOML = """\
+[model]
+name = "m"
+[task]
+prompts = "p.jsonl"
+[reward]
+functions = ["numeric"]
+"""
+
+
+class Trained:
+    """Stands where the run begins, and keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Config, Path, bool, str]] = []
+
+    def __call__(self, config: Config, run_dir: Path, accept_changes: bool, command: str) -> int:
+        self.asked.append((config, run_dir, accept_changes, command))
+        return 0
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trained:
+    trained = Trained()
+    monkeypatch.setattr(run, "train", trained)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(TOML)
+    return trained
+
+
+def test_flags_reach_the_config_and_the_directory(trained: Trained) -> None:
+    assert cli.main(["run", "mine.toml", "--seed", "7", "--run-dir", "there", "--staleness.limit=0"]) == 0
+    ((config, run_dir, accept, command),) = trained.asked
+    assert (config.seed, config.staleness.limit, run_dir, accept) == (7, 0, Path("there"), False)
+    assert command == "asyncrl run mine.toml --seed 7 --run-dir there --staleness.limit=0"
+
+
+def test_without_a_directory_a_new_one_is_named_and_the_command_to_resume_says_it(trained: Trained) -> None:
+    assert cli.main(["run", "mine.toml", "--accept-changes"]) == 0
+    ((_, run_dir, accept, command),) = trained.asked
+    assert run_dir.parent == Path("runs")
+    assert run_dir.name.startswith("mine-2")
+    assert accept
+    assert command.endswith(f"--run-dir {run_dir}")
+
+
+def test_a_run_directory_alone_resumes_with_its_own_config(trained: Trained, tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {"name": "old", "seed": 9, "model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": ["x"]}}
+    )
+    (tmp_path / "config.toml").write_text(dump(config))
+    assert cli.main(["run", f"--run-dir={tmp_path}", "--steps", "7"]) == 0
+    ((found, run_dir, _, _),) = trained.asked
+    assert (found.name, found.seed, found.steps, run_dir) == ("old", 9, 7, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "name an experiment"),
+        (["--seed", "3"], "name an experiment"),
+        (["mine.toml", "--run-dir"], "--run-dir needs a directory"),
+        (["mine.toml", "--run-dir", "--seed", "3"], "--run-dir needs a directory"),
+        (["--run-dir", "nowhere"], "holds no run to resume"),
+        (["mine.toml", "--staleness.limt", "3"], "did you mean staleness.limit?"),
+        (["mine.toml", "--reward.functions", "[]"], "reward.functions is empty"),
+        (["gone.toml"], "there is no file gone.toml"),
+    ],
+)
+def test_mistakes(arguments: list[str], says: str, trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", *arguments]) == 2
+    assert says in capsys.readouterr().err
+    assert trained.asked == []
+
+
+def test_print_config_shows_every_value_and_its_place_and_runs_nothing(
+    trained: Trained, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["run", "mine.toml", "--print-config", "--steps", "5"]) == 0
+    text = capsys.readouterr().out
+    assert "steps = 5  # --steps" in text
+    assert 'prompts = "p.jsonl"  # mine.toml:4' in text
+    assert 'policy = "mask"  # default' in text
+    assert trained.asked == []
+    (tmp_path / "again.toml").write_text(text)
+    assert cli.main(["run", "again.toml"]) == 0
+
+
+def test_restarts_run_a_child_that_does_not_restart(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[str], int]] = []
+    monkeypatch.setattr(restarts, "run_with_restarts", lambda *given: asked.append(given) or 0)
+    assert cli.main(["run", "mine.toml", "--restarts", "2", "--seed", "1", "--run-dir", "d"]) == 0
+    ((arguments, times),) = asked
+    assert times == 2
+    assert arguments == ["mine.toml", "--seed", "1", "--run-dir", "d", "--fleet.restarts=0"]
+    assert trained.asked == []
+    assert cli.main(["run", *arguments]) == 0
+    assert len(trained.asked) == 1
+
+
+def test_the_same_flag_may_stand_twice_only_for_lists() -> None:
+    request = run.parse(["quickstart", "--generation.stop", "a", "--generation.stop", "b"])
+    assert request.flags == ["--generation.stop", "a", "--generation.stop", "b"]
+    with pytest.raises(ConfigError):
+        run.parse(["--seed", "3"])

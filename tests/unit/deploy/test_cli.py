@@ -1,0 +1,115 @@
+"""The command line: quick to answer, plain about mistakes, exit codes that mean something."""
+
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from asyncrl.deploy import cli
+from asyncrl.errors import ConfigError, FleetFailed, JournalError, TaskError
+
+HEAVY = ("pydantic", "torch", "numpy", "rich", "zmq", "transformers", "asyncio")
+MAX_CPU = 0.3
+
+
+def answer(*arguments: str) -> tuple[int, set[str], float]:
+    """Exit code, modules imported and CPU seconds of one command in a fresh process."""
+    program = (
+        "import sys; from asyncrl.deploy.cli import main; code = main(sys.argv[1:]);"
+        "print('\\n' + ' '.join(sys.modules)); sys.exit(code)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done.returncode, set(done.stdout.splitlines()[-1].split()), seconds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--help"], 0), (["rnu"], 2), (["run", "--help"], 0), (["--version"], 0)]
+)
+def test_help_and_mistyped_commands_are_quick_and_import_nothing_heavy(arguments: list[str], code: int) -> None:
+    answers = [answer(*arguments) for _ in range(3)]
+    assert {found for found, _, _ in answers} == {code}
+    assert not any(modules & set(HEAVY) for _, modules, _ in answers)
+    assert min(seconds for _, _, seconds in answers) <= MAX_CPU
+
+
+def test_help_names_every_command_and_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in cli.COMMANDS:
+        assert f"  {name} " in text
+    for code in (0, 1, 2, 75, 130):
+        assert f"{code:>5}  " in text
+
+
+def test_no_command_at_all_is_a_mistake_answered_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "usage: asyncrl COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"), [("rnu", "did you mean `asyncrl run`?"), ("audti", "asyncrl audit"), ("xyz", "there are run")]
+)
+def test_a_mistyped_command_names_the_closest(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([typed]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main([name, "--help"])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 0
+    assert f"usage: asyncrl {name}" in capsys.readouterr().out
+
+
+def raising(error: BaseException) -> Callable[[list[str]], int]:
+    def fail(arguments: list[str]) -> int:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("write this instead"), 2),
+        (TaskError("no column prompt"), 2),
+        (FleetFailed("resume with this"), 75),
+        (FleetFailed("no resume", exit_code=3), 3),
+        (JournalError("contradicts itself"), 1),
+        (KeyboardInterrupt(), 130),
+        (BrokenPipeError(), 0),
+    ],
+)
+def test_errors_become_a_sentence_and_an_exit_code(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = ModuleType("fake")
+    vars(module)["main"] = raising(error)
+    monkeypatch.setattr(cli, "import_module", lambda name: module)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    assert cli.main(["run"]) == code
+    assert str(error) in capsys.readouterr().err
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("fake")
+    vars(module)["main"] = raising(AssertionError("ours"))
+    monkeypatch.setattr(cli, "import_module", lambda name: module)
+    with pytest.raises(AssertionError):
+        cli.main(["run"])
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    program = f"{sys.executable} -m asyncrl.deploy.cli keys | head -1"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("name  (text")
+    assert done.stderr == ""

@@ -1,0 +1,67 @@
+"""Estimated bytes follow the shape of the model and the config."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.deploy.footprint import PACKAGED, needs, shape_of, shared_memory, size_text
+
+SMOLLM2 = PACKAGED["pypi:smollm2"]
+
+
+def config(**sections: Any) -> Config:
+    return Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, **sections})
+
+
+def need(name: str, **sections: Any) -> int:
+    (found,) = (each.bytes for each in needs(config(**sections), SMOLLM2) if each.name == name)
+    return found
+
+
+def test_parameters_are_those_of_the_real_model() -> None:
+    # SmolLM2-135M has 134,515,008 parameters.
+    assert SMOLLM2.parameters == 134_515_008
+
+
+def test_a_model_folder_tells_its_shape(tmp_path: Path) -> None:
+    described = {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert shape_of(str(tmp_path)) == SMOLLM2
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "strange"}))
+    assert shape_of(str(tmp_path)) is None
+    assert shape_of("someone/their-model") is None
+    assert shape_of("warmed:reverse") is not None
+
+
+def test_needs_grow_with_what_causes_them() -> None:
+    assert need("generation", generation={"slots": 64}) > need("generation", generation={"slots": 32})
+    assert need("generation", generation={"replicas": 2}) == 2 * need("generation")
+    assert need("training", training={"gradient_checkpointing": True}) < need("training")
+    assert need("training") > SMOLLM2.parameters * 16
+    names = [each.name for each in needs(config(algorithm={"kl": 0.1}, evaluate={"prompts": "h"}), SMOLLM2)]
+    assert names == ["generation", "training", "reward", "reference", "evaluation"]
+
+
+def test_shared_memory_holds_two_versions_and_the_rows_in_flight() -> None:
+    weights = 2 * SMOLLM2.parameters * 4
+    assert shared_memory(config(fleet={"wire": "tcp"}), SMOLLM2) == weights
+    # (eta + 1) B + ceil(slots / G) = 3 * 8 + 4 groups of 8 samples of 576 tokens of 16 bytes
+    assert shared_memory(config(), SMOLLM2) == weights + 28 * 8 * 576 * 16
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(12, "12 B"), (2048, "2.0 kB"), (300 * 2**20, "300 MB"), (5.5 * 2**40, "5632 GB")]
+)
+def test_sizes_for_people(size: float, text: str) -> None:
+    assert size_text(size) == text

@@ -1,0 +1,94 @@
+"""Checks of the machine: what is found, and what to do when it is bad."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.deploy import machine
+from asyncrl.deploy.machine import (
+    Check,
+    extras,
+    links_check,
+    required,
+    shared_memory_check,
+    sockets_check,
+    torch_check,
+    usable_cores,
+)
+
+
+def test_a_check_says_what_to_do_only_when_something_is_to_do() -> None:
+    assert str(Check("memory", "ok", "1 GB")) == "ok    memory              1 GB"
+    bad = str(Check("torch", "bad", "is not installed", "pip install torch"))
+    assert bad.splitlines()[0].startswith("BAD   torch")
+    assert bad.splitlines()[1].strip() == "-> pip install torch"
+
+
+def test_this_checkout_is_whole_and_one_without_links_is_not(tmp_path: Path) -> None:
+    assert links_check(Path(machine.__file__).parents[1]).verdict == "ok"
+    for name in ("services", "deploy", "bench"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "protocols").write_text("../protocols")
+    found = links_check(tmp_path)
+    assert found.verdict == "bad"
+    assert "protocols not mounted" in found.found
+    assert "core.symlinks=true" in found.remedy
+
+
+def test_shared_memory_is_compared_with_the_need(tmp_path: Path) -> None:
+    assert shared_memory_check(1, tmp_path).verdict == "ok"
+    small = shared_memory_check(2**60, tmp_path)
+    assert small.verdict == "bad"
+    assert "--shm-size" in small.remedy
+    assert shared_memory_check(1, tmp_path / "gone").verdict == "bad"
+
+
+def test_a_long_temporary_folder_leaves_no_room_for_sockets(tmp_path: Path) -> None:
+    assert sockets_check("/tmp").verdict == "ok"
+    assert "TMPDIR" in sockets_check("/tmp/" + "x" * 60).remedy
+
+
+def test_packages_come_from_the_install() -> None:
+    assert {"torch", "pyzmq", "numpy"} <= set(required())
+    assert "pytest" not in required()
+    assert extras()["wandb"] == ["wandb"]
+    assert "dev" not in extras()
+
+
+def test_a_torch_that_fails_is_reported_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = torch_check()
+    assert found.verdict == "bad"
+    assert "libcudart.so.12" in found.found
+    assert "pip install" in found.remedy
+
+
+def test_a_torch_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("import threading; threading.Event().wait()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(machine, "IMPORT_DEADLINE", 0.5)
+    assert "took over" in torch_check().found
+
+
+def test_cores_are_counted() -> None:
+    assert 0 < usable_cores() <= 10_000
+
+
+def test_the_doctor_works_without_most_of_the_install(tmp_path: Path) -> None:
+    experiment = tmp_path / "mine.toml"
+    experiment.write_text("steps = 3\n")
+    program = (
+        "import sys\n"
+        "for name in ('pydantic', 'rich', 'numpy', 'zmq', 'msgpack', 'structlog'): sys.modules[name] = None\n"
+        "from asyncrl.deploy import machine\n"
+        "machine.torch_check = lambda: machine.Check('import torch', 'ok', '')\n"
+        "from asyncrl.deploy.cli import main\n"
+        f"sys.exit(main(['doctor', {str(experiment)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "cannot be read" in done.stdout
+    assert "ok    python" in done.stdout
