@@ -109,14 +109,14 @@ class LocalWorker:
 class LocalLauncher:
     """Spawns processes; leaving it removes the folder of their sockets.
 
-    run: names that folder, so that the next start removes what a killed one left: a run has one controller at a time.
+    run: names that folder, so that what a killed controller of this run left is removed here: a run has one at a time.
     sockets: only this user can enter it; its path is short, for the names of sockets end at 107 bytes.
     """
 
-    def __init__(self, run: str, wire: Literal["ipc", "tcp"] = "ipc") -> None:
+    def __init__(self, wire: Literal["ipc", "tcp"] = "ipc", run: str | None = None) -> None:
         self._wire = wire
-        prefix = f"asyncrl-{run}-"
-        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        prefix = f"asyncrl-{run}-" if run else "asyncrl-"
+        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*") if run else ():
             shutil.rmtree(left, ignore_errors=True)
         self.sockets = Path(tempfile.mkdtemp(prefix=prefix))
 

@@ -43,7 +43,7 @@ def start(request: Any, tmp_path: Path, monkeypatch: Any) -> Start:
             secrets.token_hex(4), str(tmp_path), str(tmp_path), 0, "none", config, curve=(keys.public, keys.secret)
         )
         specs = [ServiceSpec("echo", Echo, "standins:EchoService", replicas=replicas, options=options)]
-        with LocalLauncher(facts.run, "tcp" if request.param == "tcp" else "ipc") as launcher:
+        with LocalLauncher("tcp" if request.param == "tcp" else "ipc", facts.run) as launcher:
             async with running_fleet(
                 specs, facts, launcher=None if request.param == "inproc" else launcher, report=report
             ) as running:
@@ -69,19 +69,19 @@ async def test_health_is_answered_while_work_is_busy(start: Start) -> None:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             working = tasks.create_task(echo.compute(0.4))
-            while not (health := await echo.health()).doing:
+            while not (await echo.health())[0].doing:
                 pass
             asked = loop.time()
-            health = await echo.health()
+            (health,) = await echo.health()
             assert loop.time() - asked < 0.2
             assert not working.done()
             assert health.doing[0].startswith("compute for ")
-        health = await echo.health()
+        (health,) = await echo.health()
         assert health.seconds["busy"] == pytest.approx(0.4, abs=0.15)
         assert sum(health.seconds.values()) == pytest.approx(health.wall, rel=0.01)
         assert health.seconds["blocked"] == 0
         await echo.idle_because("blocked")
-        assert (await echo.health()).seconds["blocked"] > 0
+        assert (await echo.health())[0].seconds["blocked"] > 0
 
 
 async def test_an_error_comes_back_with_its_remote_traceback(start: Start) -> None:
@@ -161,7 +161,7 @@ async def test_services_may_live_in_both_places_at_once(tmp_path: Path, monkeypa
         ServiceSpec("there", Echo, "standins:EchoService"),
         ServiceSpec("here", Echo, lambda context: EchoService(context), here=True),
     ]
-    with LocalLauncher(facts.run) as launcher:
+    with LocalLauncher(run=facts.run) as launcher:
         async with running_fleet(specs, facts, launcher=launcher) as running:
             there, here = running.handle("there", Echo), running.handle("here", Echo)
             assert await here.pids() == [os.getpid()]

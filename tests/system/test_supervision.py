@@ -50,7 +50,7 @@ async def fleet_in(tmp_path: Path, **options: Any) -> AsyncIterator[RunningFleet
         ServiceSpec("echo", Echo, "standins:EchoService", replicas=2, options=options),
         ServiceSpec("training", Trainer, "standins:TrainerService"),
     ]
-    with LocalLauncher(facts.run) as launcher:
+    with LocalLauncher(run=facts.run) as launcher:
         async with running_fleet(specs, facts, launcher=launcher, resume="asyncrl run x") as running:
             yield running
 
@@ -166,7 +166,7 @@ def test_no_worker_outlives_its_controller(tmp_path: Path, how: signal.Signals) 
     wait_until(lambda: not any(map(alive, pids)), 5)
     left = sorted(Path(tempfile.gettempdir()).glob(f"asyncrl-{run}-*"))
     assert len(left) == (how == signal.SIGKILL)
-    with LocalLauncher(run) as launcher:  # The next start of the run clears up.
+    with LocalLauncher(run=run) as launcher:  # The next start of the run clears up.
         assert not any(path.exists() for path in left)
         assert launcher.sockets.exists()
     assert len(sweep(run, 1)) == (2 if how == signal.SIGKILL else 0)
