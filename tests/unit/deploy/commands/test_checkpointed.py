@@ -1,0 +1,81 @@
+"""asyncrl audit and export, on a run directory with a checkpoint."""
+
+import hashlib
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from asyncrl.checkpoint import commit
+from asyncrl.config import Config
+from asyncrl.deploy import cli
+from asyncrl.ledger import Journal
+from asyncrl.protocols.messages import Checkpointed
+from asyncrl.store import FileStore
+from asyncrl.toml import dump
+
+WEIGHTS = b"weights of version 0"
+
+
+@pytest.fixture
+async def run_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir()
+    config = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}})
+    (path / "config.toml").write_text(dump(config))
+    with closing(FileStore(path)) as store:
+        journal = Journal(store)
+
+        async def write(directory: str) -> Checkpointed:
+            model = Path(directory) / "model"
+            model.mkdir()
+            (model / "model.safetensors").write_bytes(WEIGHTS)
+            digests = {"model/model.safetensors": hashlib.sha256(WEIGHTS).hexdigest()}
+            return Checkpointed(0, journal.ledger.chain.hex(), digests)
+
+        await commit(journal, write, keep=1)
+    return path
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[10] ^= 0xFF
+    path.write_bytes(content)
+
+
+def test_the_audit_holds(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["audit", str(run_dir)]) == 0
+    assert "the audit holds" in capsys.readouterr().out
+
+
+def test_an_audit_that_fails_says_so_with_its_exit_status(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(run_dir / "journal")
+    assert cli.main(["audit", str(run_dir)]) == 1
+    assert "the audit FAILS" in capsys.readouterr().out
+
+
+def test_export_copies_the_model_and_nothing_else(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "model"
+    assert cli.main(["export", str(run_dir), str(target)]) == 0
+    assert "version 0" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == {"model.safetensors": WEIGHTS}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
+
+
+def test_export_overwrites_nothing(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine").write_text("kept")
+    assert cli.main(["export", str(run_dir), str(tmp_path / "model")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine"]
+
+
+def test_export_of_a_damaged_checkpoint_is_refused(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(run_dir / "checkpoints" / "0" / "model" / "model.safetensors")
+    assert cli.main(["export", str(run_dir), str(tmp_path / "model")]) == 1
+    assert "changed or damaged" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
