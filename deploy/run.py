@@ -18,6 +18,7 @@ from asyncrl.config import Config
 from asyncrl.controller import Controller, Schedule
 from asyncrl.deploy.local import LocalLauncher
 from asyncrl.deploy.services import service_specs
+from asyncrl.errors import lone
 from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator, Question
 from asyncrl.events import Event, GroupFinished, StepDone
 from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
@@ -260,15 +261,18 @@ class _Training:
         """Recorder, evaluation and news of workers, beside the controller."""
         self._running.on_lives.append(lambda service, instance: self._news.put_nowait(("lives", service, instance)))
         self._running.on_lost.append(self._lost)
-        async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(self._recorder.run(), name="recorder")]
-            beside.append(tasks.create_task(self._follow_news(), name="news of workers"))
-            if self._evaluations is not None:
-                self._evaluations.ask(await self._fleet.training.published())
-                beside.append(tasks.create_task(self._evaluations.run(), name="evaluation"))
-            yield
-            for task in beside:
-                task.cancel()
+        beside = {"recorder": self._recorder.run(), "news of workers": self._follow_news()}
+        if self._evaluations is not None:
+            self._evaluations.ask(await self._fleet.training.published())
+            beside["evaluation"] = self._evaluations.run()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(work, name=name) for name, work in beside.items()]
+                yield
+                for task in running:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise lone(errors) from None
 
     def _observe(self, event: Event) -> None:
         self._recorder.observe(event)
