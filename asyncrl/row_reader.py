@@ -27,6 +27,9 @@ ROWS_PER_FETCH = 32
 FETCH_DEADLINE = 30.0
 """Seconds for one fetch: 64 MB over a slow network."""
 
+HELLO_DEADLINE = 5.0
+"""Seconds for an owner to welcome us: it is up, or its rows are lost anyhow."""
+
 KEPT_OWNERS = 64
 """Segments and links kept open; a fleet has fewer owners, restarted ones included."""
 
@@ -150,7 +153,7 @@ class RowReader:
             self._wire.connect(address), self._hello, owner, instance=instance or None, heartbeat=self._heartbeat
         )
         try:
-            await link.open(self._group)
+            await link.open(self._group, HELLO_DEADLINE)
         except BaseException:
             link.close()
             raise

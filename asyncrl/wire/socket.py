@@ -123,7 +123,11 @@ class ZmqCaller(_End):
         self._monitor: Any = socket.get_monitor_socket(_LOST_EVENTS)
         self._monitor.linger = 0
         self._loop.add_reader(self._monitor.fileno(), self._observe)
-        socket.connect(address)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
         self._observe()
 
     def _observe(self) -> None:
@@ -189,16 +193,18 @@ class ZmqWire:
         return sum(not end._socket.closed for end in self._ends)
 
     def connect(self, address: str) -> ZmqCaller:
+        keys = self._keys_for(address)
         socket = self._socket(zmq.DEALER)
-        if keys := self._keys_for(address):
+        if keys is not None:
             keys.apply_to_client(socket)
         return self._kept(ZmqCaller(socket, address))
 
     def listen(self, address: str) -> ZmqListener:
         """For `tcp://127.0.0.1:*` the system chooses the port; the listener's `address` names it."""
+        keys = self._keys_for(address)
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if keys := self._keys_for(address):
+        if keys is not None:
             self._gatekeeper = self._gatekeeper or Gatekeeper(self._context, keys)
             keys.apply_to_server(socket)
         try:
@@ -235,4 +241,5 @@ class ZmqWire:
             end.close()
         if self._gatekeeper is not None:
             self._gatekeeper.close()
+            self._gatekeeper = None
         self._context.destroy(linger=0)

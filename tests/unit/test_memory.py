@@ -1,0 +1,98 @@
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import ArenaFull
+from asyncrl.memory import Segment, segment_name, sweep, sweep_instance
+
+
+def test_what_one_maps_the_other_sees(tmp_path: Path) -> None:
+    with Segment.create("asyncrl-a-1-x.rows", 4096, tmp_path) as made:
+        made.array(8, np.int32, 3)[:] = (1, 2, 3)
+        with Segment.open("asyncrl-a-1-x.rows", directory=tmp_path) as seen:
+            assert seen.array(8, np.int32, 3).tolist() == [1, 2, 3]
+            assert seen.size == 4096
+            assert not seen.array(0, np.uint8, 1).flags.writeable
+            assert seen.buffer.readonly
+            assert not made.buffer.readonly
+
+
+def test_only_this_user_may_look(tmp_path: Path) -> None:
+    with Segment.create("asyncrl-a", 10, tmp_path) as segment:
+        assert stat.S_IMODE(segment.path.stat().st_mode) == 0o600
+
+
+def test_a_taken_name_is_refused(tmp_path: Path) -> None:
+    with Segment.create("asyncrl-a", 10, tmp_path), pytest.raises(FileExistsError):
+        Segment.create("asyncrl-a", 10, tmp_path)
+
+
+def test_too_little_memory_is_a_clear_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(ArenaFull, match=r"no room for 1\.0 MB.*free.*--shm-size"):
+        Segment.create("asyncrl-a", 2**20, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_than_there_is_is_refused_by_the_real_shared_memory() -> None:
+    name = segment_name("feedbeef", 1, "x", "rows")
+    with pytest.raises(ArenaFull):
+        Segment.create(name, 2**50)
+    assert not Path("/dev/shm", name).exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".", "a\0b", "-x"])
+def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="no name"):
+        Segment.open(name, directory=tmp_path)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"x" * 100)
+    (tmp_path / "asyncrl-a").symlink_to(tmp_path / "secret")
+    with pytest.raises(OSError, match="symbolic"):
+        Segment.open("asyncrl-a", directory=tmp_path)
+
+
+def test_views_outside_the_segment_are_refused(tmp_path: Path) -> None:
+    with Segment.create("asyncrl-a", 16, tmp_path) as segment, pytest.raises(ValueError, match="buffer"):
+        segment.array(8, np.int64, 2)
+
+
+def test_closing_is_harmless_while_somebody_still_looks(tmp_path: Path) -> None:
+    segment = Segment.create("asyncrl-a", 16, tmp_path)
+    view = segment.array(0, np.uint8, 16)
+    segment.close()
+    segment.close()
+    assert view.sum() == 0
+
+
+def test_an_unlinked_segment_says_so(tmp_path: Path) -> None:
+    with Segment.create("asyncrl-a", 16, tmp_path) as made, Segment.open("asyncrl-a", directory=tmp_path) as seen:
+        assert not seen.unlinked
+        made.unlink()
+        assert seen.unlinked
+
+
+def test_a_sweep_takes_older_epochs_of_this_run_only(tmp_path: Path) -> None:
+    names = [segment_name(run, epoch, "w0.0-1-ab", "rows") for run in ("aa", "ab") for epoch in (1, 2, 10)]
+    for name in names:
+        (tmp_path / name).touch()
+    assert sweep("aa", 10, tmp_path) == names[:2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2:])
+
+
+def test_a_dead_worker_leaves_nothing(tmp_path: Path) -> None:
+    for instance in ("w0.0-1-ab", "w0.0-1-abc"):
+        for kind in ("rows", "weights"):
+            (tmp_path / segment_name("aa", 1, instance, kind)).touch()
+    assert len(sweep_instance("aa", 1, "w0.0-1-ab", tmp_path)) == 2
+    assert len(list(tmp_path.iterdir())) == 2

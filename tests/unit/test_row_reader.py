@@ -1,0 +1,222 @@
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl import row_reader
+from asyncrl.errors import LostRows, Refused
+from asyncrl.memory import segment_name
+from asyncrl.protocols.batch import BatchRef, Place, RowRef
+from asyncrl.protocols.messages import PROTOCOL, Hello
+from asyncrl.row_reader import RowReader, serve_rows
+from asyncrl.rows import HeapRows, SharedRows
+from asyncrl.wire.host import Host
+from asyncrl.wire.inproc import InprocWire
+from asyncrl.wire.link import Link
+from asyncrl.wire.socket import ZmqWire
+
+SLOTS, SLOT_BYTES = 100, 1024
+
+
+def hello(service: str, instance: str) -> Hello:
+    return Hello("aa", 1, service, 0, instance, PROTOCOL, "0.1")
+
+
+@dataclass
+class Owners:
+    """Stores of rows that a reader can reach; `kind` says how."""
+
+    kind: str
+    wire: Any
+    folder: Path
+    tasks: asyncio.TaskGroup
+    hosts: list[asyncio.Task[None]]
+
+    def store(self, name: str) -> Any:
+        if self.kind == "shm":
+            return SharedRows(segment_name("aa", 1, name, "rows"), SLOTS, SLOT_BYTES, self.folder)
+        listener = self.wire.listen(f"inproc://{name}" if self.kind == "inproc" else f"ipc://{self.folder}/{name}")
+        store = HeapRows(f"{listener.address}#{name}", SLOTS, SLOT_BYTES)
+        host = Host(listener, serve_rows(store), hello("generation", name))
+        self.hosts.append(self.tasks.create_task(host.serve(), name=f"data lane of {name}"))
+        return store
+
+
+@pytest.fixture(params=["shm", "ipc", "inproc"])
+async def owners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Owners]:
+    wire: Any = InprocWire() if request.param == "inproc" else ZmqWire()
+    async with asyncio.TaskGroup() as tasks:
+        made = Owners(request.param, wire, tmp_path_factory.mktemp("o"), tasks, [])
+        yield made
+        for host in made.hosts:
+            host.cancel()
+    assert getattr(wire, "open_ends", 0) == 0
+    wire.close()
+
+
+@pytest.fixture
+async def reader(owners: Owners) -> RowReader:
+    """Entered by the test: its links live in the task that enters it."""
+    return RowReader(owners.wire, hello("training", "training0.0"), directory=owners.folder)
+
+
+def row(value: int, length: int) -> dict[str, Any]:
+    return {"tokens": np.full(length, value, np.int32), "logprobs": np.full(length, value / 2, np.float32)}
+
+
+def ref(member: int, *places: Place) -> RowRef:
+    return RowRef(0, member, 0, 1, 3, 4, 0, 0, "stop", places)
+
+
+async def test_rows_of_several_owners_come_in_the_order_asked_for(owners: Owners, reader: RowReader) -> None:
+    stores = [owners.store("a"), owners.store("b")]
+    reference = owners.store("c")
+    rows = []
+    for value in range(80):
+        place = stores[value % 3 % 2].put(row(value, value % 5))
+        rows.append(ref(value, place, reference.put({"reference": np.full(2, value, np.int64)})))
+    order = [5, 3, 79, 0, 12, *range(20, 78)]
+    async with reader:
+        batch = await reader.read(BatchRef(tuple(rows)).take(order), ["logprobs", "reference", "tokens"])
+    assert list(batch.columns) == ["logprobs", "reference", "tokens"]
+    for number, value in enumerate(order):
+        assert batch["tokens"][number].tolist() == [value] * (value % 5)
+        assert batch["logprobs"][number].tolist() == [value / 2] * (value % 5)
+        assert batch["reference"][number].tolist() == [value] * 2
+    assert batch["tokens"].values.dtype == np.int32
+    for store in (*stores, reference):
+        store.close()
+
+
+async def test_nothing_is_read_of_no_rows(reader: RowReader) -> None:
+    async with reader:
+        assert len(await reader.read(BatchRef(()), ["tokens"])) == 0
+
+
+async def test_a_batch_is_the_readers_own(owners: Owners, reader: RowReader) -> None:
+    store = owners.store("a")
+    places = [store.put(row(1, 4)), store.put(row(2, 4))]
+    async with reader:
+        batch = await reader.read(BatchRef(tuple(ref(0, place) for place in places)), ["tokens"])
+        store.free(places)
+        for _ in range(SLOTS):
+            store.put(row(9, 4))
+        assert batch["tokens"].values.tolist() == [1] * 4 + [2] * 4
+    store.close()
+
+
+async def test_freed_and_overwritten_rows_are_lost(owners: Owners, reader: RowReader) -> None:
+    store = owners.store("a")
+    kept, freed = store.put(row(1, 4)), store.put(row(2, 4))
+    async with reader:
+        await reader.read(BatchRef((ref(0, kept), ref(1, freed))), ["tokens"])
+        store.free([freed])
+        with pytest.raises(LostRows, match="no longer holds"):
+            await reader.read(BatchRef((ref(0, kept), ref(1, freed))), ["tokens"])
+        for _ in range(SLOTS - 1):
+            store.put(row(3, 4))
+        with pytest.raises(LostRows):
+            await reader.read(BatchRef((ref(1, freed),)), ["tokens"])
+        assert len(await reader.read(BatchRef((ref(0, kept),)), ["tokens"])) == 1
+    store.close()
+
+
+async def test_a_column_that_a_row_does_not_have_is_named(owners: Owners, reader: RowReader) -> None:
+    store = owners.store("a")
+    async with reader:
+        with pytest.raises(KeyError, match="no column 'values'"):
+            await reader.read(BatchRef((ref(0, store.put(row(1, 4))),)), ["values"])
+    store.close()
+
+
+async def test_rows_of_an_owner_that_is_gone_are_lost(
+    owners: Owners, reader: RowReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_reader, "HELLO_DEADLINE", 0.1)
+    store = owners.store("a")
+    refs = BatchRef((ref(0, store.put(row(1, 4))),))
+    async with reader:
+        await reader.read(refs, ["tokens"])
+        store.close()
+        for host in owners.hosts:
+            host.cancel()
+        if owners.hosts:
+            await asyncio.wait(owners.hosts, timeout=5)
+        with pytest.raises(LostRows):
+            await reader.read(refs, ["tokens"])
+
+
+async def test_a_successor_at_the_same_address_is_not_asked(owners: Owners, reader: RowReader) -> None:
+    store = owners.store("a")
+    place = store.put(row(1, 4))
+    other = Place(place.owner + "-older", place.slot, place.generation, place.columns)
+    async with reader:
+        with pytest.raises(LostRows, match="is gone"):
+            await reader.read(BatchRef((ref(0, other),)), ["tokens"])
+        assert len(await reader.read(BatchRef((ref(0, place),)), ["tokens"])) == 1
+    store.close()
+
+
+async def test_at_most_so_many_owners_are_kept_open(
+    owners: Owners, reader: RowReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_reader, "KEPT_OWNERS", 2)
+    stores = [owners.store(name) for name in "abcd"]
+    places = [store.put(row(number, 4)) for number, store in enumerate(stores)]
+    async with reader:
+        for _ in range(2):
+            for number, place in enumerate(places):
+                batch = await reader.read(BatchRef((ref(0, place),)), ["tokens"])
+                assert batch["tokens"].values.tolist() == [number] * 4
+                assert len(reader._tables) + len(reader._links) <= 2
+    for store in stores:
+        store.close()
+
+
+async def test_concurrent_reads_share_one_link(owners: Owners, reader: RowReader) -> None:
+    store = owners.store("a")
+    refs = BatchRef((ref(0, store.put(row(1, 4))),))
+    async with reader:
+        await asyncio.gather(*(reader.read(refs, ["tokens"]) for _ in range(10)))
+        assert len(reader._tables) + len(reader._links) == 1
+    store.close()
+
+
+@pytest.mark.parametrize("owner", ["shm://../../etc/passwd", "shm://", "shm://asyncrl-none", "inproc://nobody"])
+async def test_an_owner_that_never_was_is_lost(owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_reader, "HELLO_DEADLINE", 0.05)
+    async with RowReader(InprocWire(), hello("training", "t"), directory=tmp_path) as reader:
+        with pytest.raises(LostRows, match="is gone"):
+            await reader.read(BatchRef((ref(0, Place(owner, 0, 2, ("tokens",))),)), ["tokens"])
+
+
+async def test_rows_that_change_while_they_are_copied_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SharedRows(segment_name("aa", 1, "a", "rows"), SLOTS, SLOT_BYTES, tmp_path)
+    place = store.put(row(1, 4))
+    join = row_reader.Column.of
+
+    def join_while_it_is_freed(rows: Any) -> Any:
+        store.free([place])
+        return join(rows)
+
+    monkeypatch.setattr(row_reader.Column, "of", join_while_it_is_freed)
+    async with RowReader(InprocWire(), hello("training", "t"), directory=tmp_path) as reader:
+        with pytest.raises(LostRows, match="no longer holds"):
+            await reader.read(BatchRef((ref(0, place),)), ["tokens"])
+    store.close()
+
+
+async def test_the_data_lane_answers_nothing_else() -> None:
+    wire = InprocWire()
+    store = HeapRows("inproc://a#a", 1, 64)
+    host = Host(wire.listen("inproc://a"), serve_rows(store), hello("generation", "a"))
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(host.serve())
+        async with Link(wire.connect("inproc://a"), hello("training", "t"), "generation0[0]") as link:
+            with pytest.raises(Refused, match="answers fetch_rows"):
+                await link.call("step", (1, 2), 5.0)
+        serving.cancel()

@@ -1,0 +1,74 @@
+from itertools import count
+
+import pytest
+
+from asyncrl.errors import PeerLost
+from asyncrl.wire.ends import ZERO_COPY_BYTES, Wires
+from asyncrl.wire.inproc import InprocWire
+from asyncrl.wire.socket import ZmqWire
+
+ADDRESS = "inproc://a"
+
+
+async def test_a_caller_may_come_before_the_listener() -> None:
+    wire = InprocWire()
+    caller = wire.connect(ADDRESS)
+    await caller.send([b"early"])
+    peer, frames = await wire.listen(ADDRESS).receive()
+    assert frames == [b"early"]
+    assert len(peer) == 5
+
+
+async def test_two_listeners_at_one_address_are_refused() -> None:
+    wire = InprocWire()
+    wire.listen(ADDRESS)
+    with pytest.raises(OSError, match="already in use"):
+        wire.listen(ADDRESS)
+
+
+async def test_a_severed_end_delivers_what_was_sent_and_then_is_gone() -> None:
+    wire = InprocWire()
+    listener, caller = wire.listen(ADDRESS), wire.connect(ADDRESS)
+    await caller.send([b"x"])
+    peer, _ = await listener.receive()
+    await listener.send(peer, [b"last words"])
+    wire.sever(ADDRESS)
+    assert await caller.receive() == [b"last words"]
+    with pytest.raises(PeerLost):
+        await caller.receive()
+    with pytest.raises(PeerLost):
+        caller.offer([b"x"])
+    assert wire.listen(ADDRESS) is not listener
+
+
+async def test_small_frames_are_copied_and_large_ones_shared() -> None:
+    wire = InprocWire()
+    listener, caller = wire.listen(ADDRESS), wire.connect(ADDRESS)
+    small, large = bytearray(ZERO_COPY_BYTES - 1), bytearray(ZERO_COPY_BYTES)
+    await caller.send([memoryview(small), memoryview(large)])
+    small[0] = large[0] = 1
+    _, frames = await listener.receive()
+    assert [frame[0] for frame in frames] == [0, 1]
+
+
+async def test_a_caller_that_left_is_gone_for_the_listener() -> None:
+    wire = InprocWire()
+    listener, caller = wire.listen(ADDRESS), wire.connect(ADDRESS)
+    await caller.send([b"x"])
+    peer, _ = await listener.receive()
+    caller.close()
+    with pytest.raises(PeerLost, match="gone"):
+        listener.offer(peer, [b"y"])
+    for _ in zip(range(10), count(), strict=False):
+        wire.connect(ADDRESS).close()
+    assert len(listener._callers) <= 1
+
+
+async def test_the_scheme_chooses_the_wire() -> None:
+    inproc, network = InprocWire(), ZmqWire()
+    wires = Wires(inproc, network)
+    assert wires.listen(ADDRESS) is inproc._ends[ADDRESS]
+    caller = wires.connect("ipc:///tmp/nobody-there")
+    assert network.open_ends == 1
+    caller.close()
+    wires.close()

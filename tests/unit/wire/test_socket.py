@@ -1,0 +1,155 @@
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from asyncrl.errors import ConfigError, PeerLost
+from asyncrl.wire.auth import CurveKeys
+from asyncrl.wire.ends import HIGH_WATER
+from asyncrl.wire.socket import ZmqWire
+
+TCP = "tcp://127.0.0.1:*"
+WORKER_THAT_DIES = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.ROUTER)
+socket.bind(sys.argv[1])
+peer, *frames = socket.recv_multipart()
+socket.send_multipart([peer, *frames])
+socket.recv_multipart()
+import os; os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+async def wire() -> AsyncIterator[ZmqWire]:
+    wire = ZmqWire(CurveKeys.fresh())
+    yield wire
+    wire.close()
+
+
+async def test_tcp_without_keys_is_refused() -> None:
+    wire = ZmqWire()
+    with pytest.raises(ConfigError, match="CURVE"):
+        wire.listen(TCP)
+    with pytest.raises(ConfigError, match="CURVE"):
+        wire.connect("tcp://127.0.0.1:1")
+    wire.close()
+
+
+async def test_other_keys_get_no_connection(wire: ZmqWire) -> None:
+    listener = wire.listen(TCP)
+    stranger = ZmqWire(CurveKeys.fresh())
+    caller = stranger.connect(listener.address)
+    async with asyncio.timeout(5):
+        with pytest.raises(PeerLost, match=r"does not accept our keys|broke"):
+            await caller.receive()
+    stranger.close()
+
+
+async def test_one_who_knows_only_the_public_key_is_turned_away_by_the_gatekeeper(wire: ZmqWire) -> None:
+    """It can encrypt for us, for our public key is all that takes, but it holds another key than ours."""
+    listener = wire.listen(TCP)
+    other = CurveKeys.fresh()
+    stranger = ZmqWire(other)
+    stranger._keys = HalfKnown(other.public, other.secret, wire._keys.public)
+    caller = stranger.connect(listener.address)
+    async with asyncio.timeout(5):
+        with pytest.raises(PeerLost, match=r"does not accept our keys|broke"):
+            await caller.receive()
+    assert wire._gatekeeper is not None
+    assert wire._gatekeeper.refused >= 1
+    stranger.close()
+
+
+class HalfKnown(CurveKeys):
+    def __init__(self, public: str, secret: str, server: str) -> None:
+        super().__init__(public, secret)
+        object.__setattr__(self, "server", server)
+
+    def apply_to_client(self, socket: Any) -> None:
+        super().apply_to_client(socket)
+        socket.curve_serverkey = self.server.encode()  # type: ignore[attr-defined]
+
+
+def test_keys_do_not_show_their_secret() -> None:
+    keys = CurveKeys.fresh()
+    assert keys.secret not in repr(keys)
+
+
+async def test_a_plain_tcp_stranger_does_not_stop_the_listener(wire: ZmqWire) -> None:
+    listener, caller = wire.listen(TCP), None
+    port = int(listener.address.rsplit(":", 1)[1])
+    for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b""):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(junk)
+        writer.close()
+    caller = wire.connect(listener.address)
+    await caller.send([b"hello"])
+    async with asyncio.timeout(5):
+        assert (await listener.receive())[1] == [b"hello"]
+
+
+async def test_a_killed_worker_is_noticed_at_once_after_its_last_words(wire: ZmqWire, tmp_path: Any) -> None:
+    address = f"ipc:///tmp/{tmp_path.name[-20:]}.{id(wire)}"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER_THAT_DIES, address)
+    caller = wire.connect(address)
+    await caller.send([b"a"])
+    async with asyncio.timeout(20):
+        assert await caller.receive() == [b"a"]
+        await caller.send([b"b"])
+        with pytest.raises(PeerLost, match="broke"):
+            await caller.receive()
+        assert await process.wait() == -9
+
+
+async def test_large_frames_arrive_as_views_and_small_ones_as_bytes(wire: ZmqWire, tmp_path: Any) -> None:
+    listener = wire.listen(TCP)
+    caller = wire.connect(listener.address)
+    large = np.arange(1_000_000)
+    await caller.send([b"small", large.data.cast("B")])
+    async with asyncio.timeout(5):
+        _, (small, view) = await listener.receive()
+    assert small == b"small"
+    assert isinstance(view, memoryview)
+    assert np.array_equal(np.frombuffer(view, large.dtype), large)
+
+
+@pytest.mark.parametrize("address", ["ipc:///" + "x" * 200, "nonsense"])
+async def test_an_impossible_address_leaves_no_socket(wire: ZmqWire, address: str) -> None:
+    for make in (wire.connect, wire.listen):
+        with pytest.raises(zmq.ZMQError):
+            make(address)
+    assert wire.open_ends == 0
+
+
+async def test_sockets_are_bounded_and_do_not_linger(wire: ZmqWire) -> None:
+    listener = wire.listen(TCP)
+    for end in (listener, wire.connect(listener.address)):
+        assert end._socket.sndhwm == end._socket.rcvhwm == HIGH_WATER > 0
+        assert end._socket.linger == 0
+        assert end._socket.maxmsgsize > 0
+
+
+async def test_a_message_to_a_caller_that_is_gone_is_an_error(wire: ZmqWire) -> None:
+    listener = wire.listen(TCP)
+    with pytest.raises(PeerLost, match="gone"):
+        await listener.send(b"12345", [b"x"])
+
+
+async def test_closing_the_wire_wakes_who_receives(wire: ZmqWire) -> None:
+    listener = wire.listen(TCP)
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        receiving = tasks.create_task(receive_until_lost(listener))
+        await asyncio.sleep(0)
+        wire.close()
+    assert "closed here" in receiving.result()
+
+
+async def receive_until_lost(listener: Any) -> str:
+    with pytest.raises(PeerLost) as caught:
+        await listener.receive()
+    return str(caught.value)
