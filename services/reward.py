@@ -45,6 +45,10 @@ class RewardService(Service, Reward):
         await self._pool.stop()
         await super().stop()
 
+    @property
+    def queued(self) -> int:
+        return self._pool.queued
+
     async def score(self, sample: BatchRef, row: dict[str, Any]) -> Score:
         """Raises RewardError under on_error = "fail", LostRows when the sample is gone."""
         ref = sample.only

@@ -6,7 +6,8 @@ samples in flight, which the gate bounds.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.rewards.functions import FunctionSpec
@@ -65,6 +66,8 @@ class Seat:
 class Pool:
     """Runs reward functions in `workers` children and, if there are coroutine functions, one more.
 
+    queued: calls that wait for their turn.
+
     deadline: seconds one call of a function may take; start_deadline: seconds a child may take to load them.
     tasks: owns the calls, which outlive a caller that was cancelled, so that its child is not killed for it.
     """
@@ -82,15 +85,15 @@ class Pool:
         self._tasks, self._deadline = tasks, deadline
         self._own = [Seat(self.specs, start_deadline, tasks) for _ in range(workers)]
         self._shared = Seat(self.specs, start_deadline, tasks)
-        self._free: asyncio.Queue[Seat] = asyncio.Queue()
+        self._free = list(self._own)
+        self._own_places = asyncio.Semaphore(workers)
         self._overlapping = asyncio.Semaphore(OVERLAPPING)
         self._concurrent: list[bool] = []
+        self.queued = 0
 
     async def start(self) -> None:
         """Raises ConfigError when a function cannot be loaded, DeadlineExceeded when that takes too long."""
         self._concurrent = (await self._own[0].child()).concurrent
-        for seat in self._own:
-            self._free.put_nowait(seat)
 
     async def run(self, function: int, samples: Sequence[Sample]) -> list[Verdict]:
         """What function number `function` says about a sample, or about each of a group. Never raises for it."""
@@ -115,14 +118,27 @@ class Pool:
         """A child that is lost takes all its calls along, and nobody can say which was to blame: each is made again,
         alone, where it can only blame itself."""
         try:
-            async with self._overlapping:
+            async with self._turn(self._overlapping):
                 return await self._shared.call(function, samples, self._deadline, GRACE)
         except ChildEnded:
             return await self._alone(function, samples, GRACE)
 
     async def _alone(self, function: int, samples: Sequence[Sample], grace: float) -> list[Verdict]:
-        seat = await self._free.get()
+        async with self._turn(self._own_places):
+            seat = self._free.pop()
+            try:
+                return await seat.call(function, samples, self._deadline, grace)
+            finally:
+                self._free.append(seat)
+
+    @asynccontextmanager
+    async def _turn(self, places: asyncio.Semaphore) -> AsyncIterator[None]:
+        self.queued += 1
         try:
-            return await seat.call(function, samples, self._deadline, grace)
+            await places.acquire()
         finally:
-            self._free.put_nowait(seat)
+            self.queued -= 1
+        try:
+            yield
+        finally:
+            places.release()

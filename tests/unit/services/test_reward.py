@@ -1,0 +1,187 @@
+"""The reward service with real children."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+from asyncrl.compute import InlineCompute, Occupancy
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
+from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.messages import Score
+from asyncrl.rows import HeapRows
+from asyncrl.service import WorkerContext
+from asyncrl.services.reward import RewardService
+from asyncrl.telemetry.clock import StateClock
+from asyncrl.telemetry.trace import Tracer
+
+FUNCTIONS = """
+import threading
+
+def right(sample):
+    return float(sample.text == sample.row["answer"])
+
+def details(sample):
+    return {"tokens": sample.tokens, "cut": float(sample.finish == "length")}
+
+def fussy(sample):
+    if sample.text == "hang":
+        threading.Event().wait()
+    return None if sample.text == "none" else 1.0
+
+def share(samples):
+    longest = max(len(sample.text) for sample in samples)
+    return [len(sample.text) / longest for sample in samples]
+"""
+ROW = {"prompt": "reverse abc:", "answer": "cba"}
+
+
+class StoreReader:
+    def __init__(self, store: HeapRows) -> None:
+        self.store = store
+
+    async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
+        rows = [self.store.read(ref.place_of(columns[0]), columns) for ref in refs]
+        return Batch({name: Column.of([row[i] for row in rows]) for i, name in enumerate(columns)})
+
+
+class Bench:
+    """A running service and a store to put samples into."""
+
+    def __init__(self, service: RewardService, store: HeapRows) -> None:
+        self.service, self.store = service, store
+
+    async def score(self, text: str, member: int = 0, group: int = 4, finish: str = "stop") -> Score:
+        place = self.store.put({"text": np.frombuffer(text.encode(), np.uint8)})
+        ref = RowRef(group, member, 0, 1, 5, len(text), 0, 0, finish, (place,))
+        return await self.service.score(BatchRef((ref,)), ROW)
+
+
+def config(*functions: Any, members: int = 3, **reward: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"name": "m"},
+            "task": {"prompts": "rows.jsonl", "samples_per_prompt": members},
+            "reward": {"functions": functions, **reward},
+            "evaluate": {"samples": 1},
+        }
+    )
+
+
+@asynccontextmanager
+async def serving(settings: Config, folder: Path) -> AsyncIterator[Bench]:
+    clock = StateClock(asyncio.get_running_loop().time)
+    occupancy = Occupancy(clock)
+    store = HeapRows("inproc://generation", 16, 1024)
+    async with asyncio.TaskGroup() as tasks:
+        context = WorkerContext(
+            config=settings,
+            run="cafe0123",
+            run_dir=folder,
+            model_dir=folder,
+            checkpoint_dir=None,
+            epoch=1,
+            service="reward",
+            replica=0,
+            rank=0,
+            layout=Layout(),
+            instance="reward0.0-1-deadbeef",
+            weights_arena="",
+            reader=StoreReader(store),  # type: ignore[arg-type]
+            compute=InlineCompute(occupancy),
+            clock=clock,
+            occupancy=occupancy,
+            tracer=Tracer(None, "reward"),
+            log=structlog.get_logger(),
+            tasks=tasks,
+            row_store=lambda slots, slot_bytes: HeapRows("inproc://own", slots, slot_bytes),
+        )
+        service = RewardService(context)
+        try:
+            await service.start()
+            yield Bench(service, store)
+        finally:
+            await service.stop()
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    file = tmp_path / "mine.py"
+    file.write_text(FUNCTIONS)
+    return str(file)
+
+
+async def test_the_weighted_sum_of_all_functions(tmp_path: Path, mine: str) -> None:
+    functions = ({"use": f"{mine}:right", "weight": 2.0}, {"use": f"{mine}:details", "weight": -0.1}, "exact_match")
+    async with serving(config(*functions), tmp_path) as bench:
+        assert await bench.score("cba", finish="length") == Score(
+            pytest.approx(2.0 - 0.4 + 1.0),  # type: ignore[arg-type]
+            {"right": 1.0, "details/tokens": 3.0, "details/cut": 1.0, "exact_match": 1.0},
+        )
+        assert (await bench.score("abc")).terms["right"] == 0.0
+
+
+async def test_group_functions_wait_for_all_members_and_answer_each(tmp_path: Path, mine: str) -> None:
+    functions = ("exact_match", {"use": f"{mine}:share", "group": True})
+    async with serving(config(*functions), tmp_path) as bench, asyncio.TaskGroup() as tasks:
+        scores = [tasks.create_task(bench.score(text, member)) for member, text in enumerate(("abcd", "cba", "a"))]
+    assert [score.result().terms for score in scores] == [
+        {"exact_match": 0.0, "share": 1.0},
+        {"exact_match": 1.0, "share": 0.75},
+        {"exact_match": 0.0, "share": 0.25},
+    ]
+
+
+async def test_groups_of_the_evaluation_have_their_own_size(tmp_path: Path, mine: str) -> None:
+    async with serving(config({"use": f"{mine}:share", "group": True}), tmp_path) as bench:
+        assert (await bench.score("cba", group=-1)).reward == 1.0
+
+
+async def test_fail_raises_and_names_function_and_sample(tmp_path: Path, mine: str) -> None:
+    async with serving(config(f"{mine}:fussy"), tmp_path) as bench:
+        with pytest.raises(RewardError, match=r"mine\.py:fussy on member 2 of group 4: it returned None"):
+            await bench.score("none", member=2)
+
+
+@pytest.mark.parametrize(("on_error", "reward"), [("zero", 1.0), ("ignore", None)])
+@pytest.mark.parametrize("text", ["none", "hang"])
+async def test_the_run_goes_on_where_the_config_says_so(
+    tmp_path: Path, mine: str, on_error: str, reward: float | None, text: str
+) -> None:
+    settings = config(f"{mine}:fussy", f"{mine}:details", deadline=0.5, on_error=on_error)
+    async with serving(settings, tmp_path) as bench:
+        expected = None if reward is None else 4.0
+        score = await bench.score(text)
+        assert score.reward == expected
+        assert f"{mine}:fussy on member 0 of group 4: it " in score.error
+        assert bench.service.counters == {"failed": 1}
+        assert (await bench.score("fine")).reward == 5.0
+
+
+async def test_a_function_that_is_not_there_is_a_config_error_at_start(tmp_path: Path, mine: str) -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        async with serving(config(f"{mine}:rihgt"), tmp_path):
+            pass
+    assert raised.group_contains(ConfigError, match="has no rihgt; did you mean right")
+
+
+async def test_time_is_busy_while_children_work(tmp_path: Path, mine: str) -> None:
+    async with serving(config(f"{mine}:fussy", deadline=0.3, on_error="zero"), tmp_path) as bench:
+        await bench.score("hang")
+        assert bench.service.context.clock.seconds()["busy"] >= 0.3
+
+
+def test_the_worker_needs_no_torch() -> None:
+    code = "import asyncrl.services.reward, sys; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, env=environment).returncode == 0
