@@ -1,0 +1,91 @@
+"""The torch training engine on a CUDA device: the same log-probs, gradients and checkpoints as on the CPU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from asyncrl.config import Config
+from asyncrl.engines.training.interface import TrainRow, run_step
+from asyncrl.engines.training.torch import TorchTraining
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+VOCABULARY = 500
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(2)
+    path = tmp_path_factory.mktemp("tiny")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
+    LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)).save_pretrained(path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def rows() -> list[TrainRow]:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 60, 32)
+    return [
+        TrainRow(
+            group=index // 8,
+            member=index % 8,
+            attempt=0,
+            epoch=1,
+            prompt_ids=draw.integers(0, VOCABULARY, int(draw.integers(2, 20))),
+            response_ids=draw.integers(0, VOCABULARY, int(length)),
+            logprobs=draw.normal(-6, 0.1, int(length)).astype(np.float32),
+            versions=np.zeros(int(length), np.int64),
+            advantage=float(draw.normal()),
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def engine(folder: Path, device: str, **training: object) -> TorchTraining:
+    return TorchTraining(config(device, **training), folder)
+
+
+def config(device: str, **training: object) -> Config:
+    settings = {"device": device, "learning_rate": 1e-4, "micro_batch_tokens": 600, **training}
+    return Config.model_validate({"model": {"name": "tiny"}, "task": {"prompts": "none"}, "training": settings})
+
+
+def test_a_step_is_that_of_the_cpu(folder: Path, rows: list[TrainRow]) -> None:
+    on_cpu, on_gpu = engine(folder, "cpu"), engine(folder, "cuda")
+    expected, found = run_step(on_cpu, rows, 1, 0), run_step(on_gpu, rows, 1, 0)
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-4)
+    assert found.samples == expected.samples
+
+
+def test_autocast_and_gradient_checkpointing_train(folder: Path, rows: list[TrainRow]) -> None:
+    exact = run_step(engine(folder, "cuda"), rows, 1, 0)
+    rough = run_step(engine(folder, "cuda", precision="bfloat16", gradient_checkpointing=True), rows, 1, 0)
+    assert rough.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=0.1)
+
+
+def test_t30_a_broken_step_changes_nothing(folder: Path, rows: list[TrainRow]) -> None:
+    trainer = engine(folder, "cuda")
+    before = {name: tensor.clone() for name, tensor in trainer.named_tensors().items()}
+    outcome = run_step(trainer, [replace(rows[0], advantage=float("nan")), *rows[1:]], 1, 0)
+    assert (outcome.skipped, outcome.culprits) == ("not finite", (rows[0].key,))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.named_tensors().items())
+
+
+def test_a_checkpoint_resumes(folder: Path, rows: list[TrainRow], tmp_path: Path) -> None:
+    trainer = engine(folder, "cuda")
+    run_step(trainer, rows, 1, 0)
+    trainer.save(tmp_path, {"version": 1})
+    resumed, extra = TorchTraining.resume(config("cuda"), tmp_path)
+    assert extra == {"version": 1}
+    for name, tensor in trainer.named_tensors().items():
+        assert torch.equal(tensor, resumed.named_tensors()[name])
+    first, second = (run_step(one, rows, 1, 1) for one in (trainer, resumed))
+    assert first.metrics == pytest.approx(second.metrics, rel=1e-3, abs=1e-4)
