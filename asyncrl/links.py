@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import Self
 
 from asyncrl.launch import WorkerSpec
@@ -34,13 +35,12 @@ class Links:
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        try:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.__aexit__)
             for link in self.channels.values():
                 await link.open(self._tasks, self._start_deadline)
                 self._watches.append(self._tasks.create_task(self._watch(link), name=f"watch of {link.peer}"))
-        except BaseException:
-            await self.__aexit__()
-            raise
+            undo.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:

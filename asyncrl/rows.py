@@ -39,7 +39,11 @@ class RowStore(Protocol):
     """The owner's side: a fixed number of slots, one row each."""
 
     address: str
-    exhausted: int
+
+    @property
+    def exhausted(self) -> int:
+        """Rows refused because every slot was in use."""
+        ...
 
     def put(self, columns: Mapping[str, Array]) -> Place:
         """Store one row, [length] values a column, dtypes of ROW_DTYPES. Raises ArenaFull (counted in `exhausted`)."""
