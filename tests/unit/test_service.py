@@ -1,0 +1,186 @@
+"""A service behind its dispatchers, without a wire."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+from asyncrl.compute import InlineCompute, Occupancy
+from asyncrl.config import Config, Model, Task
+from asyncrl.errors import ConfigError, UnknownEndpoint
+from asyncrl.protocols.contracts import Contract, Lane, endpoint
+from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.messages import Call, PromptGroup
+from asyncrl.protocols.transfer import ONE_OF
+from asyncrl.rows import HeapRows
+from asyncrl.service import Dispatcher, Service, WorkerContext
+from asyncrl.telemetry.clock import StateClock
+from asyncrl.telemetry.trace import Tracer
+
+GROUP = PromptGroup(7, 0, 0, "hello", (0,), 1, 0, 1.0, 8, deadline=30.0)
+
+
+class Steps(Contract):
+    @endpoint(ONE_OF)
+    async def step(self, group: PromptGroup) -> int: ...
+
+    @endpoint(ONE_OF, stream=True)
+    def numbers(self) -> AsyncIterator[int]: ...
+
+
+class StepsService(Service, Steps):
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self.may_start, self.may_step, self.closed = asyncio.Event(), asyncio.Event(), False
+
+    async def start(self) -> None:
+        await self.may_start.wait()
+        if self.context.options.get("refuses"):
+            raise ConfigError("not like this")
+        self.rows = self.context.open_rows(2, 64)
+
+    async def step(self, group: PromptGroup) -> int:
+        await self.may_step.wait()
+        return group.id
+
+    async def numbers(self) -> AsyncIterator[int]:
+        try:
+            for number in range(9):
+                yield number
+        finally:
+            self.closed = True
+
+
+class Hand:
+    time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def context_of(tmp_path: Path, tasks: asyncio.TaskGroup, hand: Hand, **options: Any) -> WorkerContext:
+    clock = StateClock(hand)
+    occupancy = Occupancy(clock)
+    return WorkerContext(
+        config=Config(model=Model(name="m"), task=Task(prompts="p")),
+        run="feedbeef",
+        run_dir=tmp_path,
+        model_dir=tmp_path,
+        checkpoint_dir=None,
+        epoch=0,
+        service="steps",
+        replica=0,
+        rank=0,
+        layout=Layout(),
+        instance="steps0.0-0-a",
+        weights_arena="none",
+        reader=None,  # type: ignore[arg-type]
+        compute=InlineCompute(occupancy),
+        clock=clock,
+        occupancy=occupancy,
+        tracer=Tracer(tmp_path / "logs" / "steps0.0-0-a.trace.jsonl", "steps0.0"),
+        log=structlog.get_logger(),
+        tasks=tasks,
+        row_store=lambda slots, slot_bytes: HeapRows("inproc://steps0.0-0-a.data", slots, slot_bytes),
+        options=options,
+    )
+
+
+async def test_calls_wait_until_the_service_has_started_but_health_does_not(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        service = StepsService(context_of(tmp_path, tasks, Hand()))
+        work, control = Dispatcher(service, Lane.WORK), Dispatcher(service, Lane.CONTROL)
+        service.may_step.set()
+        starting = tasks.create_task(service.begin())
+        stepping = tasks.create_task(work(Call(0, "step", (GROUP,), 5.0)))  # type: ignore[arg-type]
+        (health,) = await control(Call(0, "health", (), 5.0))  # type: ignore[misc]
+        assert health.doing == ("starting",)
+        assert not stepping.done()
+        service.may_start.set()
+        await starting
+        assert await stepping == 7
+
+
+async def test_an_error_of_the_start_is_raised_by_started(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        service = StepsService(context_of(tmp_path, tasks, Hand(), refuses=True))
+        service.may_start.set()
+        await service.begin()
+        with pytest.raises(ConfigError, match="not like this"):
+            await Dispatcher(service, Lane.CONTROL)(Call(0, "started", (), 5.0))  # type: ignore[misc]
+
+
+async def test_a_call_on_the_wrong_lane_is_unknown(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        service = StepsService(context_of(tmp_path, tasks, Hand()))
+        with pytest.raises(UnknownEndpoint, match="no 'health' on its work lane"):
+            Dispatcher(service, Lane.WORK)(Call(0, "health", (), 5.0))
+        with pytest.raises(UnknownEndpoint, match="no 'start' on its control lane"):
+            Dispatcher(service, Lane.CONTROL)(Call(0, "start", (), 5.0))
+
+
+async def test_a_call_is_shown_booked_and_traced(tmp_path: Path) -> None:
+    hand = Hand()
+    async with asyncio.TaskGroup() as tasks:
+        service = StepsService(context_of(tmp_path, tasks, hand))
+        service.may_start.set()
+        await service.begin()
+        hand.time = 2
+        stepping = tasks.create_task(Dispatcher(service, Lane.WORK)(Call(0, "step", (GROUP,), 5.0)))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        hand.time = 5
+        (health,) = await service.health()
+        assert health.doing == ("step (group 7) for 0.0 s",)
+        service.may_step.set()
+        await stepping
+        (health,) = await service.health()
+    assert health.doing == ()
+    assert (health.seconds["starved"], health.seconds["overhead"]) == (2, 3)
+    service.context.tracer.close()
+    assert '"name":"step"' in (tmp_path / "logs" / "steps0.0-0-a.trace.jsonl").read_text()
+
+
+async def test_a_stream_is_closed_with_its_call(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        service = StepsService(context_of(tmp_path, tasks, Hand()))
+        service.may_start.set()
+        await service.begin()
+        async with aclosing(Dispatcher(service, Lane.WORK)(Call(0, "numbers", (), 5.0))) as items:  # type: ignore[type-var]
+            async for item in items:  # type: ignore[attr-defined]
+                assert item == 0
+                break
+        assert service.closed
+        assert (await service.health())[0].doing == ()
+
+
+async def test_release_frees_rows_of_this_owner_only(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        service = StepsService(context_of(tmp_path, tasks, Hand()))
+        await service.release([])  # before there are rows
+        service.may_start.set()
+        await service.begin()
+        assert service.rows is not None
+        place = service.rows.put({"number": np.array([1], np.int64)})
+        other = type(place)("inproc://another", place.slot, place.generation, place.columns)
+        await service.release([other])
+        assert service.rows.used == 1
+        await service.release([place, place])
+        assert service.rows.used == 0
+
+
+async def test_idle_time_is_booked_as_told(tmp_path: Path) -> None:
+    hand = Hand()
+    async with asyncio.TaskGroup() as tasks:
+        service = StepsService(context_of(tmp_path, tasks, hand))
+        hand.time = 1
+        await service.idle_because("blocked")
+        hand.time = 4
+        seconds = (await service.health())[0].seconds
+        assert (seconds["starved"], seconds["blocked"]) == (1, 3)
+        with pytest.raises(ValueError, match="'asleep' is no state"):
+            await service.idle_because("asleep")
