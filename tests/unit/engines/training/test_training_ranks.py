@@ -49,10 +49,11 @@ class ThreadRanks:
 
 def on_ranks(config: Config, folder: Path, shares: list[list[TrainRow]]) -> list[tuple[TorchTraining, StepOutcome]]:
     ranks, results = ThreadRanks(len(shares)), {}
+    # Loaded one after the other: transformers patches global state while it loads.
+    engines = [TorchTraining(config, folder, ranks) for _ in shares]
 
     def work(rank: int) -> None:
-        engine = TorchTraining(config, folder, ranks)
-        results[rank] = (engine, run_step(engine, shares[rank], 1, 5))
+        results[rank] = (engines[rank], run_step(engines[rank], shares[rank], 1, 5))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(shares))]
     for thread in threads:
