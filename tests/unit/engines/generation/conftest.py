@@ -78,6 +78,7 @@ def make_model(family: str, folder: Path, seed: int = 0, **changes: Any) -> Path
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    torch.set_num_threads(1)
     made: dict[str, Path] = {}
 
     def folder(family: str) -> Path:

@@ -1,0 +1,320 @@
+"""The service on a tiny model: streams, deadlines, aborts, flips, pauses and rows."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import structlog
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.compute import Occupancy, ThreadCompute
+from asyncrl.config import Config
+from asyncrl.engines.generation.interface import Completion
+from asyncrl.errors import ConfigError, DeadlineExceeded, Refused
+from asyncrl.protocols.batch import BatchRef
+from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.messages import PromptGroup, Published
+from asyncrl.protocols.seeds import group_seed
+from asyncrl.rows import HeapRows
+from asyncrl.service import WorkerContext
+from asyncrl.services.generation import GenerationService
+from asyncrl.telemetry.clock import StateClock
+from asyncrl.telemetry.trace import Tracer
+from asyncrl.warmup import build_model, build_tokenizer
+from asyncrl.weights.arena import Writer, open_writer
+from asyncrl.weights.spec import spec_of
+
+EPOCH = 2
+Start = Callable[..., AbstractAsyncContextManager[GenerationService]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer(("left", "right"))
+    target = tmp_path_factory.mktemp("model")
+    build_model(tokenizer).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate(
+        {
+            "model": {"name": "tiny"},
+            "task": {
+                "prompts": "unused.jsonl",
+                "max_prompt_tokens": 16,
+                "prompts_per_step": 2,
+                "samples_per_prompt": 4,
+            },
+            "generation": {"slots": 6, "max_new_tokens": 12},
+        }
+    )
+
+
+@pytest.fixture
+def start(folder: Path, config: Config, tmp_path: Path) -> Start:
+    @asynccontextmanager
+    async def started(config: Config = config, service: str = "generation", **options: Any) -> AsyncIterator[Any]:
+        now = asyncio.get_running_loop().time
+        clock = StateClock(now)
+        occupancy = Occupancy(clock)
+        compute = ThreadCompute(occupancy)
+        async with asyncio.TaskGroup() as tasks:
+            context = WorkerContext(
+                config=config,
+                run="0badcafe",
+                run_dir=tmp_path,
+                model_dir=folder,
+                checkpoint_dir=None,
+                epoch=EPOCH,
+                service=service,
+                replica=0,
+                rank=0,
+                layout=Layout(),
+                instance=f"{service}0.0-{EPOCH}-12345678",
+                weights_arena="",
+                reader=SimpleNamespace(),  # type: ignore[arg-type]
+                compute=compute,
+                clock=clock,
+                occupancy=occupancy,
+                tracer=Tracer(None, service),
+                log=structlog.get_logger(),
+                tasks=tasks,
+                row_store=lambda slots, slot_bytes: HeapRows("inproc://generation.data", slots, slot_bytes),
+                options=options,
+            )
+            before = asyncio.all_tasks()
+            made = GenerationService(context)
+            await made.begin()
+            (loop,) = asyncio.all_tasks() - before
+            await made.started()
+            yield made
+            await made.stop()
+            loop.cancel()
+        compute.close()
+
+    return started
+
+
+@pytest.fixture
+def arena(folder: Path) -> Any:
+    """A trainer's end: publish(version) writes slightly moved weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    writer: Writer = open_writer(f"test-{uuid4().hex[:8]}", spec_of(model, "float32"), "inproc")
+
+    def publish(version: int, epoch: int = EPOCH) -> Published:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0 + 0.01 * version)
+        return writer.write(epoch, version, dict(model.named_parameters(remove_duplicate=False)))
+
+    yield SimpleNamespace(publish=publish, leases=writer.leases)
+    writer.close()
+
+
+def group(number: int, members: int = 4, **changes: Any) -> PromptGroup:
+    plain = PromptGroup(
+        id=number,
+        attempt=0,
+        epoch=EPOCH,
+        prompt=f"go left {number}",
+        members=tuple(range(members)),
+        seed=group_seed(1, number),
+        not_before=-1,
+        temperature=1.0,
+        max_new_tokens=12,
+        deadline=60.0,
+    )
+    return replace(plain, **changes)
+
+
+async def collect(service: GenerationService, prompts: PromptGroup) -> list[BatchRef]:
+    return [ref async for ref in service.generate(prompts)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+
+
+async def test_a_group_comes_back_as_rows_with_their_scalars(start: Start) -> None:
+    async with start(own_version=3) as service:
+        refs = await collect(service, group(5))
+        assert sorted(ref.only.key for ref in refs) == [(5, 0), (5, 1), (5, 2), (5, 3)]
+        for row in (ref.only for ref in refs):
+            (place,) = row.places
+            prompt, response, logprobs, versions, text = service.rows.read(place, place.columns)
+            assert place.columns == ("prompt_ids", "response_ids", "logprobs", "versions", "text")
+            assert [a.dtype.name for a in (prompt, response, logprobs, versions, text)] == [
+                "int32",
+                "int32",
+                "float32",
+                "int32",
+                "uint8",
+            ]
+            assert (len(prompt), len(response)) == (row.prompt_tokens, row.tokens)
+            assert len(logprobs) == len(versions) == row.tokens
+            assert (row.epoch, row.first, row.last, row.attempt) == (EPOCH, 3, 3, 0)
+            assert row.finish in ("stop", "length")
+            assert (logprobs <= 0).all()
+        (found,) = await service.texts(BatchRef((refs[0].only,)))
+        assert found.prompt == "go left 5"
+        assert found.text.encode() == bytes(service.rows.read(refs[0].only.places[0], ["text"])[0])
+
+
+async def test_released_rows_are_gone_and_their_texts_left_out(start: Start) -> None:
+    async with start(own_version=0) as service:
+        refs = BatchRef.join(await collect(service, group(0)))
+        await service.release([place for row in refs for place in row.places[:1]][:3])
+        assert service.rows.used == 1
+        assert [text.member for text in await service.texts(refs)] == [refs.rows[3].member]
+
+
+async def test_many_groups_at_once_draw_what_one_alone_draws(start: Start, config: Config) -> None:
+    generation = config.generation.model_copy(update={"deterministic": True})
+    async with start(config.model_copy(update={"generation": generation}), own_version=0) as service:
+        together = await asyncio.gather(*(collect(service, group(number)) for number in range(4)))
+        again = await collect(service, group(2, attempt=1))
+        for mine in again:
+            (theirs,) = (ref for ref in together[2] if ref.only.member == mine.only.member)
+            first, second = (service.rows.read(r.only.places[0], ["response_ids"])[0] for r in (mine, mine))
+            np.testing.assert_array_equal(first, second)
+            assert mine.only.tokens == theirs.only.tokens
+
+
+async def test_a_new_attempt_frees_the_rows_that_its_caller_never_got(start: Start) -> None:
+    async with start(own_version=0) as service:
+        for attempt in range(20):
+            await collect(service, group(0, attempt=attempt))
+        assert service.rows.used == 4
+
+
+async def test_closing_the_stream_aborts_what_runs(start: Start) -> None:
+    async with start(own_version=0) as service:
+        await service.pause()
+        waiting = asyncio.ensure_future(collect(service, group(0, members=30)))
+        await until(lambda: service._engine.waiting == 30)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await until(lambda: service._engine.waiting == 0)
+        assert service.counters["aborted"] == 30
+        await service.resume()
+        assert len(await collect(service, group(1))) == 4
+        assert service.rows.used == 4
+
+
+async def test_a_closed_stream_frees_its_slots_for_others(start: Start) -> None:
+    async with start(own_version=0) as service:
+        async with aclosing(service.generate(group(0, members=12))) as stream:
+            await anext(stream)
+        assert len(await collect(service, group(1))) == 4
+        await until(lambda: service._engine.running == 0)
+
+
+async def test_the_deadline_ends_running_samples_as_length(start: Start) -> None:
+    async with start(own_version=0) as service:
+        step = service._engine.step
+
+        def three_steps() -> list[Completion]:
+            if service._engine._table.sampled[0] == 2:
+                service._slices.pause()
+            return step()
+
+        service._engine.step = three_steps
+        refs = await collect(service, group(0, deadline=0.5))
+        assert [ref.only.finish for ref in refs] == ["length"] * 4
+        assert {ref.only.tokens for ref in refs} == {3}
+
+
+async def test_what_had_not_begun_at_its_deadline_is_an_error_that_says_why(start: Start) -> None:
+    async with start() as service:
+        with pytest.raises(DeadlineExceeded, match=r"members 0, 1 of group 7 .* of version none"):
+            await collect(service, group(7, members=2, deadline=0.05))
+        assert service._engine.waiting == 0
+
+
+async def test_weights_flip_while_samples_run(start: Start, arena: Any) -> None:
+    async with start() as service:
+        first = arena.publish(0)
+        using = await service.use_weights(first)
+        assert (using.readers, using.version) == ((service.context.instance,), 0)
+        arena.leases.using(using.readers[0], 0)
+        running = asyncio.ensure_future(collect(service, group(0, members=24)))
+        await until(lambda: service._engine.running > 0)
+        using = await service.use_weights(arena.publish(1))
+        assert using.version == 1
+        refs = await running
+        assert len(refs) == 24
+        assert {row.last for row in BatchRef.join(refs)} == {1}
+        assert (await service.use_weights(first)).version == 1
+        assert service.context.clock.seconds()["sync"] > 0
+
+
+async def test_an_idle_engine_flips_and_then_starts_what_waited_for_it(start: Start, arena: Any) -> None:
+    async with start() as service:
+        await service.use_weights(arena.publish(0))
+        waiting = asyncio.ensure_future(collect(service, group(0, not_before=1)))
+        await until(lambda: service._engine.waiting == 4)
+        await service.use_weights(arena.publish(1))
+        assert {row.first for row in BatchRef.join(await waiting)} == {1}
+
+
+async def test_an_engine_in_place_reads_the_arena_and_evaluation_a_copy(start: Start, arena: Any) -> None:
+    published = arena.publish(0)
+    async with start() as follower, start(service="evaluation") as evaluation:
+        assert (await evaluation.use_weights(published)).readers == ()
+        await follower.use_weights(published)
+        parameters = [next(iter(service._engine._flat.model.parameters())) for service in (follower, evaluation)]
+        before = [parameter.clone() for parameter in parameters]
+        arena.publish(1)
+        arena.publish(2)  # over version 0, which nobody leased
+        assert [torch.equal(*pair) for pair in zip(parameters, before, strict=True)] == [False, True]
+
+
+async def test_pause_holds_at_the_step_it_names(start: Start) -> None:
+    async with start(own_version=0) as service:
+        running = asyncio.ensure_future(collect(service, group(0, members=20)))
+        await until(lambda: service._slices.pause() >= 2 or bool(service._slices.resume() and service._wake.set()))
+        boundary = await service.pause()
+        assert boundary.kind == "decode step"
+        await service.context.compute.run(lambda: None)
+        assert (await service.pause()).at == boundary.at
+        assert not running.done()
+        assert (await service.resume()).at == boundary.at
+        assert len(await running) == 20
+
+
+async def test_other_epochs_are_refused(start: Start, arena: Any) -> None:
+    async with start(own_version=0) as service:
+        with pytest.raises(Refused, match=r"group 0 is of epoch 1; generation0.0-2-12345678 is of epoch 2"):
+            await collect(service, group(0, epoch=1))
+        with pytest.raises(Refused, match="version 0 is of epoch 1"):
+            await service.use_weights(arena.publish(0, epoch=1))
+
+
+async def test_a_prompt_that_does_not_fit_is_the_callers_error(start: Start) -> None:
+    async with start(own_version=0) as service:
+        with pytest.raises(ConfigError, match=r"task.max_prompt_tokens is 16"):
+            await collect(service, group(0, prompt="x" * 17))
+        assert len(await collect(service, group(1))) == 4
+
+
+async def test_idle_time_is_booked_as_told(start: Start) -> None:
+    async with start(own_version=0) as service:
+        await collect(service, group(0))
+        await service.idle_because("blocked")
+        await until(lambda: service.context.clock.current == "blocked")
