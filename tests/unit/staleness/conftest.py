@@ -157,11 +157,13 @@ class World:
                 self.begin(fact, attempt)
 
     def poison(self) -> None:
-        running = self.at(Stage.RUNNING)
-        if running:
-            group = self.rng.choice(running).group
-            facts = [fact for fact in running if fact.group == group]
-            self.gate.drop(group, [fact.member for fact in facts], "poison")
+        """What is left of a group is given up; rewards that were known go with it."""
+        held = self.at(*OPEN, Stage.READY)
+        if held:
+            group = self.rng.choice(held).group
+            facts = [fact for fact in held if fact.group == group and self.rng.random() < 0.7]
+            if facts:
+                self.gate.drop(group, [fact.member for fact in facts], "poison")
             self.put(facts, Stage.DROPPED, "poison")
 
     def resume(self) -> None:

@@ -12,7 +12,7 @@ from asyncrl.errors import ConfigError, IllegalTransition
 from asyncrl.staleness import Drop, Gate, GateConfig
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.integers(0, 10**9))
 def test_rules_hold_on_random_schedules(world: type[Any], seed: int) -> None:
     world(seed).run()
