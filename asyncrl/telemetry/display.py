@@ -176,7 +176,13 @@ def _versions(sample: SampleRecord) -> str:
 
 
 def _short(text: str, characters: int | None) -> str:
+    text = "".join(_visible(character) for character in text)
     if characters is None or len(text) <= characters:
         return text
     half = characters // 2
     return f"{text[:half]} … {text[-half:]}"
+
+
+def _visible(character: str) -> str:
+    """A model may write escape sequences; a terminal must not obey them."""
+    return character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"

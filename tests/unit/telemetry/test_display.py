@@ -77,3 +77,9 @@ def test_long_texts_keep_their_ends() -> None:
     text = rendered(replace(SAMPLE, text="a" * 500 + "b" * 500), 40)
     assert "a" * 20 + " … " + "b" * 20 in text
     assert "(nothing)" in rendered(replace(SAMPLE, text=""))
+
+
+def test_escape_sequences_of_a_model_do_not_reach_the_terminal() -> None:
+    text = rendered(replace(SAMPLE, text="a\x1b[2Jb\rc\nd"))
+    assert "\x1b" not in text
+    assert "a\ufffd[2Jb\ufffdc" in text
