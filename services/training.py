@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from asyncrl.engines.training.interface import StepOutcome, TrainingEngine, TrainRow
 from asyncrl.engines.training.state import digests
 from asyncrl.engines.training.torch import TorchTraining
@@ -15,8 +17,10 @@ from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.messages import Checkpointed, Published, StepReport, TrainedSample
 from asyncrl.service import Service, WorkerContext
-from asyncrl.services.rows import read_train_rows
 from asyncrl.weights.arena import Writer, open_writer
+
+PLAIN = ("prompt_ids", "response_ids", "logprobs", "versions")
+REFERENCE = "reference_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +227,34 @@ class TrainingService(Service, Training):
         extra: dict[str, Any] = {"version": self._version, "epoch": self.context.epoch, "chain": self._chain.hex()}
         self._engine.save(directory, extra)
         return digests(directory)
+
+
+async def read_train_rows(context: WorkerContext, refs: BatchRef) -> list[TrainRow]:
+    """The samples behind these references, in order. Raises LostRows when one is gone."""
+    with_reference = context.config.algorithm.kl > 0
+    batch = await context.reader.read(refs, [*PLAIN, REFERENCE] if with_reference else list(PLAIN))
+    prompts, responses, logprobs, versions = (batch[name] for name in PLAIN)
+    references = batch[REFERENCE] if with_reference else None
+    rows = []
+    for index, ref in enumerate(refs):
+        assert ref.advantage is not None, f"sample {ref.key} reached the trainer without an advantage"
+        rows.append(
+            TrainRow(
+                group=ref.group,
+                member=ref.member,
+                attempt=ref.attempt,
+                epoch=ref.epoch,
+                prompt_ids=prompts[index].astype(np.int64),
+                response_ids=responses[index].astype(np.int64),
+                logprobs=logprobs[index],
+                versions=versions[index].astype(np.int64),
+                advantage=ref.advantage,
+                temperature=context.config.generation.temperature,
+                truncated=ref.finish == "length",
+                reference_logprobs=references[index] if references is not None else None,
+            )
+        )
+    return rows
 
 
 def batch_digest(cuts: Cuts) -> str:
