@@ -1,0 +1,66 @@
+"""Models whose attention this engine would get wrong are refused by name, known or not."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen2Config
+
+from asyncrl.engines.generation.attention import flat_attention
+from asyncrl.engines.generation.forward import FlatModel
+from asyncrl.engines.generation.support import load_model, probe_logprobs, refuse_unsupported, verify
+from asyncrl.errors import ConfigError
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MistralConfig(**SMALL, sliding_window=8), "slides over a window of 8"),
+        (Qwen2Config(**SMALL, layer_types=["full_attention", "sliding_attention"]), "layers of type sliding_attention"),
+        (Qwen2Config(**SMALL, attn_logit_softcapping=50.0), "caps attention logits at 50.0"),
+    ],
+)
+def test_known_kinds_are_refused_with_the_reason(config: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        refuse_unsupported(config)
+
+
+def test_plain_kinds_pass() -> None:
+    refuse_unsupported(Qwen2Config(**SMALL))
+    refuse_unsupported(MistralConfig(**SMALL, sliding_window=None))
+
+
+def test_what_no_setting_tells_is_found_by_comparing(model_folder: Callable[[str], Path]) -> None:
+    model = load_model(model_folder("llama"), torch.float32, "cpu")
+    expected = probe_logprobs(model)
+    verify(FlatModel(model, 2, 32, 261), expected)
+    model.model.layers[1].self_attn.scaling *= 3
+    with pytest.raises(ConfigError, match="differ by"):
+        verify(FlatModel(model, 2, 32, 261), expected)
+
+
+def test_other_plain_families_run_too() -> None:
+    """Learned positions, no shared heads, biases: nothing here is Llama's."""
+    shape = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
+    model = AutoModelForCausalLM.from_config(shape).eval()
+    refuse_unsupported(model.config)
+    expected = probe_logprobs(model)
+    verify(FlatModel(model, 2, 32, 64), expected)
+
+
+def test_attention_names_what_it_does_not_do() -> None:
+    layer = torch.nn.Linear(1, 1)
+    token = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(ConfigError, match="does not pass keyword arguments"):
+        flat_attention(layer, token, token, token, None)

@@ -1,0 +1,116 @@
+"""Prompts, end-of-sequence ids, stop strings and finish reasons."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from asyncrl.engines.generation.interface import Completion, Request
+from asyncrl.engines.generation.text import Texts, end_ids
+from asyncrl.engines.generation.torch import TorchEngine
+
+EOS, IM_END = 2, 3
+
+
+@pytest.fixture
+def tokenizer(model_folder: Callable[[str], Path]) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(model_folder("llama"))
+
+
+def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
+    return np.array(tokenizer(text)["input_ids"], np.int32)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm2"])
+def test_chat_prompts_are_the_template_with_one_first_token(
+    make_engine: Callable[..., TorchEngine], model_folder: Callable[[str], Path], family: str
+) -> None:
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    engine = make_engine(family)
+    found = engine.tokenize(messages)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(family))
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert found.dtype == np.int32
+    assert found.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert (found == tokenizer.bos_token_id).sum() == 1
+    assert engine.tokenize("hi").tolist() == tokenizer("hi")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("configured", "own", "expected"),
+    [([5, 9], 2, [2, 5, 9]), (7, 7, [7]), (None, 2, [2]), ([4], None, [4]), (None, None, [])],
+)
+def test_end_ids_are_a_union(configured: Any, own: Any, expected: list[int]) -> None:
+    found = end_ids(SimpleNamespace(eos_token_id=configured, temperature=0.1), SimpleNamespace(eos_token_id=own))
+    assert found.tolist() == expected
+
+
+def test_nothing_stops_without_stop_strings(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert not Texts(tokenizer, ()).stops(ids(tokenizer, "anything"))
+
+
+def test_a_stop_string_is_seen_the_moment_it_is_complete(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = Texts(tokenizer, ("\n\n", "END"))
+    tokens = ids(tokenizer, "a" * 200 + "END")
+    assert [texts.stops(tokens[:count]) for count in (201, 202, 203)] == [False, False, True]
+    assert texts.before_stop(tokens) == "a" * 200
+    assert texts.before_stop(ids(tokenizer, "x\n\nyEND")) == "x"
+
+
+def test_stop_strings_may_be_of_many_bytes(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = Texts(tokenizer, ("終わり🙂",))
+    tokens = ids(tokenizer, "はい、終わり🙂")
+    assert not texts.stops(tokens[:-1])
+    assert texts.stops(tokens)
+    assert texts.before_stop(tokens) == "はい、"
+
+
+def test_stop_strings_may_be_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = Texts(tokenizer, ("!<|im_end|>",))
+    tokens = np.array([*ids(tokenizer, "yes!"), IM_END], np.int32)
+    assert texts.stops(tokens)
+    assert texts.before_stop(tokens) == "yes"
+
+
+def test_no_token_decodes_to_more_bytes_than_is_reserved(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = Texts(tokenizer, ())
+    alone = [len(texts.decode(np.array([token], np.int32)).encode()) for token in range(len(tokenizer))]
+    assert max(alone) <= texts.longest()
+
+
+def test_end_tokens_finish_and_stay_in_the_sample(
+    make_engine: Callable[..., TorchEngine],
+    requests: Callable[..., list[Request]],
+    drain: Callable[..., dict[Any, Completion]],
+) -> None:
+    """Both ids: the model's generation config says 3, the tokenizer 2."""
+    done = list(drain(make_engine(slots=32), requests(400, max_new_tokens=24, temperature=3.0)).values())
+    stopped = [completion for completion in done if completion.finish == "stop"]
+    assert {int(completion.tokens[-1]) for completion in stopped} == {EOS, IM_END}
+    for completion in done:
+        ends = np.isin(completion.tokens, [EOS, IM_END])
+        assert not ends[:-1].any()
+        assert ends[-1] == (completion.finish == "stop")
+        assert completion.finish in ("stop", "length")
+        assert "<" not in completion.text or completion.finish == "length" or "<eos>" not in completion.text
+
+
+def test_stop_strings_cut_the_text_but_not_the_tokens(
+    make_engine: Callable[..., TorchEngine],
+    requests: Callable[..., list[Request]],
+    drain: Callable[..., dict[Any, Completion]],
+) -> None:
+    plain = drain(make_engine(deterministic=True), requests(8, max_new_tokens=24))
+    stop = next(c.text[5:7] for c in plain.values() if len(c.text) > 10 and c.text[5:7].isascii())
+    cut = drain(make_engine(deterministic=True, stop=(stop,)), requests(8, max_new_tokens=24))
+    ended = [completion for completion in cut.values() if completion.finish == "stop_string"]
+    assert ended
+    for completion in cut.values():
+        whole = plain[completion.request.key]
+        assert completion.tokens.tolist() == whole.tokens[: len(completion.tokens)].tolist()
+        assert completion.text == whole.text.partition(stop)[0]
+        assert stop not in completion.text
