@@ -1,6 +1,7 @@
 """The reward service: scores samples with the user's functions, which run in children that can be killed."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.protocols.batch import BatchRef, RowRef
@@ -8,8 +9,9 @@ from asyncrl.protocols.contracts import Reward
 from asyncrl.protocols.messages import Score
 from asyncrl.rewards.functions import function_specs
 from asyncrl.rewards.gathering import Gathering
+from asyncrl.rewards.here import HerePool
 from asyncrl.rewards.pool import Pool
-from asyncrl.rewards.sample import Sample, Verdict
+from asyncrl.rewards.sample import Function, Sample, Verdict
 from asyncrl.rewards.scoring import score_of
 from asyncrl.service import Service, WorkerContext
 
@@ -26,17 +28,23 @@ class RewardService(Service, Reward):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         config = context.config
-        self._pool = Pool(
+        self._pool: Pool | HerePool = self.make_pool(context)
+        patience = SHARE_OF_CALL * min(config.generation.deadline, config.fleet.call_deadline)
+        self._gathering = Gathering(self._judge_group, patience, context.tasks)
+        self._single = [number for number, spec in enumerate(self._pool.specs) if not spec.group]
+        self._grouped = [number for number, spec in enumerate(self._pool.specs) if spec.group]
+
+    @staticmethod
+    def make_pool(context: WorkerContext) -> Pool | HerePool:
+        """Where the functions run."""
+        config = context.config
+        return Pool(
             function_specs(config.reward),
             context.tasks,
             workers=config.reward.workers,
             deadline=config.reward.deadline,
             start_deadline=config.fleet.start_deadline,
         )
-        patience = SHARE_OF_CALL * min(config.generation.deadline, config.fleet.call_deadline)
-        self._gathering = Gathering(self._judge_group, patience, context.tasks)
-        self._single = [number for number, spec in enumerate(self._pool.specs) if not spec.group]
-        self._grouped = [number for number, spec in enumerate(self._pool.specs) if spec.group]
 
     async def start(self) -> None:
         await self._pool.start()
@@ -84,3 +92,14 @@ class RewardService(Service, Reward):
     async def _run(self, function: int, samples: list[Sample]) -> list[Verdict]:
         with self.context.occupancy.computing():
             return await self._pool.run(function, samples)
+
+
+def reward_service_of(functions: Sequence[Function]) -> Callable[[WorkerContext], RewardService]:
+    """Makes the service for functions that exist in this process only."""
+
+    class Here(RewardService):
+        @staticmethod
+        def make_pool(context: WorkerContext) -> HerePool:
+            return HerePool(functions, context.config.reward.deadline)
+
+    return Here

@@ -1,11 +1,25 @@
-"""Calls a reward function and judges what it returned."""
+"""Calls a reward function and judges what it returned: the one place where a user's code may raise anything."""
 
+import asyncio
 import inspect
 import math
+import traceback
 from typing import Any
 
 from asyncrl.errors import RewardError
 from asyncrl.rewards.sample import Function, Sample, Value, Verdict
+
+TRACEBACK = 4000
+"""Characters of a traceback that are reported: its end, where the error is."""
+
+
+async def attempt(function: Function, samples: list[Sample], group: bool, deadline: float) -> list[Verdict]:
+    """`call`, with what it raises as verdicts too. deadline: seconds; a plain function cannot be ended by it."""
+    try:
+        async with asyncio.timeout(deadline) as scope:
+            return await call(function, samples, group)
+    except Exception as error:
+        return [_verdict_on(error, scope.expired())] * len(samples)
 
 
 async def call(function: Function, samples: list[Sample], group: bool) -> list[Verdict]:
@@ -18,6 +32,19 @@ async def call(function: Function, samples: list[Sample], group: bool) -> list[V
     if inspect.isawaitable(result):
         result = await result
     return [verdict(value) for value in (_counted(result, len(samples)) if group else [result])]
+
+
+def _verdict_on(error: Exception, hung: bool) -> Verdict:
+    if hung:
+        return Verdict(reason="it hung", traceback=trace(error))
+    if isinstance(error, RewardError):
+        return Verdict(reason=str(error))
+    return Verdict(reason=f"it raised {type(error).__name__}: {error}", traceback=trace(error))
+
+
+def trace(error: BaseException) -> str:
+    """The end of an error's traceback."""
+    return "".join(traceback.format_exception(error))[-TRACEBACK:]
 
 
 def verdict(value: Any) -> Verdict:

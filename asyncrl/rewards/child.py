@@ -9,19 +9,16 @@ import ctypes
 import os
 import signal
 import sys
-import traceback
 from dataclasses import astuple
 from typing import Any
 
-from asyncrl.errors import ConfigError, RewardError
-from asyncrl.rewards.calling import call
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.calling import attempt, trace
 from asyncrl.rewards.frames import packed, receive
 from asyncrl.rewards.functions import FunctionSpec, is_concurrent, load
-from asyncrl.rewards.sample import Function, Sample, Verdict
+from asyncrl.rewards.sample import Function, Sample
 
 PR_SET_PDEATHSIG = 1
-TRACEBACK = 4000
-"""Characters of a traceback that are reported: its end, where the error is."""
 
 
 class Child:
@@ -48,18 +45,16 @@ class Child:
         except ConfigError as error:
             self._send({"mistake": str(error)})
         except Exception as error:
-            self._send({"mistake": f"reward.functions could not be loaded: {_said(error)}\n{_trace(error)}"})
+            self._send(
+                {"mistake": f"reward.functions could not be loaded: {type(error).__name__}: {error}\n{trace(error)}"}
+            )
         else:
             self._send({"concurrent": [is_concurrent(function) for _, function in self._functions]})
 
     async def _answer(self, message: dict[str, Any]) -> None:
         spec, function = self._functions[message["function"]]
         samples = [Sample(*fields) for fields in message["samples"]]
-        try:
-            async with asyncio.timeout(message["deadline"]) as scope:
-                verdicts = await call(function, samples, spec.group)
-        except Exception as error:
-            verdicts = [_verdict_on(error, scope.expired())] * len(samples)
+        verdicts = await attempt(function, samples, spec.group, message["deadline"])
         self._send({"call": message["call"], "verdicts": [astuple(verdict) for verdict in verdicts]})
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -67,22 +62,6 @@ class Child:
         rest = memoryview(packed(message))
         while rest:
             rest = rest[os.write(self._answers, rest) :]
-
-
-def _verdict_on(error: Exception, hung: bool) -> Verdict:
-    if hung:
-        return Verdict(reason="it hung", traceback=_trace(error))
-    if isinstance(error, RewardError):
-        return Verdict(reason=str(error))
-    return Verdict(reason=f"it raised {_said(error)}", traceback=_trace(error))
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _trace(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))[-TRACEBACK:]
 
 
 def _die_with(parent: int) -> None:

@@ -20,7 +20,7 @@ ENTRY_POINTS = {"asyncrl/run.py", "asyncrl/api.py", "asyncrl/evaluation.py"}
 SUPERVISED_BOUNDARY = {
     "asyncrl/service.py",
     "asyncrl/wire/host.py",
-    "asyncrl/rewards/child.py",
+    "asyncrl/rewards/calling.py", "asyncrl/rewards/child.py",
     "asyncrl/telemetry/sinks/worker.py",
 }
 PURE = {

@@ -1,0 +1,191 @@
+"""`asyncrl.train(...)`: a run from a script or a notebook, and a look at what came of it."""
+
+import asyncio
+import shlex
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import strftime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.rundir import RunDirectory
+from asyncrl.settings import load
+from asyncrl.telemetry.metrics import read_metrics
+from asyncrl.telemetry.samples import read_samples
+
+if TYPE_CHECKING:
+    from asyncrl.evaluation import Evaluation
+    from asyncrl.fleet import ServiceSpec
+
+T = TypeVar("T")
+Rows = Sequence[Mapping[str, Any]]
+Function = Callable[..., Any]
+IN_MEMORY = "python:rows"
+"""What `task.prompts` says in the config of a run whose prompts were given as Python objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished run. path: its directory."""
+
+    path: Path
+    config: Config
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict a step, names as in docs/metrics.md."""
+        return [dict(line) for line in read_metrics(RunDirectory(self.path).metrics)]
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """What `samples.jsonl` kept: prompt, text, reward by term, tokens trained and masked ..."""
+        return [asdict(record) for record in read_samples(RunDirectory(self.path).samples)]
+
+    def evaluate(self, prompts: str | Rows | None = None) -> "Evaluation":
+        """Score the newest checkpoint on held-out prompts; by default those of the run's section `evaluate`."""
+        from asyncrl.deploy.evaluate import evaluate_run
+
+        return _run_here_or_beside(evaluate_run(self.path, self.config, prompts))
+
+    def save_pretrained(self, target: str | Path) -> Path:
+        """Copy the newest checkpoint's model and tokenizer to a folder for `from_pretrained`."""
+        from asyncrl.deploy.commands.export import export
+
+        export(self.path, Path(target))
+        return Path(target)
+
+
+def train(
+    *,
+    model: str,
+    prompts: str | Rows,
+    reward: str | Function | Sequence[str | Function],
+    algorithm: str = "grpo",
+    steps: int = 100,
+    staleness: int = 2,
+    run_dir: str | Path | None = None,
+    accept_changes: bool = False,
+    **sections: Mapping[str, Any],
+) -> Run:
+    """Train `model` on `prompts` with `reward`; returns when all steps are done.
+
+    Args:
+        model: a folder, a hub name, or another form of `model.name`.
+        prompts: a form of `task.prompts`, a list of dicts with a `prompt` each, or a `datasets.Dataset`.
+        reward: a function of a Sample, or the name of one, or several. A function that cannot be imported by name (one
+            of a notebook, a lambda) is called in this process.
+        run_dir: an existing run's directory resumes it; by default a fresh one below runs/.
+        sections: further keys by section, as in the file: `training={"learning_rate": 3e-6}`.
+
+    Raises:
+        ConfigError, TaskError: mistakes in the arguments, all at once.
+
+    Works inside a running event loop too; there `await train_async(...)` does not block the loop.
+    """
+    return _run_here_or_beside(
+        train_async(
+            model=model,
+            prompts=prompts,
+            reward=reward,
+            algorithm=algorithm,
+            steps=steps,
+            staleness=staleness,
+            run_dir=run_dir,
+            accept_changes=accept_changes,
+            **sections,
+        )
+    )
+
+
+async def train_async(
+    *,
+    model: str,
+    prompts: str | Rows,
+    reward: str | Function | Sequence[str | Function],
+    algorithm: str = "grpo",
+    steps: int = 100,
+    staleness: int = 2,
+    run_dir: str | Path | None = None,
+    accept_changes: bool = False,
+    **sections: Mapping[str, Any],
+) -> Run:
+    """`train`, on the caller's event loop."""
+    from asyncrl.deploy.run import Order, run
+    from asyncrl.telemetry.display import open_display
+
+    named, here = _by_name([reward] if isinstance(reward, str) or callable(reward) else list(reward))
+    values = _values(sections) | {
+        "model.name": model,
+        "task.prompts": prompts if isinstance(prompts, str) else IN_MEMORY,
+        "reward.functions": named,
+        "algorithm.preset": algorithm,
+        "steps": steps,
+        "staleness.limit": staleness,
+    }
+    config = load(None, (), values=values).config
+    directory = Path(run_dir) if run_dir is not None else Path("runs") / strftime("python-%Y%m%d-%H%M%S")
+    with open_display(config.steps) as display:
+        for function in here:
+            display.say(f"reward {function.__name__} has no importable name: it is called in this process")
+        order = Order(
+            config=config,
+            run_dir=directory,
+            display=display,
+            command=f"the same call with run_dir={shlex.quote(str(directory))}",
+            accept_changes=accept_changes,
+            prompts=None if isinstance(prompts, str) else prompts,
+            reward_service=_reward_here(here) if here else None,
+        )
+        finished = await run(order)
+    return Run(finished.path, config)
+
+
+def _values(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """{"training": {"learning_rate": 1e-6}} -> {"training.learning_rate": 1e-6}."""
+    flat: dict[str, Any] = {}
+    for section, keys in sections.items():
+        if isinstance(keys, Mapping):
+            flat |= {f"{section}.{key}": value for key, value in keys.items()}
+        else:
+            flat[section] = keys
+    return flat
+
+
+def _by_name(functions: Sequence[str | Function]) -> tuple[list[dict[str, Any]], list[Function]]:
+    """Config entries of functions that have a name to import them by, and those that have none."""
+    from asyncrl.rewards.here import importable_name
+
+    named: list[dict[str, Any]] = []
+    here: list[Function] = []
+    for function in functions:
+        name = function if isinstance(function, str) else importable_name(function)
+        if name is not None:
+            named.append({"use": name})
+        elif callable(function):
+            here.append(function)
+    if named and here:
+        raise ConfigError(
+            f"{here[0].__name__} has no importable name, the other rewards have: put all of them into a module, or none"
+        )
+    return named, here
+
+
+def _reward_here(functions: Sequence[Function]) -> "ServiceSpec":
+    from asyncrl.fleet import ServiceSpec
+    from asyncrl.protocols.contracts import Reward
+    from asyncrl.services.reward import reward_service_of
+
+    return ServiceSpec("reward", Reward, reward_service_of(functions), here=True)
+
+
+def _run_here_or_beside(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end: on this thread, or on one beside it when an event loop runs here already (Jupyter)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, thread_name_prefix="asyncrl.train") as beside:
+        return beside.submit(asyncio.run, work).result()

@@ -1,0 +1,81 @@
+"""Reward functions that only the caller's process has: of a notebook, a script, a lambda.
+
+The reward service then lives in that process too, and calls them on threads. A thread cannot be killed: a function that
+hangs is reported at its deadline and keeps its thread.
+"""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncrl.rewards.calling import attempt
+from asyncrl.rewards.functions import FunctionSpec
+from asyncrl.rewards.sample import Function, Sample, Verdict
+
+GRACE = 0.1
+"""Seconds after its deadline in which a coroutine function can end by itself and say where it was."""
+THREADS = 4
+"""Calls at one time. They share the interpreter with the controller: more would only delay it."""
+
+
+def importable_name(function: Callable[..., Any]) -> str | None:
+    """`module:function`, when another process finds this very function under that name; else None.
+
+    A script's own functions have none: importing the script would run it again.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if module in (None, "__main__") or "." in name:
+        return None
+    found = getattr(sys.modules.get(module), name, None)
+    return f"{module}:{name}" if found is function else None
+
+
+class HerePool:
+    """The twin of `Pool`, with threads in place of children."""
+
+    def __init__(self, functions: Sequence[Function], deadline: float) -> None:
+        self._functions, self._deadline = list(functions), deadline
+        self.specs = tuple(FunctionSpec(name, name) for name in map(_name, functions))
+        self._places = asyncio.Semaphore(THREADS)
+        self.queued = 0
+
+    async def start(self) -> None:
+        """Nothing has to be loaded."""
+
+    async def stop(self) -> None:
+        """Calls that run on end with their threads."""
+
+    async def run(self, function: int, samples: Sequence[Sample]) -> list[Verdict]:
+        """What function number `function` says about a sample. Never raises for it."""
+        self.queued += 1
+        async with self._places:
+            self.queued -= 1
+            try:
+                async with asyncio.timeout(self._deadline + GRACE):
+                    return await self._on_a_thread(self._functions[function], list(samples))
+            except TimeoutError:
+                hung = f"it hung: no answer within {self._deadline:g} s; its thread goes on"
+                return [Verdict(reason=hung)] * len(samples)
+
+    async def _on_a_thread(self, function: Function, samples: list[Sample]) -> list[Verdict]:
+        """A daemon thread: one that hangs must not keep the process from ending."""
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[list[Verdict]] = loop.create_future()
+
+        def answer(verdicts: list[Verdict]) -> None:
+            if not answered.done():
+                answered.set_result(verdicts)
+
+        def work() -> None:
+            verdicts = asyncio.run(attempt(function, samples, False, self._deadline))
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(answer, verdicts)
+
+        threading.Thread(target=work, name=f"reward {_name(function)}", daemon=True).start()
+        return await answered
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__)).strip("<>")

@@ -1,0 +1,104 @@
+"""The README does what it says: its code runs as written there."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.settings import load
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+
+
+def block(language: str, containing: str) -> str:
+    """The code block of the README in `language` that holds `containing`."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    (found,) = [text for text in blocks if containing in text]
+    return str(found)
+
+
+def run(*command: str, cwd: Path) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def asyncrl(*arguments: str, cwd: Path) -> str:
+    return run(sys.executable, "-m", "asyncrl.deploy.cli", *arguments, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("project")
+
+
+@pytest.fixture(scope="module")
+def python_run(project: Path) -> str:
+    (project / "script.py").write_text(block("python", "asyncrl.train("))
+    return run(sys.executable, "script.py", cwd=project)
+
+
+def test_the_python_example_runs_as_written(python_run: str) -> None:
+    assert "is called in this process" in python_run
+    assert re.search(r"^\d\.\d+ \w", python_run, re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_each_command_that_looks_at_a_run_works_as_written(python_run: str, project: Path, number: int) -> None:
+    lines = [line.split("#")[0].split() for line in block("sh", "asyncrl samples").splitlines() if line]
+    assert len(lines) == 5
+    _, *arguments = lines[number]
+    if arguments[0] != "doctor":
+        assert asyncrl(*arguments, cwd=project)
+
+
+@pytest.fixture
+def model(python_run: str, project: Path) -> Path:
+    return project / "runs/from-python/model"
+
+
+def test_the_experiment_file_parses_and_a_file_like_it_trains(model: Path, project: Path) -> None:
+    (project / "my-experiment.toml").write_text(block("toml", 'name = "my-experiment"'))
+    assert load(str(project / "my-experiment.toml")).config.staleness.limit == 2
+    (project / "my_rewards.py").write_text(block("python", "# my_rewards.py"))
+    rows = [{"prompt": f"reverse {word}:", "answer": word[::-1]} for word in ("abo", "tip", "emu")]
+    (project / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--model.name", str(model), "--steps", "2", "--task.prompts_per_step", "2", "--run-dir", "runs/mine"]
+    shown = asyncrl("run", "my-experiment.toml", *flags, "--generation.max_new_tokens", "8", cwd=project)
+    assert "step 2/2" in shown
+
+
+def test_a_function_with_a_name_travels_by_name_also_inside_a_running_loop(model: Path, project: Path) -> None:
+    (project / "named.py").write_text(
+        "def right(sample):\n    return {'right': float(sample.text == sample.row['answer']), 'short': 0.0}\n"
+    )
+    script = f"""
+import asyncio, asyncrl, named
+async def notebook():
+    rows = [{{"prompt": "reverse abo:", "answer": "oba"}}]
+    run = asyncrl.train(model={str(model)!r}, prompts=rows, reward=named.right, steps=1,
+                        run_dir="runs/notebook", task={{"prompts_per_step": 1}}, evaluate={{"size": 1}})
+    print(sorted(name for name in run.metrics[0] if name.startswith("reward/")))
+    print(run.evaluate([{{"prompt": "reverse emu:", "answer": "ume"}}]).prompts, run.save_pretrained("saved"))
+asyncio.run(notebook())
+"""
+    (project / "notebook.py").write_text(script)
+    shown = run(sys.executable, "notebook.py", cwd=project)
+    assert "reward/right/right" in shown
+    assert "1 saved" in shown
+    assert (project / "saved/config.json").exists()
+
+
+def test_train_async_is_awaited_and_its_mistakes_are_told_at_once() -> None:
+    import asyncrl as package
+
+    wrong = package.train_async(model="warmed:revers", prompts=[{"prompt": "a"}], reward="exact_mach", steps=1)
+    with pytest.raises(package.AsyncrlError, match=r"exact_match|reverse"):
+        asyncio.run(wrong)
