@@ -177,9 +177,7 @@ async def test_another_instance_than_the_expected_one_is_a_lost_peer(site: Any) 
 
 
 async def test_nobody_there_is_an_exceeded_deadline(site: Any) -> None:
-    async with site.serving() as worker:
-        pass
-    link = site.link(worker)
+    link = site.link(site)
     async with asyncio.TaskGroup() as tasks:
         with pytest.raises(DeadlineExceeded, match=r"hello within 0\.05 s"):
             await link.open(tasks, deadline=0.05)
@@ -204,6 +202,16 @@ async def outstanding(site: Any, link: Any, worker: Any, eventually: Eventually,
         await eventually(lambda: len(worker.calls) == 3)
         lose()
     return [task.result() for task in waiting]
+
+
+async def test_items_of_a_lost_peer_are_not_delivered_late(site: Any, eventually: Eventually) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        items = link.stream("count", (10,), 5.0)
+        assert await anext(items) == 0
+        await eventually(lambda: link._line.received == 12)
+        link.fail("killed")
+        with pytest.raises(PeerLost, match="killed"):
+            await anext(items)
 
 
 async def test_a_dead_process_fails_every_outstanding_call(site: Any, eventually: Eventually) -> None:
