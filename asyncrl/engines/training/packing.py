@@ -24,20 +24,34 @@ class PaddedRows:
     temperatures: Tensor
 
 
+SHORTEST = 0.8
+"""Of the longest row of its micro-batch: a shorter row begins the next one, so padding costs at most a quarter more."""
+
+FILLED = 1 / 8
+"""Of the budget: a micro-batch with less in it takes shorter rows too, as a small pass is slow in itself."""
+
+
 def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Row indices of each micro-batch: rows of like length together, longest first, rows x longest <= budget.
 
     A row over the budget is a micro-batch of its own. Padding is what the budget counts, so memory is bounded
-    by it; sorting keeps the padding small; longest first shows at once when memory does not suffice.
+    by it; longest first shows at once when memory does not suffice.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     parts: list[list[int]] = []
     for row in order:
-        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= budget:
+        if parts and _fits(lengths[row], len(parts[-1]), lengths[parts[-1][0]], budget):
             parts[-1].append(row)
         else:
             parts.append([row])
     return parts
+
+
+def _fits(length: int, rows: int, longest: int, budget: int) -> bool:
+    """Whether a row joins a micro-batch of so many rows."""
+    if (rows + 1) * longest > budget:
+        return False
+    return length >= SHORTEST * longest or rows * longest < FILLED * budget
 
 
 def pad_rows(

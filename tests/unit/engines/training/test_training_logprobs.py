@@ -120,3 +120,11 @@ def test_micro_batches_hold_every_row_once_within_the_budget() -> None:
     assert parts[0] == [4], "a row over the budget is alone"
     assert all(len(part) * max(lengths[row] for row in part) <= 80 for part in parts[1:])
     assert parts[1] == [1, 7], "rows of like length go together"
+
+
+def test_padding_stays_small_where_micro_batches_are_filled() -> None:
+    lengths = [int(length) for length in np.random.default_rng(0).integers(5, 200, 400)]
+    parts = micro_batches(lengths, 4000)
+    padded = sum(len(part) * max(lengths[row] for row in part) for part in parts)
+    assert padded < 1.15 * sum(lengths)
+    assert len(parts) < 1.5 * sum(lengths) / 4000
