@@ -1,4 +1,5 @@
 import asyncio
+import select
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -124,6 +125,24 @@ async def test_an_impossible_address_leaves_no_socket(wire: ZmqWire, address: st
         with pytest.raises(zmq.ZMQError):
             make(address)
     assert wire.open_ends == 0
+
+
+async def test_a_send_that_consumes_the_edge_does_not_put_the_receiver_to_sleep(
+    wire: ZmqWire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.wire.socket.WATCHDOG_SECONDS", 3600.0)
+    listener = wire.listen(TCP)
+    caller = wire.connect(listener.address)
+    await caller.send([b"first"])
+    peer, _ = await listener.receive()
+    async with asyncio.timeout(5):
+        for _ in range(100):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(caller.receive())
+                await asyncio.sleep(0)
+                await listener.send(peer, [b"arrives"])
+                assert select.select([caller._socket.fileno()], [], [], 5.0)[0]
+                assert caller.offer([b"consumes the edge"])
 
 
 async def test_sockets_are_bounded_and_do_not_linger(wire: ZmqWire) -> None:
