@@ -231,12 +231,10 @@ class Supervisor:
 
     def _why(self, post: Post, spec: WorkerSpec, error: AsyncrlError) -> str:
         """Of an instance that ended. An error while the fleet starts is the user's to see as it is."""
-        if isinstance(error, PeerLost):
-            return str(error)
-        if post.worker.name in self._starting:
+        if post.worker.name in self._starting and not isinstance(error, PeerLost):
             raise error
         self._deaths[post.worker.name].count(spec.instance)
-        return f"it could not start again: {error}"
+        return str(error) if isinstance(error, PeerLost) else f"it could not start again: {error}"
 
 
 async def end(process: WorkerProcess) -> None:

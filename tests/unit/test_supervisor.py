@@ -62,9 +62,9 @@ class FakeProcess:
 class FakeConnection:
     """Greets at once; `started` answers with what `start` does."""
 
-    def __init__(self, start: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, start: Callable[[], Awaitable[None]], greets: bool) -> None:
         self.lost, self.reason = asyncio.Event(), ""
-        self._start = start
+        self._start, self._greets = start, greets
 
     @property
     def channels(self) -> Mapping[Lane, Any]:
@@ -75,6 +75,8 @@ class FakeConnection:
         await self._start()
 
     async def __aenter__(self) -> Self:
+        if not self._greets:
+            raise PeerLost("it hung up")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -89,14 +91,16 @@ class FakeConnection:
 class Stage:
     """A supervisor over fakes, and everything it did, with times."""
 
-    def __init__(self, *, restart: bool = True, start: Callable[[int], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self, *, restart: bool = True, greets: bool = True, start: Callable[[int], Awaitable[None]] | None = None
+    ) -> None:
         self.workers = Workers("echo", 1, Layout())
         self.worker = self.workers.worker(0, 0)
         self.processes: list[FakeProcess] = []
         self.connections: list[FakeConnection] = []
         self.events: list[tuple[float, str]] = []
         self.spawned = asyncio.Condition()
-        self._start = start
+        self._start, self._greets = start, greets
         post = Post(self.worker, self._make_spec, self, restart)
         self.supervisor = Supervisor([post], self._connect, self, 60.0, "asyncrl run")
 
@@ -123,7 +127,7 @@ class Stage:
             if self._start is not None:
                 await self._start(len(self.processes))
 
-        self.connections.append(FakeConnection(start))
+        self.connections.append(FakeConnection(start, self._greets))
         return self.connections[-1]
 
     def changed(self, present: Mapping[str, Present]) -> None:
@@ -258,6 +262,15 @@ def test_what_a_worker_raises_at_a_restart_counts_as_a_death() -> None:
         "lives echo0.0-0-0",
         "lives echo0.0-0-2",
     ]
+
+
+def test_a_worker_that_lives_but_never_greets_ends_the_fleet() -> None:
+    async def play(stage: Stage) -> None:
+        async with asyncio.timeout(60):
+            await stage.supervisor.all_started()
+
+    with pytest.RaisesGroup(pytest.RaisesExc(FleetFailed, match="it hung up")):
+        acting(play, greets=False)
 
 
 def test_a_broken_link_ends_the_worker_behind_it() -> None:
