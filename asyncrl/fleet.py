@@ -203,9 +203,11 @@ async def _kept(running: RunningFleet, report: Callable[[str], None]) -> AsyncIt
 
 
 def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """A failed fleet explains every other error that came with it."""
-    failed = errors.subgroup(FleetFailed)
-    return lone(errors) if failed is None else lone(failed)
+    """A failed fleet explains every other error that came with it; the supervisor's word, which comes first, its own."""
+    failed: BaseException | None = errors.subgroup(FleetFailed)
+    while isinstance(failed, BaseExceptionGroup):
+        failed = failed.exceptions[0]
+    return failed or lone(errors)
 
 
 def _posts(

@@ -18,7 +18,7 @@ from asyncrl.config import Config
 from asyncrl.controller import Controller, Schedule
 from asyncrl.deploy.local import LocalLauncher
 from asyncrl.deploy.services import service_specs
-from asyncrl.errors import lone
+from asyncrl.errors import FleetFailed, lone
 from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator, Question
 from asyncrl.events import Event, GroupFinished, StepDone
 from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
@@ -94,10 +94,19 @@ async def run(order: Order) -> RunDirectory:
         model = await prepare(order.config, directory.model, order.display.say)
         taken_up = _take_up(order.config, directory, store, plan)
         facts = _facts(order.config, directory, model, taken_up)
-        await _run_fleet(order, taken_up, questions, facts)
+        try:
+            await _run_fleet(order, taken_up, questions, facts)
+        except FleetFailed as failed:
+            raise _resumable(failed, order.command) from failed
     if order.config.telemetry.trace:
         await asyncio.to_thread(merge, directory.path)
     return directory
+
+
+def _resumable(failed: FleetFailed, command: str) -> FleetFailed:
+    """The same error, with the command that resumes; the supervisor says it already, the controller does not know."""
+    told = str(failed)
+    return FleetFailed(told if command in told else f"{told}. Resume with: {command}", failed.exit_code)
 
 
 # ---- before the fleet ------------------------------------------------------------------------------------

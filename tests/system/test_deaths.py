@@ -1,0 +1,178 @@
+"""Workers are killed while the quickstart runs: it goes on or resumes, and the audit holds."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncrl.audit import audit
+from asyncrl.models import prepare
+from asyncrl.settings import load
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+
+PATIENCE = 100.0
+STEPS = "25"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's model, made once."""
+    target = tmp_path_factory.mktemp("model") / "model"
+    return asyncio.run(prepare(load("quickstart").config, target, print, PATIENCE))
+
+
+def command(model: Path, run_dir: Path, *flags: str, steps: str = STEPS) -> list[str]:
+    keys = ["--model.name", str(model), "--steps", steps, "--training.checkpoint_every", "5", "--evaluate.every", "100"]
+    return [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir), *keys, *flags]
+
+
+@contextmanager
+def running(arguments: list[str]) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def until_step(process: "subprocess.Popen[str]", step: int) -> None:
+    """Returns once this step was shown; whatever else is shown must not be the end."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if (found := re.match(r"step (\d+)/", line)) and int(found[1]) >= step:
+            return
+    raise AssertionError("ended early:\n" + "".join(seen[-20:]))
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    shown, _ = process.communicate(timeout=PATIENCE)
+    return process.returncode, shown
+
+
+def pid_of(run_dir: Path, service: str) -> int:
+    workers = json.loads((run_dir / "fleet.json").read_text())["workers"]
+    (found,) = [worker["pid"] for worker in workers if worker["service"] == service]
+    return int(found)
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    limit = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < limit, f"waited {PATIENCE} s for {what}"
+        os.sched_yield()
+
+
+def dead(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def audited(run_dir: Path) -> None:
+    report = audit(run_dir)
+    assert report.ok, str(report)
+
+
+def last_metrics(run_dir: Path) -> dict[str, float]:
+    line: dict[str, float] = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    return line
+
+
+@pytest.mark.parametrize("service", ["generation", "reward", "reference"])
+def test_the_run_goes_on_by_itself_when_a_worker_is_killed(service: str, model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    kl = ["--algorithm.kl", "0.01"] if service == "reference" else []
+    with running(command(model, run_dir, *kl)) as process:
+        until_step(process, 4)
+        os.kill(pid_of(run_dir, service), signal.SIGKILL)
+        code, shown = ended(process)
+    assert code == 0, shown
+    assert f"lost {service}0.0" in shown
+    assert last_metrics(run_dir)["step"] == int(STEPS)
+    assert last_metrics(run_dir)["staleness/max"] <= 2
+    audited(run_dir)
+
+
+def test_one_command_resumes_when_the_trainer_is_killed(model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with running(command(model, run_dir)) as process:
+        until_step(process, 7)
+        os.kill(pid_of(run_dir, "training"), signal.SIGKILL)
+        code, shown = ended(process)
+    assert code == 75, shown
+    resume = re.search(r"Resume with: asyncrl (run .*)$", shown, re.MULTILINE)
+    assert resume, shown
+    audited(run_dir)
+    with running([sys.executable, "-m", "asyncrl.deploy.cli", *resume[1].split()]) as process:
+        code, shown = ended(process)
+    assert code == 0, shown
+    assert "resuming" in shown
+    assert last_metrics(run_dir)["epoch"] == 1
+    audited(run_dir)
+
+
+def test_the_same_command_resumes_when_the_controller_is_killed_and_leaves_no_orphan(
+    model: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with running(command(model, run_dir)) as process:
+        until_step(process, 7)
+        pids = [pid_of(run_dir, service) for service in ("generation", "reward", "training")]
+        process.send_signal(signal.SIGKILL)
+        process.wait(PATIENCE)
+    wait_until(lambda: all(dead(pid) for pid in pids), "the workers to end with their parent")
+    audited(run_dir)
+    with running(command(model, run_dir)) as process:
+        code, shown = ended(process)
+    assert code == 0, shown
+    assert "resuming" in shown
+    audited(run_dir)
+
+
+def test_ctrl_c_ends_with_a_checkpoint_and_the_same_command_goes_on(model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with running(command(model, run_dir)) as process:
+        until_step(process, 6)
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        code, shown = ended(process)
+        took = time.monotonic() - began
+    assert code == 0, shown
+    assert "checkpoint" in shown
+    newest = max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal())
+    assert newest == last_metrics(run_dir)["version"] >= 6, f"after {took:.1f} s: {shown}"
+    with running(command(model, run_dir)) as process:
+        code, shown = ended(process)
+    assert code == 0, shown
+    assert last_metrics(run_dir)["step"] == int(STEPS)
+    audited(run_dir)
+
+
+def test_a_changed_config_is_refused_with_a_diff_unless_accepted(model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with running(command(model, run_dir, steps="2")) as process:
+        assert ended(process)[0] == 0
+    changed = ["--training.learning_rate", "1e-4"]
+    with running(command(model, run_dir, *changed, steps="3")) as process:
+        code, shown = ended(process)
+    assert code == 2
+    assert "training.learning_rate: 0.0005 -> 0.0001" in shown
+    with running(command(model, run_dir, *changed, "--accept-changes", steps="3")) as process:
+        code, shown = ended(process)
+    assert code == 0, shown
+    assert last_metrics(run_dir)["step"] == 3
+    audited(run_dir)
