@@ -3,6 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -152,11 +153,10 @@ class RowReader:
         link = Link(
             self._wire.connect(address), self._hello, owner, instance=instance or None, heartbeat=self._heartbeat
         )
-        try:
+        with ExitStack() as undo:
+            undo.callback(link.close)
             await link.open(self._group, HELLO_DEADLINE)
-        except BaseException:
-            link.close()
-            raise
+            undo.pop_all()
         return link
 
 

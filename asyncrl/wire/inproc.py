@@ -115,6 +115,7 @@ class InprocWire:
 
     def _end(self, address: str) -> InprocListener:
         if address not in self._ends or self._ends[address].inbox.closed:
+            self._ends = {name: end for name, end in self._ends.items() if not end.inbox.closed}
             self._ends[address] = InprocListener(address)
         return self._ends[address]
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -47,11 +47,10 @@ class Link:
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
-        try:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.__aexit__)
             await self.open(self._group)
-        except BaseException:
-            await self.__aexit__()
-            raise
+            undo.pop_all()
         return self
 
     async def __aexit__(

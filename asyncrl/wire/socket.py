@@ -27,7 +27,7 @@ from asyncrl.wire.ends import (
 
 WATCHDOG_SECONDS = 1.0
 MAX_FRAMES = 65_536
-"""Frames of one message; a fetch of rows has one a column and a row."""
+"""Frames of one message; ours have a few dozen. The rest is let go, and the codec then misses it."""
 
 RECONNECT_MILLISECONDS = 50
 _LOST_EVENTS = (
