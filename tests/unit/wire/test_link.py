@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,7 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, RemoteError, WireError
 from asyncrl.protocols.messages import Call, Reply
-from asyncrl.wire import ends
 from asyncrl.wire.answers import STREAM_WINDOW
-from asyncrl.wire.codec import encode
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 EVERY_WIRE = pytest.mark.parametrize("site", ["inproc", "ipc", "tcp"], indirect=True)
@@ -316,128 +313,3 @@ async def test_an_answer_that_crosses_its_cancel_is_counted(site: Any, eventuall
         session.line.offer(Reply(0, None))
         await eventually(lambda: link.late_answers >= 1)
         assert await link.call("echo", (1,), 5.0) == (1,)
-
-
-async def test_garbage_from_strangers_leaves_the_others_alone(site: Any, eventually: Eventually) -> None:
-    async with site.serving() as worker, site.link(worker) as link:
-        stranger = site.wire.connect(worker.address)
-        junk: list[list[bytes]] = [[b""], [b"x" * 8], [b"\0" * 8, b"\xdd\xff\xff\xff\xff"], [b"\0" * 8, b"x" * 100_000]]
-        junk.append([b"\0" * 8, *map(bytes, encode(Call(0, "echo", (), 1.0)))])
-        for frames in junk:
-            await stranger.send(frames)
-        await eventually(lambda: worker.host.strangers == len(junk))
-        assert await link.call("echo", (1,), 5.0) == (1,)
-        assert worker.host.running == 0
-        stranger.close()
-
-
-async def test_garbage_from_a_known_caller_ends_its_link_only(site: Any) -> None:
-    async with site.serving() as worker, site.link(worker) as link, site.link(worker) as other:
-        await link._caller.send([b"junk"])
-        await link.lost.wait()
-        assert "hangs up: a message without a number" in link.reason
-        assert await other.call("echo", (1,), 5.0) == (1,)
-
-
-@pytest.mark.parametrize("deadline", [float("inf"), float("nan"), 0.0, -1.0])
-async def test_a_call_without_a_finite_deadline_is_refused(site: Any, deadline: float) -> None:
-    async with site.serving() as worker, site.link(worker) as link:
-        link._line.offer(Call(0, "echo", (), deadline))
-        await link.lost.wait()
-        assert "has the deadline" in link.reason
-
-
-async def test_callers_that_are_gone_make_room(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.wire.host.MAX_CALLERS", 2)
-    async with site.serving() as worker, site.link(worker):
-        async with site.link(worker):
-            with pytest.raises(Refused, match="has 2 callers already"):
-                async with site.link(worker):
-                    pass
-        await until_welcome(site, worker)
-
-
-async def until_welcome(site: Any, worker: Any) -> None:
-    """The worker learns of a closed connection a moment after the caller has closed it."""
-    async with asyncio.timeout(5):
-        while True:
-            try:
-                async with site.link(worker):
-                    return
-            except Refused:
-                continue
-
-
-async def test_a_peer_that_does_not_read_exhausts_a_deadline_not_the_memory(
-    site: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ends, "SEND_DEADLINE", 0.05)
-    listener = site.wire.listen(site.address)
-    caller = site.wire.connect(listener.address)
-    sent = 0
-
-    async def send_for_ever() -> None:
-        nonlocal sent
-        while True:
-            await caller.send([b"x" * 1000])
-            sent += 1
-
-    with pytest.raises(DeadlineExceeded, match=r"has not read for 0\.05 s"):
-        await send_for_ever()
-    assert sent >= ends.HIGH_WATER
-    caller.close()
-    listener.close()
-
-
-async def test_nothing_is_lost_when_a_sender_waits_for_room(site: Any) -> None:
-    listener = site.wire.listen(site.address)
-    caller = site.wire.connect(listener.address)
-    total = 5 * ends.HIGH_WATER
-
-    async def send_all() -> None:
-        for number in range(total):
-            await caller.send([b"%d" % number, b"x" * 1000])
-
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-        tasks.create_task(send_all())
-        for number in range(total):
-            peer, frames = await listener.receive()
-            assert frames[0] == b"%d" % number
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-        back = tasks.create_task(send_back(listener, peer, total))
-        for number in range(total):
-            assert (await caller.receive())[0] == b"%d" % number
-    assert back.done()
-    caller.close()
-    listener.close()
-
-
-async def send_back(listener: Any, peer: bytes, total: int) -> None:
-    for number in range(total):
-        await listener.send(peer, [b"%d" % number, b"x" * 1000])
-
-
-async def test_a_flood_lets_other_tasks_run_every_few_messages(site: Any) -> None:
-    """Between two turns of another task at most DRAIN_BUDGET messages are taken."""
-    listener = site.wire.listen(site.address)
-    caller = site.wire.connect(listener.address)
-    total, taken, stretch = 60_000, 0, [0]
-
-    async def send_all() -> None:
-        for _ in range(total):
-            await caller.send([b"x" * 64])
-
-    async def tick() -> None:
-        while taken < total:
-            stretch.append(taken)
-            await asyncio.sleep(0)
-
-    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        tasks.create_task(send_all())
-        tasks.create_task(tick())
-        while taken < total:
-            await listener.receive()
-            taken += 1
-    assert max(after - before for before, after in pairwise(stretch)) <= ends.DRAIN_BUDGET
-    caller.close()
-    listener.close()
