@@ -74,12 +74,18 @@ class Books:
         self.journal.append(records.Generated(row.group, row.attempt, (sample,)))
         self._rows[row.group][row.member] = row
 
+    def holds(self, row: RowRef) -> None:
+        """Another service made columns of a generated sample; those of an old attempt are freed."""
+        held = self._rows.get(row.group, {}).get(row.member)
+        if held is not None and held.attempt == row.attempt:
+            self._rows[row.group][row.member] = row
+        else:
+            self._release(row.places)
+
     def scored(self, row: RowRef, score: Score) -> None:
         """A sample has its reward, or cannot be scored and is dropped. The answer of an old attempt is refused."""
-        reward, held = score.reward, self._rows.get(row.group, {}).get(row.member)
+        reward = score.reward
         if not self.gate.scored(row.group, row.member, row.attempt, reward):
-            made_meanwhile = [place for place in row.places if held is None or place not in held.places]
-            self._release(made_meanwhile)
             return
         self._rows[row.group][row.member] = replace(row, reward=reward)
         if reward is not None:

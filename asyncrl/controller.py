@@ -10,6 +10,7 @@ Waits of its own have no deadline: what they wait for is a call with one, and th
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -27,6 +28,9 @@ from asyncrl.protocols.messages import Score, StepReport
 from asyncrl.publishing import Publisher
 from asyncrl.rolling import Attempt, Prompts, Rolling, Sampling
 from asyncrl.staleness import Cut, Gate, Stage
+
+LAST_NOTICES = 1.0
+"""Seconds for the last notices: their readers end too, so that one who cannot be told at once need not be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,9 @@ class Controller:
         self._rolling.stop()
         for task in beside:
             task.cancel()
-        await self._notices.flush()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_NOTICES):
+                await self._notices.flush()
 
     def stop(self) -> None:
         """End after the iteration that runs now, as if the steps had been reached. What is in flight is abandoned."""
@@ -165,6 +171,11 @@ class Controller:
     def generated(self, sample: BatchRef) -> None:
         """A sample left the engine."""
         self._books.generated(sample.only)
+
+    def holds(self, sample: BatchRef) -> BatchRef:
+        """Another service made columns of the sample; they live as long as its tokens. Returns the sample."""
+        self._books.holds(sample.only)
+        return sample
 
     def ready(self, sample: BatchRef, score: Score) -> None:
         """A sample is judged: it waits for training, or is dropped when it has no reward."""

@@ -83,7 +83,7 @@ class Rolling:
         self._roll_out, self._tasks = roll_out, tasks
         self._alive: dict[int, asyncio.Task[None]] = {}
         self._scopes: dict[int, asyncio.Timeout] = {}
-        self._losses: dict[int, str] = {}
+        self._overtaken: dict[int, None] = {}
         self._failures: dict[int, int] = {}
 
     def start(self, group: int) -> None:
@@ -96,14 +96,13 @@ class Rolling:
             task.cancel()
 
     def lost(self, group: int, reason: str) -> None:
-        """Rows of this group are gone: begin a new attempt, the running one ends where it is."""
-        if group not in self._alive:
-            self._failed(group, reason)
-            if self._gate.members(group, Stage.RUNNING):
-                self.start(group)
-        elif group in self._scopes and group not in self._losses:
-            self._losses[group] = reason
+        """Rows of this group are gone: a new attempt begins, and one that runs ends where it is."""
+        self._failed(group, reason)
+        if group in self._scopes and group not in self._overtaken:
+            self._overtaken[group] = None
             self._scopes[group].reschedule(asyncio.get_running_loop().time())
+        elif group not in self._alive and self._gate.members(group, Stage.RUNNING):
+            self.start(group)
 
     async def _live(self, group: int) -> None:
         while self._gate.members(group, Stage.RUNNING, Stage.SCORING):
@@ -113,7 +112,7 @@ class Rolling:
         del self._alive[group]
 
     async def _try(self, group: int) -> str:
-        """One attempt; returns why it failed, "" when it did not."""
+        """One attempt; returns why it failed, "" when it did not, or when another one overtook it."""
         failure = ""
         try:
             async with asyncio.timeout(None) as self._scopes[group]:
@@ -122,9 +121,10 @@ class Rolling:
             failure = str(_first(failures))
         finally:
             del self._scopes[group]
+            overtaken = self._overtaken.pop(group, "no") is None
         missing = self._gate.members(group, Stage.RUNNING, Stage.SCORING)
         unfinished = f"the attempt ended without samples {missing}" if missing else ""
-        return self._losses.pop(group, failure or unfinished)
+        return "" if overtaken else failure or unfinished
 
     def _attempt(self, group: int) -> Attempt:
         members, not_before = self._gate.members(group, Stage.RUNNING), self._gate.not_before(group)

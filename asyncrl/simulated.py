@@ -78,6 +78,15 @@ class Host(Contract):
         await self._lives.wait()
         return self.deaths
 
+    async def work(self, seconds: float) -> None:
+        """A pure call, which a handle repeats once. Raises PeerLost when the worker dies both times."""
+        for _ in range(2):
+            instance = await self.lives()
+            await asyncio.sleep(seconds)
+            if self.deaths == instance and self._lives.is_set():
+                return
+        raise PeerLost(f"{self.service} died twice in one call")
+
     def still(self, deaths: int) -> None:
         """Raises PeerLost when the instance that a call went to has died meanwhile."""
         if self.deaths != deaths or not self._lives.is_set():
@@ -240,9 +249,7 @@ class SimulatedReward(Host, Reward):
 
     async def score(self, sample: BatchRef, row: dict[str, Any]) -> Score:
         chance = random.Random(f"reward {sample.only.key}")
-        instance = await self.lives()
-        await asyncio.sleep(self.delay * chance.uniform(0.5, 1.5))
-        self.still(instance)
+        await self.work(self.delay * chance.uniform(0.5, 1.5))
         reward = None if chance.random() < self.unscorable else float(chance.random() < 0.5)
         return Score(reward, {} if reward is None else {"coin": reward})
 
@@ -255,11 +262,9 @@ class SimulatedReference(Host, Reference):
         self.delay, self._generation = delay, generation
 
     async def logprobs(self, samples: BatchRef) -> BatchRef:
-        instance = await self.lives()
         if not all(self._generation.holds(row.places[0]) for row in samples):
             raise LostRows("the rows to look at are gone")
-        await asyncio.sleep(self.delay)
-        self.still(instance)
+        await self.work(self.delay)
         return samples.with_places([self.hold(()) for _ in samples])
 
 

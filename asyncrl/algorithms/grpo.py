@@ -25,7 +25,7 @@ async def judge(fleet: Fleet, gate: Controller, group: Attempt, sample: BatchRef
     async with TaskGroup() as tasks:
         score = tasks.create_task(fleet.reward.score(sample, group.row))
         if fleet.reference is not None:
-            sample = await fleet.reference.logprobs(sample)
+            sample = gate.holds(await fleet.reference.logprobs(sample))
     gate.ready(sample, score.result())
 
 
