@@ -281,6 +281,26 @@ def test_t24_k1_in_the_reward_and_k2_in_the_loss_have_one_gradient_on_policy(
         torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("old", ["engine", "recomputed"])
+def test_t24_off_policy_kl_carries_the_policys_weight(
+    estimator: str, old: str, tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows = [dataclasses.replace(r, reference_logprobs=r.logprobs - 0.3, advantage=0.0) for r in make_rows(5)]
+    model = load_causal_model(tiny, "cpu")
+    total = 0.0
+    for row in rows:
+        (current,) = frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [1.0], 1024)
+        importance = np.exp(current.astype(np.float64) - row.logprobs)
+        weight = np.clip(importance, 0.8, 1.2) if old == "engine" else np.minimum(importance, 2.0)
+        difference = current.astype(np.float64) - row.reference_logprobs
+        total += (weight * (difference**2 / 2 if estimator == "k2" else np.exp(-difference) - 1 + difference)).sum()
+    config = kl_config(make_config, kl_estimator=estimator, old_logprobs=old)
+    outcome = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION)
+    expected = 0.5 * total / sum(len(row.response_ids) for row in rows)
+    assert outcome.metrics["loss/kl"] == pytest.approx(expected, rel=1e-5)
+
+
 def outcome_and_weights(config: Config, folder: Path, rows: list[TrainRow]) -> tuple[StepOutcome, dict]:
     engine = TorchTraining(config, folder)
     for version in range(VERSION, VERSION + 3):
