@@ -203,7 +203,7 @@ async def _kept(running: RunningFleet, report: Callable[[str], None]) -> AsyncIt
 
 
 def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """A failed fleet explains every other error that came with it; the supervisor's word, which comes first, its own."""
+    """A failed fleet explains every other error that came with it; the supervisor speaks first and knows best."""
     failed: BaseException | None = errors.subgroup(FleetFailed)
     while isinstance(failed, BaseExceptionGroup):
         failed = failed.exceptions[0]

@@ -113,12 +113,13 @@ def _row_store(spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup) -> Callab
 
     def open_store(slots: int, slot_bytes: int) -> RowStore:
         data = spec.addresses.data
+        owner = f"{data}#{spec.instance}"
         if data.startswith("ipc://"):
             name = segment_name(spec.facts.run, spec.facts.epoch, spec.instance, "rows")
-            store = open_rows(name, slots, slot_bytes, data)
+            store = open_rows(name, slots, slot_bytes, owner)
         else:
-            store = HeapRows(data, slots, slot_bytes)
-        if store.address == data:
+            store = HeapRows(owner, slots, slot_bytes)
+        if store.address == owner:
             tasks.create_task(_listen(spec, wire, data, serve_rows(store)).serve(), name="data lane")
         return store
 

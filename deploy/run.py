@@ -167,7 +167,7 @@ async def _run_fleet(order: Order, taken_up: TakenUp, questions: Questions, fact
     async with AsyncExitStack() as scope:
         launcher = None
         if config.fleet.wire != "inproc":
-            launcher = scope.enter_context(LocalLauncher(config.fleet.wire))
+            launcher = scope.enter_context(LocalLauncher(config.fleet.wire, facts.run))
         order.display.say(f"starting {', '.join(spec.name for spec in specs)}")
         running = await scope.enter_async_context(
             running_fleet(specs, facts, launcher=launcher, report=order.display.say, resume=order.command)
@@ -270,6 +270,7 @@ class _Training:
         """Recorder, evaluation and news of workers, beside the controller."""
         self._running.on_lives.append(lambda service, instance: self._news.put_nowait(("lives", service, instance)))
         self._running.on_lost.append(self._lost)
+        self._running.on_gone.append(lambda service, instance: self._news.put_nowait(("gone", service, instance)))
         beside = {"recorder": self._recorder.run(), "news of workers": self._follow_news()}
         if self._evaluations is not None:
             self._evaluations.ask(await self._fleet.training.published())
@@ -303,13 +304,13 @@ class _Training:
 
     # ---- workers come and go -----------------------------------------------------------------------------
 
-    def _lost(self, service: str, instance: str, why: str = "") -> None:
-        """The controller hears of it at once; what has to be awaited follows in its own task."""
-        self._order.display.say(f"lost {instance}: {why or 'its process ended'}; it is started again")
-        self._controller.worker_lost(instance, why or f"{instance} died")
-        self._news.put_nowait(("lost", service, instance))
+    def _lost(self, service: str, instance: str, why: str) -> None:
+        if service != "training":
+            self._order.display.say(f"lost {instance}: {why}; it is started again")
+        self._controller.worker_lost(instance, why)
 
     async def _follow_news(self) -> None:
+        """What has to be awaited. Only a process that was waited for surely reads no weights any more."""
         while True:
             kind, service, instance = await self._news.get()
             if kind == "lives":
@@ -319,9 +320,7 @@ class _Training:
 
     def _evict(self, reader: str) -> None:
         self._order.display.say(f"{reader} did not take over new weights in time; it is killed and started again")
-        for present in self._running.supervisor.present.values():
-            if present.spec.instance == reader:
-                present.process.kill()
+        self._running.kill(reader)
 
 
 def _sampling(config: Config, epoch: int) -> Sampling:
