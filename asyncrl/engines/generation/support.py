@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from asyncrl.engines.generation.forward import NOTHING, FlatModel, Whole
+from asyncrl.engines.loading import load_pretrained
 from asyncrl.errors import ConfigError
 
 PROBE_TOKENS, PROBE_WHOLE = 12, 8  # few enough to cost nothing, more than one single step
@@ -20,7 +20,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Any:
     Raises:
         ConfigError: names the setting and what to use instead.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = load_pretrained(folder, dtype=dtype)
     refuse_unsupported(model.config)
     return model.to(device).eval().requires_grad_(False)
 

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
+from asyncrl.engines.loading import load_pretrained
 from asyncrl.errors import ConfigError
 
 HEAD_TOLERANCE = 1e-3
@@ -54,7 +55,7 @@ def load_causal_model(folder: Path, device: str, precision: Literal["float32", "
     whose logits are not its output layer applied to its last hidden states.
     """
     config = AutoConfig.from_pretrained(folder)
-    whole = AutoModelForCausalLM.from_pretrained(
+    whole = load_pretrained(
         folder, config=_without_dropout(folder), dtype=torch.float32, attn_implementation="sdpa"
     ).to(device)
     tokenizer = AutoTokenizer.from_pretrained(folder)
