@@ -67,32 +67,18 @@ def config() -> Config:
 def start(folder: Path, config: Config, tmp_path: Path) -> Start:
     @asynccontextmanager
     async def started(config: Config = config, service: str = "generation", **options: Any) -> AsyncIterator[Any]:
-        now = asyncio.get_running_loop().time
-        clock = StateClock(now)
+        clock = StateClock(asyncio.get_running_loop().time)
         occupancy = Occupancy(clock)
-        compute = ThreadCompute(occupancy)
         async with asyncio.TaskGroup() as tasks:
-            context = WorkerContext(
+            context = context_of(
                 config=config,
-                run="0badcafe",
                 run_dir=tmp_path,
                 model_dir=folder,
-                checkpoint_dir=None,
-                epoch=EPOCH,
                 service=service,
-                replica=0,
-                rank=0,
-                layout=Layout(),
-                instance=f"{service}0.0-{EPOCH}-12345678",
-                weights_arena="",
-                reader=SimpleNamespace(),  # type: ignore[arg-type]
-                compute=compute,
                 clock=clock,
                 occupancy=occupancy,
-                tracer=Tracer(None, service),
-                log=structlog.get_logger(),
+                compute=ThreadCompute(occupancy),
                 tasks=tasks,
-                row_store=lambda slots, slot_bytes: HeapRows("inproc://generation.data", slots, slot_bytes),
                 options=options,
             )
             before = asyncio.all_tasks()
@@ -103,9 +89,28 @@ def start(folder: Path, config: Config, tmp_path: Path) -> Start:
             yield made
             await made.stop()
             loop.cancel()
-        compute.close()
+        context.compute.close()
 
     return started
+
+
+def context_of(*, service: str, **given: Any) -> WorkerContext:
+    return WorkerContext(
+        run="0badcafe",
+        checkpoint_dir=None,
+        epoch=EPOCH,
+        service=service,
+        replica=0,
+        rank=0,
+        layout=Layout(),
+        instance=f"{service}0.0-{EPOCH}-12345678",
+        weights_arena="",
+        reader=SimpleNamespace(),  # type: ignore[arg-type]
+        tracer=Tracer(None, service),
+        log=structlog.get_logger(),
+        row_store=lambda slots, slot_bytes: HeapRows("inproc://generation.data", slots, slot_bytes),
+        **given,
+    )
 
 
 @pytest.fixture

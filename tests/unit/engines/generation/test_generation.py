@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.engines.generation import cache
+from asyncrl.engines.generation import torch as torch_engine
 from asyncrl.engines.generation.interface import Completion, Request
 from asyncrl.engines.generation.torch import TorchEngine
 from asyncrl.errors import ConfigError, WeightsError
@@ -52,6 +54,30 @@ def test_logprobs_equal_a_plain_forward(
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
         assert len(completion.tokens) <= completion.request.max_new_tokens
         assert completion.tokens.max() < 261
+
+
+def test_the_cache_grows_under_running_sequences(
+    make_engine: MakeEngine,
+    requests: MakeRequests,
+    drain: Drain,
+    plain_logprobs: Plain,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache, "FIRST_LENGTH", 8)
+    for completion in drain(make_engine(), requests(9, max_new_tokens=24)).values():
+        np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)
+
+
+def test_many_sequences_are_taken_up_in_several_forwards(
+    make_engine: MakeEngine,
+    requests: MakeRequests,
+    drain: Drain,
+    plain_logprobs: Plain,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_engine, "WHOLE_TOKENS", 50)
+    for completion in drain(make_engine(slots=12), requests(14, max_new_tokens=6)).values():
+        np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
