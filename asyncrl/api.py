@@ -128,8 +128,6 @@ async def train_async(
     config = load(None, (), values=values).config
     directory = Path(run_dir) if run_dir is not None else Path("runs") / strftime("python-%Y%m%d-%H%M%S")
     with open_display(config.steps) as display:
-        for function in here:
-            display.say(f"reward {function.__name__} has no importable name: it is called in this process")
         order = Order(
             config=config,
             run_dir=directory,
@@ -137,7 +135,7 @@ async def train_async(
             command=f"the same call with run_dir={shlex.quote(str(directory))}",
             accept_changes=accept_changes,
             prompts=None if isinstance(prompts, str) else prompts,
-            reward_service=_reward_here(here) if here else None,
+            reward_service=_reward_here(here, display.say),
         )
         finished = await run(order)
     return Run(finished.path, config)
@@ -173,11 +171,16 @@ def _by_name(functions: Sequence[str | Function]) -> tuple[list[dict[str, Any]],
     return named, here
 
 
-def _reward_here(functions: Sequence[Function]) -> "ServiceSpec":
+def _reward_here(functions: Sequence[Function], say: Callable[[str], None]) -> "ServiceSpec | None":
+    """A reward service of this process; None when there is nothing to serve."""
     from asyncrl.fleet import ServiceSpec
     from asyncrl.protocols.contracts import Reward
     from asyncrl.services.reward import reward_service_of
 
+    if not functions:
+        return None
+    for function in functions:
+        say(f"reward {function.__name__} has no importable name: it is called in this process")
     return ServiceSpec("reward", Reward, reward_service_of(functions), here=True)
 
 

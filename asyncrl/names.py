@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,9 +64,8 @@ def _module_of_file(path: Path, where: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     sys.modules[name] = module
-    try:
+    with ExitStack() as unless_loaded:
+        unless_loaded.callback(sys.modules.pop, name)
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+        unless_loaded.pop_all()
     return module

@@ -95,7 +95,7 @@ class Service:
         """Start, and let `started` tell how that went: the supervised boundary of everything a start may raise."""
         try:
             await self.start()
-        except Exception as error:
+        except Exception as error:  # any failure to start is told to who asked for the fleet
             self.context.log.error("could not start", error=repr(error))
             self.ready.set_exception(error)
         else:

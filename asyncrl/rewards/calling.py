@@ -18,7 +18,7 @@ async def attempt(function: Function, samples: list[Sample], group: bool, deadli
     try:
         async with asyncio.timeout(deadline) as scope:
             return await call(function, samples, group)
-    except Exception as error:
+    except Exception as error:  # the user's code: whatever it raises is the verdict on its samples
         return [_verdict_on(error, scope.expired())] * len(samples)
 
 

@@ -44,7 +44,7 @@ class Child:
             self._functions = [(spec, load(spec)) for spec in (FunctionSpec(**plain) for plain in specs)]
         except ConfigError as error:
             self._send({"mistake": str(error)})
-        except Exception as error:
+        except Exception as error:  # importing the user's file runs the user's code
             self._send(
                 {"mistake": f"reward.functions could not be loaded: {type(error).__name__}: {error}\n{trace(error)}"}
             )

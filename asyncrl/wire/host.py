@@ -211,7 +211,7 @@ class Host:
         try:
             async with asyncio.timeout(call.deadline) as scope:
                 return Reply(call.call, await self._result(session, call))
-        except Exception as error:
+        except Exception as error:  # whatever a call raises is the caller's to handle
             overdue = DeadlineExceeded(f"{call.method} was still running after {call.deadline:g} s")
             return self._failure(call, overdue if scope.expired() else error)
         except asyncio.CancelledError as error:

@@ -63,24 +63,39 @@ def config() -> Config:
     )
 
 
+def make_context(folder: Path, run_dir: Path, config: Config, service: str, **parts: Any) -> WorkerContext:
+    clock = StateClock(asyncio.get_running_loop().time)
+    occupancy = Occupancy(clock)
+    return WorkerContext(
+        config=config,
+        run="0badcafe",
+        run_dir=run_dir,
+        model_dir=folder,
+        checkpoint_dir=None,
+        epoch=EPOCH,
+        service=service,
+        replica=0,
+        rank=0,
+        layout=Layout(),
+        instance=f"{service}0.0-{EPOCH}-12345678",
+        weights_arena="",
+        reader=SimpleNamespace(),  # type: ignore[arg-type]
+        compute=ThreadCompute(occupancy),
+        clock=clock,
+        occupancy=occupancy,
+        tracer=Tracer(None, service),
+        log=structlog.get_logger(),
+        row_store=lambda slots, slot_bytes: HeapRows("inproc://generation.data", slots, slot_bytes),
+        **parts,
+    )
+
+
 @pytest.fixture
 def start(folder: Path, config: Config, tmp_path: Path) -> Start:
     @asynccontextmanager
     async def started(config: Config = config, service: str = "generation", **options: Any) -> AsyncIterator[Any]:
-        clock = StateClock(asyncio.get_running_loop().time)
-        occupancy = Occupancy(clock)
         async with asyncio.TaskGroup() as tasks:
-            context = context_of(
-                config=config,
-                run_dir=tmp_path,
-                model_dir=folder,
-                service=service,
-                clock=clock,
-                occupancy=occupancy,
-                compute=ThreadCompute(occupancy),
-                tasks=tasks,
-                options=options,
-            )
+            context = make_context(folder, tmp_path, config, service, tasks=tasks, options=options)
             before = asyncio.all_tasks()
             made = GenerationService(context)
             await made.begin()
@@ -92,25 +107,6 @@ def start(folder: Path, config: Config, tmp_path: Path) -> Start:
         context.compute.close()
 
     return started
-
-
-def context_of(*, service: str, **given: Any) -> WorkerContext:
-    return WorkerContext(
-        run="0badcafe",
-        checkpoint_dir=None,
-        epoch=EPOCH,
-        service=service,
-        replica=0,
-        rank=0,
-        layout=Layout(),
-        instance=f"{service}0.0-{EPOCH}-12345678",
-        weights_arena="",
-        reader=SimpleNamespace(),  # type: ignore[arg-type]
-        tracer=Tracer(None, service),
-        log=structlog.get_logger(),
-        row_store=lambda slots, slot_bytes: HeapRows("inproc://generation.data", slots, slot_bytes),
-        **given,
-    )
 
 
 @pytest.fixture
