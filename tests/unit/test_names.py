@@ -34,7 +34,7 @@ def test_a_file_that_failed_to_load_is_tried_again(file: Path) -> None:
     [
         ("right", "FILE.py:NAME"),
         ("{folder}/mien.py:right", "did you mean mine.py"),
-        ("{folder}/mine.py:wrong", "did you mean right"),
+        ("{folder}/mine.py:rihgt", "did you mean right"),
         ("no_such_module:right", "no module no_such_module"),
     ],
 )
