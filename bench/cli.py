@@ -4,7 +4,10 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-BENCHMARKS = {"policies": "staleness policies under the virtual clock: live tokens, idle trainer, masked samples"}
+BENCHMARKS = {
+    "asynchrony": "synchronous against asynchronous, seed by seed: wall clock to a reward, held-out reward",
+    "policies": "staleness policies under the virtual clock: live tokens, idle trainer, masked samples",
+}
 
 
 def main() -> None:
