@@ -7,10 +7,10 @@ The controller never waits for any of it.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from asyncrl.errors import Retryable
 from asyncrl.evaluation import Evaluation
@@ -94,7 +94,7 @@ class Recorder:
                 self._terms[(*sample.key, sample.attempt)] = score.terms
             case SamplesDropped(group, members, reason):
                 self._dropped[reason] += len(members)
-                self._forget(lambda key: key[0] == group and key[1] in members)
+                self._forget([key for key in self._terms if key[0] == group and key[1] in members])
             case StepBegan(cuts):
                 self._texts = await self._read_texts(cuts.batch)
             case StepDone():
@@ -121,7 +121,7 @@ class Recorder:
         records = self._records(done)
         self._metrics.write(metrics)
         self._samples.write(records)
-        self._forget(lambda key: key in {(*row.key, row.attempt) for row in done.cuts.batch})
+        self._forget(_key(row) for row in done.cuts.batch)
         self._dropped.clear()
         self._last_step = now
         self._send(done.report.version, metrics)
@@ -134,7 +134,7 @@ class Recorder:
                 done.report.version,
                 row,
                 self._texts[row.key],
-                self._terms.get((*row.key, row.attempt), {}),
+                self._terms.get(_key(row), {}),
                 trained.get(row.key, TrainedSample(row.group, row.member, row.attempt, 0, row.tokens, "skipped")),
             )
             for row in done.cuts.batch
@@ -148,9 +148,9 @@ class Recorder:
                 values.setdefault(name, []).append(value)
         return {f"reward/{name}": fmean(each) for name, each in values.items()}
 
-    def _forget(self, gone: Callable[[Key], Any]) -> None:
-        for key in [key for key in self._terms if gone(key)]:
-            del self._terms[key]
+    def _forget(self, gone: Iterable[Key]) -> None:
+        for key in gone:
+            self._terms.pop(key, None)
 
     async def _healths(self) -> list[Health]:
         """Of every worker that answers; the time of one that is dead is nobody's."""

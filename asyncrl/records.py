@@ -3,7 +3,8 @@
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
+from typing import Any
 
 import msgpack
 
@@ -116,9 +117,14 @@ KINDS: dict[str, type[Record]] = {
 NAMES = {kind: name for name, kind in KINDS.items()}
 
 
+def _values(record: Record) -> list[Any]:
+    """In the order of its fields; `astuple` would copy every list in it."""
+    return [getattr(record, name) for name in type(record).__dataclass_fields__]
+
+
 def encode(record: Record) -> bytes:
     """The record in its frame."""
-    payload: bytes = msgpack.packb([NAMES[type(record)], *astuple(record)])
+    payload: bytes = msgpack.packb([NAMES[type(record)], *_values(record)])
     assert len(payload) <= RECORD_LIMIT, f"a {NAMES[type(record)]} record of {len(payload)} bytes"
     return FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 

