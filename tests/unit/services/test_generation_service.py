@@ -256,11 +256,15 @@ async def test_weights_flip_while_samples_run(start: Start, arena: Any) -> None:
         arena.leases.using(using.readers[0], 0)
         running = asyncio.ensure_future(collect(service, group(0, members=24)))
         await until(lambda: service._engine.running > 0)
-        using = await service.use_weights(arena.publish(1))
-        assert using.version == 1
-        refs = await running
-        assert len(refs) == 24
-        assert {row.last for row in BatchRef.join(refs)} == {1}
+        await service.pause()
+        await service.context.compute.run(lambda: None)
+        finished, sampling = service.counters["samples"], service._engine.running
+        assert (await service.use_weights(arena.publish(1))).version == 1
+        await service.resume()
+        rows = BatchRef.join(await running).rows
+        assert len(rows) == 24
+        assert sum(row.last == 1 for row in rows) == 24 - finished
+        assert sum(row.first == 0 and row.last == 1 for row in rows) == sampling
         assert (await service.use_weights(first)).version == 1
         assert service.context.clock.seconds()["sync"] > 0
 

