@@ -121,7 +121,7 @@ class Invariants:
     def __init__(self, gate: Gate, journal: Journal, training: SimulatedTraining, *, thorough: bool) -> None:
         self._gate, self._journal, self._training, self._thorough = gate, journal, training, thorough
         self._changed = asyncio.Event()
-        self._lost_in_a_row = 0
+        self._lost_in_a_row, self._drawn_in_a_row = 0, 0
 
     def observe(self, event: Event) -> None:
         if self._thorough or isinstance(event, StepDone):
@@ -130,6 +130,8 @@ class Invariants:
             self._lost_in_a_row += 1
             assert self._lost_in_a_row < 100, "the same rows are lost for ever"
         if isinstance(event, GroupDrawn):
+            self._drawn_in_a_row += 1
+            assert self._drawn_in_a_row < 50 * self._gate.config.cap, "groups are drawn for ever, and none is trained"
             assert self._gate.held() <= self._gate.config.credits, f"group {event.group} was drawn without credit"
         if isinstance(event, StepDone):
             self._check_step(event)
@@ -151,7 +153,7 @@ class Invariants:
         assert gate.in_flight <= gate.config.cap * gate.config.members, "more is in flight than the cap"
 
     def _check_step(self, event: StepDone) -> None:
-        self._lost_in_a_row = 0
+        self._lost_in_a_row, self._drawn_in_a_row = 0, 0
         keys, policy = [row.key for row in event.cuts.batch], self._gate.config.policy
         assert all(one < next_ for one, next_ in pairwise(keys)), "a batch is sorted by (group, member), each once"
         assert len(self._training.trained) == self._training.samples_trained, "a sample was trained twice"

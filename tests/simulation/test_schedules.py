@@ -51,9 +51,7 @@ def test_the_history_is_the_same_in_another_process() -> None:
         "print(simulate(Scenario(steps=3, seed=7, faults=Faults(generation=20, reward=20))).digest)"
     )
     python = [sys.executable, "-c", code]
-    elsewhere = subprocess.run(
-        python, capture_output=True, text=True, check=True, timeout=60, cwd=Path(__file__).parent
-    )
+    elsewhere = subprocess.run(python, capture_output=True, text=True, check=True, timeout=60)
     here = simulate(Scenario(steps=3, seed=7, faults=Faults(generation=20, reward=20))).digest
     assert elsewhere.stdout.strip() == here
 
