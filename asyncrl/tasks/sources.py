@@ -3,6 +3,7 @@
 import csv
 import inspect
 import json
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from itertools import islice
@@ -19,6 +20,9 @@ Rows = Sequence[Mapping[str, Any]]
 TRAINING_SEED, HELD_OUT_SEED = 0, 1
 """Of procedural sources, unless their options say otherwise. Not the run's seed: that one orders the rows."""
 
+HELD_OUT_SHARE = 8
+"""One question of a reasoning-gym data set in so many is held out."""
+
 
 def training_prompts(config: Config, given: Rows | None = None) -> Prompts:
     """What the run trains on. given: rows from a Python caller, in place of `task.prompts`."""
@@ -32,30 +36,34 @@ def held_out_prompts(config: Config, given: Rows | None = None) -> Prompts | Non
     if not config.evaluate.prompts and given is None:
         return None
     options = {"size": config.evaluate.size, "seed": HELD_OUT_SEED, **config.evaluate.options}
-    return load_prompts(config.evaluate.prompts if given is None else given, options, config.task.system)
+    spec = config.evaluate.prompts if given is None else given
+    return load_prompts(spec, options, config.task.system, held_out=True)
 
 
-def load_prompts(spec: str | Rows, options: Mapping[str, Any] | None = None, system: str = "") -> Prompts:
+def load_prompts(
+    spec: str | Rows, options: Mapping[str, Any] | None = None, system: str = "", held_out: bool = False
+) -> Prompts:
     """Prompts of `spec`: a JSONL, CSV or Parquet file, `hub:NAME[#split]`, `reasoning_gym:NAME`, `FILE.py:function`,
     `module:function`, a list of dicts or a datasets.Dataset.
 
     options: keyword arguments of a procedural source, `size` and `seed` among them. system: put before each prompt.
+    held_out: which questions of a reasoning-gym data set are taken; the two kinds share none.
 
     Raises:
         TaskError: there is no such source, or its rows are no prompts; the message says what to write.
     """
     if not isinstance(spec, str):
         return Prompts(spec, "the rows given as prompts", system)
-    rows = _read(spec, dict(options or {}))
+    rows = _read(spec, dict(options or {}), held_out)
     return Prompts(rows, spec, system)
 
 
-def _read(spec: str, options: dict[str, Any]) -> Rows:
+def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
     kind, colon, rest = spec.partition(":")
     if colon and kind == "hub":
         return _hub(rest, options)
     if colon and kind == "reasoning_gym":
-        return _reasoning_gym(rest, options)
+        return _reasoning_gym(rest, options, held_out)
     if reader := READERS.get(Path(spec).suffix.lower()):
         return reader(_existing(Path(spec).expanduser()))
     if ":" in spec:
@@ -133,16 +141,25 @@ def _hub(name: str, options: dict[str, Any]) -> Rows:
     return rows
 
 
-def _reasoning_gym(name: str, options: dict[str, Any]) -> Rows:
+def _reasoning_gym(name: str, options: dict[str, Any], held_out: bool) -> Rows:
+    """Up to `size` rows. Training and held-out questions are told apart by a checksum of the question: seeds are no
+    help, for entry i of seed s is often entry i - 1 of seed s + 1."""
     gym = _optional("reasoning_gym", "tasks")
     known = _optional("reasoning_gym.factory", "tasks").DATASETS
     if name not in known:
         raise TaskError(f"task.prompts: reasoning-gym has no data set {name}{suggestion(name, list(known))}")
+    wanted = options.get("size", 1000)
+    options = {**options, "size": 4 * HELD_OUT_SHARE * wanted}
     try:
         entries = gym.create_dataset(name, **options)
     except (TypeError, AssertionError) as error:
         raise TaskError(f"task.options: reasoning_gym:{name} does not take {options}: {error}") from error
-    return [_entry_row(entry, name, options, number) for number, entry in enumerate(entries)]
+    rows = (_entry_row(entry, name, options, number) for number, entry in enumerate(entries))
+    return list(islice((row for row in rows if _is_held_out(row["prompt"]) == held_out), wanted))
+
+
+def _is_held_out(question: str) -> bool:
+    return zlib.crc32(question.encode()) % HELD_OUT_SHARE == 0
 
 
 def _entry_row(entry: Mapping[str, Any], name: str, options: dict[str, Any], number: int) -> dict[str, Any]:

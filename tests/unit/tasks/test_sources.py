@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import reasoning_gym
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, TaskError
@@ -179,11 +180,9 @@ def test_reasoning_gym() -> None:
     prompts = load_prompts("reasoning_gym:chain_sum", {"size": 3, "seed": 5, "max_terms": 2})
     assert len(prompts) == 3
     row = prompts.row(2).columns
-    assert row["reasoning_gym"] == {
-        "name": "chain_sum",
-        "options": {"size": 3, "seed": 5, "max_terms": 2},
-        "index": 2,
-    }
+    origin = row["reasoning_gym"]
+    entry = reasoning_gym.create_dataset(origin["name"], **origin["options"])[origin["index"]]
+    assert (entry["question"], entry["answer"]) == (row["prompt"], row["answer"])
     assert row["answer"].lstrip("-").isdigit()
 
 
@@ -214,6 +213,17 @@ def test_training_and_held_out_prompts_differ_by_seed() -> None:
     assert (len(training), len(held_out)) == (20, 5)
     assert held_out.row(0).prompt != training.row(0).prompt
     assert held_out.row(0).prompt[0] == {"role": "system", "content": "Answer with a number."}
+
+
+def test_held_out_questions_are_never_trained_on() -> None:
+    tiny = {"prompts": "reasoning_gym:products", "options": {"max_digits": 1}, "size": 100}
+    gym = config(task=tiny, evaluate=tiny)
+    training, held_out = training_prompts(gym), held_out_prompts(gym)
+    assert held_out is not None
+    assert len(training) == len(held_out) == 100
+    seen = {str(training.row(number).prompt) for number in range(100)}
+    assert len(seen) > 50
+    assert seen.isdisjoint({str(held_out.row(number).prompt) for number in range(100)})
 
 
 def test_no_held_out_prompts() -> None:
