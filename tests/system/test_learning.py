@@ -1,0 +1,69 @@
+"""The quickstart learns, and what must not learn does not."""
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from asyncrl.audit import audit
+from asyncrl.deploy.run import Order, run
+from asyncrl.models import prepare
+from asyncrl.rundir import RunDirectory
+from asyncrl.settings import load
+from asyncrl.telemetry.display import LineDisplay
+from asyncrl.telemetry.metrics import read_metrics
+
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, pytest.mark.timeout(400)]
+LAST = 10
+"""Steps whose mean reward counts as the reward at the end."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("model") / "model"
+    return asyncio.run(prepare(load("quickstart").config, target, print, 120.0))
+
+
+def trained(model: Path, run_dir: Path, *flags: str) -> RunDirectory:
+    config = load("quickstart", ["--model.name", str(model), *flags]).config
+    directory = asyncio.run(run(Order(config, run_dir, LineDisplay(io.StringIO(), config.steps), "the same")))
+    assert audit(directory.path).ok, str(audit(directory.path))
+    return directory
+
+
+def rewards(directory: RunDirectory) -> list[float]:
+    return [line["reward/mean"] for line in read_metrics(directory.metrics)]
+
+
+def held_out(directory: RunDirectory) -> list[float]:
+    return [json.loads(line)["mean"] for line in directory.evaluations.read_text().splitlines()]
+
+
+def test_the_quickstart_learns_and_what_it_learned_holds_on_words_it_never_saw(model: Path, tmp_path: Path) -> None:
+    directory = trained(model, tmp_path / "run")
+    assert fmean(rewards(directory)[:3]) <= 0.35
+    assert fmean(rewards(directory)[-LAST:]) >= 0.9
+    before, *_, after = held_out(directory)
+    assert before <= 0.35
+    assert after >= 0.9
+    assert all(line["staleness/max"] <= 2 for line in read_metrics(directory.metrics) if "staleness/max" in line)
+    assert all(
+        abs(share) <= 0.01
+        for line in read_metrics(directory.metrics)
+        for name, share in line.items()
+        if name.endswith("/unaccounted")
+    )
+
+
+@pytest.mark.parametrize(
+    "control",
+    [("--training.learning_rate", "0"), ("--algorithm.shuffle_advantages", "true")],
+    ids=["rate 0", "shuffled"],
+)
+def test_a_control_does_not_learn(control: tuple[str, str], model: Path, tmp_path: Path) -> None:
+    directory = trained(model, tmp_path / "run", *control)
+    assert fmean(rewards(directory)[-LAST:]) < 0.45
+    assert held_out(directory)[-1] < 0.45
