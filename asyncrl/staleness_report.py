@@ -50,7 +50,7 @@ class StalenessReport:
     def step(self, gate: Gate, trained: Iterable[TrainedSample]) -> dict[str, float]:
         """Metrics since the last call; `trained`: what the trainer did with each sample of the step.
 
-        `staleness/`: expired, cut_fraction, wasted_tokens, cut_baseline_gap (when groups that had been cut finished),
+        `staleness/`: expired, cut_fraction, wasted_tokens, cut_baseline_gap (0 when no group that was cut finished),
         trained_samples/d1..d10 and trained_tokens/d1..d10 (when there are ten samples).
         """
         tokens = {(sample.group, sample.member): sample.trained for sample in trained}
@@ -73,18 +73,27 @@ class StalenessReport:
         limit that keeps them from it."""
         return smallest_limit(self._window, self._config)
 
+    def advice(self) -> str | None:
+        """What to tell the user at the end of a run when the limit kept the longest completions from training."""
+        larger = self.larger_limit()
+        if larger is None:
+            return None
+        *_, shorter, longest = self.by_length()
+        return (
+            f"completions longer than {shorter.longest} tokens trained {longest.tokens:.0%} of their tokens, the "
+            f"others were too old; staleness.limit = {larger} is the smallest that would let half of them train"
+        )
+
 
 def step_metrics(fates: Sequence[Fate], gaps: Sequence[float]) -> dict[str, float]:
     """Of the samples that ended in one step, and the baseline gaps of the groups that finished in it."""
     taken = [fate.outcome for fate in fates if not fate.outcome.reason]
-    metrics = {
+    return {
         "staleness/expired": float(sum(fate.outcome.reason == "stale" for fate in fates)),
         "staleness/cut_fraction": sum(outcome.early for outcome in taken) / max(1, len(taken)),
         "staleness/wasted_tokens": float(sum(fate.outcome.tokens - fate.trained for fate in fates)),
+        "staleness/cut_baseline_gap": sum(gaps) / max(1, len(gaps)),
     }
-    if gaps:
-        metrics["staleness/cut_baseline_gap"] = sum(gaps) / len(gaps)
-    return metrics
 
 
 def shares_by_length(fates: Iterable[Fate]) -> list[LengthShare]:

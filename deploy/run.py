@@ -240,6 +240,8 @@ class _Training:
         if self._evaluations is not None:
             await self._evaluations.finish(await self._fleet.training.published())
         await self._recorder.drain()
+        if advice := self._controller.staleness.advice():
+            self._order.display.say(advice)
 
     # ---- looking on --------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ Metrics = Mapping[str, float]
 
 METRICS: dict[str, str] = {
     "step": "training iterations so far, this one included",
-    "time": "seconds since the run began, time between its epochs left out",
+    "time": "seconds since this epoch of the run began",
     "epoch": "how often the run was resumed",
     "version": "version of the weights after the step",
     "reward/mean": "mean reward of the samples in the batch",
@@ -24,23 +24,41 @@ METRICS: dict[str, str] = {
     "staleness/updates_max": "largest staleness in optimizer steps",
     "staleness/masked_fraction": "share of response tokens left out for their age",
     "staleness/expired": "samples dropped because no token was young enough",
-    "staleness/cut_fraction": "share of samples trained in a part of their group",
-    "staleness/cut_baseline_gap": "mean reward of cut groups at their cut, minus of the whole groups in the batch",
+    "staleness/cut_fraction": "share of trained samples whose group still had open members",
+    "staleness/cut_baseline_gap": "baseline at an early cut minus that of the whole group; 0 when none finished",
     "staleness/wasted_tokens": "tokens sampled and never trained",
     "mask/stale_fraction": "share of the batch's response tokens masked as stale",
     "mask/truncated_fraction": "share masked because their completion was truncated",
     "perf/tokens_per_s": "trained tokens per second of wall clock",
     "policy/entropy": "mean entropy of the policy at the sampled tokens, in nats",
-    "policy/kl_rollout_train": "mean KL from the engine's log-probs to the trainer's at the same version",
+    "policy/kl_rollout_train": "mean KL from the engine's log-probs to the trainer's before the first update, in nats",
     "policy/ratio_mean": "mean ratio in the loss",
     "policy/ratio_max": "largest ratio in the loss",
     "policy/clip_frac": "share of tokens whose ratio was clipped",
     "policy/ess": "effective sample size of the importance weights, as a share",
+    "policy/weight_mean": "mean importance weight in the loss, after truncation",
+    "loss/policy": "policy term of the loss",
+    "loss/kl": "KL term of the loss, 0 without a reference",
     "completions/length_mean": "mean tokens of a completion",
     "completions/truncated_fraction": "share of completions that ended at the token cap",
     "grad_norm": "norm of the gradient before clipping",
+    "learning_rate": "of the step's last update",
+    "tokens/response": "response tokens in the batch",
+    "tokens/trained": "those of them in the loss",
 }
-"""And for each service `time/<service>/<state>`: shares of wall clock since the step before, mean over its workers."""
+"""In every line."""
+
+FURTHER_METRICS: dict[str, str] = {
+    "reward/<term>": "mean of one reward function, or of one of its terms",
+    "policy/logprob_difference_max": "largest |trainer's - engine's log-prob| of tokens of the weights that train",
+    "staleness/trained_samples/<decile>": "share of samples that trained, by length, d1 the shortest, of ten or more",
+    "staleness/trained_tokens/<decile>": "share of their tokens that trained",
+    "data/dropped/<reason>": "samples dropped since the step before",
+    "time/<service>/<state>": "share of wall clock since the step before, mean over the service's workers",
+    "eval/reward/mean": "of held-out prompts, sampled by one version; in sinks, and in evaluations.jsonl",
+    "eval/reward/stderr": "its standard error over prompts",
+}
+"""There when what they are about is; a sink gets them under the same names."""
 
 SHARES = (*STATES, "unaccounted")
 

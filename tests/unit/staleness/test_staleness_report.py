@@ -58,5 +58,25 @@ def test_a_step_reports_what_left_the_gate_since_the_last() -> None:
     gate.generated(1, 0, 0, 1, 1, tokens=7)
     gate.restart(1, [0])
     metrics = report.step(gate, [TrainedSample(0, 0, 0, 10, 0), TrainedSample(0, 1, 0, 6, 4, "stale")])
-    assert metrics == {"staleness/expired": 0, "staleness/cut_fraction": 0, "staleness/wasted_tokens": 4 + 7}
+    assert metrics == {
+        "staleness/expired": 0,
+        "staleness/cut_fraction": 0,
+        "staleness/cut_baseline_gap": 0,
+        "staleness/wasted_tokens": 4 + 7,
+    }
     assert report.step(gate, [])["staleness/wasted_tokens"] == 0
+
+
+@pytest.mark.parametrize(("first", "told"), [(0, "staleness.limit = 2 is the smallest"), (3, None)])
+def test_a_run_that_masks_most_of_its_longest_completions_is_told_the_limit_to_take(
+    first: int, told: str | None
+) -> None:
+    report = StalenessReport(MASK)
+    gate = Gate(MASK)
+    gate.outcomes.extend(Outcome(0, 0, 5, 4, 4, 4) for _ in range(9))
+    gate.outcomes.append(Outcome(1, 0, 40, first, 4, 4))
+    assert report.advice() is None
+    report.step(gate, [TrainedSample(1, 0, 0, 16, 24, "stale"), TrainedSample(0, 0, 0, 5, 0)])
+    advice = report.advice()
+    assert advice is None if told is None else told in str(advice)
+    assert told is None or "longer than 5 tokens trained 40% of their tokens" in str(advice)
