@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.algorithms.presets import advantages_of, page_of
-from asyncrl.changes import check_resume
 from asyncrl.checkpoint import ResumePlan, commit, plan_resume, resume
 from asyncrl.config import Config
 from asyncrl.controller import Controller, Schedule
@@ -28,6 +27,8 @@ from asyncrl.models import prepare
 from asyncrl.recording import Recorder, StepLine
 from asyncrl.rolling import Sampling
 from asyncrl.rundir import RunDirectory, open_run_directory
+from asyncrl.settings.changes import check_resume
+from asyncrl.settings.toml import dump
 from asyncrl.staleness import Gate, GateConfig
 from asyncrl.store import FileStore, run_lock
 from asyncrl.tasks import Draw, held_out_prompts, training_prompts
@@ -35,7 +36,6 @@ from asyncrl.tasks.sources import Rows
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.sinks import open_sinks
 from asyncrl.telemetry.trace_merge import merge
-from asyncrl.toml import dump
 from asyncrl.wire.auth import CurveKeys
 
 STOP_PATIENCE = 6.0

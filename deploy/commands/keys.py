@@ -6,12 +6,12 @@ import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncrl.keys import Key
+    from asyncrl.settings.keys import Key
 
 
 def main(arguments: list[str]) -> int:
     from asyncrl.errors import ConfigError
-    from asyncrl.keys import advice, all_keys, translate
+    from asyncrl.settings.keys import advice, all_keys, translate
 
     parser = argparse.ArgumentParser("asyncrl keys", description=__doc__)
     parser.add_argument("words", nargs="*", help="show only keys that contain one of these; TRL's and verl's are known")

@@ -108,8 +108,8 @@ def _load(request: Request) -> "Loaded":
 
 
 def _described(loaded: "Loaded") -> str:
-    from asyncrl.keys import all_keys
-    from asyncrl.toml import dump
+    from asyncrl.settings.keys import all_keys
+    from asyncrl.settings.toml import dump
 
     return dump(loaded.config, {key: loaded.sources.get(key, "default") for key in all_keys()})
 

@@ -11,8 +11,8 @@ from asyncrl.config import Config
 from asyncrl.deploy import cli
 from asyncrl.ledger import Journal
 from asyncrl.protocols.messages import Checkpointed
+from asyncrl.settings.toml import dump
 from asyncrl.store import FileStore
-from asyncrl.toml import dump
 
 WEIGHTS = b"weights of version 0"
 

@@ -8,7 +8,7 @@ from asyncrl.config import Config
 from asyncrl.deploy import cli, restarts
 from asyncrl.deploy.commands import run
 from asyncrl.errors import ConfigError
-from asyncrl.toml import dump
+from asyncrl.settings.toml import dump
 
 TOML = """\
 [model]

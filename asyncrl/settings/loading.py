@@ -13,8 +13,8 @@ from asyncrl.coherence import Incoherent
 from asyncrl.config import Config, RewardFunction
 from asyncrl.errors import ConfigError
 from asyncrl.experiments import experiment_text
-from asyncrl.keys import all_keys, closest
-from asyncrl.layers import Layer, Mistake, environment_layer, file_layer, flags_layer, values_layer
+from asyncrl.settings.keys import all_keys, closest
+from asyncrl.settings.layers import Layer, Mistake, environment_layer, file_layer, flags_layer, values_layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.layers import file_layer
-from asyncrl.settings import resolve
-from asyncrl.toml import dump, value_text
+from asyncrl.settings.layers import file_layer
+from asyncrl.settings.loading import resolve
+from asyncrl.settings.toml import dump, value_text
 
 texts = st.text(st.characters(codec="utf-8"), max_size=30)
 plain = st.one_of(st.booleans(), st.integers(-(2**53), 2**53), st.floats(allow_nan=False, allow_infinity=False), texts)

@@ -7,8 +7,8 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.keys import all_keys
-from asyncrl.settings import read
+from asyncrl.settings.keys import all_keys
+from asyncrl.settings.loading import read
 
 MAY_CHANGE = (
     "name",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from asyncrl.foreign_names import REMARKS, TRANSLATIONS
-from asyncrl.keys import advice, all_keys, closest_key, sections, translate
+from asyncrl.settings.foreign_names import REMARKS, TRANSLATIONS
+from asyncrl.settings.keys import advice, all_keys, closest_key, sections, translate
 
 
 def test_every_key_of_every_section_is_there() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.keys import Key, advice, all_keys, sections
+from asyncrl.settings.keys import Key, advice, all_keys, sections
 
 ENVIRONMENT_PREFIX = "ASYNCRL_"
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.changes import MAY_CHANGE, check_resume, compare
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.keys import all_keys
-from asyncrl.toml import dump
+from asyncrl.settings.changes import MAY_CHANGE, check_resume, compare
+from asyncrl.settings.keys import all_keys
+from asyncrl.settings.toml import dump
 
 
 def config(**sections: Any) -> Config:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.foreign_names import REMARKS, TRANSLATIONS
+from asyncrl.settings.foreign_names import REMARKS, TRANSLATIONS
 
 Schema = Mapping[str, Any]
 
