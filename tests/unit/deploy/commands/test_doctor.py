@@ -19,6 +19,8 @@ prompts = "p.jsonl"
 @pytest.fixture
 def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(doctor, "machine_checks", lambda: [Check("python", "ok", "3.11")])
+    monkeypatch.setattr(doctor, "available_memory", lambda: 64 * 2**30)
+    monkeypatch.setattr(doctor, "shared_memory_check", lambda needed: Check("/dev/shm", "ok", f"{needed} bytes needed"))
     path = tmp_path / "mine.toml"
     path.write_text(GOOD)
     return path
