@@ -288,12 +288,16 @@ class SimulatedTraining(Host, Training):
     def __init__(self, cost: StepCost, limit: int | None, hosts: Iterable[Host], seed: int) -> None:
         super().__init__("training", ())
         self.cost, self.limit, self.hosts, self.seed = cost, limit, tuple(hosts), seed
-        self.epoch, self.version, self.chain = 1, 0, GENESIS
+        self.epoch, self.version, self.chain = 0, 0, GENESIS
         self.trained: dict[tuple[int, int], tuple[Spans, int]] = {}
         self.samples_trained, self.oldest, self.in_loss, self.busy, self.blocked = 0, 0, 0, 0.0, 0.0
         self._readers: dict[str, int] = {}
         self._let_go = asyncio.Event()
         self._steps = 0
+
+    def take_up(self, epoch: int, version: int, chain: bytes) -> None:
+        """Go on from a checkpoint."""
+        self.epoch, self.version, self.chain = epoch, version, chain
 
     async def published(self) -> Published:
         return Published(self.epoch, self.version, "sim", self.version % 2, "")

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from asyncrl import virtual
 from asyncrl.algorithms import grpo
+from asyncrl.audit import AuditReport, audit_store
+from asyncrl.checkpoint import ResumePlan, commit, plan_resume, resume
 from asyncrl.controller import Controller, Schedule
 from asyncrl.errors import lone
 from asyncrl.events import AttemptFailed, Event, GroupDrawn, SampleScored, SamplesDropped, StepDone, StepLost
@@ -22,7 +24,6 @@ from asyncrl.fleet import Fleet
 from asyncrl.groups import IN_FLIGHT
 from asyncrl.ledger import Journal
 from asyncrl.objectives.advantages import GroupBaseline
-from asyncrl.records import Resumed
 from asyncrl.rolling import Sampling
 from asyncrl.simulated import (
     Host,
@@ -38,15 +39,21 @@ from asyncrl.simulated import (
 from asyncrl.staleness import Gate, GateConfig, Policy, live
 from asyncrl.store import MemoryStore
 
+LIVES = 4
+"""How often a controller dies in one run: one that dies before its next checkpoint every time would never end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Mean seconds between two deaths of a worker, and between two losses of a row; 0: never."""
+    """Mean seconds between two deaths of a worker, of the controller with its trainer, and between two losses of a row;
+    0: never. power: share of the controller's deaths that take with them what was not synced."""
 
     generation: float = 0.0
     reward: float = 0.0
     reference: float = 0.0
     row: float = 0.0
+    controller: float = 0.0
+    power: float = 0.0
     restart: float = 5.0
 
 
@@ -75,6 +82,7 @@ class Scenario:
     reference: float | None = None
     faults: Faults = Faults()
     finish: Literal["abandon", "drain"] = "abandon"
+    checkpoint_every: int = 2
     deadline: float = 1e6
     thorough: bool = True
     gate_class: type[Gate] = Gate
@@ -86,7 +94,8 @@ class Scenario:
 
 @dataclass
 class Result:
-    """What a run did. digest: of every event with its time, and of the journal.
+    """What a run did, since it was taken up last. digest: of every event with its time, and of the journal.
+    deaths: how often it was taken up; audit: of the whole run.
 
     lengths: tokens of each (group, member) that left the engine. live: of each in the loss, its tokens within the
     limit (under `admit` the others are in the loss too: in_loss counts all). dropped: reason of each sample dropped.
@@ -104,6 +113,8 @@ class Result:
     live: dict[tuple[int, int], int] = field(default_factory=dict)
     dropped: dict[tuple[int, int], str] = field(default_factory=dict)
     attempts_failed: int = 0
+    deaths: int = 0
+    audit: AuditReport | None = None
 
     @property
     def live_tokens(self) -> int:
@@ -185,22 +196,37 @@ class Recorder:
         return f"{self._hash.hexdigest()[:32]}-{journal.crc:08x}"
 
 
-class Run:
-    """The parts of one simulated run, wired together."""
+class Killed(Exception):
+    """The controller and its trainer died."""
 
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario, self.result = scenario, Result()
+
+class Run:
+    """The parts of one run, from its beginning or its last checkpoint in `store` until it ends or is killed."""
+
+    def __init__(self, scenario: Scenario, store: MemoryStore, life: int) -> None:
+        self.scenario, self.store, self.life, self.result = scenario, store, life, Result(deaths=life)
         self.generation = SimulatedGeneration(scenario.slots, scenario.token_time, scenario.lengths, scenario.flip_time)
         self.reward = SimulatedReward(scenario.reward_delay, scenario.unscorable)
         self.reference = None if scenario.reference is None else SimulatedReference(scenario.reference, self.generation)
         hosts = [self.generation, *([self.reference] if self.reference else [])]
         limit = None if scenario.policy == "admit" else scenario.limit
         self.training = SimulatedTraining(scenario.cost, limit, hosts, scenario.seed)
-        self.gate, self.journal = scenario.gate_class(scenario.gate), Journal(MemoryStore())
-        self.journal.append(Resumed(1, 0, 0))
+        self._take_up(plan_resume(store))
         self.invariants = Invariants(self.gate, self.journal, self.training, thorough=scenario.thorough)
         self.recorder = Recorder(self.result)
         self.controller = self._controller()
+
+    def _take_up(self, plan: ResumePlan | None) -> None:
+        config = self.scenario.gate
+        if plan is None:
+            self.journal, self.gate, self._committed = Journal(self.store), self.scenario.gate_class(config), -1
+            return
+        self.journal = resume(self.store, plan)
+        self.gate = self.scenario.gate_class(config, plan.version, plan.next_group)
+        self._committed = plan.version
+        for group in plan.groups:
+            self.gate.restore(group)
+        self.training.take_up(plan.epoch, plan.version, bytes.fromhex(plan.chain))
 
     def _controller(self) -> Controller:
         return Controller(
@@ -208,11 +234,20 @@ class Run:
             self.journal,
             Fleet(self.generation, self.reward, self.training, self.reference),
             prompts=lambda group: (f"prompt {group}", {}),
-            sampling=Sampling(1.0, 1 << 30, self.scenario.deadline, self.scenario.seed, epoch=1),
+            sampling=Sampling(1.0, 1 << 30, self.scenario.deadline, self.scenario.seed, self.training.epoch),
             advantages=GroupBaseline(),
             schedule=Schedule(self.scenario.steps, self.scenario.finish),
+            between=self._between,
             observe=self._observe,
         )
+
+    async def _between(self, version: int) -> None:
+        if self._committed < 0 or version - self._committed >= self.scenario.checkpoint_every:
+            await self._commit(version)
+
+    async def _commit(self, version: int) -> None:
+        await commit(self.journal, lambda place: self.training.checkpoint(place, self.training.epoch, version), keep=2)
+        self._committed = version
 
     def _observe(self, event: Event) -> None:
         self.recorder.observe(event)
@@ -228,20 +263,25 @@ class Run:
                 await self.controller.run(grpo.PAGE)
                 for task in beside:
                     task.cancel()
+                await self._commit(self.gate.version)
         except BaseExceptionGroup as errors:
             raise lone(errors) from None
         self.invariants.check()
+        self.result.audit = audit_store(self.store)
+        assert self.result.audit.ok, str(self.result.audit)
         self._check_rows()
         return self._finished()
 
     def _faults(self) -> Iterator[Coroutine[Any, Any, None]]:
-        faults, chance = self.scenario.faults, random.Random(f"faults {self.scenario.seed}")
+        faults, chance = self.scenario.faults, random.Random(f"faults {self.scenario.seed} {self.life}")
         hosts = ((self.generation, faults.generation), (self.reward, faults.reward), (self.reference, faults.reference))
         for host, mean in hosts:
             if host is not None and mean:
                 yield self._kill(host, mean, random.Random(chance.random()))
         if faults.row:
             yield self._lose_rows(faults.row, random.Random(chance.random()))
+        if faults.controller and self.life < LIVES:
+            yield self._die(chance.expovariate(1 / faults.controller))
 
     async def _kill(self, host: Host, mean: float, chance: random.Random) -> None:
         while True:
@@ -253,6 +293,11 @@ class Run:
             await asyncio.sleep(self.scenario.faults.restart)
             host.come_back()
             await self.controller.worker_started(host.service)
+
+    async def _die(self, after: float) -> None:
+        await asyncio.sleep(after)
+        self.store.freeze()  # first, or those who are cancelled write down what no dead process writes
+        raise Killed
 
     async def _lose_rows(self, mean: float, chance: random.Random) -> None:
         while True:
@@ -287,6 +332,12 @@ def simulate(scenario: Scenario) -> Result:
     """One run, on a virtual loop of its own; the same scenario gives the same result."""
 
     async def main() -> Result:
-        return await Run(scenario).run()
+        store, life, chance = MemoryStore(), 0, random.Random(f"deaths {scenario.seed}")
+        while True:
+            try:
+                return await Run(scenario, store, life).run()
+            except Killed:
+                power = chance.random() < scenario.faults.power
+                store, life = store.after_power_cut(tail=b"torn") if power else store.after_death(), life + 1
 
     return virtual.run(main())

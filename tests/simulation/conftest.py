@@ -9,10 +9,12 @@ from asyncrl.simulation import Faults, Scenario
 
 def _faults(chance: random.Random) -> Faults:
     return Faults(
-        generation=chance.choice([0.0, 30.0, 120.0]),
-        reward=chance.choice([0.0, 10.0]),
+        generation=chance.choice([0.0, 60.0, 240.0]),
+        reward=chance.choice([0.0, 20.0]),
         reference=chance.choice([0.0, 15.0]),
         row=chance.choice([0.0, 25.0]),
+        controller=chance.choice([0.0, 0.0, 20.0, 60.0]),
+        power=0.5,
         restart=chance.choice([0.5, 5.0]),
     )
 
@@ -26,7 +28,7 @@ def _scenario(seed: int) -> Scenario:
         groups=chance.randint(1, 4),
         members=members,
         limit=chance.randint(0, 3),
-        slots=chance.randint(1, 24),
+        slots=chance.randint(3, 24),
         cut_at=chance.choice([None, 2, max(2, members // 2)]),
         steps=chance.randint(3, 8),
         lengths=chance.choice([constant(20), stragglers(10, 0.15, 10), lognormal(20, 0.8)]),

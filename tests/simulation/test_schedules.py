@@ -24,7 +24,7 @@ def test_random_schedules_hold_every_invariant(random_scenario: Draw) -> None:
             raise AssertionError(f"seed {seed} ({scenario}): {error!r}") from error
         assert result.version >= scenario.steps, f"seed {seed} stopped at version {result.version}"
         seen.update(result.dropped.values())
-        seen.update(attempts_failed=result.attempts_failed, steps_lost=result.steps_lost)
+        seen.update(attempts_failed=result.attempts_failed, steps_lost=result.steps_lost, deaths=result.deaths)
         seen.update({scenario.policy: 1})
     rare = {what: seen[what] for what in EXPECTED if seen[what] < 10}
     assert not rare, f"too seldom to have been tested: {rare}"
@@ -32,7 +32,7 @@ def test_random_schedules_hold_every_invariant(random_scenario: Draw) -> None:
 
 EXPECTED = (
     *("mask", "drop", "block", "admit"),
-    *("stale", "unscorable", "no_baseline", "not finite", "poison", "attempts_failed", "steps_lost"),
+    *("stale", "unscorable", "no_baseline", "not finite", "poison", "attempts_failed", "steps_lost", "deaths"),
 )
 
 
