@@ -16,7 +16,7 @@ from typing import Literal, Self
 
 from asyncrl.books import Books, lies_at
 from asyncrl.config import Config
-from asyncrl.errors import lone
+from asyncrl.errors import first
 from asyncrl.events import Observe
 from asyncrl.fleet import Fleet
 from asyncrl.iteration import Iteration, Iterations
@@ -123,7 +123,7 @@ class Controller:
             async with asyncio.TaskGroup() as tasks:
                 await self._run(page, tasks)
         except BaseExceptionGroup as errors:
-            raise lone(errors) from None
+            raise first(errors) from None
         self._books.close()
 
     async def _run(self, page: Page, tasks: asyncio.TaskGroup) -> None:

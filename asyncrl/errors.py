@@ -21,6 +21,8 @@ AsyncrlError
 └── FleetFailed            the fleet cannot go on; carries the exit code and the command that resumes
 """
 
+from collections.abc import Iterator
+
 
 class AsyncrlError(Exception):
     """Root of the tree above."""
@@ -122,3 +124,18 @@ def lone(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
+
+
+def first(error: BaseException) -> BaseException:
+    """The one to tell of errors that came together: the first inside nested groups, but rather one that is not
+    Retryable, which more often follows from other errors than it causes them."""
+    leaves = list(_leaves(error))
+    return next((leaf for leaf in leaves if not isinstance(leaf, Retryable)), leaves[0])
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _leaves(part)
+    else:
+        yield error

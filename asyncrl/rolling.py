@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from asyncrl.books import Books
-from asyncrl.errors import Retryable
+from asyncrl.errors import Retryable, first
 from asyncrl.events import AttemptBegan, GroupPoisoned, Prompt
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.seeds import group_seed
@@ -118,7 +118,7 @@ class Rolling:
             async with asyncio.timeout(None) as self._scopes[group]:
                 await self._roll_out(self._attempt(group))
         except* (Retryable, TimeoutError) as failures:
-            failure = str(_first(failures))
+            failure = str(first(failures))
         finally:
             del self._scopes[group]
             overtaken = self._overtaken.pop(group, "no") is None
@@ -144,10 +144,3 @@ class Rolling:
         prompt, _ = self._prompts(group)
         self._books.observe(GroupPoisoned(group, prompt, reason))
         self._books.drop(group, members, "poison")
-
-
-def _first(failures: BaseException) -> BaseException:
-    """The first error inside nested groups: the one that ended the attempt."""
-    while isinstance(failures, BaseExceptionGroup):
-        failures = failures.exceptions[0]
-    return failures

@@ -18,7 +18,7 @@ from asyncrl.algorithms import grpo
 from asyncrl.audit import AuditReport, audit_store
 from asyncrl.checkpoint import ResumePlan, commit, plan_resume, resume
 from asyncrl.controller import Controller, Schedule
-from asyncrl.errors import lone
+from asyncrl.errors import first
 from asyncrl.events import AttemptFailed, Event, GroupDrawn, SampleScored, SamplesDropped, StepDone, StepLost
 from asyncrl.fleet import Fleet
 from asyncrl.groups import IN_FLIGHT
@@ -265,7 +265,7 @@ class Run:
                     task.cancel()
                 await self._commit(self.gate.version)
         except BaseExceptionGroup as errors:
-            raise lone(errors) from None
+            raise first(errors) from None
         self.invariants.check()
         self.result.audit = audit_store(self.store)
         assert self.result.audit.ok, str(self.result.audit)

@@ -1,0 +1,264 @@
+"""The controller over simulated services: what ends a run, what it survives, and in which order things happen."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from asyncrl import records, virtual
+from asyncrl.algorithms import grpo
+from asyncrl.controller import Controller, Page, Schedule
+from asyncrl.errors import DeadlineExceeded, FleetFailed, LostRows, NonFiniteLoss, PeerLost, Refused, RewardError
+from asyncrl.events import Event, GroupDrawn, GroupPoisoned, SamplesDropped, StepBegan, StepDone
+from asyncrl.fleet import Fleet
+from asyncrl.ledger import Journal
+from asyncrl.objectives.advantages import GroupBaseline
+from asyncrl.protocols.batch import BatchRef, Cuts
+from asyncrl.protocols.messages import PromptGroup, Score, StepReport
+from asyncrl.records import InFlight, Scan, Trained
+from asyncrl.rolling import Attempt, Sampling
+from asyncrl.simulated import SimulatedGeneration, SimulatedReward, SimulatedTraining, StepCost, constant, stragglers
+from asyncrl.staleness import Gate, GateConfig, Stage
+from asyncrl.store import MemoryStore
+
+CONFIG = GateConfig(groups=2, members=4, limit=1, policy="mask", slots=16, cut_at=2)
+
+
+class Scene:
+    """A small run; parts may be replaced before `play`."""
+
+    def __init__(self, config: GateConfig = CONFIG, steps: int = 3) -> None:
+        self.store = MemoryStore()
+        self.journal, self.gate = Journal(self.store), Gate(config)
+        self.generation = SimulatedGeneration(config.slots, 0.1, constant(20))
+        self.reward: SimulatedReward = SimulatedReward(0.1)
+        self.training = SimulatedTraining(StepCost(1.0), config.limit, [self.generation], seed=0)
+        self.events: list[Event] = []
+        self.between: Callable[[int], Any] | None = None
+        self.page = grpo.PAGE
+        self.schedule = Schedule(steps)
+        self.controller: Controller
+
+    def play(self) -> None:
+        async def nothing(version: int) -> None:
+            return
+
+        async def main() -> None:
+            self.controller = Controller(
+                self.gate,
+                self.journal,
+                Fleet(self.generation, self.reward, self.training),
+                lambda group: (f"prompt {group}", {"row": group}),
+                Sampling(1.0, 20, 600.0, seed=0, epoch=0),
+                GroupBaseline(),
+                self.schedule,
+                between=self.between or nothing,
+                observe=self.events.append,
+            )
+            async with asyncio.timeout(10_000):
+                await self.controller.run(self.page)
+
+        virtual.run(main())
+
+    def told(self, kind: type[Event]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def records(self, kind: type[records.Record]) -> list[Any]:
+        scan = Scan(self.store.read, self.store.size)
+        return [framed.record for framed in scan if isinstance(framed.record, kind)]
+
+
+def test_a_run_trains_its_steps_and_writes_down_what_is_in_flight() -> None:
+    scene = Scene(steps=3)
+    scene.play()
+    assert [record.version for record in scene.records(Trained)] == [1, 2, 3]
+    (in_flight,) = scene.records(InFlight)
+    assert in_flight.groups == scene.journal.ledger.in_flight() != ()
+    assert scene.store.synced == scene.store.size
+
+
+def test_a_batch_carries_rewards_advantages_and_the_denominators_of_all() -> None:
+    scene = Scene()
+    scene.play()
+    cuts: Cuts = scene.told(StepBegan)[0].cuts
+    assert (cuts.samples, cuts.tokens) == (8, 160)
+    for group in {row.group for row in cuts.batch}:
+        rows = [row for row in cuts.batch if row.group == group]
+        mean = sum(row.reward or 0.0 for row in rows) / len(rows)
+        assert [row.advantage for row in rows] == pytest.approx([(row.reward or 0.0) - mean for row in rows])
+    assert scene.records(Trained)[0].advantages == tuple(row.advantage for row in cuts.batch)
+
+
+def test_masked_truncated_samples_are_in_no_denominator() -> None:
+    scene = Scene()
+    scene.generation = SimulatedGeneration(16, 0.1, stragglers(10, 0.5, 2))  # 20 tokens are the most: truncated
+    scene.training = SimulatedTraining(StepCost(1.0), 1, [scene.generation], seed=0)
+    scene.schedule = replace(scene.schedule, mask_truncated=True)
+    scene.play()
+    cuts: Cuts = scene.told(StepBegan)[0].cuts
+    whole = [row for row in cuts.batch if row.finish == "stop"]
+    assert 0 < len(whole) < len(cuts)
+    assert (cuts.samples, cuts.tokens) == (len(whole), 10 * len(whole))
+
+
+def test_nothing_runs_between_iterations_and_nothing_is_drawn_before_the_first() -> None:
+    scene, seen = Scene(), list[tuple[int, int, int]]()
+
+    async def between(version: int) -> None:
+        await asyncio.sleep(5)  # what is in flight goes on meanwhile
+        seen.append((version, scene.gate.counts()[Stage.TRAINING], len(scene.told(GroupDrawn))))
+
+    scene.between = between
+    scene.play()
+    assert [version for version, _, _ in seen] == [0, 1, 2, 3]
+    assert all(training == 0 for _, training, _ in seen)
+    assert seen[0][2] == 0 < seen[1][2]
+
+
+def test_the_journal_knows_of_a_step_before_the_gate_does() -> None:
+    scene = Scene()
+    whole = scene.gate.trained
+
+    def trained(cuts: Any, version: int) -> None:
+        assert scene.journal.ledger.version == version
+        whole(cuts, version)
+
+    scene.gate.trained = trained  # type: ignore[method-assign]
+    scene.play()
+    drawn_after = [event.version for event in scene.told(GroupDrawn)]
+    assert drawn_after == sorted(drawn_after)
+    assert 1 in drawn_after
+
+
+def test_stop_ends_the_run_after_the_running_iteration() -> None:
+    scene = Scene(steps=1000)
+
+    async def train(fleet: Fleet, gate: Controller) -> None:
+        async for iteration in gate.iterations():
+            with iteration as cuts:
+                if gate.version == 2:
+                    gate.stop()
+                gate.trained(await fleet.training.step(cuts))
+
+    scene.page = Page(grpo.roll_out, train)
+    scene.play()
+    assert scene.gate.version == 3
+    assert len(scene.records(InFlight)) == 1
+
+
+class BrokenReward(SimulatedReward):
+    async def score(self, sample: BatchRef, row: dict[str, Any]) -> Score:
+        raise RewardError(f"reward function 'broken' failed on sample {sample.only.key}")
+
+
+def test_a_reward_that_fails_ends_the_run_with_one_error() -> None:
+    scene = Scene()
+    scene.reward = BrokenReward(0.0)
+    with pytest.raises(RewardError, match="'broken' failed on sample"):
+        scene.play()
+
+
+class PoisonousGeneration(SimulatedGeneration):
+    """Group 1 kills whoever samples it."""
+
+    async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
+        if prompts.id == 1:
+            raise PeerLost(f"died in attempt {prompts.attempt}")
+        async for sample in super().generate(prompts):
+            yield sample
+
+
+def test_a_group_that_fails_three_times_is_dropped_with_its_prompt() -> None:
+    scene = Scene()
+    scene.generation = PoisonousGeneration(16, 0.1, constant(20))
+    scene.training = SimulatedTraining(StepCost(1.0), 1, [scene.generation], seed=0)
+    scene.play()
+    assert scene.told(GroupPoisoned) == [GroupPoisoned(1, "prompt 1", "died in attempt 2")]
+    assert SamplesDropped(1, (0, 1, 2, 3), "poison") in scene.events
+    assert all(row.group != 1 for event in scene.told(StepDone) for row in event.cuts.batch)
+    assert scene.gate.version == 3
+
+
+async def forget_every_second_sample(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+    async for sample in fleet.generation.generate(group.prompts):
+        gate.generated(sample)
+        if group.prompts.id != 0 or sample.only.member % 2:
+            gate.ready(sample, Score(float(sample.only.member), {}))
+
+
+def test_a_page_that_forgets_samples_is_told_which() -> None:
+    scene = Scene()
+    scene.page = Page(forget_every_second_sample, grpo.train)
+    scene.play()
+    assert scene.told(GroupPoisoned) == [GroupPoisoned(0, "prompt 0", "the attempt ended without samples (0, 2)")]
+
+
+class FailingTraining(SimulatedTraining):
+    """Raises `error` in the second step."""
+
+    def __init__(self, generation: SimulatedGeneration, error: BaseException) -> None:
+        super().__init__(StepCost(1.0), 1, [generation], seed=0)
+        self._error = error
+
+    async def step(self, cuts: Cuts) -> StepReport:
+        if self.version == 1 and self._error:
+            error, self._error = self._error, None  # type: ignore[assignment]
+            raise error
+        return await super().step(cuts)
+
+
+def test_a_lost_trainer_ends_the_run_with_the_code_to_resume() -> None:
+    scene = Scene()
+    scene.training = FailingTraining(scene.generation, PeerLost("training0.0 died"))
+    with pytest.raises(FleetFailed, match=r"step from version 1: training0\.0 died") as caught:
+        scene.play()
+    assert caught.value.exit_code == 75
+
+
+def test_lost_rows_send_their_groups_back() -> None:
+    scene = Scene()
+    scene.training = FailingTraining(scene.generation, LostRows("slot 3 was freed"))
+    scene.play()
+    assert scene.gate.version == 3
+    assert {attempt.reason for attempt in scene.records(records.Attempt)} == {"slot 3 was freed"}
+
+
+def test_another_error_of_a_step_is_the_runs_error() -> None:
+    scene = Scene()
+    scene.training = FailingTraining(scene.generation, DeadlineExceeded("slot 0 is held by generation0.0"))
+    with pytest.raises(DeadlineExceeded, match="held by generation0"):
+        scene.play()
+
+
+def test_three_steps_that_are_not_finite_end_the_run_and_name_the_samples() -> None:
+    scene = Scene()
+    scene.training.cost = StepCost(1.0, not_finite=1.0)
+    with pytest.raises(NonFiniteLoss, match=r"3 steps in a row from version 0 .*\(0, 0\), \(0, 1\)"):
+        scene.play()
+    assert scene.gate.version == 0
+    assert {event.reason for event in scene.told(SamplesDropped)} == {"not finite"}
+
+
+class Liar(SimulatedTraining):
+    async def step(self, cuts: Cuts) -> StepReport:
+        return replace(await super().step(cuts), version=7)
+
+
+def test_a_report_of_another_version_is_refused() -> None:
+    scene = Scene()
+    scene.training = Liar(StepCost(1.0), 1, [scene.generation], seed=0)
+    with pytest.raises(Refused, match="version 7 after a step that should have led to epoch 0, version 1"):
+        scene.play()
+
+
+def test_generation_is_told_that_the_gate_holds_it_back() -> None:
+    scene, told = Scene(), list[str]()
+
+    async def idle_because(state: str) -> None:
+        told.append(state)
+
+    scene.generation.idle_because = idle_because  # type: ignore[method-assign]
+    scene.play()
+    assert told == ["blocked", "starved"]
