@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from asyncrl.errors import Retryable
+from asyncrl.errors import Refused, Retryable
 from asyncrl.events import Observe, WeightsHandedOver, WeightsOverdue
 from asyncrl.fleet import Fleet
 from asyncrl.protocols.messages import Published, Using
@@ -48,6 +48,8 @@ class Publisher:
             await self._relay(using)
         except Retryable:
             return  # Whoever keeps the fleet knows of the death; a reader that takes its place is announced to.
+        except Refused:
+            return  # Overwritten before a late joiner could hold it; the newer version is announced already.
         except TimeoutError:
             self._overdue(published, asyncio.get_running_loop().time() - began)
             return

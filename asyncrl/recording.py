@@ -59,6 +59,7 @@ class Recorder:
         self._terms: dict[Key, Mapping[str, float]] = {}
         self._texts: dict[tuple[int, int], SampleText] = {}
         self._dropped: Counter[str] = Counter()
+        self._evaluated: Metrics = {}
         self._shares = TimeShares()
         self._began = asyncio.get_running_loop().time()
         self._last_step = self._began
@@ -83,10 +84,11 @@ class Recorder:
             file.close()
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """Write one evaluation; sinks get it under its version."""
+        """Write one evaluation; sinks get it under its version, `metrics.jsonl` with the next step."""
         self._evaluations.append({"epoch": self._epoch, **asdict(evaluation)})
         numbers = {"eval/reward/mean": evaluation.mean, "eval/reward/stderr": evaluation.stderr}
         self._send(evaluation.version, numbers)
+        self._evaluated = {**numbers, "eval/version": evaluation.version}
 
     async def _handle(self, event: Event) -> None:
         match event:
@@ -117,12 +119,13 @@ class Recorder:
         metrics |= batch_metrics(done.cuts.batch) | self._term_means(done.cuts.batch)
         metrics |= report_metrics(done.report, now - self._last_step)
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
-        metrics |= self._shares.since_last(await self._healths())
+        metrics |= self._shares.since_last(await self._healths()) | self._evaluated
         records = self._records(done)
         self._metrics.write(metrics)
         self._samples.write(records)
         self._forget(_key(row) for row in done.cuts.batch)
         self._dropped.clear()
+        self._evaluated = {}
         self._last_step = now
         self._send(done.report.version, metrics)
         self._show(StepLine(metrics, records))

@@ -55,8 +55,9 @@ FURTHER_METRICS: dict[str, str] = {
     "staleness/trained_tokens/<decile>": "share of their tokens that trained",
     "data/dropped/<reason>": "samples dropped since the step before",
     "time/<service>/<state>": "share of wall clock since the step before, mean over the service's workers",
-    "eval/reward/mean": "of held-out prompts, sampled by one version; in sinks, and in evaluations.jsonl",
+    "eval/reward/mean": "of held-out prompts, sampled by eval/version; with the step after it is known",
     "eval/reward/stderr": "its standard error over prompts",
+    "eval/version": "version of the weights that were evaluated",
 }
 """There when what they are about is; a sink gets them under the same names."""
 
