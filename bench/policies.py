@@ -6,7 +6,7 @@ the other but for what the policy does. `whole groups` is `mask` that never trai
 still cuts a group when one of its samples has its last chance.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
@@ -97,8 +97,10 @@ def lines(outcomes: dict[str, Outcome]) -> Iterator[str]:
         yield f"{name:<21}{o.live:>15.0f}" + "".join(f"{share:>15.1%}" for share in shares)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = ()) -> None:
     """Print the table."""
+    if arguments:
+        raise SystemExit("asyncrl-bench policies takes no flags")
     print("\n".join(lines(table())))
 
 
