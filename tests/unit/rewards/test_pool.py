@@ -199,13 +199,12 @@ async def test_calls_beside_a_coroutine_that_blocks_are_made_again(pool: MakePoo
     assert beside.result() == [Verdict(1.0)]
 
 
-async def test_a_cancelled_caller_costs_no_child(pool: MakePool) -> None:
-    async with pool("pid", "length") as running:
-        before = await running.run(0, [sample()])
+async def test_the_call_of_a_cancelled_caller_is_not_blamed_on_the_next(pool: MakePool) -> None:
+    async with pool("hangs", "length", deadline=1.0) as running:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                await running.run(1, [sample()])
-        assert await running.run(0, [sample()]) == before
+            async with asyncio.timeout(0.3):
+                await running.run(0, [sample("hang")])
+        assert await running.run(1, [sample("four")]) == [Verdict(4.0)]
 
 
 @pytest.mark.parametrize(
