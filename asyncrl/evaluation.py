@@ -8,12 +8,13 @@ from statistics import fmean, stdev
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.errors import Refused, Retryable, WeightsError, lone
+from asyncrl.errors import Refused, Retryable, WeightsError
 from asyncrl.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.contracts import Generation, Reward
 from asyncrl.protocols.messages import PromptGroup, Published
 from asyncrl.protocols.seeds import group_seed
+from asyncrl.together import together
 
 READER = "evaluation"
 """Name under which the version being copied out is leased from the trainer."""
@@ -48,12 +49,7 @@ class Evaluator:
         """Raises what the reward raises; Retryable when a worker died meanwhile."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(self._ask(index, version, epoch)) for index in range(len(self._questions))]
-        except BaseExceptionGroup as errors:
-            raise lone(errors) from None
-        rewards = [task.result() for task in asked]
+        rewards = await together(*(self._ask(index, version, epoch) for index in range(len(self._questions))))
         return summary(version, rewards, loop.time() - began)
 
     async def _ask(self, index: int, version: int, epoch: int) -> list[float | None]:
@@ -61,7 +57,9 @@ class Evaluator:
             prompts, row = self._group(index, version, epoch)
             samples = [sample async for sample in self._generation.generate(prompts)]
             try:
-                return [(await self._reward.score(sample, row)).reward for sample in samples]
+                # Together: a function of groups answers none before it has all.
+                scores = await together(*(self._reward.score(sample, row) for sample in samples))
+                return [score.reward for score in scores]
             finally:
                 await self._generation.release([place for row in BatchRef.join(samples) for place in row.places])
 
