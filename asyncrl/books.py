@@ -94,7 +94,8 @@ class Books:
         if reward is None:
             self._dropped(row.group, (row.member,), "unscorable")
             self._close(row.group)
-        self._changed()
+        if reward is None or self.gate.worth_picking:
+            self._changed()
 
     def drop(self, group: int, members: Sequence[int], reason: str) -> None:
         """These members leave untrained."""

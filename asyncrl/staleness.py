@@ -263,6 +263,12 @@ class Gate:
         return sum(self._counts[stage] for stage in IN_FLIGHT)
 
     @property
+    def worth_picking(self) -> bool:
+        """Whether `pick` can find a batch: enough samples are ready, or no more will be. Cheap, asked at each score."""
+        still_open = sum(self._counts[stage] for stage in OPEN)
+        return self._counts[Stage.READY] >= self.config.batch or not still_open
+
+    @property
     def exhausted(self) -> bool:
         """Nothing more will become READY by itself: nothing runs, nothing is scored, nothing may be drawn."""
         return not any(self._counts[stage] for stage in OPEN) and not self.may_draw()
