@@ -15,6 +15,7 @@ BUFFERED_EVENTS = 256
 MAX_EVENTS = 300_000
 """A file of about 40 MB. Events beyond are counted and the count is written when the tracer closes."""
 
+_encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
 _open_span: ContextVar[int] = ContextVar("asyncrl_open_span", default=0)
 
 
@@ -86,7 +87,7 @@ class Tracer:
             self._record({**event, "name": name or flow})
 
     def _record(self, event: dict[str, Any]) -> None:
-        line = json.dumps(event, default=str, separators=(",", ":"))
+        line = _encode(event)
         with self._lock:
             if self._written >= MAX_EVENTS:
                 self._left_out += 1
