@@ -19,12 +19,13 @@ from asyncrl.deploy.local import LocalLauncher
 from asyncrl.deploy.services import service_specs
 from asyncrl.errors import FleetFailed, lone
 from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator, Question
-from asyncrl.events import Event, GroupFinished, StepDone
+from asyncrl.events import Event, GroupFinished, SampleScored, StepDone
 from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.launch import RunFacts
 from asyncrl.ledger import Journal
 from asyncrl.models import prepare
 from asyncrl.recording import Recorder, StepLine
+from asyncrl.reward_failures import RewardFailures
 from asyncrl.rolling import Sampling
 from asyncrl.rundir import RunDirectory, open_run_directory
 from asyncrl.settings.changes import check_resume
@@ -184,6 +185,9 @@ class _Training:
         self._news: asyncio.Queue[tuple[str, str, str]] = asyncio.Queue()
         self._last_commit = taken_up.plan.version if taken_up.plan else -1
         self._questions = questions
+        # Twice what can be in flight: no member of a good group is among so many.
+        patience = 2 * taken_up.gate.config.cap * taken_up.gate.config.members
+        self._failures = RewardFailures(patience, order.display.say)
         self._evaluations: EvaluationSchedule | None = None
         if questions.held_out:
             assert self._fleet.evaluation is not None, "started for these questions"
@@ -289,6 +293,8 @@ class _Training:
     def _observe(self, event: Event) -> None:
         self._recorder.observe(event)
         match event:
+            case SampleScored(score=score):
+                self._failures.observe(score)
             case GroupFinished():
                 self._running.progressed()
             case StepDone(report=report) if report.published and self._evaluations is not None:

@@ -67,6 +67,7 @@ class LineDisplay:
     def __init__(self, stream: TextIO, steps: int) -> None:
         self._stream, self._steps = stream, steps
         self._first: tuple[int, float] | None = None
+        self._reader_gone = False
 
     def __enter__(self) -> Self:
         return self
@@ -74,10 +75,16 @@ class LineDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stream.flush()
+        if not self._reader_gone:
+            self._stream.flush()
 
     def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        if self._reader_gone:
+            return
+        try:
+            print(text, file=self._stream, flush=True)
+        except BrokenPipeError:  # `| head`: the run is worth more than its output
+            self._reader_gone = True
 
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
         numbers = "  ".join(f"{name} {number}" for name, number in shown(metrics))

@@ -83,3 +83,13 @@ def test_escape_sequences_of_a_model_do_not_reach_the_terminal() -> None:
     text = rendered(replace(SAMPLE, text="a\x1b[2Jb\rc\nd"))
     assert "\x1b" not in text
     assert "a\ufffd[2Jb\ufffdc" in text
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with LineDisplay(Gone(), 2) as display:
+        display.say("one")
+        display.say("two")

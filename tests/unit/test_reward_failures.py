@@ -1,0 +1,28 @@
+import pytest
+
+from asyncrl.errors import RewardError
+from asyncrl.protocols.messages import Score
+from asyncrl.reward_failures import RewardFailures
+
+FAILED = Score(None, {}, "reward function f on member 0 of group 0: it returned None")
+
+
+def test_the_first_failure_is_said_once() -> None:
+    said: list[str] = []
+    failures = RewardFailures(10, said.append)
+    for _ in range(3):
+        failures.observe(FAILED)
+    assert failures.total == 3
+    assert len(said) == 1
+    assert "function f on member 0" in said[0]
+
+
+def test_a_run_that_can_score_nothing_ends() -> None:
+    failures = RewardFailures(3, lambda text: None)
+    failures.observe(FAILED)
+    failures.observe(FAILED)
+    failures.observe(Score(1.0, {}))
+    failures.observe(FAILED)
+    failures.observe(FAILED)
+    with pytest.raises(RewardError, match="last 3 samples"):
+        failures.observe(FAILED)
