@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from asyncrl.compute import Compute, Occupancy, ThreadCompute
-from asyncrl.errors import FleetFailed, lone
+from asyncrl.errors import FleetFailed, first
 from asyncrl.handle import connect
 from asyncrl.inproc_launcher import InprocLauncher
 from asyncrl.launch import Launcher, RunFacts, WorkerSpec
@@ -207,7 +207,7 @@ def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     failed: BaseException | None = errors.subgroup(FleetFailed)
     while isinstance(failed, BaseExceptionGroup):
         failed = failed.exceptions[0]
-    return failed or lone(errors)
+    return failed or first(errors)
 
 
 def _posts(

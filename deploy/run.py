@@ -17,7 +17,7 @@ from asyncrl.config import Config
 from asyncrl.controller import Controller, Schedule
 from asyncrl.deploy.local import LocalLauncher
 from asyncrl.deploy.services import service_specs
-from asyncrl.errors import FleetFailed, lone
+from asyncrl.errors import FleetFailed, first
 from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator, Question
 from asyncrl.events import Event, GroupFinished, SampleScored, StepDone
 from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
@@ -288,7 +288,7 @@ class _Training:
                 for task in running:
                     task.cancel()
         except BaseExceptionGroup as errors:
-            raise lone(errors) from None
+            raise first(errors) from None
 
     def _observe(self, event: Event) -> None:
         self._recorder.observe(event)
