@@ -103,10 +103,3 @@ def error_of(failure: Failure) -> AsyncrlError:
     error: AsyncrlError = cls(f"{failure.service}[{failure.rank}]: {failure.message}")
     error.__cause__ = remote
     return error
-
-
-def lone_error(error: BaseException) -> BaseException:
-    """The error inside a group that holds exactly one, however deep."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from asyncrl.errors import DeadlineExceeded, PeerLost, WireError
+from asyncrl.errors import DeadlineExceeded, PeerLost, WireError, lone
 from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
-from asyncrl.wire.answers import STREAM_WINDOW, lone_error
+from asyncrl.wire.answers import STREAM_WINDOW
 from asyncrl.wire.ends import CREDIT, Frame, Listener, Signal
 from asyncrl.wire.line import Line
 from asyncrl.wire.link import LIVENESS
@@ -237,7 +237,7 @@ class Host:
                 await items.aclose()
 
     def _failure(self, call: Call, raised: BaseException) -> Failure:
-        error = lone_error(raised)
+        error = lone(raised)
         trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
         return Failure(
             call=call.call,
