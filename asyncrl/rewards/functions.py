@@ -11,9 +11,10 @@ from asyncrl.names import resolve, suggestion
 from asyncrl.rewards.adapters import from_trl, from_verl
 from asyncrl.rewards.sample import Function
 from asyncrl.rewards.templates import TEMPLATES
+from asyncrl.source_names import mistake_in
 
 if TYPE_CHECKING:
-    from asyncrl.config import Reward  # not at run time: children do without pydantic
+    from asyncrl.config import Config, Reward  # not at run time: children do without pydantic
 
 ADAPTERS: dict[str, Callable[[Callable[..., Any]], Function]] = {"trl": from_trl, "verl": from_verl}
 
@@ -48,6 +49,25 @@ def function_specs(reward: "Reward") -> list[FunctionSpec]:
     return specs
 
 
+def check_functions(config: "Config") -> list[str]:
+    """The mistakes in `reward.functions` that can be known before any of the user's code runs."""
+    try:
+        specs = function_specs(config.reward)
+    except ConfigError as error:
+        return [str(error)]
+    return [mistake for spec in specs if (mistake := _mistake(spec)) is not None]
+
+
+def _mistake(spec: FunctionSpec) -> str | None:
+    if ":" in spec.use:
+        return mistake_in(_split(spec.use)[1], "reward.functions")
+    try:
+        _from_template(spec)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def load(spec: FunctionSpec) -> Function:
     """The function itself, options applied.
 
@@ -56,16 +76,21 @@ def load(spec: FunctionSpec) -> Function:
     """
     if ":" not in spec.use:
         return _from_template(spec)
-    adapter, _, rest = spec.use.partition(":")
-    if adapter not in ADAPTERS or ":" not in rest:
-        return _with_options(_named(spec.use), spec)
-    return ADAPTERS[adapter](_with_options(_named(rest), spec))
+    adapter, name = _split(spec.use)
+    function = _with_options(_named(name), spec)
+    return ADAPTERS[adapter](function) if adapter else function
 
 
 def is_concurrent(function: Function) -> bool:
     """Whether many calls may run at once: coroutine functions wait, plain ones compute."""
     target = function.func if isinstance(function, partial) else function
     return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
+
+
+def _split(use: str) -> tuple[str, str]:
+    """Adapter, if any, and name of a function."""
+    adapter, _, rest = use.partition(":")
+    return (adapter, rest) if adapter in ADAPTERS and ":" in rest else ("", use)
 
 
 def _name_of(use: str) -> str:
@@ -90,7 +115,7 @@ def _from_template(spec: FunctionSpec) -> Function:
     _check_options(template, spec, given=0)
     try:
         return template(**spec.options)
-    except ConfigError as error:
+    except (ConfigError, TypeError) as error:
         raise ConfigError(f"reward.functions: {spec.use}: {error}") from None
 
 

@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Reward
+from asyncrl.config import Config, Model, Reward, Task
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import Sample
-from asyncrl.rewards.functions import FunctionSpec, function_specs, is_concurrent, load
+from asyncrl.rewards.functions import FunctionSpec, check_functions, function_specs, is_concurrent, load
 
 SAMPLE = Sample("p", "abc", {"prompt": "p", "answer": "abc", "data_source": "d", "reward_model": {}}, 0, 0, "stop", 1)
 
@@ -44,6 +44,10 @@ def spec(use: str, **rest: Any) -> FunctionSpec:
     return FunctionSpec(use, "name", **rest)
 
 
+def config_of(*functions: Any) -> Config:
+    return Config(model=Model(name="m"), task=Task(prompts="p.jsonl"), reward=Reward(functions=functions))
+
+
 def test_specs_of_a_config() -> None:
     specs = function_specs(Reward(functions=("exact_match", {"use": "my.py:f", "weight": 2, "group": True})))  # type: ignore[arg-type]
     assert [(each.name, each.weight, each.group) for each in specs] == [("exact_match", 1.0, False), ("f", 2.0, True)]
@@ -78,6 +82,32 @@ def test_a_template_with_options() -> None:
 def test_mistakes(use: str, rest: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(spec(use, **rest))
+
+
+def test_mistakes_that_are_known_before_any_code_runs(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("raise SystemExit('this file was run')\ndef right(sample): ...\n")
+    functions: list[Any] = [
+        "exact_match",
+        f"{file}:right",
+        f"trl:{file}:rihgt",
+        "exact_mach",
+        {"use": "length", "options": {"maximum": 10, "slak": 2}},
+        {"use": "regex_format", "options": {"pattern": 3}},
+    ]
+    assert check_functions(config_of(*functions)) == [
+        f"reward.functions: {file} has no rihgt; did you mean right?",
+        "reward.functions: there is no template exact_mach; did you mean exact_match? "
+        "A function of your own is written FILE.py:NAME.",
+        "reward.functions: length has no option slak; did you mean slack?",
+        "reward.functions: regex_format: first argument must be string or compiled pattern",
+    ]
+
+
+def test_equal_names_are_known_before_any_code_runs() -> None:
+    assert check_functions(config_of("a.py:f", "b.py:f")) == [
+        "reward.functions: two are called f; give one of them another `name`"
+    ]
 
 
 def test_a_function_of_a_file_with_options(mine: str) -> None:
