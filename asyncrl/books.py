@@ -65,14 +65,21 @@ class Books:
         self.observe(AttemptFailed(group, failures, members, reason))
         self._changed()
 
-    def generated(self, row: RowRef) -> None:
-        """A sample left the engine. The late answer of an old attempt is refused, and its rows are freed."""
-        if not self.gate.generated(row.group, row.member, row.attempt, row.first, row.last, row.tokens):
-            self._release(row.places)
+    def generated(self, samples: Iterable[RowRef]) -> None:
+        """Samples of one attempt left the engine. Late answers of an old attempt are refused, their rows freed."""
+        taken = [row for row in samples if self._took(row)]
+        if not taken:
             return
-        sample = (row.member, row.first, row.last, row.tokens)
-        self.journal.append(records.Generated(row.group, row.attempt, (sample,)))
-        self._rows[row.group][row.member] = row
+        group, attempt = taken[0].group, taken[0].attempt
+        stamps = tuple((row.member, row.first, row.last, row.tokens) for row in taken)
+        self.journal.append(records.Generated(group, attempt, stamps))
+        self._rows[group] |= {row.member: row for row in taken}
+
+    def _took(self, row: RowRef) -> bool:
+        if self.gate.generated(row.group, row.member, row.attempt, row.first, row.last, row.tokens):
+            return True
+        self._release(row.places)
+        return False
 
     def holds(self, row: RowRef) -> None:
         """Another service made columns of a generated sample; those of an old attempt are freed."""

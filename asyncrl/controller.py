@@ -9,7 +9,7 @@ Waits of its own have no deadline: what they wait for is a call with one, and th
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -168,18 +168,20 @@ class Controller:
 
     # ---- the page's side ---------------------------------------------------------------------------------
 
-    def generated(self, sample: BatchRef) -> None:
-        """A sample left the engine."""
-        self._books.generated(sample.only)
+    def generated(self, samples: BatchRef) -> None:
+        """Samples of one group left the engine."""
+        self._books.generated(samples)
 
-    def holds(self, sample: BatchRef) -> BatchRef:
-        """Another service made columns of the sample; they live as long as its tokens. Returns the sample."""
-        self._books.holds(sample.only)
-        return sample
+    def holds(self, samples: BatchRef) -> BatchRef:
+        """Another service made columns of the samples; they live as long as their tokens. Returns the samples."""
+        for row in samples:
+            self._books.holds(row)
+        return samples
 
-    def ready(self, sample: BatchRef, score: Score) -> None:
-        """A sample is judged: it waits for training, or is dropped when it has no reward."""
-        self._books.scored(sample.only, score)
+    def ready(self, samples: BatchRef, scores: Sequence[Score]) -> None:
+        """Samples are judged: each waits for training, or is dropped when it has no reward."""
+        for row, score in zip(samples, scores, strict=True):
+            self._books.scored(row, score)
 
     async def iterations(self) -> AsyncIterator[Iteration]:
         """One training iteration after the other, each when the gate has a batch for it."""

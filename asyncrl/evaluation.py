@@ -55,13 +55,11 @@ class Evaluator:
     async def _ask(self, index: int, version: int, epoch: int) -> list[float | None]:
         async with self._places:
             prompts, row = self._group(index, version, epoch)
-            samples = [sample async for sample in self._generation.generate(prompts)]
+            samples = BatchRef.join([finished async for finished in self._generation.generate(prompts)])
             try:
-                # Together: a function of groups answers none before it has all.
-                scores = await together(*(self._reward.score(sample, row) for sample in samples))
-                return [score.reward for score in scores]
+                return [score.reward for score in await self._reward.score(samples, row)]
             finally:
-                await self._generation.release([place for row in BatchRef.join(samples) for place in row.places])
+                await self._generation.release([place for sample in samples for place in sample.places])
 
     def _group(self, index: int, version: int, epoch: int) -> tuple[PromptGroup, dict[str, Any]]:
         prompt, row = self._questions[index]

@@ -21,6 +21,7 @@ from asyncrl.protocols.contracts import Contract, Generation, Reference, Reward,
 from asyncrl.protocols.messages import Checkpointed, PromptGroup, Published, Score, StepReport, TrainedSample, Using
 from asyncrl.protocols.seeds import member_seed
 from asyncrl.staleness import live
+from asyncrl.together import together
 
 Lengths: TypeAlias = Callable[[random.Random], int]
 """Tokens of one completion."""
@@ -155,15 +156,23 @@ class SimulatedGeneration(Host, Generation):
         self._waiting.extend(sequences)
         self._fill()
         try:
-            for _ in sequences:
-                answer = await answers.get()
-                if isinstance(answer, PeerLost):
-                    raise answer
-                yield BatchRef((answer,))
+            left = len(sequences)
+            while left:
+                finished = await self._finished(answers)
+                left -= len(finished)
+                yield finished
         finally:
             self._abort(sequences)
             while not answers.empty():
                 self._forget(answers.get_nowait())
+
+    async def _finished(self, answers: asyncio.Queue[RowRef | PeerLost]) -> BatchRef:
+        found = [await answers.get()]
+        found += [answers.get_nowait() for _ in range(answers.qsize())]
+        for answer in found:
+            if isinstance(answer, PeerLost):
+                raise answer
+        return BatchRef(tuple(answer for answer in found if isinstance(answer, RowRef)))
 
     def die(self) -> None:
         streams = {id(s.answers): s.answers for s in (*self._waiting, *self._running)}
@@ -247,8 +256,11 @@ class SimulatedReward(Host, Reward):
         super().__init__("reward", ())
         self.delay, self.unscorable = delay, unscorable
 
-    async def score(self, sample: BatchRef, row: dict[str, Any]) -> Score:
-        chance = random.Random(f"reward {sample.only.key}")
+    async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
+        return await together(*(self._score(sample) for sample in samples))
+
+    async def _score(self, sample: RowRef) -> Score:
+        chance = random.Random(f"reward {sample.key}")
         await self.work(self.delay * chance.uniform(0.5, 1.5))
         reward = None if chance.random() < self.unscorable else float(chance.random() < 0.5)
         return Score(reward, {} if reward is None else {"coin": reward})

@@ -109,7 +109,8 @@ class Generation(Contract):
 
     @endpoint(ONE_OF, idempotent=Idempotent.PURE, stream=True)
     def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
-        """One-row references, as samples finish. Closing the stream aborts what is still running."""
+        """The samples of a group, as they finish: each item those that did since the one before, at least one.
+        Closing the stream aborts what is still running."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
@@ -136,8 +137,9 @@ class Reward(Contract):
     """Scores samples with the user's functions, in children that can be killed."""
 
     @endpoint(ONE_OF, idempotent=Idempotent.PURE)
-    async def score(self, sample: BatchRef, row: dict[str, Any]) -> Score:
-        """Score one sample; `row` is its prompt's row. A group function is answered when all members are there."""
+    async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
+        """Scores of samples of one group, in their order; `row` is their prompt's row. A group function is answered
+        when all members are there."""
         raise NotImplementedError
 
 

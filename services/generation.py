@@ -66,7 +66,7 @@ class GenerationService(Service, Generation):
     # ---- endpoints ---------------------------------------------------------------------------------------
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
-        """One-row references, as samples finish; columns prompt_ids, response_ids, versions (int32), logprobs
+        """Samples as they finish, one row each; columns prompt_ids, response_ids, versions (int32), logprobs
         (float32) and text (uint8, UTF-8, cut before a stop string). At the group's deadline what runs ends as `length`.
 
         Raises:
@@ -83,8 +83,11 @@ class GenerationService(Service, Generation):
         try:
             await self.context.compute.run(self._submit, requests)
             self._wake.set()
-            for _ in keys:
-                yield self._stored(await self._next(stream, keys, until))
+            left = len(keys)
+            while left:
+                finished = await self._next(stream, keys, until)
+                left -= len(finished)
+                yield BatchRef(tuple(self._stored(done) for done in finished))
         finally:
             self._abort(keys)
 
@@ -138,17 +141,17 @@ class GenerationService(Service, Generation):
         for request in requests:
             self._engine.submit(request)
 
-    async def _next(self, stream: Stream, keys: Sequence[Key], until: float) -> Completion:
-        """The next of these that finishes; at the deadline all that run finish."""
+    async def _next(self, stream: Stream, keys: Sequence[Key], until: float) -> list[Completion]:
+        """Those of these that finished since the last; at the deadline all that run finish."""
         try:
             async with asyncio.timeout_at(until):
-                return await stream.get()
+                return [await stream.get(), *_taken(stream)]
         except TimeoutError:
             open_keys = [key for key in keys if key in self._streams]
             self._deliver(await self.context.compute.run(self._engine.end, open_keys, "length"))
         if stream.empty():
             raise DeadlineExceeded(self._late([key for key in keys if key in self._streams]))
-        return stream.get_nowait()
+        return _taken(stream)
 
     def _late(self, keys: Sequence[Key]) -> str:
         engine, members = self._engine, ", ".join(str(member) for _, member, _ in keys)
@@ -158,7 +161,7 @@ class GenerationService(Service, Generation):
             f"{engine.running} samples, {engine.waiting} wait, its weights are of version {version}"
         )
 
-    def _stored(self, done: Completion) -> BatchRef:
+    def _stored(self, done: Completion) -> RowRef:
         assert self.rows is not None
         group, member, attempt = done.request.key
         if (before := self._held.pop((group, member), None)) is not None:
@@ -174,7 +177,7 @@ class GenerationService(Service, Generation):
         )
         self._held[group, member] = place
         self.context.tracer.flow_start(f"sample {group}.{member}.{attempt}")
-        return BatchRef((self._row(done, place),))
+        return self._row(done, place)
 
     def _row(self, done: Completion, place: Place) -> RowRef:
         group, member, attempt = done.request.key
@@ -265,6 +268,11 @@ class GenerationService(Service, Generation):
                 "text": (letters, response * self._engine.token_bytes),
             }
         )
+
+
+def _taken(stream: Stream) -> list[Completion]:
+    """What lies in the stream now."""
+    return [stream.get_nowait() for _ in range(stream.qsize())]
 
 
 def _row_slots(config: Config, evaluates: bool) -> int:

@@ -14,6 +14,7 @@ from asyncrl.rewards.pool import Pool
 from asyncrl.rewards.sample import Function, Sample, Verdict
 from asyncrl.rewards.scoring import score_of
 from asyncrl.service import Service, WorkerContext
+from asyncrl.together import together
 
 TEXT = "text"
 """The column that is read: the completion as uint8 UTF-8, made by generation."""
@@ -57,11 +58,13 @@ class RewardService(Service, Reward):
     def queued(self) -> int:
         return self._pool.queued
 
-    async def score(self, sample: BatchRef, row: dict[str, Any]) -> Score:
-        """Raises RewardError under on_error = "fail", LostRows when the sample is gone."""
-        ref = sample.only
-        read = await self.context.reader.read(sample, [TEXT])
-        text = bytes(read[TEXT][0]).decode("utf-8", errors="replace")
+    async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
+        """Raises RewardError under on_error = "fail", LostRows when a sample is gone."""
+        texts = (await self.context.reader.read(samples, [TEXT]))[TEXT]
+        return await together(*(self._score(ref, bytes(text), row) for ref, text in zip(samples, texts, strict=True)))
+
+    async def _score(self, ref: RowRef, completion: bytes, row: dict[str, Any]) -> Score:
+        text = completion.decode("utf-8", errors="replace")
         judged = Sample(row["prompt"], text, row, ref.group, ref.member, ref.finish, ref.tokens)
         verdicts = await self._verdicts(judged, ref)
         score = score_of(judged, self._pool.specs, verdicts, self.context.config.reward.on_error)

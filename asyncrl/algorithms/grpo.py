@@ -13,20 +13,20 @@ from asyncrl.rolling import Attempt
 
 
 async def roll_out(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    """Sample one prompt; each sample is judged as soon as it is there, while its siblings still run."""
+    """Sample one prompt; samples are judged as soon as they are there, while their siblings still run."""
     async with TaskGroup() as tasks:
-        async for sample in fleet.generation.generate(group.prompts):
-            gate.generated(sample)
-            tasks.create_task(judge(fleet, gate, group, sample))
+        async for samples in fleet.generation.generate(group.prompts):
+            gate.generated(samples)
+            tasks.create_task(judge(fleet, gate, group, samples))
 
 
-async def judge(fleet: Fleet, gate: Controller, group: Attempt, sample: BatchRef) -> None:
-    """Reward and reference log-probabilities of one sample, side by side."""
+async def judge(fleet: Fleet, gate: Controller, group: Attempt, samples: BatchRef) -> None:
+    """Reward and reference log-probabilities of samples that finished together, side by side."""
     async with TaskGroup() as tasks:
-        score = tasks.create_task(fleet.reward.score(sample, group.row))
+        scores = tasks.create_task(fleet.reward.score(samples, group.row))
         if fleet.reference is not None:
-            sample = gate.holds(await fleet.reference.logprobs(sample))
-    gate.ready(sample, score.result())
+            samples = gate.holds(await fleet.reference.logprobs(samples))
+    gate.ready(samples, scores.result())
 
 
 async def train(fleet: Fleet, gate: Controller) -> None:

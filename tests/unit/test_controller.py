@@ -149,8 +149,8 @@ def test_stop_ends_the_run_after_the_running_iteration() -> None:
 
 
 class BrokenReward(SimulatedReward):
-    async def score(self, sample: BatchRef, row: dict[str, Any]) -> Score:
-        raise RewardError(f"reward function 'broken' failed on sample {sample.only.key}")
+    async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
+        raise RewardError(f"reward function 'broken' failed on sample {samples.rows[0].key}")
 
 
 def test_a_reward_that_fails_ends_the_run_with_one_error() -> None:
@@ -166,8 +166,8 @@ class PoisonousGeneration(SimulatedGeneration):
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         if prompts.id == 1:
             raise PeerLost(f"died in attempt {prompts.attempt}")
-        async for sample in super().generate(prompts):
-            yield sample
+        async for samples in super().generate(prompts):
+            yield samples
 
 
 def test_a_group_that_fails_three_times_is_dropped_with_its_prompt() -> None:
@@ -182,10 +182,11 @@ def test_a_group_that_fails_three_times_is_dropped_with_its_prompt() -> None:
 
 
 async def forget_every_second_sample(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    async for sample in fleet.generation.generate(group.prompts):
-        gate.generated(sample)
-        if group.prompts.id != 0 or sample.only.member % 2:
-            gate.ready(sample, Score(float(sample.only.member), {}))
+    async for samples in fleet.generation.generate(group.prompts):
+        gate.generated(samples)
+        for row in samples:
+            if group.prompts.id != 0 or row.member % 2:
+                gate.ready(BatchRef((row,)), [Score(float(row.member), {})])
 
 
 def test_a_page_that_forgets_samples_is_told_which() -> None:

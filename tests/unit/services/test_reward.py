@@ -64,7 +64,8 @@ class Bench:
     async def score(self, text: str, member: int = 0, group: int = 4, finish: str = "stop") -> Score:
         place = self.store.put({"text": np.frombuffer(text.encode(), np.uint8)})
         ref = RowRef(group, member, 0, 1, 5, len(text), 0, 0, finish, (place,))
-        return await self.service.score(BatchRef((ref,)), ROW)
+        (score,) = await self.service.score(BatchRef((ref,)), ROW)
+        return score
 
 
 def config(*functions: Any, members: int = 3, **reward: Any) -> Config:
