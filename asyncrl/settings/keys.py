@@ -1,7 +1,7 @@
 """Every key of a config: its type, its default, what it means; and which key someone meant."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -128,16 +128,16 @@ def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     return found[0] if found else None
 
 
-def advice(name: str) -> str:
-    """What to write instead of the unknown key `name`."""
+def advice(name: str, written: Callable[[str], str] = str) -> str:
+    """What to write instead of the unknown key `name`. written: how a key is written where this one stands."""
     if translated := translate(name):
         ours, remark = translated
-        here = f"write {ours}" if ours else "there is no such key here"
+        here = f"write {written(ours)}" if ours else "there is no such key here"
         return f"{here} ({remark})" if remark else here
     if name in sections():
-        return f"{name} is a section: write {name}.KEY"
+        return f"{name} is a section: write {written(f'{name}.KEY')}"
     if near := closest_key(name):
-        return f"did you mean {near}?"
+        return f"did you mean {written(near)}?"
     if foreign := closest(name, TRANSLATIONS, cutoff=0.8):
-        return f"did you mean {foreign}? then {advice(foreign)}"
+        return f"did you mean {foreign}? then {advice(foreign, written)}"
     return "`asyncrl keys` lists all"

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,21 +26,29 @@ class Mistake:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """entries: dotted key -> (value, where it stands); mistakes: what could not be read as an entry."""
+    """entries: dotted key -> (value, where it stands); mistakes: what could not be read as an entry.
+
+    readable: False when nothing is known of what it would have brought.
+    """
 
     entries: Mapping[str, tuple[Any, str]]
     mistakes: tuple[Mistake, ...]
+    readable: bool = True
 
 
-def _layer(items: Sequence[tuple[str, Any, str]]) -> Layer:
+Written = Callable[[str], str]
+"""How a key is written in one of the places."""
+
+
+def _layer(items: Sequence[tuple[str, Any, str]], written: Written = str) -> Layer:
     """Entries of known keys; a mistake for each unknown one. items: (key, value, source)."""
     entries: dict[str, tuple[Any, str]] = {}
     mistakes: list[Mistake] = []
     for name, value, source in items:
         if name in sections():
-            mistakes.append(Mistake(name, source, f"{name} is a section: write {name}.KEY"))
+            mistakes.append(Mistake(name, source, advice(name, written)))
         elif name not in all_keys():
-            mistakes.append(Mistake(name, source, f"there is no such key; {advice(name)}"))
+            mistakes.append(Mistake(name, source, f"there is no such key; {advice(name, written)}"))
         else:
             entries[name] = (value, source)
     return Layer(entries, tuple(mistakes))
@@ -56,7 +64,7 @@ def file_layer(text: str, named: str) -> Layer:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        return Layer({}, (Mistake("", named, f"is no valid TOML: {error}"),))
+        return Layer({}, (Mistake("", named, f"is no valid TOML: {error}"),), readable=False)
     lines = _lines_of_keys(text)
     return _layer([(name, value, _place(named, lines.get(name))) for name, value in _leaves(tables)])
 
@@ -99,7 +107,11 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     for name in names:
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
         items.append((key, [environ[name]], f"environment variable {name}"))
-    return _texts_layer(items)
+    return _texts_layer(items, _environment_name)
+
+
+def _environment_name(key: str) -> str:
+    return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
 
 
 def flags_layer(arguments: Sequence[str]) -> Layer:
@@ -139,7 +151,7 @@ def _next_value(waiting: list[str], key: Key | None) -> str | None:
 _SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
 
-def _texts_layer(items: Sequence[tuple[str, list[str], str]]) -> Layer:
+def _texts_layer(items: Sequence[tuple[str, list[str], str]], written: Written = str) -> Layer:
     """Entries from text: what was typed becomes what the key's type needs. items: (key, texts, source)."""
     read: list[tuple[str, Any, str]] = []
     mistakes: list[Mistake] = []
@@ -151,7 +163,7 @@ def _texts_layer(items: Sequence[tuple[str, list[str], str]]) -> Layer:
             mistakes.append(Mistake(name, source, f"is given {len(texts)} times: {', '.join(texts)}"))
         else:
             read.append((name, _from_texts(texts, key), source))
-    layer = _layer(read)
+    layer = _layer(read, written)
     return Layer(layer.entries, (*mistakes, *layer.mistakes))
 
 

@@ -12,9 +12,9 @@ from pydantic_core import ErrorDetails
 from asyncrl.coherence import Incoherent
 from asyncrl.config import Config, RewardFunction
 from asyncrl.errors import ConfigError
-from asyncrl.experiments import experiment_text
 from asyncrl.settings.keys import all_keys, closest
 from asyncrl.settings.layers import Layer, Mistake, environment_layer, file_layer, flags_layer, values_layer
+from asyncrl.settings.target import find
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ def resolve(layers: Sequence[Layer]) -> Loaded:
     try:
         config = Config.model_validate(_nested({key: value for key, (value, _) in merged.items()}))
     except ValidationError as error:
-        mistakes += _of_the_whole(error, merged, broken)
+        if all(layer.readable for layer in layers):
+            mistakes += _of_the_whole(error, merged, broken)
     if mistakes:
         raise ConfigError(_report(mistakes))
     return Loaded(config, sources)
@@ -73,14 +74,8 @@ def resolve(layers: Sequence[Layer]) -> Loaded:
 def _target_layers(target: str | Path | None) -> list[Layer]:
     if target is None:
         return []
-    if isinstance(target, Path) or target.endswith(".toml") or os.sep in target:
-        path = Path(target)
-        if not path.is_file():
-            raise ConfigError(f"there is no file {path}")
-        named, text, stem = str(path), path.read_text(encoding="utf-8"), path.stem
-    else:
-        named, text, stem = f"experiment {target}", experiment_text(target), target
-    return [Layer({"name": (stem, "the name of the experiment")}, ()), file_layer(text, named)]
+    found = find(target)
+    return [Layer({"name": (found.name, "the name of the experiment")}, ()), file_layer(found.text, found.place)]
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ deadline = 3
         "mine.toml:1: stpes: there is no such key; did you mean steps?",
         "mine.toml:4: task.size: must be a valid integer, not 'many'",
         "mine.toml:9: rewards.deadline: there is no such key; did you mean reward.deadline?",
-        "ASYNCRL_TASK__SIZ: task.siz: there is no such key; did you mean task.size?",
+        "ASYNCRL_TASK__SIZ: task.siz: there is no such key; did you mean ASYNCRL_TASK__SIZE?",
         "--num_generations: there is no such key; write task.samples_per_prompt",
         "--staleness.limit: must be greater than or equal to 0, not '-1'",
         "--steps: needs a value: int > 0",
@@ -144,6 +144,72 @@ def test_a_file_that_is_no_toml(loading: Loader) -> None:
     assert "is no valid TOML" in mistakes(loading, "steps = = 3")
     with pytest.raises(ConfigError, match=r"there is no file gone\.toml"):
         load("gone.toml", environ={})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[model]\nname = \n", "mine.toml: is no valid TOML: Invalid value (at line 2, column 8)"),
+        ('[task]\nprompts = "p.jsonl', "(at end of document)"),
+    ],
+)
+def test_broken_syntax_is_one_mistake_with_its_place(text: str, says: str, loading: Loader) -> None:
+    said = mistakes(loading, text)
+    assert says in said
+    assert "\n" not in said
+
+
+def test_broken_syntax_hides_no_mistake_that_stands_elsewhere(loading: Loader) -> None:
+    assert mistakes(loading, "[model", "--task.siz 3").startswith("2 mistakes")
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_bytes(b'name = "\xff"')
+    with pytest.raises(ConfigError, match="no UTF-8 text: invalid start byte at byte 8"):
+        load(tmp_path / "mine.toml", environ={})
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("nofile.toml", "did you mean the file my-file.toml?"),
+        ("sub/mine.toml", "did you mean the file sub/mime.toml?"),
+        ("quikstart.toml", "did you mean the experiment quickstart?"),
+        ("my-fil", "did you mean the file my-file.toml?"),
+        ("quikstart", "did you mean quickstart?"),
+        ("smollm", "did you mean the file smolm.toml or the experiment smollm2?"),
+        ("zzz.toml", "the experiments that come with asyncrl are quickstart"),
+        ("zzz", "there are quickstart"),
+        ("sub/", "sub is a folder; a run that lies in one is resumed with --run-dir sub"),
+    ],
+)
+def test_an_unknown_target_names_the_closest_experiment_and_file(
+    target: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("my-file.toml", "smolm.toml", "sub/mime.toml", "sub/notes.txt"):
+        (tmp_path / name).write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        load(target, environ={})
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("ASYNCRL_TRANING__STEPS", "did you mean ASYNCRL_STEPS?"),
+        ("ASYNCRL_TRANING__LEARNING_RATE", "did you mean ASYNCRL_TRAINING__LEARNING_RATE?"),
+        ("ASYNCRL_TRAINING__LEARNIN_RATE", "did you mean ASYNCRL_TRAINING__LEARNING_RATE?"),
+        ("ASYNCRL_TRAINING_LEARNING_RATE", "did you mean ASYNCRL_TRAINING__LEARNING_RATE?"),
+        ("ASYNCRL_NUM_GENERATIONS", "write ASYNCRL_TASK__SAMPLES_PER_PROMPT"),
+        ("ASYNCRL_TRAINING", "training is a section: write ASYNCRL_TRAINING__KEY"),
+    ],
+)
+def test_a_misspelled_environment_variable_gets_the_closest(name: str, says: str, loading: Loader) -> None:
+    said = mistakes(loading, GOOD, "", **{name: "3"})
+    assert said.startswith(f"environment variable {name}: ")
+    assert says in said
 
 
 def test_an_unknown_experiment_names_the_closest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
