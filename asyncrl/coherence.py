@@ -82,6 +82,12 @@ def _kl(config: "Config") -> Iterator[Contradiction]:
             "k1 as a loss has zero expected gradient, and k3 as a loss is a biased approximation; "
             'right are k2 in the loss and k1 with kl_in = "reward"',
         )
+    if algorithm.kl > 0 and algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
+        yield Contradiction(
+            ("algorithm.kl_in", "algorithm.kl_estimator"),
+            f"in the reward only k1 has the gradient of the KL, {algorithm.kl_estimator} has another one: "
+            'write kl_estimator = "k1", or kl_in = "loss" with k2',
+        )
 
 
 def _updates(config: "Config") -> Iterator[Contradiction]:
