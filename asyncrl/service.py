@@ -121,6 +121,7 @@ class Service:
 
     async def health(self) -> list[Health]:
         context, now = self.context, asyncio.get_running_loop().time()
+        spent = context.clock.spent()
         doing = [f"{label} for {now - since:.1f} s" for label, since in self.running.values()]
         mine = Health(
             service=context.service,
@@ -129,8 +130,8 @@ class Service:
             instance=context.instance,
             doing=tuple(doing if self.ready.done() else ["starting", *doing]),
             queued=self.queued,
-            seconds=context.clock.seconds(),
-            wall=context.clock.wall,
+            seconds=spent.seconds,
+            wall=spent.wall,
             counters=dict(self.counters),
         )
         return [mine]

@@ -3,10 +3,25 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 State = Literal["busy", "starved", "blocked", "sync", "overhead"]
 STATES: tuple[State, ...] = get_args(State)
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """wall: seconds since a clock was made; seconds: by state, read at the same instant, or a thread that is put aside
+    between the two readings would look like time that nobody accounts for."""
+
+    wall: float
+    seconds: dict[str, float]
+
+    @property
+    def unaccounted(self) -> float:
+        """Seconds booked under no state."""
+        return self.wall - sum(self.seconds.values())
 
 
 class StateClock:
@@ -31,17 +46,6 @@ class StateClock:
     @property
     def current(self) -> State | None:
         return self._state
-
-    @property
-    def wall(self) -> float:
-        """Seconds since this clock was made."""
-        return self._now() - self._started
-
-    @property
-    def unaccounted(self) -> float:
-        """Seconds booked under no state."""
-        seconds = self.seconds()
-        return max(0.0, self.wall - sum(seconds.values()))
 
     def enter(self, state: State) -> None:
         """From now on time goes to `state`."""
@@ -76,11 +80,16 @@ class StateClock:
             if self._idle:
                 self._switch(state)
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds by state so far, the running state included."""
+    def spent(self) -> Spent:
+        """Where the time went so far, the running state included."""
         with self._lock:
             self._switch(self._state)
-            return {str(state): seconds for state, seconds in self._seconds.items()}
+            seconds = {str(state): seconds for state, seconds in self._seconds.items()}
+            return Spent(self._since - self._started, seconds)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by state so far, the running state included."""
+        return self.spent().seconds
 
     def _switch(self, state: State | None) -> None:
         if state is not None and state not in self._seconds:
