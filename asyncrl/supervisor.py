@@ -17,13 +17,11 @@ from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, lone
 from asyncrl.launch import Launcher, WorkerProcess, WorkerSpec
 from asyncrl.protocols.contracts import Lane
 from asyncrl.together import together
-from asyncrl.workers import Channel, RemoteWorker
+from asyncrl.workers import DEATH_NOTICE, Channel, RemoteWorker
 
 LIVES = 3
 """Deaths of one worker without a finished group in between that end the run: whatever kills it comes again."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0
-DEATH_NOTICE = 1.0
-"""Seconds from a broken link until the worker behind it is taken for alive, and ended."""
 STOP_STAGES = (("stop", 5.0), ("terminate", 2.0), ("kill", 2.0))
 """How a worker is ended, and seconds until the next stage; under 10 s in all."""
 
@@ -106,7 +104,7 @@ class Observer(Protocol):
         ...
 
     def lost(self, service: str, instance: str, why: str) -> None:
-        """It takes no calls any more, and those it had have failed; it may still be ending."""
+        """It takes no calls any more, and those it had fail now; it may still be ending."""
         ...
 
     def gone(self, service: str, instance: str) -> None:
@@ -199,21 +197,27 @@ class Supervisor:
         raise AssertionError("neither returns")
 
     async def _watch(self, post: Post, spec: WorkerSpec, process: WorkerProcess, connection: Connection) -> None:
-        why = f"{spec.instance} (pid {process.pid}) {await process.wait()}"
+        why = await process.wait()
         self._lost(post, spec, why)
         connection.fail(why)
         raise PeerLost(why)
 
     async def _serve(self, post: Post, spec: WorkerSpec, connection: Connection) -> None:
+        try:
+            await self._until_broken(post, spec, connection)
+        except PeerLost as broken:
+            # `_watch` speaks first if this was a death.
+            await asyncio.sleep(DEATH_NOTICE)
+            self._lost(post, spec, str(broken))
+            raise
+
+    async def _until_broken(self, post: Post, spec: WorkerSpec, connection: Connection) -> None:
         async with connection:
             await connection.channels[Lane.CONTROL].call("started", (), self._start_deadline)
             post.worker.connected(spec.instance, connection.channels)
             self._observer.lives(spec.service, spec.instance)
             self._note_start(post)
             await connection.lost.wait()
-            self._lost(post, spec, connection.reason)
-            # A socket may tell of a death before the kernel does, which knows how it died.
-            await asyncio.sleep(DEATH_NOTICE)
             raise PeerLost(connection.reason)
 
     def _note_start(self, post: Post) -> None:

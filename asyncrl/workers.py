@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -13,6 +13,10 @@ from asyncrl.protocols.layout import Layout
 from asyncrl.wire.ends import Signal
 
 Arguments = tuple[Any, ...]
+
+DEATH_NOTICE = 1.0
+"""Seconds from a broken link until the process behind it is taken for alive. A socket breaks before the kernel tells of
+the death, but only the kernel knows its cause."""
 
 
 class Channel(Protocol):
@@ -48,7 +52,8 @@ class RemoteWorker:
         self.outstanding: dict[int, Outstanding] = {}
         self._numbers = itertools.count()
         self._channels: Mapping[Lane, Channel] = {}
-        self._why, self._returns = "it is starting", True
+        self._cause = _already("it is starting")
+        self._returns = True
         self._changed = changed or Signal()
 
     @property
@@ -67,28 +72,34 @@ class RemoteWorker:
     @property
     def condition(self) -> str:
         """One clause, for errors and the watchdog."""
-        return f"{self.name} lives" if self.lives else f"{self.name} does not answer: {self._why}"
+        why = self._cause.result() if self._cause.done() else "its link broke"
+        return f"{self.name} lives" if self.lives else f"{self.name} does not answer: {why}"
 
     def connected(self, instance: str, channels: Mapping[Lane, Channel]) -> None:
         """From now on calls go to this instance."""
-        self.instance, self._channels, self._why = instance, channels, "its link broke"
+        self.instance, self._channels = instance, channels
+        self._cause = asyncio.get_running_loop().create_future()
         self._changed.wake()
 
     def lost(self, why: str, *, returns: bool) -> None:
         """Nobody answers from now on; `returns`: another instance is being started."""
-        self._channels, self._why, self._returns = {}, why, returns
+        self._channels, self._returns = {}, returns
+        if self._cause.done():
+            self._cause = _already(why)
+        else:
+            self._cause.set_result(why)
         self._changed.wake()
 
     async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
-        """Call this worker alone; deadline in seconds. Raises PeerLost at once when it does not live."""
-        with self._noted(spec):
+        """Call this worker alone; deadline in seconds. Raises PeerLost when it does not live, or dies meanwhile."""
+        async with self._noted(spec):
             answer = await self._channel(spec.lane).call(spec.name, args, deadline)
             self._heard(spec)
             return answer
 
     async def stream(self, spec: EndpointSpec, args: Arguments, deadline: float) -> AsyncIterator[Any]:
         """Items of a call; closing the iterator cancels it in the worker."""
-        with self._noted(spec):
+        async with self._noted(spec):
             items = self._channel(spec.lane).stream(spec.name, args, deadline)
             async with aclosing(cast(Any, items)):
                 async for item in items:
@@ -104,14 +115,27 @@ class RemoteWorker:
             raise PeerLost(self.condition)
         return self._channels[lane]
 
-    @contextmanager
-    def _noted(self, spec: EndpointSpec) -> Iterator[None]:
-        number = next(self._numbers)
+    @asynccontextmanager
+    async def _noted(self, spec: EndpointSpec) -> AsyncIterator[None]:
+        number, instance, cause = next(self._numbers), self.instance, self._cause
         self.outstanding[number] = Outstanding(spec.name, spec.lane, asyncio.get_running_loop().time())
         try:
             yield
+        except PeerLost:
+            if self.lives:
+                raise
+            await asyncio.wait([cause], timeout=2 * DEATH_NOTICE)
+            if not cause.done() or not instance:
+                raise
+            raise PeerLost(f"{instance}: {cause.result()}") from None
         finally:
             del self.outstanding[number]
+
+
+def _already(why: str) -> asyncio.Future[str]:
+    known: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    known.set_result(why)
+    return known
 
 
 class Replica:

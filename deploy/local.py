@@ -91,7 +91,7 @@ class LocalWorker:
     def _how(self) -> str:
         status = self._process.returncode
         if status < 0:
-            return f"was killed by {signal.Signals(-status).name}"
+            return f"killed by {signal.Signals(-status).name}"
         words = self._output.read_bytes()[-LAST_WORDS:].decode(errors="replace").strip().splitlines()
         said = f", its last words: {words[-1]}" if words else ""
         return f"exited with status {status}{said} (output: {self._output})"

@@ -13,8 +13,9 @@ from asyncrl import virtual
 from asyncrl.config import Config, Model, Task
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost
 from asyncrl.launch import Addresses, RunFacts, WorkerSpec
-from asyncrl.protocols.contracts import Lane
+from asyncrl.protocols.contracts import EndpointSpec, Idempotent, Lane
 from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.transfer import ONE_OF
 from asyncrl.supervisor import LIVES, LONGEST_PAUSE, Deaths, Post, Present, Supervisor, end
 from asyncrl.workers import Workers
 
@@ -27,7 +28,8 @@ class FakeProcess:
     pid = 4711
 
     def __init__(self, deaf: tuple[str, ...] = ()) -> None:
-        self.deaf, self.told = deaf, []
+        self.deaf = deaf
+        self.told: list[str] = []
         self._ended = asyncio.Event()
         self._how = ""
 
@@ -35,7 +37,7 @@ class FakeProcess:
     def dead(self) -> bool:
         return self._ended.is_set()
 
-    def die(self, how: str = "was killed by SIGKILL") -> None:
+    def die(self, how: str = "killed by SIGKILL") -> None:
         self._how = self._how or how
         self._ended.set()
 
@@ -71,8 +73,10 @@ class FakeConnection:
         return dict.fromkeys(Lane, self)
 
     async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> None:
-        assert method == "started"
-        await self._start()
+        if method == "started":
+            return await self._start()
+        await self.lost.wait()
+        raise PeerLost(self.reason)
 
     async def __aenter__(self) -> Self:
         if not self._greets:
@@ -99,6 +103,7 @@ class Stage:
         self.processes: list[FakeProcess] = []
         self.connections: list[FakeConnection] = []
         self.events: list[tuple[float, str]] = []
+        self.whys: list[str] = []
         self.spawned = asyncio.Condition()
         self._start, self._greets = start, greets
         post = Post(self.worker, self._make_spec, self, restart)
@@ -139,6 +144,7 @@ class Stage:
     def lost(self, service: str, instance: str, why: str) -> None:
         assert not self.worker.lives, "callers must look elsewhere before they are told"
         self.note(f"lost {instance}")
+        self.whys.append(why)
 
     def gone(self, service: str, instance: str) -> None:
         assert self.processes[-1].dead
@@ -168,6 +174,12 @@ def acting(play: Callable[[Stage], Awaitable[None]], **options: Any) -> Stage:
     return stages[0]
 
 
+async def caught(call: Awaitable[None]) -> str:
+    with pytest.raises(PeerLost) as lost:
+        await call
+    return str(lost.value)
+
+
 def test_a_dead_worker_is_restarted_after_a_growing_pause() -> None:
     async def play(stage: Stage) -> None:
         for _ in range(4):
@@ -195,8 +207,40 @@ def test_outstanding_calls_fail_with_the_cause_of_death() -> None:
         await stage.living()
         stage.processes[0].die()
         await stage.connections[0].lost.wait()
-        assert stage.connections[0].reason == "echo0.0-0-0 (pid 4711) was killed by SIGKILL"
-        assert "was killed by SIGKILL" in stage.worker.condition
+        assert stage.connections[0].reason == "killed by SIGKILL"
+        assert stage.worker.condition == "echo0.0 does not answer: killed by SIGKILL"
+
+    acting(play)
+
+
+HANG = EndpointSpec("hang", ONE_OF, Lane.WORK, Idempotent.NO, False)
+
+
+def test_a_death_that_a_socket_tells_first_has_the_cause_that_the_kernel_knows() -> None:
+    async def play(stage: Stage) -> None:
+        await stage.living()
+        async with asyncio.TaskGroup() as tasks:
+            call = tasks.create_task(caught(stage.worker.call(HANG, (), 60.0)))
+            await asyncio.sleep(1)
+            stage.connections[0].fail("the connection to ipc://echo broke")
+            assert not stage.worker.lives
+            await asyncio.sleep(0.3)
+            stage.processes[0].die("exited with status 3")
+        assert call.result() == "echo0.0-0-0: exited with status 3"
+        assert stage.whys == ["exited with status 3"]
+
+    acting(play)
+
+
+def test_a_link_that_broke_for_itself_is_the_cause() -> None:
+    async def play(stage: Stage) -> None:
+        await stage.living()
+        async with asyncio.TaskGroup() as tasks:
+            call = tasks.create_task(caught(stage.worker.call(HANG, (), 60.0)))
+            await asyncio.sleep(1)
+            stage.connections[0].fail("a gap in the numbers")
+        assert call.result() == "echo0.0-0-0: a gap in the numbers"
+        assert stage.whys == ["a gap in the numbers"]
 
     acting(play)
 
@@ -216,7 +260,7 @@ def test_the_death_of_a_worker_that_cannot_be_restarted_ends_the_fleet_at_once()
     async def play(stage: Stage) -> None:
         await stage.living()
         await stage.kill()
-        with pytest.raises(PeerLost, match="was killed by SIGKILL"):
+        with pytest.raises(PeerLost, match="killed by SIGKILL"):
             await stage.living()
         await asyncio.Event().wait()
 
