@@ -1,21 +1,37 @@
 """Reward functions written for other libraries, used as they are."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from asyncrl.errors import RewardError
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.names import suggestion
 from asyncrl.rewards.sample import Function, Sample
+
+Parameters = Mapping[str, inspect.Parameter]
+
+NOT_PASSED = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL passes beside prompts, completions and columns, and only its own trainer has."""
 
 
 def from_trl(function: Callable[..., Any]) -> Function:
     """A reward function of TRL's GRPOTrainer: `f(prompts, completions, **columns) -> list of float or None`.
 
     Completions are text, or one assistant message each where prompts are messages, as TRL passes them. Columns are
-    lists with a value for each sample. There are no `completion_ids` and no `trainer_state`. Serves single samples
-    and, with `group = true`, whole groups.
+    lists with a value for each sample. What else TRL passes, NOT_PASSED, is left to the function's defaults. Serves
+    single samples and, with `group = true`, whole groups.
+
+    Raises:
+        ConfigError: it cannot be called without something that is not passed.
     """
-    return _serving_both(function, lambda samples: function(**_accepted(function, _trl_arguments(samples))), list)
+    parameters = inspect.signature(function).parameters
+    if missing := [name for name in _needed(parameters) if name in NOT_PASSED]:
+        raise ConfigError(
+            f"{_name_of(function)} takes {' and '.join(missing)}, which TRL passes and asyncrl does not; "
+            f"give it a default: {missing[0]}=None"
+        )
+    return _serving_both(function, lambda samples: function(**_accepted(parameters, _trl_arguments(samples))), list)
 
 
 def from_verl(function: Callable[..., Any]) -> Function:
@@ -55,7 +71,7 @@ def _only(values: Sequence[Any]) -> Any:
 
 
 def _trl_arguments(samples: list[Sample]) -> dict[str, Any]:
-    names = {name for sample in samples for name in sample.row if name != "prompt"}
+    names = {name for sample in samples for name in sample.row} - {"prompt", "completion", *NOT_PASSED}
     columns = {name: [sample.row.get(name) for sample in samples] for name in sorted(names)}
     return {
         **columns,
@@ -68,12 +84,28 @@ def _trl_completion(sample: Sample) -> str | list[dict[str, str]]:
     return sample.text if isinstance(sample.prompt, str) else [{"role": "assistant", "content": sample.text}]
 
 
-def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+def _accepted(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, Any]:
+    for name in _needed(parameters):
+        if name not in arguments:
+            raise RewardError(f"it takes {name}, and the row has no such column{suggestion(name, arguments)}")
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments
-    names = {parameter.name for parameter in parameters}
-    return {name: value for name, value in arguments.items() if name in names}
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _needed(parameters: Parameters) -> list[str]:
+    """Those that have no default."""
+    return [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    target = function.func if isinstance(function, partial) else function
+    return str(getattr(target, "__name__", type(target).__name__))
 
 
 def _verl_arguments(samples: list[Sample]) -> dict[str, Any]:

@@ -78,7 +78,10 @@ def load(spec: FunctionSpec) -> Function:
         return _from_template(spec)
     adapter, name = _split(spec.use)
     function = _with_options(_named(name), spec)
-    return ADAPTERS[adapter](function) if adapter else function
+    try:
+        return ADAPTERS[adapter](function) if adapter else function
+    except ConfigError as error:
+        raise ConfigError(f"reward.functions: {spec.use}: {error}") from None
 
 
 def is_concurrent(function: Function) -> bool:

@@ -1,8 +1,9 @@
+from functools import partial
 from typing import Any
 
 import pytest
 
-from asyncrl.errors import RewardError
+from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards import Sample, from_trl, from_verl
 from asyncrl.rewards.functions import is_concurrent
 
@@ -27,6 +28,36 @@ def test_trl_gets_lists() -> None:
 
 def test_trl_functions_may_name_only_what_they_need() -> None:
     assert from_trl(lambda completions: [len(text) for text in completions])(sample("four", answer="x")) == 4
+
+
+def test_what_only_trls_trainer_has_is_left_to_defaults() -> None:
+    seen: dict[str, Any] = {}
+
+    def f(completions: list[str], completion_ids: Any = None, *, log_metric: Any = None, **rest: Any) -> list[float]:
+        seen.update(ids=completion_ids, log=log_metric, rest=sorted(rest))
+        return [1.0]
+
+    assert from_trl(f)(sample("4", completion_ids=[1], trainer_state="x", completion="y", answer="4")) == 1.0
+    assert seen == {"ids": None, "log": None, "rest": ["answer", "prompts"]}
+
+
+def test_a_trl_function_that_needs_more_is_refused_before_any_sample() -> None:
+    def f(prompts: Any, completions: Any, completion_ids: Any, *, log_extra: Any, **rest: Any) -> list[float]:
+        return [1.0]
+
+    told = r"^f takes completion_ids and log_extra, which TRL .* give it a default: completion_ids=None$"
+    with pytest.raises(ConfigError, match=told):
+        from_trl(f)
+    with pytest.raises(ConfigError, match=r"^f takes completion_ids, "):
+        from_trl(partial(f, log_extra=print))
+
+
+def test_a_column_that_a_trl_function_needs_is_named_when_rows_lack_it() -> None:
+    def f(completions: list[str], anser: list[str]) -> list[float]:
+        return [1.0]
+
+    with pytest.raises(RewardError, match=r"^it takes anser, and the row has no such column; did you mean answer"):
+        from_trl(f)(sample("4", answer="4"))
 
 
 def test_trl_completions_are_messages_where_prompts_are() -> None:
