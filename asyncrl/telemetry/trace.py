@@ -1,5 +1,6 @@
 """Spans of one process, written as lines to `logs/NAME.trace.jsonl`; `trace_merge.merge` joins them for Perfetto."""
 
+import asyncio
 import itertools
 import json
 import threading
@@ -12,10 +13,14 @@ from typing import Any
 
 BUFFERED_EVENTS = 256
 """About 30 kB a write: one system call in a few hundred events, and a killed process loses no more than these."""
+CALLS = "calls"
+"""The track of what runs on an event loop, where spans of many tasks are open at a time."""
 MAX_EVENTS = 300_000
 """A file of about 40 MB. Events beyond are counted and the count is written when the tracer closes."""
 
 _encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
+_numbers = itertools.count(1)
+"""Of spans, unique in the process: a worker inside another process must not take that one's span for its own."""
 _open_span: ContextVar[int] = ContextVar("asyncrl_open_span", default=0)
 
 
@@ -32,7 +37,6 @@ class Tracer:
         self._path, self._now = path, now
         self._lines: list[str] = []
         self._lock = threading.Lock()
-        self._spans = itertools.count(1)
         self._written = self._left_out = 0
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +49,7 @@ class Tracer:
         if self._path is None:
             yield
             return
-        outer, number, start = _open_span.get(), next(self._spans), self._now()
+        outer, number, start = _open_span.get(), next(_numbers), self._now()
         _open_span.set(number)
         try:
             yield
@@ -53,7 +57,7 @@ class Tracer:
             # Set, not reset by token: a stream may be closed in another context than it was opened in.
             _open_span.set(outer)
             end = self._now()
-            event = {"span": number, "name": name, "at": start, "for": end - start, "thread": _thread()}
+            event = {"span": number, "in": outer, "name": name, "at": start, "for": end - start, "track": _track()}
             self._record({**event, "args": args} if args else event)
 
     def flow_start(self, flow: str, name: str = "") -> None:
@@ -83,7 +87,7 @@ class Tracer:
 
     def _flow(self, end: str, flow: str, name: str) -> None:
         if self._path is not None:
-            event = {"flow": flow, "end": end, "at": self._now(), "in": _open_span.get(), "thread": _thread()}
+            event = {"flow": flow, "end": end, "at": self._now(), "in": _open_span.get(), "track": _track()}
             self._record({**event, "name": name or flow})
 
     def _record(self, event: dict[str, Any]) -> None:
@@ -104,5 +108,9 @@ class Tracer:
             self._lines.clear()
 
 
-def _thread() -> str:
-    return threading.current_thread().name
+def _track() -> str:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return threading.current_thread().name
+    return CALLS

@@ -3,22 +3,26 @@
 import gzip
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.telemetry.trace import CALLS
+
 Event = dict[str, Any]
+Open = list[tuple[int, int | str]]
+"""Slices open on a lane, outermost first: when each ends, and its number."""
 
 SUFFIX = ".trace.jsonl"
-SHORTEST_US = 1.0
-"""Perfetto does not draw slices of no length, and an arrow needs a slice to sit in."""
+SHORTEST = 1000
+"""Nanoseconds. Perfetto does not draw slices of no length, and an arrow needs a slice to sit in."""
 
 
 def merge(run_dir: Path) -> Path:
     """Write `RUN_DIR/trace.json.gz` from `RUN_DIR/logs/*.trace.jsonl` and return its path.
 
-    One process track a worker, one thread track below it for each thread, further ones where spans of concurrent
-    tasks overlap. Arrows keep the names given to `flow_start` and `flow_end`.
+    One process track a worker. Below it one for each thread, and as many for the calls on its event loop as there were
+    at a time: "calls 1" is taken first. Arrows keep the names given to `flow_start` and `flow_end`.
     """
     files = [_read(path) for path in sorted((run_dir / "logs").glob(f"*{SUFFIX}"))]
     start = min((_wall(event, events[0]) for events in files for event in events if "at" in event), default=0.0)
@@ -50,75 +54,83 @@ def _process(pid: int, events: list[Event], start: float) -> Iterator[Event]:
     header = events[0]
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": header["process"]}}
 
-    def microseconds(event: Event) -> float:
-        return round((_wall(event, header) - start) * 1e6, 3)
+    def nanoseconds(event: Event, later: float = 0.0) -> int:
+        return round((_wall(event, header) + later - start) * 1e9)
 
-    slices = [_slice(event, microseconds(event)) for event in events if "span" in event]
-    flows = [(event, microseconds(event)) for event in events if "flow" in event]
-    homes = {piece["span"]: piece for piece in slices}
-    marks = [_mark(event, at) for event, at in flows if event["in"] not in homes]
-    slices += marks
-    homes |= {piece["span"]: piece for piece in marks}
+    slices = {event["span"]: _slice(event, nanoseconds) for event in events if "span" in event}
+    flows = [(event, nanoseconds(event)) for event in events if "flow" in event]
+    homes = [_home(event, at, slices) for event, at in flows]
+    slices |= {home["span"]: home for home in homes}
     yield from _placed(pid, slices)
-    for event, at in flows:
-        home = homes.get(event["in"]) or homes[_mark_number(event)]
+    for (event, at), home in zip(flows, homes, strict=True):
         yield _arrow(pid, event, at, home)
     for event in events:
         if "counter" in event:
-            at = microseconds(event)
-            yield {"ph": "C", "name": event["counter"], "pid": pid, "tid": 0, "ts": at, "args": event["values"]}
+            point = {"ts": nanoseconds(event) / 1000, "args": event["values"]}
+            yield {"ph": "C", "name": event["counter"], "pid": pid, "tid": 0, **point}
         if "left_out" in event:
             named = {"name": f"{header['process']} ({event['left_out']} events left out)"}
             yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": named}
 
 
-def _slice(event: Event, at: float) -> Event:
-    length = max(SHORTEST_US, round(event["for"] * 1e6, 3))
-    return {**event, "ts": at, "dur": length}
+def _slice(event: Event, nanoseconds: Callable[[Event, float], int]) -> Event:
+    begin = nanoseconds(event, 0.0)
+    return {**event, "begin": begin, "end": max(begin + SHORTEST, nanoseconds(event, event["for"]))}
 
 
-def _mark_number(event: Event) -> str:
-    return f"{event['end']} {event['flow']}"
+def _home(event: Event, at: int, slices: Mapping[int | str, Event]) -> Event:
+    """The slice an arrow sits in. A task keeps the span that it was created in, which may be over: then a mark of the
+    arrow's own."""
+    home = slices.get(event["in"])
+    if home is not None and home["begin"] <= at <= home["end"]:
+        return home
+    number = f"{event['end']} {event['flow']}"
+    return {"span": number, "name": event["name"], "begin": at, "end": at + SHORTEST, "track": event["track"]}
 
 
-def _mark(event: Event, at: float) -> Event:
-    """A slice of its own for an arrow that no span holds."""
-    number = _mark_number(event)
-    return {"span": number, "name": event["name"], "ts": at, "dur": SHORTEST_US, "thread": event["thread"]}
-
-
-def _placed(pid: int, slices: list[Event]) -> Iterator[Event]:
-    """Give each slice a track on which it overlaps no other but by lying inside it."""
-    tracks: dict[str, list[list[float]]] = {}
+def _placed(pid: int, slices: Mapping[int | str, Event]) -> Iterator[Event]:
+    """Give each slice a lane where it lies inside the span that it was opened in, or alone."""
+    tracks: dict[str, list[Open]] = {}
     tids: dict[tuple[str, int], int] = {}
-    for piece in sorted(slices, key=lambda piece: (piece["ts"], -piece["dur"])):
-        thread = piece["thread"]
-        lane = _lane(tracks.setdefault(thread, []), piece["ts"], piece["ts"] + piece["dur"])
-        if (thread, lane) not in tids:
-            tids[thread, lane] = len(tids) + 1
-            name = thread if lane == 0 else f"{thread} ({lane + 1})"
-            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tids[thread, lane], "args": {"name": name}}
-        piece["tid"] = tids[thread, lane]
-        yield {"ph": "X", "cat": "asyncrl", "pid": pid, **_kept(piece, ("name", "ts", "dur", "tid", "args"))}
+    for piece in sorted(slices.values(), key=lambda piece: (piece["begin"], -piece["end"])):
+        track = piece["track"]
+        lane = _lane(tracks.setdefault(track, []), piece)
+        if (track, lane) not in tids:
+            tids[track, lane] = len(tids) + 1
+            yield from _named(pid, tids[track, lane], track, lane)
+        piece["tid"] = tids[track, lane]
+        drawn = {"name": piece["name"], "ts": piece["begin"] / 1000, "dur": (piece["end"] - piece["begin"]) / 1000}
+        args = {"args": piece["args"]} if "args" in piece else {}
+        yield {"ph": "X", "cat": "asyncrl", "pid": pid, "tid": piece["tid"], **drawn, **args}
 
 
-def _lane(lanes: list[list[float]], start: float, end: float) -> int:
-    """The first lane where [start, end) is free or lies inside the innermost open slice; `lanes` holds open ends."""
-    for number, open_ends in enumerate(lanes):
-        while open_ends and open_ends[-1] <= start:
-            open_ends.pop()
-        if not open_ends or end <= open_ends[-1]:
-            open_ends.append(end)
-            return number
-    lanes.append([end])
-    return len(lanes) - 1
+def _named(pid: int, tid: int, track: str, lane: int) -> Iterator[Event]:
+    """Threads above the calls, those in their order."""
+    name = f"{track} {lane + 1}" if track == CALLS or lane else track
+    yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+    order = lane + 1 if track == CALLS else 0
+    yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": order}}
 
 
-def _arrow(pid: int, event: Event, at: float, home: Event) -> Event:
-    inside = min(max(at, home["ts"]), home["ts"] + home["dur"])
-    common = {"cat": "sample", "name": "sample", "id": event["flow"], "pid": pid, "tid": home["tid"], "ts": inside}
+def _lane(lanes: list[Open], piece: Event) -> int:
+    """The lane of the span that this one was opened in, if it lies inside that; else the first free one."""
+    for lane in lanes:
+        while lane and lane[-1][0] <= piece["begin"]:
+            lane.pop()
+    inside = (number for number, lane in enumerate(lanes) if lane and _holds(lane[-1], piece))
+    free = (number for number, lane in enumerate(lanes) if not lane)
+    found = next(inside, next(free, len(lanes)))
+    if found == len(lanes):
+        lanes.append([])
+    lanes[found].append((piece["end"], piece["span"]))
+    return found
+
+
+def _holds(innermost: tuple[int, int | str], piece: Event) -> bool:
+    end, number = innermost
+    return number == piece.get("in") and piece["end"] <= end
+
+
+def _arrow(pid: int, event: Event, at: int, home: Event) -> Event:
+    common = {"cat": "sample", "name": "sample", "id": event["flow"], "pid": pid, "tid": home["tid"], "ts": at / 1000}
     return {"ph": "s", **common} if event["end"] == "start" else {"ph": "f", "bp": "e", **common}
-
-
-def _kept(event: Event, keys: Iterable[str]) -> Event:
-    return {key: event[key] for key in keys if key in event}

@@ -63,7 +63,7 @@ async def test_functions_run_one_after_the_other_beside_the_loop() -> None:
         assert compute.queued == 3
         first_may_end.set()
     assert order == [0, 1, 2]
-    assert {task.result() for task in running} == {"compute_0"}
+    assert {task.result() for task in running} == {"compute"}
     assert compute.queued == 0
     compute.close()
 

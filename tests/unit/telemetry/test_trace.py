@@ -2,13 +2,20 @@
 
 import asyncio
 import gzip
+import itertools
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from asyncrl.compute import Occupancy, ThreadCompute
 from asyncrl.telemetry import trace
+from asyncrl.telemetry.clock import StateClock
 from asyncrl.telemetry.trace import Tracer
 from asyncrl.telemetry.trace_merge import merge
 
@@ -94,30 +101,130 @@ def test_an_arrow_outside_any_span_gets_a_slice_to_sit_in(tmp_path: Path) -> Non
     assert holder_of(events, start)["name"] == "sample 3/1"
 
 
-async def test_overlapping_spans_of_tasks_get_tracks_of_their_own(tmp_path: Path) -> None:
-    tracer = Tracer(file_of(tmp_path, "controller"), "controller", Ticks())
-    first_open, second_open = asyncio.Event(), asyncio.Event()
+def names_of_tracks(events: list[Event]) -> dict[int, str]:
+    return {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
 
-    async def first() -> None:
-        with tracer.span("first"):
-            first_open.set()
-            await second_open.wait()
 
-    async def second() -> None:
-        await first_open.wait()
-        with tracer.span("second"), tracer.span("inside second"):
-            second_open.set()
-            await asyncio.sleep(0)
+def names_by_track(events: list[Event]) -> dict[str, list[str]]:
+    tracks = names_of_tracks(events)
+    found: dict[str, list[str]] = {name: [] for name in tracks.values()}
+    for event in events:
+        if event["ph"] == "X":
+            found[tracks[event["tid"]]].append(event["name"])
+    return found
+
+
+async def test_calls_at_a_time_get_lanes_that_later_ones_take_again(tmp_path: Path) -> None:
+    tracer = Tracer(file_of(tmp_path, "reward0.0"), "reward0.0", Ticks())
+    for name in ("first", "second"):
+        with tracer.span(name), tracer.span(f"inside {name}"):
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(2):
+                    tasks.create_task(beside(tracer, f"{name}, part {number}", asyncio.Barrier(1)))
+    meeting = asyncio.Barrier(3)
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(3):
+            tasks.create_task(beside(tracer, f"at a time {number}", meeting))
+    tracer.close()
+    parts = [f"{name}, part {number}" for name in ("first", "second") for number in range(2)]
+    assert names_by_track(merged(tmp_path)) == {
+        "calls 1": ["first", "inside first", *parts[:2], "second", "inside second", *parts[2:], "at a time 0"],
+        "calls 2": ["at a time 1"],
+        "calls 3": ["at a time 2"],
+    }
+
+
+async def beside(tracer: Tracer, name: str, meeting: asyncio.Barrier) -> None:
+    with tracer.span(name):
+        await meeting.wait()
+
+
+async def test_a_call_within_the_time_of_another_is_not_drawn_as_its_part(tmp_path: Path) -> None:
+    tracer = Tracer(file_of(tmp_path, "reward0.0"), "reward0.0", Ticks())
+    longer_runs, shorter_is_over = asyncio.Event(), asyncio.Event()
+
+    async def longer() -> None:
+        with tracer.span("longer"):
+            longer_runs.set()
+            await shorter_is_over.wait()
+
+    async def shorter() -> None:
+        await longer_runs.wait()
+        with tracer.span("shorter"):
+            pass
+        shorter_is_over.set()
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(first())
-        tasks.create_task(second())
+        tasks.create_task(longer())
+        tasks.create_task(shorter())
     tracer.close()
-    tracks = slices_by_track(merged(tmp_path))
-    assert len(tracks) == 2
-    for slices in tracks.values():
+    assert names_by_track(merged(tmp_path)) == {"calls 1": ["longer"], "calls 2": ["shorter"]}
+
+
+async def test_the_compute_thread_has_its_name(tmp_path: Path) -> None:
+    tracer = Tracer(file_of(tmp_path, "training0.0"), "training0.0")
+    compute = ThreadCompute(Occupancy(StateClock(Ticks())))
+
+    def work() -> None:
+        with tracer.span("update"):
+            pass
+
+    with tracer.span("step"):
+        await compute.run(work)
+    compute.close()
+    tracer.close()
+    assert names_by_track(merged(tmp_path)) == {"calls 1": ["step"], "compute": ["update"]}
+
+
+async def test_an_arrow_of_a_task_that_outlives_its_call_leaves_from_where_it_is(tmp_path: Path) -> None:
+    tracer, over = Tracer(file_of(tmp_path, "generation0.0"), "generation0.0", Ticks()), asyncio.Event()
+
+    async def later() -> None:
+        await over.wait()
+        tracer.flow_start("3/1", "sample 3/1")
+
+    async with asyncio.TaskGroup() as tasks:
+        with tracer.span("started"):
+            tasks.create_task(later())
+        over.set()
+    tracer.close()
+    events = merged(tmp_path)
+    (start,) = (event for event in events if event["ph"] == "s")
+    assert holder_of(events, start)["name"] == "sample 3/1"
+
+
+Call = tuple[int, int, list[tuple[int, int]]]
+calls = st.tuples(
+    st.integers(0, 50), st.integers(1, 20), st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), max_size=3)
+)
+
+
+@given(st.lists(calls, min_size=1, max_size=30))
+def test_lanes_are_as_few_as_calls_at_a_time_and_well_nested(made: list[Call]) -> None:
+    """Calls (begin, length, spans of tasks in it: (delay, length)), in milliseconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = file_of(Path(folder), "reward0.0")
+        path.parent.mkdir()
+        header = {"process": "reward0.0", "clock": 0.0, "wall": 0.0}
+        path.write_text("".join(json.dumps(event) + "\n" for event in [header, *spans_of(made)]))
+        events = merged(Path(folder))
+    begins = [begin for begin, _, _ in made]
+    at_a_time = max(sum(begin <= now < begin + length for begin, length, _ in made) for now in begins)
+    if not any(parts for _, _, parts in made):
+        assert len(names_of_tracks(events)) == at_a_time
+    for slices in slices_by_track(events).values():
         for start, end in slices:
             assert not any(start < other < end < other_end for other, other_end in slices)
+
+
+def spans_of(made: list[Call]) -> Iterator[Event]:
+    numbers = itertools.count(1)
+    for begin, length, parts in made:
+        call = next(numbers)
+        yield {"span": call, "in": 0, "name": "call", "at": begin / 1000, "for": length / 1000, "track": "calls"}
+        for delay, lasted in parts:
+            inside = {"span": next(numbers), "in": call, "name": "part", "track": "calls"}
+            yield {**inside, "at": (begin + delay) / 1000, "for": lasted / 1000}
 
 
 def test_the_torn_tail_of_a_killed_process_is_left_out(tmp_path: Path) -> None:
