@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from asyncrl.installing import install_extra, pip_install
+
 Verdict = Literal["ok", "bad", "note"]
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -119,11 +121,11 @@ def sockets_check(folder: str) -> Check:
 def base_checks() -> Iterator[Check]:
     """Whether each package that asyncrl always needs is installed."""
     if installed("asyncrl") is None:
-        remedy = "pip install -e . in the checkout, or scripts/set-up"
+        remedy = f"{pip_install('-e', '.')} in the checkout, or scripts/set-up"
         yield Check("asyncrl", "bad", "runs from its folder and was never installed", remedy)
     for name in required():
         version = installed(name)
-        yield check(name, version is not None, version or "is not installed", f"pip install {name}")
+        yield check(name, version is not None, version or "is not installed", pip_install(name))
 
 
 def torch_check() -> Check:
@@ -142,7 +144,7 @@ def torch_check() -> Check:
     last = done.stderr.strip().rpartition("\n")[2]
     failed = f"fails: {last or f'exit code {done.returncode}'}"
     found = done.stdout.strip() if done.returncode == 0 else failed
-    return check("import torch", done.returncode == 0, found, "install it again: pip install --force-reinstall torch")
+    return check("import torch", done.returncode == 0, found, pip_install("--force-reinstall", "torch"))
 
 
 def extra_checks() -> Iterator[Check]:
@@ -150,7 +152,7 @@ def extra_checks() -> Iterator[Check]:
     for extra, packages in extras().items():
         missing = [name for name in packages if installed(name) is None]
         if missing:
-            yield Check(f"[{extra}]", "note", f"without {', '.join(missing)}", f"pip install 'asyncrl[{extra}]'")
+            yield Check(f"[{extra}]", "note", f"without {', '.join(missing)}", install_extra(extra))
         else:
             yield Check(f"[{extra}]", "ok", ", ".join(f"{name} {installed(name)}" for name in packages))
 

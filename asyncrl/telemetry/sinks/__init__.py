@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.installing import install_extra
 from asyncrl.telemetry.sinks.worker import Sink, SinkWorker
 
 OpenSink = Callable[[Path, str, Mapping[str, Any]], Sink]
@@ -27,6 +28,13 @@ def _wandb(run_dir: Path, name: str, config: Mapping[str, Any]) -> Sink:
 SINKS: dict[str, OpenSink] = {"tensorboard": _tensorboard, "wandb": _wandb}
 
 
+def check_sinks(names: Sequence[str]) -> None:
+    """Raises ConfigError when the package of one of these is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(f"telemetry.sinks names {name!r}, whose package is missing; run: {install_extra(name)}")
+
+
 def open_sinks(
     names: Sequence[str], run_dir: Path, run_name: str, config: Mapping[str, Any], say: Callable[[str], None]
 ) -> list[SinkWorker]:
@@ -35,9 +43,5 @@ def open_sinks(
     Raises:
         ConfigError: the package of a sink is not installed.
     """
-    for name in names:
-        if find_spec(name) is None:
-            raise ConfigError(
-                f"telemetry.sinks names {name!r}, whose package is missing: pip install 'asyncrl[{name}]'"
-            )
+    check_sinks(names)
     return [SinkWorker(name, partial(SINKS[name], run_dir, run_name, config), say) for name in names]

@@ -90,7 +90,7 @@ def test_the_end_of_a_run_waits_for_a_sink_only_so_long() -> None:
 
 def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.telemetry.sinks.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"-m pip install .*\[wandb\]'$"):
         open_sinks(["wandb"], tmp_path, "run", {}, print)
 
 

@@ -1,0 +1,41 @@
+"""Commands that install what is missing, as they can be typed here. Only the standard library."""
+
+import importlib.metadata
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+
+def pip_install(*arguments: str) -> str:
+    """`.venv/bin/python -m pip install ...`, with the interpreter that runs."""
+    return shlex.join([_short(Path(sys.executable)), "-m", "pip", "install", *arguments])
+
+
+def install_extra(extra: str) -> str:
+    """The same for an extra of asyncrl; a checkout is installed from where it lies, with the versions it pins."""
+    checkout = _checkout()
+    if checkout is None:
+        return pip_install(f"asyncrl[{extra}]")
+    pins = checkout / "constraints.txt"
+    pinned = ["-c", _short(pins)] if pins.is_file() else []
+    return pip_install(*pinned, "-e", f"{_short(checkout)}[{extra}]")
+
+
+def _short(path: Path) -> str:
+    """Relative to the working directory for what lies in it. Not resolved: a virtual environment's Python is a link."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _checkout() -> Path | None:
+    """The folder that asyncrl was installed from with `pip install --editable`."""
+    try:
+        told = importlib.metadata.distribution("asyncrl").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    origin = json.loads(told) if told else {}
+    if not origin.get("dir_info", {}).get("editable"):
+        return None
+    return Path(unquote(urlparse(origin["url"]).path))
