@@ -4,6 +4,7 @@ import asyncio
 import shlex
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import strftime
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.rundir import RunDirectory
+from asyncrl.rundir import RunDirectory, new_run_directory
 from asyncrl.settings import load
 from asyncrl.telemetry.metrics import read_metrics
 from asyncrl.telemetry.samples import read_samples
@@ -113,7 +114,8 @@ async def train_async(
     **sections: Mapping[str, Any],
 ) -> Run:
     """`train`, on the caller's event loop."""
-    from asyncrl.deploy.run import Order, run
+    from asyncrl.deploy.beginning import Order
+    from asyncrl.deploy.run import run
     from asyncrl.telemetry.display import open_display
 
     named, here = _by_name([reward] if isinstance(reward, str) or callable(reward) else list(reward))
@@ -126,8 +128,8 @@ async def train_async(
         "staleness.limit": staleness,
     }
     config = load(None, (), values=values).config
-    directory = Path(run_dir) if run_dir is not None else Path("runs") / strftime("python-%Y%m%d-%H%M%S")
-    with open_display(config.steps) as display:
+    fresh = new_run_directory(Path("runs"), strftime("python-%Y%m%d-%H%M%S"))
+    with fresh if run_dir is None else nullcontext(Path(run_dir)) as directory, open_display(config.steps) as display:
         order = Order(
             config=config,
             run_dir=directory,

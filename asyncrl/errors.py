@@ -17,6 +17,7 @@ AsyncrlError
 ├── JournalError           the journal or a checkpoint contradicts itself
 │   ├── IllegalTransition  a sample moved to a stage it cannot reach from where it is
 │   └── TrainedTwice       a (group, member) entered the loss a second time
+├── Interrupted            a signal ended the run before its checkpoint; names the newest one and the command to go on
 ├── NonFiniteLoss          three training steps in a row had a loss or gradient that is not finite
 └── FleetFailed            the fleet cannot go on; carries the exit code and the command that resumes
 """
@@ -101,6 +102,10 @@ class IllegalTransition(JournalError):
 
 class TrainedTwice(JournalError):
     """A (group, member) entered the loss a second time."""
+
+
+class Interrupted(AsyncrlError):
+    """A signal ended the run before a checkpoint of its last step; the message names the newest one there is."""
 
 
 class NonFiniteLoss(AsyncrlError):

@@ -1,10 +1,14 @@
 """A run directory: what lies where, and whose run it is."""
 
 import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, TaskError
 
 MARKS = ("config.toml", "journal", "run.id")
 
@@ -76,9 +80,74 @@ def open_run_directory(path: Path) -> RunDirectory:
             raise ConfigError(f"{path} is not empty and holds no run of asyncrl; name another with --run-dir")
         directory.logs.mkdir(exist_ok=True)
     except OSError as error:
-        reason = f"{error.strerror}; name another with --run-dir"
-        raise ConfigError(f"cannot use {path} as run directory: {reason}") from error
+        raise _unusable(path, error) from error
     return directory
+
+
+@contextmanager
+def new_run_directory(parent: Path, name: str) -> Iterator[Path]:
+    """A directory nobody else has, called `name` or `name-2` and so on; gone afterwards when nothing lies in it.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    parent_is_new = not parent.exists()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        path = _claimed(parent, name)
+    except OSError as error:
+        raise _unusable(parent / name, error) from error
+    try:
+        yield path
+    finally:
+        with suppress(OSError):  # Not empty: it holds a run.
+            path.rmdir()
+            if parent_is_new:
+                parent.rmdir()
+
+
+def _claimed(parent: Path, name: str) -> Path:
+    """Making a directory that must not exist is how two runs of the same second get two."""
+    for number in count(1):
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("counting does not end")
+
+
+class Before:
+    """What was at `path` before a run began there. begun: set once the run is under way, so that all it made stays."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.absolute()
+        self._missing = [folder for folder in (self._path, *self._path.parents) if not folder.exists()]
+        self._entries = {entry.name for entry in self._path.iterdir()} if self._path.is_dir() else set()
+        config = RunDirectory(self._path).config
+        self._config = config.read_bytes() if config.is_file() else None
+        self.begun = False
+
+    @contextmanager
+    def again_when_refused(self) -> Iterator[None]:
+        """A mistake of the user's inside, before the run has begun, leaves the directory as it was."""
+        try:
+            yield
+        except (ConfigError, TaskError):
+            if not self.begun:
+                self._take_back()
+            raise
+
+    def _take_back(self) -> None:
+        for entry in [entry for entry in self._path.iterdir() if entry.name not in self._entries]:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        if self._config is not None:
+            RunDirectory(self._path).config.write_bytes(self._config)
+        for folder in self._missing:
+            folder.rmdir()
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot use {path} as run directory: {error.strerror}; name another with --run-dir")
 
 
 def _ours_or_empty(directory: RunDirectory) -> bool:

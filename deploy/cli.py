@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from asyncrl import __version__
-from asyncrl.errors import AsyncrlError, ConfigError, FleetFailed, TaskError
+from asyncrl.errors import AsyncrlError, ConfigError, FleetFailed, Interrupted, RewardError, TaskError
 
 COMMANDS = {
     "run": "train an experiment; with the --run-dir of an earlier run, resume it",
@@ -20,11 +20,11 @@ COMMANDS = {
 }
 
 EXIT_CODES = {
-    0: "done",
-    1: "the audit found a failure, the doctor something to repair, or asyncrl itself is at fault",
-    2: "a mistake in a command, a flag, a file or the config; the message says what to write instead",
+    0: "done; also a run that the first Ctrl-C (or SIGTERM) ended with a checkpoint",
+    1: "the audit found a failure, the doctor something to repair, or the run itself or asyncrl failed",
+    2: "what you can put right: a command, a flag, the config, the prompts, a reward function; the message says how",
     75: "the fleet could not go on; the same command resumes the run",
-    130: "interrupted (a run that has started to train ends with a checkpoint and 0 instead)",
+    130: "interrupted before training began, or without a last checkpoint; the message names the newest one",
 }
 
 MISTAKE, INTERRUPTED = 2, 130
@@ -76,8 +76,11 @@ def _guarded(name: str, arguments: list[str]) -> int:
     try:
         code: int = import_module(f"asyncrl.deploy.commands.{name}").main(arguments)
         sys.stdout.flush()
-    except (ConfigError, TaskError) as error:
+    except (ConfigError, TaskError, RewardError) as error:
         return _refuse(str(error))
+    except Interrupted as error:
+        print(f"asyncrl: {error}", file=sys.stderr)
+        return INTERRUPTED
     except FleetFailed as error:
         print(f"asyncrl: {error}", file=sys.stderr)
         return error.exit_code
@@ -89,6 +92,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
         sys.stdout = None
         return 0
     except KeyboardInterrupt:
+        print("asyncrl: interrupted", file=sys.stderr)
         return INTERRUPTED
     return code
 

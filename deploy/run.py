@@ -4,80 +4,46 @@ open or resume the directory ──> prompts, model ──> fleet ──> Contro
 """
 
 import asyncio
-import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.algorithms.presets import advantages_of, page_of
-from asyncrl.checkpoint import ResumePlan, commit, plan_resume, resume
+from asyncrl.checkpoint import commit, plan_resume, versions
 from asyncrl.config import Config
-from asyncrl.controller import Controller, Schedule
+from asyncrl.controller import Controller, Page, Schedule
+from asyncrl.deploy.beginning import (
+    LONGEST,
+    Order,
+    Questions,
+    TakenUp,
+    facts_of,
+    load_questions,
+    settle_config,
+    take_up,
+)
+from asyncrl.deploy.interrupts import Interrupts
 from asyncrl.deploy.local import LocalLauncher
 from asyncrl.deploy.services import service_specs
-from asyncrl.errors import FleetFailed, first
-from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator, Question
+from asyncrl.errors import ConfigError, FleetFailed, Interrupted, RewardError, TaskError, first
+from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator
 from asyncrl.events import Event, GroupFinished, SampleScored, StepDone
-from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.fleet import Fleet, RunningFleet, running_fleet
 from asyncrl.launch import RunFacts
-from asyncrl.ledger import Journal
 from asyncrl.models import prepare
 from asyncrl.recording import Recorder, StepLine
 from asyncrl.reward_failures import RewardFailures
-from asyncrl.rolling import Sampling
-from asyncrl.rundir import RunDirectory, open_run_directory
-from asyncrl.settings.changes import check_resume
-from asyncrl.settings.toml import dump
-from asyncrl.staleness import Gate, GateConfig
+from asyncrl.rewards.functions import check_functions
+from asyncrl.rolling import Attempt, Sampling
+from asyncrl.rundir import Before, RunDirectory, open_run_directory
 from asyncrl.store import FileStore, run_lock
-from asyncrl.tasks import Draw, held_out_prompts, training_prompts
-from asyncrl.tasks.sources import Rows
-from asyncrl.telemetry.display import Display
-from asyncrl.telemetry.sinks import open_sinks
+from asyncrl.telemetry.sinks import check_sinks, open_sinks
 from asyncrl.telemetry.trace_merge import merge
-from asyncrl.wire.auth import CurveKeys
 
 STOP_PATIENCE = 6.0
 """Seconds that Ctrl-C leaves the running iteration, so that all of it, checkpoint included, ends within ten."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What to run.
-
-    command: what the user types to resume. prompts: given from Python instead of the config's source.
-    reward_service: a service to use in place of the config's functions, served in this process.
-    """
-
-    config: Config
-    run_dir: Path
-    display: Display
-    command: str
-    accept_changes: bool = False
-    prompts: Rows | None = None
-    reward_service: ServiceSpec | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Questions:
-    """training: by group id; held_out: empty without evaluation."""
-
-    training: Draw
-    held_out: Sequence[Question]
-
-
-@dataclass(slots=True)
-class TakenUp:
-    """The state a run starts from. plan: None at the first start."""
-
-    directory: RunDirectory
-    store: FileStore
-    journal: Journal
-    gate: Gate
-    plan: ResumePlan | None
-    epoch: int = field(default=0)
 
 
 async def run(order: Order) -> RunDirectory:
@@ -86,102 +52,99 @@ async def run(order: Order) -> RunDirectory:
     Raises:
         ConfigError, TaskError: the user's mistakes, before anything is started where it can be known.
         FleetFailed: the trainer died; the same order resumes.
+        RewardError: a reward function failed; the same order resumes.
+        Interrupted: by a signal, without a checkpoint of what was trained last; the same order resumes.
     """
+    _check_what_is_named(order)
+    before = Before(order.run_dir)
     directory = open_run_directory(order.run_dir)
-    with run_lock(directory.path), closing(FileStore(directory.path)) as store:
-        plan = plan_resume(store)
-        _settle_config(order, directory, plan)
-        questions = await asyncio.to_thread(_load_questions, order)
-        model = await prepare(order.config, directory.model, order.display.say)
-        taken_up = _take_up(order.config, directory, store, plan)
-        facts = _facts(order.config, directory, model, taken_up)
-        try:
-            await _run_fleet(order, taken_up, questions, facts)
-        except FleetFailed as failed:
-            raise _resumable(failed, order.command) from failed
+    with run_lock(directory.path), before.again_when_refused(), closing(FileStore(directory.path)) as store:
+        await _until_it_ends(order, directory, store, before)
     if order.config.telemetry.trace:
         await asyncio.to_thread(merge, directory.path)
     return directory
 
 
-def _resumable(failed: FleetFailed, command: str) -> FleetFailed:
-    """The same error, with the command that resumes; the supervisor says it already, the controller does not know."""
+def _check_what_is_named(order: Order) -> None:
+    """Refuse reward functions and sinks that are not there."""
+    check_sinks(order.config.telemetry.sinks)
+    if order.reward_service is None and (mistakes := check_functions(order.config)):
+        raise ConfigError("\n".join(mistakes))
+
+
+async def _until_it_ends(order: Order, directory: RunDirectory, store: FileStore, before: Before) -> None:
+    """Errors that the same order overcomes say so."""
+    with Interrupts() as interrupts:
+        try:
+            await _run(order, directory, store, before, interrupts)
+        except asyncio.CancelledError:
+            if not interrupts.abandoned:
+                raise
+            raise Interrupted(_left_off(order, store, interrupts.abandoned)) from None
+        except FleetFailed as failed:
+            raise FleetFailed(_resumable(failed, order.command), failed.exit_code) from failed
+        except RewardError as failed:
+            raise RewardError(_resumable(failed, order.command)) from failed
+
+
+async def _run(order: Order, directory: RunDirectory, store: FileStore, before: Before, interrupts: Interrupts) -> None:
+    plan = plan_resume(store)
+    settle_config(order, directory, store, plan)
+    questions = await asyncio.to_thread(load_questions, order, directory)
+    model = await prepare(order.config, directory.model, order.display.say)
+    taken_up = take_up(order.config, directory, store, plan)
+    facts = facts_of(order.config, directory, model, taken_up)
+    async with _fleet(order, questions, facts) as running:
+        before.begun = True
+        await _Training(order, taken_up, questions, running, interrupts).run()
+
+
+def _resumable(failed: Exception, command: str) -> str:
+    """What an error says, with the command that resumes; the supervisor says it already, the others do not know."""
     told = str(failed)
-    return FleetFailed(told if command in told else f"{told}. Resume with: {command}", failed.exit_code)
+    return told if command in told else f"{told.removesuffix('.')}. Resume with: {command}"
 
 
-# ---- before the fleet ------------------------------------------------------------------------------------
-
-
-def _settle_config(order: Order, directory: RunDirectory, plan: ResumePlan | None) -> None:
-    """Refuse a changed config, say what a resume takes over, and write down what is used."""
-    if plan is not None:
-        changes = check_resume(directory.path, order.config, order.accept_changes)
-        for line in (*plan.said, *(f"changed: {change}" for change in changes)):
-            order.display.say(line)
-        order.display.say(
-            f"resuming {directory.path} at version {plan.version} of {order.config.steps}: "
-            f"model, optimizer and journal are taken over, {len(plan.groups)} groups in flight start again"
-        )
-    directory.config.write_text(dump(order.config))
-
-
-def _load_questions(order: Order) -> Questions:
-    config = order.config
-    held_out = held_out_prompts(config)
-    questions = held_out.first(config.evaluate.size) if held_out is not None else []
-    return Questions(Draw(training_prompts(config, order.prompts), config.seed), questions)
-
-
-def _take_up(config: Config, directory: RunDirectory, store: FileStore, plan: ResumePlan | None) -> TakenUp:
-    gate_config = GateConfig.of(config)
-    if plan is None:
-        return TakenUp(directory, store, Journal(store), Gate(gate_config), None)
-    journal = resume(store, plan)
-    gate = Gate(gate_config, plan.version, plan.next_group)
-    for group in plan.groups:
-        gate.restore(group)
-    return TakenUp(directory, store, journal, gate, plan, plan.epoch)
-
-
-def _facts(config: Config, directory: RunDirectory, model: Path, taken_up: TakenUp) -> RunFacts:
-    run_id, epoch = directory.run_id(), taken_up.epoch
-    keys = CurveKeys.fresh() if config.fleet.wire == "tcp" else None
-    return RunFacts(
-        run=run_id,
-        run_dir=str(directory.path),
-        model_dir=str(model.absolute()),
-        epoch=epoch,
-        weights_arena=f"asyncrl-{run_id}-{epoch}-weights",
-        config=config,
-        checkpoint_dir=taken_up.plan.directory if taken_up.plan else None,
-        curve=(keys.public, keys.secret) if keys else None,
-    )
+def _left_off(order: Order, store: FileStore, why: str) -> str:
+    """What a run that was abandoned leaves behind, and how to go on."""
+    if made := versions(store):
+        newest = f"the newest checkpoint is of step {made[-1]} ({order.run_dir / 'checkpoints' / str(made[-1])})"
+    else:
+        newest = "there is no checkpoint yet, and nothing was trained"
+    return f"{why}; {newest}. Go on with: {order.command}"
 
 
 # ---- the fleet -------------------------------------------------------------------------------------------
 
 
-async def _run_fleet(order: Order, taken_up: TakenUp, questions: Questions, facts: RunFacts) -> None:
+@asynccontextmanager
+async def _fleet(order: Order, questions: Questions, facts: RunFacts) -> AsyncIterator[RunningFleet]:
     config = order.config
-    specs = service_specs(config, evaluation=bool(questions.held_out), reward=order.reward_service)
+    longest = str(Path(facts.run_dir) / "logs" / LONGEST)
+    specs = [
+        replace(spec, options={**spec.options, "longest_prompts": longest}) if spec.name == "generation" else spec
+        for spec in service_specs(config, evaluation=bool(questions.held_out), reward=order.reward_service)
+    ]
     async with AsyncExitStack() as scope:
         launcher = None
         if config.fleet.wire != "inproc":
             launcher = scope.enter_context(LocalLauncher(config.fleet.wire, facts.run))
         order.display.say(f"starting {', '.join(spec.name for spec in specs)}")
-        running = await scope.enter_async_context(
+        yield await scope.enter_async_context(
             running_fleet(specs, facts, launcher=launcher, report=order.display.say, resume=order.command)
         )
-        await _Training(order, taken_up, questions, running).run()
 
 
 class _Training:
     """One controller on one running fleet, with everything that looks on."""
 
-    def __init__(self, order: Order, taken_up: TakenUp, questions: Questions, running: RunningFleet) -> None:
+    def __init__(
+        self, order: Order, taken_up: TakenUp, questions: Questions, running: RunningFleet, interrupts: Interrupts
+    ) -> None:
         self._order, self._config, self._taken_up = order, order.config, taken_up
         self._running, self._fleet = running, running.fleet
+        self._interrupts, self._stopping = interrupts, False
+        self._impatient: asyncio.TimerHandle | None = None
         self._news: asyncio.Queue[tuple[str, str, str]] = asyncio.Queue()
         self._last_commit = taken_up.plan.version if taken_up.plan else -1
         self._questions = questions
@@ -210,21 +173,30 @@ class _Training:
                 evict=self._evict,
             )
             async with self._looking_on():
-                await self._until_done()
-                await self._finish()
+                with self._interrupts.ending_in_order(self._stop):
+                    await self._until_done()
+                    await self._finish()
 
     # ---- training ----------------------------------------------------------------------------------------
 
     async def _until_done(self) -> None:
-        training = asyncio.create_task(self._controller.run(page_of(self._config)), name="controller")
-        with _on_signal(lambda: self._stop(training)):
-            await training
+        page = _naming_rows(page_of(self._config), self._questions, self._config.seed)
+        try:
+            await self._controller.run(page)
+        finally:
+            if self._impatient is not None:
+                self._impatient.cancel()
 
-    def _stop(self, training: "asyncio.Task[None]") -> None:
-        """Let the running iteration end, but not for ever; a second signal does not wait."""
-        self._order.display.say("stopping after the running iteration; a checkpoint follows")
+    def _stop(self) -> None:
+        """Let the running iteration end, but not for ever."""
+        self._order.display.say(
+            f"ending with a checkpoint, after the running iteration (at most {STOP_PATIENCE:.0f} s); "
+            "Ctrl-C once more abandons the wait"
+        )
+        self._stopping = True
         self._controller.stop()
-        asyncio.get_running_loop().call_later(STOP_PATIENCE, training.cancel)
+        why = f"the running iteration did not end within {STOP_PATIENCE:.0f} s of Ctrl-C"
+        self._impatient = asyncio.get_running_loop().call_later(STOP_PATIENCE, self._interrupts.abandon, why)
 
     async def _between(self, version: int) -> None:
         every = self._config.training.checkpoint_every
@@ -241,7 +213,7 @@ class _Training:
     async def _finish(self) -> None:
         if self._controller.version > self._last_commit:
             await self._commit(self._controller.version)
-        if self._evaluations is not None:
+        if self._evaluations is not None and not self._stopping:
             await self._evaluations.finish(await self._fleet.training.published())
         await self._recorder.drain()
         if advice := self._controller.staleness.advice():
@@ -336,18 +308,13 @@ def _sampling(config: Config, epoch: int) -> Sampling:
     return Sampling(generation.temperature, generation.max_new_tokens, generation.deadline, config.seed, epoch)
 
 
-@contextmanager
-def _on_signal(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM call `stop` while inside; only the main thread can hear them."""
-    loop, heard = asyncio.get_running_loop(), []
-    for number in (signal.SIGINT, signal.SIGTERM):
+def _naming_rows(page: Page, questions: Questions, seed: int) -> Page:
+    """The same page; a prompt that generation refuses is named by its row."""
+
+    async def roll_out(fleet: Fleet, gate: Controller, group: Attempt) -> None:
         try:
-            loop.add_signal_handler(number, stop)
-            heard.append(number)
-        except (ValueError, RuntimeError):
-            continue
-    try:
-        yield
-    finally:
-        for number in heard:
-            loop.remove_signal_handler(number)
+            await page.roll_out(fleet, gate, group)
+        except* TaskError as refused:
+            raise TaskError(f"{questions.where(group.prompts.id, seed)}: {first(refused)}") from None
+
+    return replace(page, roll_out=roll_out)

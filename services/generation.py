@@ -9,6 +9,7 @@ Whatever touches the engine runs on the compute thread, so a flip falls between 
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -16,8 +17,9 @@ from asyncrl.config import Config
 from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, GenerationEngine, Key, Request
 from asyncrl.engines.generation.slices import Slices
 from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
-from asyncrl.errors import DeadlineExceeded, LostRows, Refused
+from asyncrl.errors import DeadlineExceeded, LostRows, Refused, TaskError
 from asyncrl.groups import GateConfig
+from asyncrl.prompt_lengths import refuse_too_long, too_long_text
 from asyncrl.protocols.batch import BatchRef, Place, RowRef
 from asyncrl.protocols.contracts import Generation
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
@@ -37,7 +39,8 @@ Stream = asyncio.Queue[Completion]
 
 
 class GenerationService(Service, Generation):
-    """options: `own_version`: the version of the model folder's weights, which are then used from the start."""
+    """options: `own_version`: the version of the model folder's weights, which are then used from the start.
+    `longest_prompts`: a file of prompts whose tokens are counted before anything is sampled (see prompt_lengths)."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -54,6 +57,9 @@ class GenerationService(Service, Generation):
     async def start(self) -> None:
         context = self.context
         self._engine: GenerationEngine = await context.compute.run(self._load_engine)
+        if longest := context.options.get("longest_prompts"):
+            most = context.config.task.max_prompt_tokens
+            await context.compute.run(refuse_too_long, Path(longest), self._engine.tokenize, most)
         self._slices = Slices(self._engine, lambda: context.compute.queued > 1)
         self.rows = context.open_rows(_row_slots(context.config, self._evaluates), self._row_bytes())
         context.tasks.create_task(self._decode(), name="decode loop")
@@ -71,7 +77,7 @@ class GenerationService(Service, Generation):
 
         Raises:
             Refused: the group is of another epoch.
-            ConfigError: the prompt is longer than a slot takes.
+            TaskError: the prompt is longer than task.max_prompt_tokens.
             DeadlineExceeded: some members had not even begun at the deadline.
         """
         self._check_epoch(prompts.epoch, f"group {prompts.id}")
@@ -124,7 +130,9 @@ class GenerationService(Service, Generation):
     # ---- samples -----------------------------------------------------------------------------------------
 
     def _requests(self, prompts: PromptGroup) -> list[Request]:
-        ids = self._engine.tokenize(prompts.prompt)
+        ids, most = self._engine.tokenize(prompts.prompt), self.context.config.task.max_prompt_tokens
+        if len(ids) > most:
+            raise TaskError(too_long_text(len(ids), most))
         return [
             Request(
                 key=(prompts.id, member, prompts.attempt),

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,8 @@ usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.k
   --section.key value  any key; a list takes the flag several times or a TOML list
 
 command line > environment (ASYNCRL_SECTION__KEY) > file > default
-Ctrl-C ends a run within ten seconds, with a checkpoint."""
+Ctrl-C ends a run within ten seconds, with a checkpoint; a second one does not wait for it. --help of asyncrl itself
+lists the exit codes."""
 
 SHORT = {"--restarts": "--fleet.restarts"}
 
@@ -52,12 +54,12 @@ def main(arguments: list[str]) -> int:
     if request.print_config:
         print(_described(loaded), end="")
         return 0
-    run_dir = request.run_dir or _new_run_dir(loaded.config)
-    if loaded.config.fleet.restarts:
-        from asyncrl.deploy.restarts import run_with_restarts
+    with _run_dir(request, loaded.config) as run_dir:
+        if loaded.config.fleet.restarts:
+            from asyncrl.deploy.restarts import run_with_restarts
 
-        return run_with_restarts(_child_arguments(arguments, run_dir), loaded.config.fleet.restarts)
-    return train(loaded.config, run_dir, request.accept_changes, _command(arguments, run_dir))
+            return run_with_restarts(_child_arguments(arguments, run_dir), loaded.config.fleet.restarts)
+        return train(loaded.config, run_dir, request.accept_changes, _command(arguments, run_dir))
 
 
 def parse(arguments: Sequence[str]) -> Request:
@@ -114,10 +116,14 @@ def _described(loaded: "Loaded") -> str:
     return dump(loaded.config, {key: loaded.sources.get(key, "default") for key in all_keys()})
 
 
-def _new_run_dir(config: "Config") -> Path:
+def _run_dir(request: Request, config: "Config") -> AbstractContextManager[Path]:
+    if request.run_dir is not None:
+        return nullcontext(request.run_dir)
     from datetime import datetime
 
-    return Path("runs") / f"{config.name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    from asyncrl.rundir import new_run_directory
+
+    return new_run_directory(Path("runs"), f"{config.name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}")
 
 
 def _command(arguments: Sequence[str], run_dir: Path) -> str:
@@ -145,7 +151,8 @@ def train(config: "Config", run_dir: Path, accept_changes: bool, command: str) -
     """Run to the end in this process; the one place where the command line meets the run."""
     import asyncio
 
-    from asyncrl.deploy.run import Order, run
+    from asyncrl.deploy.beginning import Order
+    from asyncrl.deploy.run import run
     from asyncrl.telemetry.display import open_display
 
     with open_display(config.steps) as display:

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from asyncrl.deploy import cli
-from asyncrl.errors import ConfigError, FleetFailed, JournalError, TaskError
+from asyncrl.errors import ConfigError, FleetFailed, Interrupted, JournalError, RewardError, TaskError
 
 HEAVY = ("pydantic", "torch", "numpy", "rich", "zmq", "transformers", "asyncio")
 MAX_CPU = 0.3
@@ -82,7 +82,9 @@ def raising(error: BaseException) -> Callable[[list[str]], int]:
     [
         (ConfigError("write this instead"), 2),
         (TaskError("no column prompt"), 2),
+        (RewardError("it raised KeyError"), 2),
         (FleetFailed("resume with this"), 75),
+        (Interrupted("the newest checkpoint is of step 3"), 130),
         (FleetFailed("no resume", exit_code=3), 3),
         (JournalError("contradicts itself"), 1),
         (KeyboardInterrupt(), 130),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.compute import Occupancy, ThreadCompute
 from asyncrl.config import Config
 from asyncrl.engines.generation.interface import Completion
-from asyncrl.errors import ConfigError, DeadlineExceeded, Refused
+from asyncrl.errors import DeadlineExceeded, Refused, TaskError
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup, Published
@@ -317,7 +317,7 @@ async def test_other_epochs_are_refused(start: Start, arena: Any) -> None:
 
 async def test_a_prompt_that_does_not_fit_is_the_callers_error(start: Start) -> None:
     async with start(own_version=0) as service:
-        with pytest.raises(ConfigError, match=r"task.max_prompt_tokens is 16"):
+        with pytest.raises(TaskError, match=r"task.max_prompt_tokens is 16"):
             await collect(service, group(0, prompt="x" * 17))
         assert len(await collect(service, group(1))) == 4
 

@@ -1,0 +1,65 @@
+"""Ctrl-C and SIGTERM while a run goes on: the first asks for an end in order, the second does not wait for it."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Hears the signals while entered; only the main thread can. Made in the task that is cancelled to abandon it all.
+
+    abandoned: why that happened, "" when it did not.
+    """
+
+    def __init__(self) -> None:
+        work = asyncio.current_task()
+        assert work is not None
+        self._work = work
+        self._end_in_order: Callable[[], None] | None = None
+        self._asked = False
+        self._heard: list[signal.Signals] = []
+        self.abandoned = ""
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            try:
+                loop.add_signal_handler(number, self.interrupt)
+                self._heard.append(number)
+            except (ValueError, RuntimeError):
+                continue
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number in self._heard:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    @contextmanager
+    def ending_in_order(self, end: Callable[[], None]) -> Iterator[None]:
+        """Inside, the first signal calls `end` instead of abandoning the work."""
+        self._end_in_order = end
+        try:
+            yield
+        finally:
+            self._end_in_order = None
+
+    def interrupt(self) -> None:
+        """A signal came."""
+        if self._end_in_order is not None and not self._asked:
+            self._asked = True
+            self._end_in_order()
+        else:
+            self.abandon("interrupted a second time" if self._asked else "interrupted")
+
+    def abandon(self, why: str) -> None:
+        """Cancel the work, once: what it then does is to stop its workers, which is bounded."""
+        if not self.abandoned:
+            self.abandoned = why
+            self._work.cancel()

@@ -1,0 +1,64 @@
+"""The longest prompts, written down by one process and counted by another."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import TaskError
+from asyncrl.prompt_lengths import COUNTED, LOOKED_AT, refuse_too_long, write_longest
+from asyncrl.tasks.prompts import Prompts
+
+
+def prompts(*lengths: int) -> Prompts:
+    return Prompts([{"prompt": "x" * length} for length in lengths], "p.jsonl")
+
+
+def counted(path: Path, most: int) -> list[int]:
+    """Lengths of the prompts whose tokens were counted; a token is a character."""
+    seen: list[int] = []
+
+    def tokenize(prompt: Any) -> Sequence[int]:
+        seen.append(len(prompt))
+        return range(len(prompt))
+
+    refuse_too_long(path, tokenize, most)
+    return seen
+
+
+def test_the_longest_are_counted_and_fit(tmp_path: Path) -> None:
+    write_longest(tmp_path / "l", {"p": prompts(*range(1, 201)), "held out": prompts(7)})
+    assert counted(tmp_path / "l", 200) == [*range(200, 200 - COUNTED, -1), 7]
+
+
+def test_the_row_and_the_remedy_are_named(tmp_path: Path) -> None:
+    write_longest(tmp_path / "l", {"task.prompts: p.jsonl": prompts(5, 30, 4, 21)})
+    with pytest.raises(TaskError) as error:
+        counted(tmp_path / "l", 20)
+    for expected in ("task.prompts: p.jsonl, row 1: the prompt has 30 tokens", "max_prompt_tokens = 30", "1 more"):
+        assert expected in str(error.value)
+
+
+def test_messages_are_counted_by_their_contents(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "x" * length}]} for length in (3, 90, 2)]
+    write_longest(tmp_path / "l", {"p": Prompts(rows, "p")})
+    with pytest.raises(TaskError, match="row 1: the prompt has 90 tokens"):
+        refuse_too_long(tmp_path / "l", lambda prompt: prompt[0]["content"], 50)
+
+
+def test_a_large_source_is_looked_at_here_and_there(tmp_path: Path) -> None:
+    class Many(Sequence[dict[str, str]]):
+        looked_at = 0
+
+        def __len__(self) -> int:
+            return 10**9
+
+        def __getitem__(self, number: Any) -> Any:
+            self.looked_at += 1
+            return {"prompt": str(number)}
+
+    rows = Many()
+    write_longest(tmp_path / "l", {"p": Prompts(rows, "p")})
+    assert rows.looked_at <= LOOKED_AT + COUNTED + 1
+    assert max(counted(tmp_path / "l", 9)) == 9

@@ -1,0 +1,72 @@
+"""A run directory that is new, and one that is as it was when the run was refused."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import AsyncrlError, ConfigError, TaskError
+from asyncrl.rundir import Before, new_run_directory, open_run_directory
+
+
+def contents(path: Path) -> dict[str, str]:
+    return {str(each.relative_to(path)): each.read_text() for each in path.rglob("*") if each.is_file()}
+
+
+def failing_run(path: Path, error: Exception, *, begun: bool = False) -> None:
+    """Leaves in its directory what a run makes before anything is trained, and fails."""
+    before = Before(path)
+    with before.again_when_refused():
+        directory = open_run_directory(path)
+        directory.run_id()
+        directory.config.write_text("new")
+        directory.checkpoints.mkdir(exist_ok=True)
+        before.begun = begun
+        raise error
+
+
+def test_two_runs_of_the_same_second_get_two_directories(tmp_path: Path) -> None:
+    with (
+        new_run_directory(tmp_path / "runs", "a-1200") as first,
+        new_run_directory(tmp_path / "runs", "a-1200") as second,
+        new_run_directory(tmp_path / "runs", "a-1200") as third,
+    ):
+        assert [path.name for path in (first, second, third)] == ["a-1200", "a-1200-2", "a-1200-3"]
+        (second / "journal").write_text("trained")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a-1200-2"]
+
+
+def test_a_new_directory_that_stays_empty_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError), new_run_directory(tmp_path / "runs", "a"):
+        raise ConfigError("a mistake")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_for_no_directory_is_the_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(ConfigError, match="name another with --run-dir"), new_run_directory(tmp_path / "runs", "a"):
+        pass
+
+
+@pytest.mark.parametrize("mistake", [ConfigError("bad"), TaskError("bad")])
+def test_a_refused_run_leaves_no_new_directory(mistake: Exception, tmp_path: Path) -> None:
+    with pytest.raises(type(mistake)):
+        failing_run(tmp_path / "new" / "deep", mistake)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_run_leaves_an_existing_directory_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("config.toml", "journal", "mine.txt"):
+        (tmp_path / name).write_text("old")
+    was = contents(tmp_path)
+    with pytest.raises(ConfigError):
+        failing_run(tmp_path, ConfigError("bad"))
+    assert contents(tmp_path) == was
+
+
+def test_what_fails_later_or_otherwise_stays(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        failing_run(tmp_path / "begun", ConfigError("bad"), begun=True)
+    with pytest.raises(AsyncrlError):
+        failing_run(tmp_path / "fault", AsyncrlError("ours"))
+    assert contents(tmp_path / "begun").keys() == contents(tmp_path / "fault").keys() != set()
