@@ -1,14 +1,11 @@
-"""A process that runs reward functions: `python -m asyncrl.rewards.child PARENT`, PARENT its process id.
+"""The process that runs reward functions, started and ended by its guard (guard.py).
 
 First message in: the functions; first out: which of them are coroutine functions, or the user's mistake. Then calls
 in, verdicts out. It may be killed at any time: it owns nothing but the call it works on.
 """
 
 import asyncio
-import ctypes
 import os
-import signal
-import sys
 from dataclasses import astuple
 from typing import Any
 
@@ -17,8 +14,6 @@ from asyncrl.rewards.calling import attempt, trace
 from asyncrl.rewards.frames import packed, receive
 from asyncrl.rewards.functions import FunctionSpec, is_concurrent, load
 from asyncrl.rewards.sample import Function, Sample
-
-PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -37,7 +32,7 @@ class Child:
                     message = await receive(self._reader)
                     tasks.create_task(self._answer(message))
             except asyncio.IncompleteReadError:
-                os.killpg(0, signal.SIGKILL)
+                os._exit(0)  # Without a wait for calls that run: nobody wants their answers.
 
     def _load(self, specs: list[dict[str, Any]]) -> None:
         try:
@@ -64,14 +59,6 @@ class Child:
             rest = rest[os.write(self._answers, rest) :]
 
 
-def _die_with(parent: int) -> None:
-    """The kernel kills this process with its parent, whatever it is busy with."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before the kernel was told
-
-
 def _private(descriptor: int, flags: int) -> int:
     """A copy for messages; what user code reads from or prints to the original goes elsewhere."""
     copy = os.dup(descriptor)
@@ -88,7 +75,6 @@ async def _main() -> None:
     await Child(reader, answers).serve()
 
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it ends
-    _die_with(int(sys.argv[1]))
+def run() -> None:
+    """Serve calls from stdin; answers go to stdout."""
     asyncio.run(_main())

@@ -2,8 +2,6 @@
 
 import asyncio
 import itertools
-import os
-import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
@@ -34,7 +32,6 @@ class ChildProcess:
         self._process = process
         self._answers: dict[int, asyncio.Future[list[Verdict]]] = {}
         self._numbers = itertools.count()
-        self._killed = False
         self.concurrent: list[bool] = []
 
     @property
@@ -49,10 +46,7 @@ class ChildProcess:
             ConfigError: a function cannot be loaded. DeadlineExceeded: loading took too long.
         """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "asyncrl.rewards.child", str(os.getpid())),
-            stdin=PIPE,
-            stdout=PIPE,
-            start_new_session=True,  # so that what it starts itself can be killed with it
+            *(sys.executable, "-m", "asyncrl.rewards.guard"), stdin=PIPE, stdout=PIPE, start_new_session=True
         )
         child = cls(process)
         try:
@@ -84,11 +78,10 @@ class ChildProcess:
             self._answers.pop(number, None)
 
     async def kill(self) -> None:
-        """End the child and everything in its session, at once."""
-        if not self._killed:
-            self._killed = True
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        """End the child and everything it started, at once."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.transport.abort()
         async with asyncio.timeout(BURIAL):
             await self._process.wait()
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -45,8 +44,14 @@ def crashes(sample):
 
 def leaves(sample):
     process = subprocess.Popen(["sleep", "600"])
+    apart = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    orphan = subprocess.run("sleep 600 >&- 2>&- & echo $!", shell=True, capture_output=True).stdout.decode().strip()
+    if not (forked := os.fork()):
+        threading.Event().wait()
     with open(sample.row["pids"], "w") as file:
-        file.write(f"{os.getpid()} {process.pid}")
+        file.write(f"{os.getpid()} {process.pid} {apart.pid} {orphan} {forked}\n")
+    if sample.text == "crash":
+        os._exit(7)
     threading.Event().wait()
 
 def pid(sample):
@@ -152,8 +157,10 @@ async def test_a_crash_is_reported_and_the_child_replaced(pool: MakePool) -> Non
 
 
 def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 async def gone(*pids: int) -> None:
@@ -162,11 +169,14 @@ async def gone(*pids: int) -> None:
             await asyncio.to_thread(os.sched_yield)
 
 
-async def test_a_hang_takes_its_own_children_with_it(pool: MakePool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "said"), [("hang", "it hung"), ("crash", "its process ended with status 7")])
+async def test_what_a_function_started_ends_with_its_process(
+    pool: MakePool, tmp_path: Path, text: str, said: str
+) -> None:
     async with pool("leaves", deadline=1.0) as running:
-        (verdict,) = await running.run(0, [sample(pids=str(tmp_path / "pids"))])
-        assert verdict.reason.startswith("it hung")
-        await gone(*map(int, (tmp_path / "pids").read_text().split()))
+        (verdict,) = await running.run(0, [sample(text, pids=str(tmp_path / "pids"))])
+        assert verdict.reason.startswith(said)
+        assert not [pid for pid in map(int, (tmp_path / "pids").read_text().split()) if alive(pid)]
 
 
 async def test_children_compute_side_by_side(pool: MakePool) -> None:
@@ -251,18 +261,20 @@ asyncio.run(main())
 """
 
 
-async def test_children_die_with_their_parent(pool: MakePool, tmp_path: Path) -> None:
+async def test_what_a_function_started_ends_with_a_reward_worker_that_was_killed(
+    pool: MakePool, tmp_path: Path
+) -> None:
     pids = tmp_path / "pids"
     parent = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PARENT, str(tmp_path / "functions.py"), str(pids)
     )
     try:
         async with asyncio.timeout(30):
-            while not (pids.exists() and pids.read_text().count(" ")):
+            while not (pids.exists() and pids.read_text().endswith("\n")):
                 await asyncio.to_thread(os.sched_yield)
+        started = [int(pid) for pid in pids.read_text().split()]
+        assert all(alive(pid) for pid in started)
     finally:
         parent.kill()
         await parent.wait()
-    child, left = map(int, pids.read_text().split())
-    await gone(child)
-    os.kill(left, signal.SIGKILL)
+    await gone(*started)

@@ -1,0 +1,92 @@
+"""A process that starts the one that runs reward functions, and ends it with everything that one started.
+
+    reward worker ──stdin, stdout──> runner (asyncrl.rewards.child) ──> whatever the user's functions start
+              └─stdin──> guard ──ends all of them──┘
+
+The guard waits for two things: the end of stdin, which is how the worker ends a child, and also what the kernel makes
+of the worker's own death, however it died; and the end of the runner. Processes of the user's code are found in either
+case, in sessions of their own and as orphans too, for the kernel gives orphans to the guard.
+"""
+
+import ctypes
+import os
+import resource
+import select
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+STDIN, STDOUT, STDERR = 0, 1, 2
+
+
+def main() -> None:
+    """Returns in the runner; the guard ends as the runner does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The worker decides when all of this ends.
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    guard = os.getpid()
+    if runner := os.fork():
+        _guard(runner)
+    os.setsid()  # What the user's code sends to its own group does not reach the guard.
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:
+        os._exit(1)  # It died before the kernel was told.
+
+
+def _guard(runner: int) -> NoReturn:
+    os.dup2(STDERR, STDOUT)  # The end of the answers is the runner's to make.
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    waiting = select.poll()
+    waiting.register(STDIN, 0)  # The runner reads it; the guard is told of its end only.
+    waiting.register(woken, select.POLLIN)
+    while (status := _reap(runner)) is None and STDIN not in (ready := dict(waiting.poll())):
+        assert woken in ready
+        os.read(woken, 4096)
+    _end_children()
+    _end_as(signal.SIGKILL if status is None else status)
+
+
+def _reap(runner: int) -> int | None:
+    """Buries children that have ended; the runner's status if it is among them."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == runner:
+                return ended[1]
+    return None
+
+
+def _end_children() -> None:
+    """Returns when there are none left; those of a child that ends become the guard's own."""
+    with suppress(ChildProcessError):
+        while True:
+            for child in Path("/proc/thread-self/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def _end_as(status: int) -> NoReturn:
+    """status: as from `waitpid`."""
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # The runner's core says more than one of the guard.
+        cause = os.WTERMSIG(status)
+        if cause != signal.SIGKILL:
+            signal.signal(cause, signal.SIG_DFL)
+        os.kill(os.getpid(), cause)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}): {os.strerror(error)}")
+
+
+if __name__ == "__main__":
+    main()
+    from asyncrl.rewards.child import run  # After the fork: the guard stays small.
+
+    run()
