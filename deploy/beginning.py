@@ -10,8 +10,9 @@ from asyncrl.config import Config
 from asyncrl.evaluation import Question
 from asyncrl.fleet import ServiceSpec
 from asyncrl.launch import RunFacts
-from asyncrl.ledger import Journal, replay
+from asyncrl.ledger import Journal, surviving
 from asyncrl.prompt_lengths import write_longest
+from asyncrl.records import Trained
 from asyncrl.rundir import RunDirectory
 from asyncrl.settings import read
 from asyncrl.settings.changes import check_resume
@@ -87,9 +88,10 @@ def settle_config(order: Order, directory: RunDirectory, store: FileStore, plan:
 
 
 def _again(store: FileStore, plan: ResumePlan) -> str:
-    """Steps that were trained beyond the checkpoint."""
-    last = replay(store).version
-    if last <= plan.version:
+    """Steps that were trained beyond the checkpoint. Records there may be anything: nothing is rebuilt from them."""
+    beyond = (framed.record for framed in surviving(store) if framed.start >= plan.offset)
+    last = max((record.version for record in beyond if isinstance(record, Trained)), default=plan.version)
+    if last == plan.version:
         return ""
     steps = f"steps {plan.version + 1} to {last} are" if last > plan.version + 1 else f"step {last} is"
     return f"; {steps} done again"

@@ -1,6 +1,7 @@
 """asyncrl doctor: check what this machine can run, and what an experiment needs."""
 
 import argparse
+import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ def main(arguments: list[str]) -> int:
     for found in checks(asked.target, flags):
         print(found, flush=True)
         bad += found.verdict == "bad"
-    print(f"\n{bad} to repair" if bad else "\nready: asyncrl run quickstart")
+    print(f"\n{bad} to repair" if bad else f"\nready: asyncrl run {shlex.join([asked.target or 'quickstart', *flags])}")
     return 1 if bad else 0
 
 
@@ -42,8 +43,16 @@ def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
         yield Check(target, "bad", str(error).replace("\n", f"\n{'':26}"), "correct it, then ask again")
         return
     yield Check(target, "ok", f"{config.steps} steps of {config.task.prompts_per_step} prompts")
+    yield from _reward_checks(config)
     yield _workers_check(config)
     yield from _memory_checks(config)
+
+
+def _reward_checks(config: "Config") -> Iterator[Check]:
+    from asyncrl.rewards.functions import check_functions
+
+    for mistake in check_functions(config):
+        yield Check("rewards", "bad", mistake, "correct it, then ask again")
 
 
 def _workers_check(config: "Config") -> Check:

@@ -136,10 +136,13 @@ def test_the_same_command_resumes_when_the_controller_is_killed_and_leaves_no_or
         process.wait(PATIENCE)
     wait_until(lambda: all(dead(pid) for pid in pids), "the workers to end with their parent")
     audited(run_dir)
+    done = last_metrics(run_dir)["step"]
     with running(command(model, run_dir)) as process:
         code, shown = ended(process)
     assert code == 0, shown
-    assert "resuming" in shown
+    told = re.search(r"resuming .* at step 5 of 25; step(?:s 6 to)? (\d+) (?:is|are) done again", shown)
+    assert told, shown
+    assert int(told[1]) >= done
     audited(run_dir)
 
 
@@ -160,6 +163,26 @@ def test_ctrl_c_ends_with_a_checkpoint_and_the_same_command_goes_on(model: Path,
     assert code == 0, shown
     assert last_metrics(run_dir)["step"] == int(STEPS)
     audited(run_dir)
+
+
+def test_a_second_ctrl_c_does_not_wait_and_names_the_newest_checkpoint(model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with running(command(model, run_dir)) as process:
+        until_step(process, 6)
+        os.kill(pid_of(run_dir, "training"), signal.SIGSTOP)  # what is waited for never comes
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert any("Ctrl-C once more abandons the wait" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        code, shown = ended(process)
+    assert code == 130, shown
+    told = re.search(
+        r"newest checkpoint is of step (\d+) \((.*)\)\. Go on with: asyncrl run (.*)$", shown, re.MULTILINE
+    )
+    assert told, shown
+    assert int(told[1]) == max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal())
+    assert Path(told[2]).is_dir()
+    assert told[3].split() == command(model, run_dir)[4:]
 
 
 def test_a_changed_config_is_refused_with_a_diff_unless_accepted(model: Path, tmp_path: Path) -> None:

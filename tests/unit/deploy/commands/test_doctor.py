@@ -13,6 +13,8 @@ GOOD = """\
 name = "pypi:smollm2"
 [task]
 prompts = "p.jsonl"
+[reward]
+functions = ["exact_match"]
 """
 
 
@@ -44,6 +46,16 @@ def test_an_experiment_too_large_for_the_machine(experiment: Path, capsys: pytes
 def test_mistakes_in_the_experiment_are_shown(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", str(experiment), "--stpes", "3"]) == 1
     assert "did you mean steps?" in capsys.readouterr().out
+
+
+def test_rewards_that_are_not_there(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(experiment), "--reward.functions", "exact_mach"]) == 1
+    assert "did you mean exact_match?" in capsys.readouterr().out
+
+
+def test_what_was_asked_about_is_what_to_run(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(experiment), "--steps", "3"]) == 0
+    assert capsys.readouterr().out.endswith(f"ready: asyncrl run {experiment} --steps 3\n")
 
 
 def test_a_model_that_must_be_downloaded_is_not_guessed(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,47 @@
+"""Runs that never begin: one message, exit code 2, and no directory that was not there before."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.warmup import build_model, build_tokenizer
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An experiment that would run: a model of random weights whose tokens are characters, prompts and a reward."""
+    folder = tmp_path_factory.mktemp("refusals")
+    tokenizer = build_tokenizer(())
+    build_model(tokenizer).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "short.jsonl").write_text(json.dumps({"prompt": "abc"}))
+    (folder / "long.jsonl").write_text("\n".join(json.dumps({"prompt": "x" * length}) for length in (5, 600, 7)))
+    (folder / "mine.py").write_text("import missing_module\n\ndef right(sample):\n    return 1.0\n")
+    (folder / "mine.toml").write_text(
+        '[model]\nname = "model"\n[task]\nprompts = "short.jsonl"\n[reward]\nfunctions = ["exact_match"]\n'
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--task.prompts", "long.jsonl"], "long.jsonl, row 1: the prompt has 600 tokens"),
+        (["--task.prompts", "shrot.jsonl"], "did you mean short.jsonl?"),
+        (["--reward.functions", "mine.py:rihgt"], "did you mean right?"),
+        (["--reward.functions", "mine.py:right"], "missing_module"),
+        (["--run-dir", "new/deep", "--model.name", "./nowhere"], "there is no folder ./nowhere"),
+    ],
+)
+def test_a_refused_run_leaves_nothing(flags: list[str], says: str, folder: Path) -> None:
+    before = sorted(folder.iterdir())
+    command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "mine.toml", *flags]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
