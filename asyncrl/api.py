@@ -192,5 +192,24 @@ def _run_here_or_beside(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
+    return _run_beside(work)
+
+
+def _run_beside(work: Coroutine[Any, Any, T]) -> T:
+    """A notebook's interrupt reaches only the thread that waits: it passes it on, and waits until all is stopped."""
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+
+    async def cancellable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        begun.append((asyncio.get_running_loop(), task))
+        return await work
+
     with ThreadPoolExecutor(1, thread_name_prefix="asyncrl.train") as beside:
-        return beside.submit(asyncio.run, work).result()
+        result = beside.submit(asyncio.run, cancellable())
+        try:
+            return result.result()
+        except KeyboardInterrupt:
+            for loop, task in begun:
+                loop.call_soon_threadsafe(task.cancel)
+            raise

@@ -1,0 +1,42 @@
+"""Training from Python, where an event loop may run already."""
+
+import asyncio
+import signal
+import threading
+
+import pytest
+
+from asyncrl.api import _run_here_or_beside
+
+
+async def double(number: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * number
+
+
+def test_without_a_loop_it_runs_here() -> None:
+    assert _run_here_or_beside(double(2)) == 4
+
+
+async def test_inside_a_loop_it_runs_beside() -> None:
+    assert _run_here_or_beside(double(3)) == 6
+
+
+async def test_an_interrupt_of_the_thread_that_waits_stops_what_runs_beside() -> None:
+    main, stopped = threading.main_thread().ident, []
+    assert main is not None
+
+    async def until_cancelled() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.append(True)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a notebook
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _run_here_or_beside(until_cancelled())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped == [True]
