@@ -10,23 +10,18 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-import structlog
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.compute import Occupancy, ThreadCompute
+from asyncrl.compute import ThreadCompute
 from asyncrl.config import Config
 from asyncrl.engines.generation.interface import Completion
 from asyncrl.errors import DeadlineExceeded, Refused, TaskError
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup, Published
 from asyncrl.protocols.seeds import group_seed
-from asyncrl.rows import HeapRows
 from asyncrl.service import WorkerContext
 from asyncrl.services.generation import GenerationService
-from asyncrl.telemetry.clock import StateClock
-from asyncrl.telemetry.trace import Tracer
 from asyncrl.warmup import build_model, build_tokenizer
 from asyncrl.weights.arena import Writer, open_writer
 from asyncrl.weights.spec import spec_of
@@ -62,39 +57,13 @@ def config() -> Config:
     )
 
 
-def make_context(folder: Path, run_dir: Path, config: Config, service: str, **parts: Any) -> WorkerContext:
-    clock = StateClock(asyncio.get_running_loop().time)
-    occupancy = Occupancy(clock)
-    return WorkerContext(
-        config=config,
-        run="0badcafe",
-        run_dir=run_dir,
-        model_dir=folder,
-        checkpoint_dir=None,
-        epoch=EPOCH,
-        service=service,
-        replica=0,
-        rank=0,
-        layout=Layout(),
-        instance=f"{service}0.0-{EPOCH}-12345678",
-        weights_arena="",
-        reader=SimpleNamespace(),  # type: ignore[arg-type]
-        compute=ThreadCompute(occupancy),
-        clock=clock,
-        occupancy=occupancy,
-        tracer=Tracer(None, service),
-        log=structlog.get_logger(),
-        row_store=lambda slots, slot_bytes: HeapRows("inproc://generation.data", slots, slot_bytes),
-        **parts,
-    )
-
-
 @pytest.fixture
-def start(folder: Path, config: Config, tmp_path: Path) -> Start:
+def start(folder: Path, config: Config, worker_context: Callable[..., WorkerContext]) -> Start:
     @asynccontextmanager
     async def started(config: Config = config, service: str = "generation", **options: Any) -> AsyncIterator[Any]:
         async with asyncio.TaskGroup() as tasks:
-            context = make_context(folder, tmp_path, config, service, tasks=tasks, options=options)
+            here = {"model_dir": folder, "epoch": EPOCH, "options": options}
+            context = worker_context(service, config, tasks, make_compute=ThreadCompute, **here)
             before = asyncio.all_tasks()
             made = GenerationService(context)
             await made.begin()

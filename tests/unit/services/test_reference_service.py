@@ -1,30 +1,26 @@
 """The reference service on a tiny model: the trainer's own log-probs, and rows that do not depend on each other."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-import structlog
 import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from asyncrl.compute import InlineCompute, Occupancy
 from asyncrl.config import Config
 from asyncrl.engines.training.interface import TrainRow, run_step
 from asyncrl.engines.training.torch import TorchTraining
-from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
-from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.rows import HeapRows
 from asyncrl.service import WorkerContext
 from asyncrl.services.reference import ReferenceService
-from asyncrl.telemetry.clock import StateClock
-from asyncrl.telemetry.trace import Tracer
 
 VOCABULARY, CAP = 50, 24
+Serving = Callable[..., AbstractAsyncContextManager[ReferenceService]]
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class StoreReader:
-    def __init__(self, store: HeapRows) -> None:
-        self.store = store
-
-    async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
-        rows = [self.store.read(ref.place_of(columns[0]), columns) for ref in refs]
-        return Batch({name: Column.of([row[i] for row in rows]) for i, name in enumerate(columns)})
-
-
 def config(deterministic: bool = True, budget: int = 8192) -> Config:
     return Config.model_validate(
         {
@@ -60,39 +47,18 @@ def config(deterministic: bool = True, budget: int = 8192) -> Config:
     )
 
 
-@asynccontextmanager
-async def serving(folder: Path, settings: Config) -> AsyncIterator[ReferenceService]:
-    clock = StateClock(asyncio.get_running_loop().time)
-    occupancy = Occupancy(clock)
-    source = HeapRows("inproc://source", 64, 4096)
-    async with asyncio.TaskGroup() as tasks:
-        service = ReferenceService(
-            WorkerContext(
-                config=settings,
-                run="cafe0123",
-                run_dir=folder,
-                model_dir=folder,
-                checkpoint_dir=None,
-                epoch=1,
-                service="reference",
-                replica=0,
-                rank=0,
-                layout=Layout(),
-                instance="reference0.0-1-deadbeef",
-                weights_arena="",
-                reader=StoreReader(source),  # type: ignore[arg-type]
-                compute=InlineCompute(occupancy),
-                clock=clock,
-                occupancy=occupancy,
-                tracer=Tracer(None, "reference"),
-                log=structlog.get_logger(),
-                tasks=tasks,
-                row_store=lambda slots, slot_bytes: HeapRows("inproc://own", slots, slot_bytes),
-            )
-        )
-        await service.start()
-        yield service
-        await service.stop()
+@pytest.fixture
+def serving(worker_context: Callable[..., WorkerContext]) -> Serving:
+    @asynccontextmanager
+    async def serve(folder: Path, settings: Config) -> AsyncIterator[ReferenceService]:
+        source = HeapRows("inproc://source", 64, 4096)
+        async with asyncio.TaskGroup() as tasks:
+            service = ReferenceService(worker_context("reference", settings, tasks, source=source, model_dir=folder))
+            await service.start()
+            yield service
+            await service.stop()
+
+    return serve
 
 
 def samples(service: ReferenceService, count: int = 6) -> BatchRef:
@@ -109,7 +75,7 @@ def found(service: ReferenceService, refs: BatchRef) -> list[np.ndarray]:
     return [service.rows.read(ref.place_of("reference_logprobs"), ["reference_logprobs"])[0] for ref in refs]
 
 
-async def test_every_sample_gets_one_more_place_with_a_value_a_token(folder: Path) -> None:
+async def test_every_sample_gets_one_more_place_with_a_value_a_token(folder: Path, serving: Serving) -> None:
     async with serving(folder, config()) as service:
         refs = samples(service)
         answer = await service.logprobs(refs)
@@ -121,7 +87,7 @@ async def test_every_sample_gets_one_more_place_with_a_value_a_token(folder: Pat
         assert service.rows.used == 0
 
 
-async def test_bits_of_a_row_depend_on_no_neighbour_when_deterministic(folder: Path) -> None:
+async def test_bits_of_a_row_depend_on_no_neighbour_when_deterministic(folder: Path, serving: Serving) -> None:
     async with serving(folder, config()) as service:
         refs = samples(service)
         together = found(service, await service.logprobs(refs))
@@ -130,7 +96,7 @@ async def test_bits_of_a_row_depend_on_no_neighbour_when_deterministic(folder: P
             assert together[index].tobytes() == alone.tobytes()
 
 
-async def test_otherwise_rows_share_passes_and_agree_within_rounding(folder: Path) -> None:
+async def test_otherwise_rows_share_passes_and_agree_within_rounding(folder: Path, serving: Serving) -> None:
     async with serving(folder, config(deterministic=False, budget=70)) as service:
         refs = samples(service)
         together = found(service, await service.logprobs(refs))
@@ -140,7 +106,7 @@ async def test_otherwise_rows_share_passes_and_agree_within_rounding(folder: Pat
             np.testing.assert_allclose(together[index], alone, atol=1e-5)
 
 
-async def test_an_unchanged_policy_has_no_kl_to_its_reference(folder: Path) -> None:
+async def test_an_unchanged_policy_has_no_kl_to_its_reference(folder: Path, serving: Serving) -> None:
     """Trainer and reference compute log-probs by the same code, at the same temperature."""
     settings = config()
     async with serving(folder, settings) as service:

@@ -4,26 +4,21 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 
-from asyncrl.compute import InlineCompute, Occupancy
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
-from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Score
 from asyncrl.rows import HeapRows
 from asyncrl.service import WorkerContext
 from asyncrl.services.reward import RewardService
-from asyncrl.telemetry.clock import StateClock
-from asyncrl.telemetry.trace import Tracer
 
 FUNCTIONS = """
 import threading
@@ -44,15 +39,6 @@ def share(samples):
     return [len(sample.text) / longest for sample in samples]
 """
 ROW = {"prompt": "reverse abc:", "answer": "cba"}
-
-
-class StoreReader:
-    def __init__(self, store: HeapRows) -> None:
-        self.store = store
-
-    async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
-        rows = [self.store.read(ref.place_of(columns[0]), columns) for ref in refs]
-        return Batch({name: Column.of([row[i] for row in rows]) for i, name in enumerate(columns)})
 
 
 class Bench:
@@ -79,40 +65,23 @@ def config(*functions: Any, members: int = 3, **reward: Any) -> Config:
     )
 
 
-@asynccontextmanager
-async def serving(settings: Config, folder: Path) -> AsyncIterator[Bench]:
-    clock = StateClock(asyncio.get_running_loop().time)
-    occupancy = Occupancy(clock)
-    store = HeapRows("inproc://generation", 16, 1024)
-    async with asyncio.TaskGroup() as tasks:
-        context = WorkerContext(
-            config=settings,
-            run="cafe0123",
-            run_dir=folder,
-            model_dir=folder,
-            checkpoint_dir=None,
-            epoch=1,
-            service="reward",
-            replica=0,
-            rank=0,
-            layout=Layout(),
-            instance="reward0.0-1-deadbeef",
-            weights_arena="",
-            reader=StoreReader(store),  # type: ignore[arg-type]
-            compute=InlineCompute(occupancy),
-            clock=clock,
-            occupancy=occupancy,
-            tracer=Tracer(None, "reward"),
-            log=structlog.get_logger(),
-            tasks=tasks,
-            row_store=lambda slots, slot_bytes: HeapRows("inproc://own", slots, slot_bytes),
-        )
-        service = RewardService(context)
-        try:
-            await service.start()
-            yield Bench(service, store)
-        finally:
-            await service.stop()
+Serving = Callable[..., AbstractAsyncContextManager[Bench]]
+
+
+@pytest.fixture
+def serving(worker_context: Callable[..., WorkerContext]) -> Serving:
+    @asynccontextmanager
+    async def serve(settings: Config, folder: Path) -> AsyncIterator[Bench]:
+        store = HeapRows("inproc://generation", 16, 1024)
+        async with asyncio.TaskGroup() as tasks:
+            service = RewardService(worker_context("reward", settings, tasks, source=store, run_dir=folder))
+            try:
+                await service.start()
+                yield Bench(service, store)
+            finally:
+                await service.stop()
+
+    return serve
 
 
 @pytest.fixture
@@ -122,7 +91,7 @@ def mine(tmp_path: Path) -> str:
     return str(file)
 
 
-async def test_the_weighted_sum_of_all_functions(tmp_path: Path, mine: str) -> None:
+async def test_the_weighted_sum_of_all_functions(tmp_path: Path, mine: str, serving: Serving) -> None:
     functions = ({"use": f"{mine}:right", "weight": 2.0}, {"use": f"{mine}:details", "weight": -0.1}, "exact_match")
     async with serving(config(*functions), tmp_path) as bench:
         assert await bench.score("cba", finish="length") == Score(
@@ -132,7 +101,9 @@ async def test_the_weighted_sum_of_all_functions(tmp_path: Path, mine: str) -> N
         assert (await bench.score("abc")).terms["right"] == 0.0
 
 
-async def test_group_functions_wait_for_all_members_and_answer_each(tmp_path: Path, mine: str) -> None:
+async def test_group_functions_wait_for_all_members_and_answer_each(
+    tmp_path: Path, mine: str, serving: Serving
+) -> None:
     functions = ("exact_match", {"use": f"{mine}:share", "group": True})
     async with serving(config(*functions), tmp_path) as bench, asyncio.TaskGroup() as tasks:
         scores = [tasks.create_task(bench.score(text, member)) for member, text in enumerate(("abcd", "cba", "a"))]
@@ -143,12 +114,12 @@ async def test_group_functions_wait_for_all_members_and_answer_each(tmp_path: Pa
     ]
 
 
-async def test_groups_of_the_evaluation_have_their_own_size(tmp_path: Path, mine: str) -> None:
+async def test_groups_of_the_evaluation_have_their_own_size(tmp_path: Path, mine: str, serving: Serving) -> None:
     async with serving(config({"use": f"{mine}:share", "group": True}), tmp_path) as bench:
         assert (await bench.score("cba", group=-1)).reward == 1.0
 
 
-async def test_fail_raises_and_names_function_and_sample(tmp_path: Path, mine: str) -> None:
+async def test_fail_raises_and_names_function_and_sample(tmp_path: Path, mine: str, serving: Serving) -> None:
     async with serving(config(f"{mine}:fussy"), tmp_path) as bench:
         with pytest.raises(RewardError, match=r"mine\.py:fussy on member 2 of group 4: it returned None"):
             await bench.score("none", member=2)
@@ -157,7 +128,7 @@ async def test_fail_raises_and_names_function_and_sample(tmp_path: Path, mine: s
 @pytest.mark.parametrize(("on_error", "reward"), [("zero", 1.0), ("ignore", None)])
 @pytest.mark.parametrize("text", ["none", "hang"])
 async def test_the_run_goes_on_where_the_config_says_so(
-    tmp_path: Path, mine: str, on_error: str, reward: float | None, text: str
+    tmp_path: Path, mine: str, on_error: str, reward: float | None, text: str, serving: Serving
 ) -> None:
     settings = config(f"{mine}:fussy", f"{mine}:details", deadline=0.5, on_error=on_error)
     async with serving(settings, tmp_path) as bench:
@@ -169,14 +140,16 @@ async def test_the_run_goes_on_where_the_config_says_so(
         assert (await bench.score("fine")).reward == 5.0
 
 
-async def test_a_function_that_is_not_there_is_a_config_error_at_start(tmp_path: Path, mine: str) -> None:
+async def test_a_function_that_is_not_there_is_a_config_error_at_start(
+    tmp_path: Path, mine: str, serving: Serving
+) -> None:
     with pytest.raises(ExceptionGroup) as raised:
         async with serving(config(f"{mine}:rihgt"), tmp_path):
             pass
     assert raised.group_contains(ConfigError, match="has no rihgt; did you mean right")
 
 
-async def test_time_is_busy_while_children_work(tmp_path: Path, mine: str) -> None:
+async def test_time_is_busy_while_children_work(tmp_path: Path, mine: str, serving: Serving) -> None:
     async with serving(config(f"{mine}:fussy", deadline=0.3, on_error="zero"), tmp_path) as bench:
         await bench.score("hang")
         assert bench.service.context.clock.seconds()["busy"] >= 0.3

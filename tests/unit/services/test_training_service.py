@@ -2,29 +2,26 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 import torch
 
-from asyncrl.compute import InlineCompute, Occupancy
+from asyncrl.compute import InlineCompute
 from asyncrl.config import Config
 from asyncrl.engines.training.interface import SampleOutcome, StepOutcome, TrainingEngine, TrainRow
 from asyncrl.errors import ConfigError, DeadlineExceeded, LostRows, Refused
-from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, RowRef
+from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.protocols.layout import Layout
 from asyncrl.rows import HeapRows
 from asyncrl.service import WorkerContext
 from asyncrl.services.training import TrainingService
-from asyncrl.telemetry.clock import StateClock
-from asyncrl.telemetry.trace import Tracer
 from asyncrl.virtual import run
 from asyncrl.weights.arena import open_reader
 from asyncrl.weights.spec import WeightsSpec
@@ -89,61 +86,43 @@ class PatientCompute(InlineCompute):
         return await super().run(function, *args)
 
 
-class StoreReader:
-    """Reads from one store of this process, and counts how often."""
-
-    def __init__(self, store: HeapRows) -> None:
-        self.store, self.reads = store, 0
-
-    async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
-        self.reads += 1
-        rows = [self.store.read(ref.place_of(columns[0]), columns) for ref in refs]
-        return Batch({name: Column.of([row[i] for row in rows]) for i, name in enumerate(columns)})
-
-
 def config(**sections: Any) -> Config:
     plain = {"model": {"name": "tiny"}, "task": {"prompts": "none"}, "fleet": {"wire": "inproc"}}
     return Config.model_validate(plain | sections)
 
 
-def context_of(tasks: asyncio.TaskGroup, tmp_path: Path, **changes: Any) -> WorkerContext:
-    clock = StateClock(asyncio.get_running_loop().time)
-    occupancy = Occupancy(clock)
-    store = HeapRows("inproc://rows", 64, 4096)
-    values: dict[str, Any] = {
-        "config": config(),
-        "run": "cafe0123",
-        "run_dir": tmp_path,
-        "model_dir": tmp_path,
-        "checkpoint_dir": None,
-        "epoch": EPOCH,
-        "service": "training",
-        "replica": 0,
-        "rank": 0,
-        "layout": Layout(),
-        "instance": "training0.0-3-deadbeef",
-        "weights_arena": f"asyncrl-cafe0123-{tmp_path.name}",
-        "reader": StoreReader(store),
-        "compute": PatientCompute(occupancy),
-        "clock": clock,
-        "occupancy": occupancy,
-        "tracer": Tracer(None, "training"),
-        "log": structlog.get_logger(),
-        "tasks": tasks,
-        "row_store": lambda slots, slot_bytes: store,
-    }
-    return WorkerContext(**values | changes)
+@pytest.fixture
+def context_of(worker_context: Callable[..., WorkerContext]) -> Callable[..., WorkerContext]:
+    def make(tasks: asyncio.TaskGroup, tmp_path: Path, **changes: Any) -> WorkerContext:
+        store = HeapRows("inproc://rows", 64, 4096)
+        values: dict[str, Any] = {
+            "config": config(),
+            "epoch": EPOCH,
+            "weights_arena": f"asyncrl-cafe0123-{tmp_path.name}",
+            "row_store": lambda slots, slot_bytes: store,
+        }
+        parts = values | changes
+        return worker_context("training", tasks=tasks, source=store, make_compute=PatientCompute, **parts)
+
+    return make
 
 
-@asynccontextmanager
-async def serving(tmp_path: Path, **changes: Any) -> AsyncIterator[CountingService]:
-    async with asyncio.TaskGroup() as tasks:
-        service = CountingService(context_of(tasks, tmp_path, **changes))
-        await service.start()
-        try:
-            yield service
-        finally:
-            await service.stop()
+Serving = Callable[..., AbstractAsyncContextManager[CountingService]]
+
+
+@pytest.fixture
+def serving(context_of: Callable[..., WorkerContext]) -> Serving:
+    @asynccontextmanager
+    async def serve(tmp_path: Path, **changes: Any) -> AsyncIterator[CountingService]:
+        async with asyncio.TaskGroup() as tasks:
+            service = CountingService(context_of(tasks, tmp_path, **changes))
+            await service.start()
+            try:
+                yield service
+            finally:
+                await service.stop()
+
+    return serve
 
 
 def put(service: CountingService, group: int, advantage: float = 1.0) -> RowRef:
@@ -172,13 +151,13 @@ async def published_weight(service: CountingService) -> float:
         reader.close()
 
 
-async def test_version_zero_lies_in_the_arena_before_the_first_step(tmp_path: Path) -> None:
+async def test_version_zero_lies_in_the_arena_before_the_first_step(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
         assert ((await service.published()).epoch, (await service.published()).version) == (EPOCH, 0)
         assert await published_weight(service) == 0.0
 
 
-async def test_a_step_publishes_the_next_version_and_reports_it(tmp_path: Path) -> None:
+async def test_a_step_publishes_the_next_version_and_reports_it(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
         report = await service.step(cuts(service, 0, 4, 7))
         assert (report.epoch, report.version, report.updates, report.skipped) == (EPOCH, 1, 1, "")
@@ -187,7 +166,7 @@ async def test_a_step_publishes_the_next_version_and_reports_it(tmp_path: Path) 
         assert await published_weight(service) == 2.0
 
 
-async def test_the_chain_is_that_of_the_samples_of_every_step(tmp_path: Path) -> None:
+async def test_the_chain_is_that_of_the_samples_of_every_step(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
         await service.step(cuts(service, 0, 1, 2))
         report = await service.step(cuts(service, 1, 3))
@@ -195,7 +174,7 @@ async def test_the_chain_is_that_of_the_samples_of_every_step(tmp_path: Path) ->
         assert report.chain == expected.hex()
 
 
-async def test_a_repeated_step_gets_the_stored_report_and_trains_once(tmp_path: Path) -> None:
+async def test_a_repeated_step_gets_the_stored_report_and_trains_once(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
         batch = cuts(service, 0, 1)
         first = await service.step(batch)
@@ -208,7 +187,7 @@ async def test_a_repeated_step_gets_the_stored_report_and_trains_once(tmp_path: 
     ("epoch", "version", "advantage"), [(EPOCH, 0, 9.0), (EPOCH, 2, 1.0), (EPOCH - 1, 1, 1.0), (EPOCH + 1, 0, 1.0)]
 )
 async def test_a_step_from_elsewhere_is_refused_with_both_named(
-    epoch: int, version: int, advantage: float, tmp_path: Path
+    epoch: int, version: int, advantage: float, tmp_path: Path, serving: Serving
 ) -> None:
     async with serving(tmp_path) as service:
         await service.step(cuts(service, 0, 1))
@@ -217,7 +196,7 @@ async def test_a_step_from_elsewhere_is_refused_with_both_named(
         assert await published_weight(service) == 1.0
 
 
-async def test_two_calls_at_once_train_once(tmp_path: Path) -> None:
+async def test_two_calls_at_once_train_once(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
         batch = cuts(service, 0, 1)
         first, second = await asyncio.gather(service.step(batch), service.step(batch))
@@ -225,7 +204,9 @@ async def test_two_calls_at_once_train_once(tmp_path: Path) -> None:
         assert await published_weight(service) == 1.0
 
 
-async def test_a_cancelled_step_is_finished_and_its_repetition_gets_the_report(tmp_path: Path) -> None:
+async def test_a_cancelled_step_is_finished_and_its_repetition_gets_the_report(
+    tmp_path: Path, serving: Serving
+) -> None:
     async with serving(tmp_path) as service:
         batch = cuts(service, 0, 1)
         call = asyncio.ensure_future(service.step(batch))
@@ -243,7 +224,7 @@ async def test_a_cancelled_step_is_finished_and_its_repetition_gets_the_report(t
         assert await published_weight(service) == 1.0
 
 
-async def test_lost_rows_change_nothing(tmp_path: Path) -> None:
+async def test_lost_rows_change_nothing(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
         batch = cuts(service, 0, 1)
         service.context.row_store(0, 0).free([batch.batch.only.places[0]])
@@ -252,7 +233,7 @@ async def test_lost_rows_change_nothing(tmp_path: Path) -> None:
         assert (await service.step(cuts(service, 0, 2))).version == 1
 
 
-async def test_t30_a_skipped_step_keeps_version_and_chain(tmp_path: Path) -> None:
+async def test_t30_a_skipped_step_keeps_version_and_chain(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
         report = await service.step(cuts(service, 0, 1, advantage=float("inf")))
         assert (report.version, report.updates, report.skipped, report.published) == (0, 0, "not finite", None)
@@ -260,7 +241,7 @@ async def test_t30_a_skipped_step_keeps_version_and_chain(tmp_path: Path) -> Non
         assert (await service.step(cuts(service, 0, 2))).version == 1
 
 
-async def test_the_next_version_waits_until_every_reader_has_flipped(tmp_path: Path) -> None:
+async def test_the_next_version_waits_until_every_reader_has_flipped(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
         await service.using("fast", 0)
         await service.using("slow", 0)
@@ -274,7 +255,7 @@ async def test_the_next_version_waits_until_every_reader_has_flipped(tmp_path: P
         assert (await call).version == 2
 
 
-async def test_a_dead_reader_holds_nothing_up(tmp_path: Path) -> None:
+async def test_a_dead_reader_holds_nothing_up(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
         await service.using("dead", 0)
         await service.step(cuts(service, 0, 1))
@@ -285,7 +266,7 @@ async def test_a_dead_reader_holds_nothing_up(tmp_path: Path) -> None:
         assert (await call).version == 2
 
 
-def test_a_reader_that_never_flips_is_named_and_the_trained_step_is_not_lost(tmp_path: Path) -> None:
+def test_a_reader_that_never_flips_is_named_and_the_trained_step_is_not_lost(tmp_path: Path, serving: Serving) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, config=config(staleness={"publish_deadline": 5.0})) as service:
             await service.using("stuck", 0)
@@ -302,7 +283,7 @@ def test_a_reader_that_never_flips_is_named_and_the_trained_step_is_not_lost(tmp
     run(scenario())
 
 
-async def test_a_checkpoint_is_of_the_named_version_and_resumes(tmp_path: Path) -> None:
+async def test_a_checkpoint_is_of_the_named_version_and_resumes(tmp_path: Path, serving: Serving) -> None:
     folder = tmp_path / "tmp-1"
     async with serving(tmp_path) as service:
         report = await service.step(cuts(service, 0, 1))
@@ -318,7 +299,7 @@ async def test_a_checkpoint_is_of_the_named_version_and_resumes(tmp_path: Path) 
         assert (await resumed.step(next_cuts)).chain == chain(bytes.fromhex(report.chain), [(5, 0, 0)]).hex()
 
 
-async def test_several_ranks_are_refused_at_start(tmp_path: Path) -> None:
+async def test_several_ranks_are_refused_at_start(tmp_path: Path, context_of: Callable[..., WorkerContext]) -> None:
     async with asyncio.TaskGroup() as tasks:
         service = CountingService(context_of(tasks, tmp_path, layout=Layout(dp=2)))
         with pytest.raises(ConfigError, match="layout_dp"):

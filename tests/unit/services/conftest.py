@@ -1,0 +1,68 @@
+"""What the tests of all services build on: a worker's context, without a worker."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from asyncrl.compute import Compute, InlineCompute, Occupancy
+from asyncrl.config import Config
+from asyncrl.protocols.batch import Batch, BatchRef, Column
+from asyncrl.protocols.layout import Layout
+from asyncrl.rows import HeapRows
+from asyncrl.service import WorkerContext
+from asyncrl.telemetry.clock import StateClock
+from asyncrl.telemetry.trace import Tracer
+
+
+class StoreReader:
+    """Reads from one store of this process, and counts how often."""
+
+    def __init__(self, store: HeapRows) -> None:
+        self.store, self.reads = store, 0
+
+    async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
+        self.reads += 1
+        rows = [self.store.read(ref.place_of(columns[0]), columns) for ref in refs]
+        return Batch({name: Column.of([row[i] for row in rows]) for i, name in enumerate(columns)})
+
+
+@pytest.fixture
+def worker_context(tmp_path: Path) -> Callable[..., WorkerContext]:
+    """Makes contexts. source: the rows its reader reads; its own go to a store of its own."""
+
+    def make(
+        service: str,
+        config: Config,
+        tasks: asyncio.TaskGroup,
+        *,
+        epoch: int = 1,
+        source: HeapRows | None = None,
+        make_compute: Callable[[Occupancy], Compute] = InlineCompute,
+        **changes: Any,
+    ) -> WorkerContext:
+        clock = StateClock(asyncio.get_running_loop().time)
+        occupancy = Occupancy(clock)
+        values: dict[str, Any] = {
+            "run": "cafe0123",
+            "run_dir": tmp_path,
+            "model_dir": tmp_path,
+            "checkpoint_dir": None,
+            "replica": 0,
+            "rank": 0,
+            "layout": Layout(),
+            "instance": f"{service}0.0-{epoch}-12345678",
+            "weights_arena": "",
+            "reader": StoreReader(source or HeapRows("inproc://source", 1, 1)),
+            "compute": make_compute(occupancy),
+            "tracer": Tracer(None, service),
+            "log": structlog.get_logger(),
+            "row_store": lambda slots, slot_bytes: HeapRows(f"inproc://{service}.data", slots, slot_bytes),
+        }
+        parts = {"service": service, "config": config, "tasks": tasks, "epoch": epoch}
+        return WorkerContext(**parts, clock=clock, occupancy=occupancy, **values | changes)
+
+    return make
