@@ -1,7 +1,6 @@
 """The experiment someone names: one that comes with the package, or a TOML file."""
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def find(target: str | Path) -> Target:
         return _packaged(target)
     path = Path(target)
     if not path.is_file():
-        raise ConfigError(_no_file(path))
+        raise ConfigError(_no_file(path, f"there is no file {path}"))
     try:
         return Target(path.stem, path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
@@ -37,27 +36,22 @@ def find(target: str | Path) -> Target:
 
 
 def _packaged(name: str) -> Target:
-    if name not in experiments() and (near := closest(f"{name}{SUFFIX}", _files(Path()))):
-        raise ConfigError(_neither(f"there is no experiment {name!r}", name, [f"the file {near}"]))
+    if name not in experiments() and (Path(name).is_dir() or _closest_files(Path(name))):
+        raise ConfigError(_no_file(Path(name), f"there is no experiment {name!r}"))
     return Target(name, experiment_text(name), f"experiment {name}")
 
 
-def _no_file(path: Path) -> str:
+def _no_file(path: Path, missing: str) -> str:
+    """What is missing, and what could be meant: the file and the experiment with the closest names."""
     if path.is_dir():
         return f"{path} is a folder; a run that lies in one is resumed with --run-dir {path}"
-    near = closest(path.name, _files(path.parent))
-    files = [f"the file {path.parent / near}"] if near else []
-    return _neither(f"there is no file {path}", path.stem, files)
-
-
-def _neither(missing: str, name: str, files: Iterable[str]) -> str:
-    """What is missing, and what could be meant: files, and the experiment with the closest name."""
-    packaged = closest(name, experiments())
-    meant = [*files, *([f"the experiment {packaged}"] if packaged else [])]
+    packaged = closest(path.stem, experiments())
+    meant = [*_closest_files(path), *([f"the experiment {packaged}"] if packaged else [])]
     if meant:
         return f"{missing}; did you mean {' or '.join(meant)}?"
     return f"{missing}; the experiments that come with asyncrl are {', '.join(experiments())}"
 
 
-def _files(folder: Path) -> list[str]:
-    return [path.name for path in folder.glob(f"*{SUFFIX}")]
+def _closest_files(path: Path) -> list[str]:
+    near = closest(path.stem, [other.stem for other in path.parent.glob(f"*{SUFFIX}")])
+    return [f"the file {path.parent / near}{SUFFIX}"] if near else []

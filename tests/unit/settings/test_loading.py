@@ -180,14 +180,16 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         ("smollm", "did you mean the file smolm.toml or the experiment smollm2?"),
         ("zzz.toml", "the experiments that come with asyncrl are quickstart"),
         ("zzz", "there are quickstart"),
+        ("a.toml", "there is no file a.toml; the experiments that come"),
         ("sub/", "sub is a folder; a run that lies in one is resumed with --run-dir sub"),
+        ("sub", "sub is a folder; a run that lies in one is resumed with --run-dir sub"),
     ],
 )
 def test_an_unknown_target_names_the_closest_experiment_and_file(
     target: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sub").mkdir()
-    for name in ("my-file.toml", "smolm.toml", "sub/mime.toml", "sub/notes.txt"):
+    for name in ("my-file.toml", "smolm.toml", "z.toml", "sub/mime.toml", "sub/notes.txt"):
         (tmp_path / name).write_text(GOOD)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as error:
