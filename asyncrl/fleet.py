@@ -174,6 +174,7 @@ async def running_fleet(
     sweep(facts.run, facts.epoch)
     running = RunningFleet(facts, specs)
     async with AsyncExitStack() as scope:
+        scope.callback(sweep, facts.run, facts.epoch + 1)  # of workers that had to be killed
         inproc = InprocWire()
         wire = Wires(inproc, ZmqWire(CurveKeys(*facts.curve) if facts.curve else None))
         scope.callback(wire.close)
@@ -182,7 +183,6 @@ async def running_fleet(
         running.supervisor = _supervisor(posts, facts, wire, running, resume)
         async with _kept(running, report):
             yield running
-    sweep(facts.run, facts.epoch + 1)
 
 
 @asynccontextmanager

@@ -183,6 +183,7 @@ def test_a_second_ctrl_c_does_not_wait_and_names_the_newest_checkpoint(model: Pa
     assert int(told[1]) == max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal())
     assert Path(told[2]).is_dir()
     assert told[3].split() == command(model, run_dir)[4:]
+    assert not list(Path("/dev/shm").glob(f"asyncrl-{(run_dir / 'run.id').read_text()}-*"))
 
 
 def test_a_changed_config_is_refused_with_a_diff_unless_accepted(model: Path, tmp_path: Path) -> None:
