@@ -180,7 +180,7 @@ class _Training:
     # ---- training ----------------------------------------------------------------------------------------
 
     async def _until_done(self) -> None:
-        page = _naming_rows(page_of(self._config), self._questions, self._config.seed)
+        page = naming_rows(page_of(self._config), self._questions, self._config.seed)
         try:
             await self._controller.run(page)
         finally:
@@ -308,7 +308,7 @@ def _sampling(config: Config, epoch: int) -> Sampling:
     return Sampling(generation.temperature, generation.max_new_tokens, generation.deadline, config.seed, epoch)
 
 
-def _naming_rows(page: Page, questions: Questions, seed: int) -> Page:
+def naming_rows(page: Page, questions: Questions, seed: int) -> Page:
     """The same page; a prompt that generation refuses is named by its row."""
 
     async def roll_out(fleet: Fleet, gate: Controller, group: Attempt) -> None:

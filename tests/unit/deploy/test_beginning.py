@@ -1,0 +1,65 @@
+"""What a run begins with."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.algorithms.grpo import PAGE
+from asyncrl.config import Config
+from asyncrl.deploy.beginning import LONGEST, Order, load_questions, settle_config
+from asyncrl.deploy.run import naming_rows
+from asyncrl.errors import TaskError
+from asyncrl.rundir import RunDirectory, open_run_directory
+from asyncrl.store import FileStore
+from asyncrl.tasks.draw import drawn_row
+from asyncrl.telemetry.display import open_display
+
+ROWS = [{"prompt": "x" * length} for length in (1, 2, 3)]
+
+
+def order(path: Path, **sections: Any) -> Order:
+    values = {"model": {"name": "m"}, "task": {"prompts": "p.jsonl"}, **sections}
+    return Order(Config.model_validate(values), path, open_display(1), "asyncrl run", prompts=ROWS)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return open_run_directory(tmp_path)
+
+
+@pytest.fixture
+def store(directory: RunDirectory) -> Iterator[FileStore]:
+    with closing(FileStore(directory.path)) as store:
+        yield store
+
+
+@pytest.mark.parametrize(
+    ("then", "kept"), [({}, True), ({"steps": 3}, True), ({"seed": 3}, False), ({"model": {"name": "other"}}, False)]
+)
+def test_a_model_made_for_a_start_that_came_to_nothing_is_used_only_by_its_own_config(
+    then: dict[str, Any], kept: bool, directory: RunDirectory, store: FileStore
+) -> None:
+    settle_config(order(directory.path, **then), directory, store, None)
+    directory.model.mkdir()
+    settle_config(order(directory.path), directory, store, None)
+    assert directory.model.exists() == kept
+
+
+async def test_a_prompt_that_generation_refuses_is_named_by_its_row(directory: RunDirectory) -> None:
+    async def refuse(*_: object) -> None:
+        raise TaskError("the prompt has 9 tokens")
+
+    questions = load_questions(order(directory.path), directory)
+    assert len((directory.logs / LONGEST).read_text().splitlines()) == len(ROWS)
+    page = naming_rows(replace(PAGE, roll_out=refuse), questions, seed=5)
+    group: Any = SimpleNamespace(prompts=SimpleNamespace(id=4))
+    nothing: Any = None
+    row = drawn_row(5, 4, len(ROWS))
+    told = f"task.prompts: the rows given as prompts, row {row}: the prompt has 9 tokens"
+    with pytest.raises(TaskError, match=told):
+        await page.roll_out(nothing, nothing, group)
