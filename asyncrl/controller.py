@@ -224,7 +224,7 @@ class Controller:
         self._dead.append(instance)
         self._publisher.forget(instance)
         for group in self._books.groups_at(instance):
-            self._rolling.lost(group, why)
+            self._rolling.lost(group, f"{instance}: {why}")
 
     async def worker_started(self, service: str) -> None:
         """A worker came up after the first ones; a reader of weights is handed the newest."""

@@ -1,7 +1,8 @@
 """The groups in flight: each is rolled out in a task of its own until no member of it runs any more.
 
 A group is the unit of retry. When a worker dies, what lay there is gone: the members of a group that are not trained
-yet are sampled again in a new attempt, with the same seeds. A group that fails three attempts is dropped as poison.
+yet are sampled again in a new attempt, with the same seeds. A group that fails three attempts is dropped as poison;
+losing samples that had been finished is no failure of theirs.
 """
 
 import asyncio
@@ -97,11 +98,15 @@ class Rolling:
 
     def lost(self, group: int, reason: str) -> None:
         """Rows of this group are gone: a new attempt begins, and one that runs ends where it is."""
-        self._failed(group, reason)
-        if group in self._scopes and group not in self._overtaken:
-            self._overtaken[group] = None
-            self._scopes[group].reschedule(asyncio.get_running_loop().time())
-        elif group not in self._alive and self._gate.members(group, Stage.RUNNING):
+        if group in self._scopes:
+            self._failed(group, reason)
+            if group not in self._overtaken:
+                self._overtaken[group] = None
+                self._scopes[group].reschedule(asyncio.get_running_loop().time())
+            return
+        if self._open(group):
+            self._books.restart(group, reason, self._failures.get(group, 0))
+        if group not in self._alive and self._gate.members(group, Stage.RUNNING):
             self.start(group)
 
     async def _live(self, group: int) -> None:
@@ -132,8 +137,12 @@ class Rolling:
         self._books.observe(AttemptBegan(attempt.prompts))
         return attempt
 
+    def _open(self, group: int) -> tuple[int, ...]:
+        """Members that are neither trained nor dropped nor just being trained."""
+        return self._gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
+
     def _failed(self, group: int, reason: str) -> None:
-        members = self._gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
+        members = self._open(group)
         if not members:
             return
         self._failures = {known: count for known, count in self._failures.items() if not self._gate.finished(known)}

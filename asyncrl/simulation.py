@@ -287,7 +287,7 @@ class Run:
         while True:
             await asyncio.sleep(chance.expovariate(1 / mean))
             instance = host.instance
-            self.controller.worker_lost(instance, f"{instance} was killed")
+            self.controller.worker_lost(instance, "killed")
             host.die()
             await self.training.detached(instance)
             await asyncio.sleep(self.scenario.faults.restart)

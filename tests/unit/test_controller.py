@@ -1,6 +1,7 @@
 """The controller over simulated services: what ends a run, what it survives, and in which order things happen."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from asyncrl import records, virtual
 from asyncrl.algorithms import grpo
 from asyncrl.controller import Controller, Page, Schedule
 from asyncrl.errors import DeadlineExceeded, FleetFailed, LostRows, NonFiniteLoss, PeerLost, Refused, RewardError
-from asyncrl.events import Event, GroupDrawn, GroupPoisoned, SamplesDropped, StepBegan, StepDone
+from asyncrl.events import AttemptFailed, Event, GroupDrawn, GroupPoisoned, SamplesDropped, StepBegan, StepDone
 from asyncrl.fleet import Fleet
 from asyncrl.ledger import Journal
 from asyncrl.objectives.advantages import GroupBaseline
@@ -179,6 +180,22 @@ def test_a_group_that_fails_three_times_is_dropped_with_its_prompt() -> None:
     assert SamplesDropped(1, (0, 1, 2, 3), "poison") in scene.events
     assert all(row.group != 1 for event in scene.told(StepDone) for row in event.cuts.batch)
     assert scene.gate.version == 3
+
+
+def test_a_group_that_loses_finished_samples_over_and_over_is_not_poison() -> None:
+    scene = Scene()
+
+    async def between(version: int) -> None:
+        for _ in range(5):
+            await asyncio.sleep(30)  # everything in flight is ready
+            scene.controller.worker_lost(scene.generation.instance, "killed")
+
+    scene.between = between
+    scene.play()
+    failed = scene.told(AttemptFailed)
+    assert max(Counter(event.group for event in failed).values()) >= 5
+    assert {(event.failures, event.reason) for event in failed} == {(0, f"{scene.generation.instance}: killed")}
+    assert scene.told(GroupPoisoned) == []
 
 
 async def forget_every_second_sample(fleet: Fleet, gate: Controller, group: Attempt) -> None:
