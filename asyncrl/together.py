@@ -16,8 +16,8 @@ async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
     with errors forgets that its own task was cancelled meanwhile, and whoever handles the errors would go on as if
     nobody had asked it to end.
     """
-    if len(work) == 1:
-        return [await work[0]]
+    if len(work) <= 1:
+        return [await each for each in work]
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

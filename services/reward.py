@@ -1,6 +1,5 @@
 """The reward service: scores samples with the user's functions, which run in children that can be killed."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,32 +60,39 @@ class RewardService(Service, Reward):
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
         """Raises RewardError under on_error = "fail", LostRows when a sample is gone."""
         texts = (await self.context.reader.read(samples, [TEXT]))[TEXT]
-        return await together(*(self._score(ref, bytes(text), row) for ref, text in zip(samples, texts, strict=True)))
+        judged = [_sample(ref, bytes(text), row) for ref, text in zip(samples, texts, strict=True)]
+        verdicts = await self._verdicts(judged, samples.rows[0].attempt)
+        return [self._score(sample, said) for sample, said in zip(judged, verdicts, strict=True)]
 
-    async def _score(self, ref: RowRef, completion: bytes, row: dict[str, Any]) -> Score:
-        text = completion.decode("utf-8", errors="replace")
-        judged = Sample(row["prompt"], text, row, ref.group, ref.member, ref.finish, ref.tokens)
-        verdicts = await self._verdicts(judged, ref)
-        score = score_of(judged, self._pool.specs, verdicts, self.context.config.reward.on_error)
+    def _score(self, sample: Sample, verdicts: list[Verdict]) -> Score:
+        score = score_of(sample, self._pool.specs, verdicts, self.context.config.reward.on_error)
         if score.error:
             self.counters["failed"] = self.counters.get("failed", 0) + 1
-            self.context.log.warning("reward failed", group=ref.group, member=ref.member, error=score.error)
+            self.context.log.warning("reward failed", group=sample.group, member=sample.member, error=score.error)
         return score
 
-    async def _verdicts(self, sample: Sample, ref: RowRef) -> list[Verdict]:
-        """In the order of the functions."""
-        async with asyncio.TaskGroup() as tasks:
-            single = {number: tasks.create_task(self._run(number, [sample])) for number in self._single}
-            grouped = await self._of_group(sample, ref) if self._grouped else []
-        found = {number: task.result()[0] for number, task in single.items()}
-        found |= dict(zip(self._grouped, grouped, strict=True))
-        return [found[number] for number in range(len(self._pool.specs))]
+    async def _verdicts(self, samples: list[Sample], attempt: int) -> list[list[Verdict]]:
+        """Of each sample, in the order of the functions."""
+        singly, in_groups = await together(self._judge_singly(samples), self._judge_members(samples, attempt))
+        said = dict(zip((*self._single, *self._grouped), (*singly, *in_groups), strict=True))
+        return [list(of_sample) for of_sample in zip(*(said[number] for number in sorted(said)), strict=True)]
 
-    async def _of_group(self, sample: Sample, ref: RowRef) -> list[Verdict]:
+    async def _judge_singly(self, samples: list[Sample]) -> list[list[Verdict]]:
+        """What each function of single samples says about each."""
+        return await together(*(self._run(number, samples) for number in self._single))
+
+    async def _judge_members(self, samples: list[Sample], attempt: int) -> list[list[Verdict]]:
+        """What each function of groups says about each, once their siblings are there."""
+        if not self._grouped:
+            return []
+        by_sample = await together(*(self._of_group(sample, attempt) for sample in samples))
+        return [list(of_function) for of_function in zip(*by_sample, strict=True)]
+
+    async def _of_group(self, sample: Sample, attempt: int) -> list[Verdict]:
         config = self.context.config
         # Evaluation's groups have negative ids.
-        members = config.task.samples_per_prompt if ref.group >= 0 else config.evaluate.samples
-        return await self._gathering.judged((ref.group, ref.attempt), members, sample)
+        members = config.task.samples_per_prompt if sample.group >= 0 else config.evaluate.samples
+        return await self._gathering.judged((sample.group, attempt), members, sample)
 
     async def _judge_group(self, samples: list[Sample]) -> list[list[Verdict]]:
         by_function = [await self._run(number, samples) for number in self._grouped]
@@ -95,6 +101,11 @@ class RewardService(Service, Reward):
     async def _run(self, function: int, samples: list[Sample]) -> list[Verdict]:
         with self.context.occupancy.computing():
             return await self._pool.run(function, samples)
+
+
+def _sample(ref: RowRef, completion: bytes, row: dict[str, Any]) -> Sample:
+    text = completion.decode("utf-8", errors="replace")
+    return Sample(row["prompt"], text, row, ref.group, ref.member, ref.finish, ref.tokens)
 
 
 def reward_service_of(functions: Sequence[Function]) -> Callable[[WorkerContext], RewardService]:

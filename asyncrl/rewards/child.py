@@ -49,8 +49,9 @@ class Child:
     async def _answer(self, message: dict[str, Any]) -> None:
         spec, function = self._functions[message["function"]]
         samples = [Sample(*fields) for fields in message["samples"]]
-        verdicts = await attempt(function, samples, spec.group, message["deadline"])
-        self._send({"call": message["call"], "verdicts": [astuple(verdict) for verdict in verdicts]})
+        for together in [samples] if spec.group else [[sample] for sample in samples]:
+            verdicts = await attempt(function, together, spec.group, message["deadline"])
+            self._send({"call": message["call"], "verdicts": [astuple(verdict) for verdict in verdicts]})
 
     def _send(self, message: dict[str, Any]) -> None:
         """Blocks while the pipe is full; the parent always reads."""

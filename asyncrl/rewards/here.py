@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.rewards.calling import attempt
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import Function, Sample, Verdict
+from asyncrl.together import together
 
 GRACE = 0.1
 """Seconds after its deadline in which a coroutine function can end by itself and say where it was."""
@@ -48,30 +49,32 @@ class HerePool:
         """Calls that run on end with their threads."""
 
     async def run(self, function: int, samples: Sequence[Sample]) -> list[Verdict]:
-        """What function number `function` says about a sample. Never raises for it."""
+        """What function number `function` says about each of these samples. Never raises for it."""
+        return await together(*(self._verdict(function, sample) for sample in samples))
+
+    async def _verdict(self, function: int, sample: Sample) -> Verdict:
         self.queued += 1
         async with self._places:
             self.queued -= 1
             try:
                 async with asyncio.timeout(self._deadline + GRACE):
-                    return await self._on_a_thread(self._functions[function], list(samples))
+                    return await self._on_a_thread(self._functions[function], sample)
             except TimeoutError:
-                hung = f"it hung: no answer within {self._deadline:g} s; its thread goes on"
-                return [Verdict(reason=hung)] * len(samples)
+                return Verdict(reason=f"it hung: no answer within {self._deadline:g} s; its thread goes on")
 
-    async def _on_a_thread(self, function: Function, samples: list[Sample]) -> list[Verdict]:
+    async def _on_a_thread(self, function: Function, sample: Sample) -> Verdict:
         """A daemon thread: one that hangs must not keep the process from ending."""
         loop = asyncio.get_running_loop()
-        answered: asyncio.Future[list[Verdict]] = loop.create_future()
+        answered: asyncio.Future[Verdict] = loop.create_future()
 
-        def answer(verdicts: list[Verdict]) -> None:
+        def answer(verdict: Verdict) -> None:
             if not answered.done():
-                answered.set_result(verdicts)
+                answered.set_result(verdict)
 
         def work() -> None:
-            verdicts = asyncio.run(attempt(function, samples, False, self._deadline))
+            (verdict,) = asyncio.run(attempt(function, [sample], False, self._deadline))
             if not loop.is_closed():
-                loop.call_soon_threadsafe(answer, verdicts)
+                loop.call_soon_threadsafe(answer, verdict)
 
         threading.Thread(target=work, name=f"reward {_name(function)}", daemon=True).start()
         return await answered

@@ -6,6 +6,7 @@ samples in flight, which the gate bounds.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -13,6 +14,7 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.process import ChildEnded, ChildProcess
 from asyncrl.rewards.sample import Sample, Verdict
+from asyncrl.together import together
 
 OVERLAPPING = 64
 """Coroutine calls that run at once: enough for a remote judge, few enough for its rate limits and our sockets."""
@@ -37,30 +39,19 @@ class Seat:
             return self._child
 
     async def call(self, function: int, samples: Sequence[Sample], deadline: float, grace: float) -> list[Verdict]:
-        """Verdicts of one function. deadline: seconds; grace: further ones until the child is killed.
-
-        Raises:
-            ChildEnded: the child hung or crashed, because of this call or of one beside it. It is gone.
-        """
+        """As `ChildProcess.call`. The child may have ended because of a call beside this one."""
         child = await self.child()
         try:
-            async with asyncio.timeout(deadline + grace):
-                return await child.call(function, samples, deadline)
-        except TimeoutError:
-            await self._bury(child)
-            raise ChildEnded(f"it hung: no answer within {deadline:g} s") from None
+            return await child.call(function, samples, deadline, grace)
         except ChildEnded:
-            await self._bury(child)
+            if self._child is child:
+                self._child = None
             raise
 
-    async def _bury(self, child: ChildProcess) -> None:
-        if self._child is child:
-            self._child = None
-        await child.kill()
-
     async def stop(self) -> None:
-        if self._child is not None:
-            await self._bury(self._child)
+        child, self._child = self._child, None
+        if child is not None:
+            await child.kill()
 
 
 class Pool:
@@ -96,23 +87,43 @@ class Pool:
         self._concurrent = (await self._own[0].child()).concurrent
 
     async def run(self, function: int, samples: Sequence[Sample]) -> list[Verdict]:
-        """What function number `function` says about a sample, or about each of a group. Never raises for it."""
-        return await asyncio.shield(self._tasks.create_task(self._verdicts(function, samples)))
+        """What function number `function` says about each of these samples, which are a group where it judges groups.
+        Never raises for it."""
+        return await asyncio.shield(self._tasks.create_task(self._all(function, samples)))
 
     async def stop(self) -> None:
         """Kill all children; calls that still run end with a verdict that says so."""
         for seat in (self._shared, *self._own):
             await seat.stop()
 
-    async def _verdicts(self, function: int, samples: Sequence[Sample]) -> list[Verdict]:
-        try:
-            if self._concurrent[function]:
-                return await self._overlapped(function, samples)
-            return await self._alone(function, samples, grace=0.0)
-        except ChildEnded as ended:
-            return [Verdict(reason=str(ended))] * len(samples)
-        except AsyncrlError as error:
-            return [Verdict(reason=f"it could not be called: {error}")] * len(samples)
+    async def _all(self, function: int, samples: Sequence[Sample]) -> list[Verdict]:
+        """A group in one call; of coroutines one a sample; else as many calls as there are children."""
+        if self.specs[function].group:
+            shares = [samples]
+        elif self._concurrent[function]:
+            shares = [[sample] for sample in samples]
+        else:
+            size = math.ceil(len(samples) / len(self._own))
+            shares = [samples[start : start + size] for start in range(0, len(samples), size)]
+        found = await together(*(self._share(function, share) for share in shares))
+        return [verdict for verdicts in found for verdict in verdicts]
+
+    async def _share(self, function: int, samples: Sequence[Sample]) -> list[Verdict]:
+        """A child that ends is blamed on the sample it worked on; the rest goes to its successor."""
+        found: list[Verdict] = []
+        while len(found) < len(samples):
+            rest = samples[len(found) :]
+            try:
+                if self._concurrent[function]:
+                    found += await self._overlapped(function, rest)
+                else:
+                    found += await self._alone(function, rest, grace=0.0)
+            except ChildEnded as ended:
+                blamed = len(rest) if self.specs[function].group else 1
+                found += [*ended.said, *[Verdict(reason=str(ended))] * blamed]
+            except AsyncrlError as error:
+                found += [Verdict(reason=f"it could not be called: {error}")] * len(rest)
+        return found
 
     async def _overlapped(self, function: int, samples: Sequence[Sample]) -> list[Verdict]:
         """A child that is lost takes all its calls along, and nobody can say which was to blame: each is made again,

@@ -19,7 +19,46 @@ BURIAL = 5.0
 
 
 class ChildEnded(AsyncrlError):
-    """The child is gone: it was killed, exited or crashed. The message says which."""
+    """The child is gone: it was killed, exited or crashed. The message says which.
+
+    said: verdicts of the call that had come before; the sample after them is the one it ended at.
+    """
+
+    said: Sequence[Verdict] = ()
+
+
+class Answer:
+    """The verdicts of one call, as they come."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._moved = asyncio.Event()
+        self._ended: ChildEnded | None = None
+        self.verdicts: list[Verdict] = []
+
+    def take(self, verdicts: Sequence[Verdict]) -> None:
+        """More of them came."""
+        self.verdicts += verdicts
+        self._moved.set()
+
+    def end(self, ended: ChildEnded) -> None:
+        """No more will come."""
+        self._ended = ended
+        self._moved.set()
+
+    async def whole(self, patience: float) -> list[Verdict]:
+        """All of them. patience: seconds for the next.
+
+        Raises:
+            TimeoutError: the next did not come in time. ChildEnded: none can come any more.
+        """
+        while len(self.verdicts) < self._samples:
+            async with asyncio.timeout(patience):
+                await self._moved.wait()
+            self._moved.clear()
+            if self._ended is not None:
+                raise self._ended
+        return self.verdicts
 
 
 class ChildProcess:
@@ -30,7 +69,7 @@ class ChildProcess:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._answers: dict[int, asyncio.Future[list[Verdict]]] = {}
+        self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count()
         self.concurrent: list[bool] = []
 
@@ -61,21 +100,35 @@ class ChildProcess:
         tasks.create_task(child._read(), name=f"answers of reward child {child.pid}")
         return child
 
-    async def call(self, function: int, samples: Sequence[Sample], deadline: float) -> list[Verdict]:
-        """The verdicts of one function. deadline: seconds, kept by the child where the function lets it.
+    async def call(
+        self, function: int, samples: Sequence[Sample], deadline: float, grace: float = 0.0
+    ) -> list[Verdict]:
+        """The verdicts of one function: on all samples at once if it judges groups, else on one after the other.
+
+        deadline: seconds for each of its calls, kept by the child where the function lets it; grace: further ones
+        until the child is killed.
 
         Raises:
-            ChildEnded: the child was gone before it answered.
+            ChildEnded: the child was gone, or hung and was killed, before it had judged all samples.
         """
-        number = next(self._numbers)
-        answer: asyncio.Future[list[Verdict]] = asyncio.get_running_loop().create_future()
+        number, answer = next(self._numbers), Answer(len(samples))
         self._answers[number] = answer
         try:
             plain = [astuple(sample) for sample in samples]
             await self._send({"call": number, "function": function, "samples": plain, "deadline": deadline})
-            return await answer
+            return await answer.whole(deadline + grace)
+        except TimeoutError:
+            raise await self._killed(answer, f"it hung: no answer within {deadline:g} s") from None
+        except ChildEnded as ended:
+            raise await self._killed(answer, str(ended)) from None
         finally:
             self._answers.pop(number, None)
+
+    async def _killed(self, answer: Answer, why: str) -> ChildEnded:
+        await self.kill()
+        ended = ChildEnded(why)
+        ended.said = answer.verdicts
+        return ended
 
     async def kill(self) -> None:
         """End the child and everything it started, at once."""
@@ -110,9 +163,8 @@ class ChildProcess:
             while True:
                 message = await receive(self._process.stdout)
                 answer = self._answers.get(message["call"])
-                if answer is not None and not answer.done():
-                    answer.set_result([Verdict(*fields) for fields in message["verdicts"]])
+                if answer is not None:
+                    answer.take([Verdict(*fields) for fields in message["verdicts"]])
         status = await self._process.wait()
         for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(ChildEnded(f"its process ended with status {status}"))
+            answer.end(ChildEnded(f"its process ended with status {status}"))

@@ -42,6 +42,15 @@ def backtracks(sample):
 def crashes(sample):
     os._exit(7)
 
+def crashes_at_times(sample):
+    if sample.text == "crash":
+        os._exit(7)
+    return 1.0
+
+def dawdles(sample):
+    threading.Event().wait(0.6)
+    return 1.0
+
 def leaves(sample):
     process = subprocess.Popen(["sleep", "600"])
     apart = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -154,6 +163,30 @@ async def test_a_crash_is_reported_and_the_child_replaced(pool: MakePool) -> Non
     async with pool("crashes", "length") as running:
         assert await running.run(0, [sample()]) == [Verdict(reason="its process ended with status 7")]
         assert await running.run(1, [sample("four")]) == [Verdict(4.0)]
+
+
+async def test_many_samples_go_over_in_one_message_and_are_judged_one_by_one(pool: MakePool) -> None:
+    async with pool("length", workers=2) as running:
+        texts = ["a" * length for length in range(1, 8)]
+        assert await running.run(0, [sample(text) for text in texts]) == [Verdict(float(n)) for n in range(1, 8)]
+
+
+async def test_of_many_samples_the_one_that_hangs_is_blamed_and_the_rest_is_judged(pool: MakePool) -> None:
+    async with pool("hangs", deadline=0.5) as running:
+        verdicts = await running.run(0, [sample(text) for text in ("fine", "hang", "fine", "hang", "fine")])
+    hung = Verdict(reason="it hung: no answer within 0.5 s")
+    assert verdicts == [Verdict(1.0), hung, Verdict(1.0), hung, Verdict(1.0)]
+
+
+async def test_each_of_many_samples_has_the_whole_deadline(pool: MakePool) -> None:
+    async with pool("dawdles", deadline=2.0) as running:
+        assert await running.run(0, [sample() for _ in range(5)]) == [Verdict(1.0)] * 5
+
+
+async def test_of_many_samples_the_one_that_crashes_is_blamed_and_the_rest_is_judged(pool: MakePool) -> None:
+    async with pool("crashes_at_times") as running:
+        verdicts = await running.run(0, [sample(text) for text in ("fine", "crash", "fine")])
+    assert verdicts == [Verdict(1.0), Verdict(reason="its process ended with status 7"), Verdict(1.0)]
 
 
 def alive(pid: int) -> bool:
