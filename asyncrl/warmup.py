@@ -48,12 +48,12 @@ def build_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """About 0.2M parameters, randomly initialised."""
+    """About 0.3M parameters, randomly initialised."""
     shape = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=96,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=CONTEXT,

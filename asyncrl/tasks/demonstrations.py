@@ -15,4 +15,4 @@ class Demonstrations:
 
     draw: Callable[[random.Random], tuple[str, str]]
     words: tuple[str, ...] = ()
-    steps: int = 350
+    steps: int = 250

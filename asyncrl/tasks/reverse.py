@@ -1,6 +1,6 @@
 """The task of the quickstart: spell a word backwards, "reverse tofi:" -> "ifot".
 
-Words are made of alternating vowels and consonants, three to five letters, none twice. One word in eight is held
+Words are made of alternating vowels and consonants, three or four letters, none twice. One word in eight is held
 out, chosen by a checksum of the word itself, so that training and held-out prompts share no word whatever the seed.
 """
 
@@ -13,7 +13,7 @@ from asyncrl.tasks.demonstrations import Demonstrations
 
 CONSONANTS = "bcdfghjklmnprstvwz"
 VOWELS = "aeiou"
-HABITS = {"reverse": 0.25, "copy": 0.45, "rotate": 0.3}
+HABITS = {"reverse": 0.27, "copy": 0.43, "rotate": 0.3}
 
 
 def training(size: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def _words(source: random.Random, held_out: bool) -> Iterator[str]:
 def _word(source: random.Random) -> str:
     letters = {VOWELS: source.sample(VOWELS, 3), CONSONANTS: source.sample(CONSONANTS, 3)}
     first, second = source.sample([VOWELS, CONSONANTS], 2)
-    return "".join(letters[(first, second)[place % 2]].pop() for place in range(source.randint(3, 5)))
+    return "".join(letters[(first, second)[place % 2]].pop() for place in range(source.randint(3, 4)))
 
 
 def _is_held_out(word: str) -> bool:
@@ -60,4 +60,4 @@ def _demonstrate(source: random.Random) -> tuple[str, str]:
     return prompt_of(word), answers[habit]
 
 
-DEMONSTRATIONS = Demonstrations(draw=_demonstrate, words=("reverse ",), steps=350)
+DEMONSTRATIONS = Demonstrations(draw=_demonstrate, words=("reverse ",), steps=250)
