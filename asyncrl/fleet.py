@@ -79,8 +79,9 @@ class RunningFleet:
     instance): nothing of it runs any more; who waits for it to let go of something need not any longer.
     """
 
-    def __init__(self, facts: RunFacts, specs: Sequence[ServiceSpec]) -> None:
-        self.facts = facts
+    def __init__(self, facts: RunFacts, specs: Sequence[ServiceSpec], report: Callable[[str], None]) -> None:
+        self.facts, self._report = facts, report
+        self._restarted = [spec.name for spec in specs if spec.restart]
         self.on_lives: list[Told] = []
         self.on_lost: list[Callable[[str, str, str], None]] = []
         self.on_gone: list[Told] = []
@@ -123,6 +124,8 @@ class RunningFleet:
             tell(service, instance)
 
     def lost(self, service: str, instance: str, why: str) -> None:
+        if service in self._restarted:
+            self._report(f"lost {instance}: {why}; it is started again")
         for tell in self.on_lost:
             tell(service, instance, why)
 
@@ -163,7 +166,8 @@ async def running_fleet(
     Args:
         launcher: starts the workers of services that are not `here`; None: all of them live in this process.
         make_compute: where workers in this process compute.
-        report: takes the text that the watchdog writes when nothing moves.
+        report: takes what a person should read: a worker that was lost and is started again, and the text that the
+            watchdog writes when nothing moves.
         resume: the command that goes on with the run.
 
     Raises:
@@ -172,7 +176,7 @@ async def running_fleet(
         AsyncrlError: what a worker raised while it started.
     """
     sweep(facts.run, facts.epoch)
-    running = RunningFleet(facts, specs)
+    running = RunningFleet(facts, specs, report)
     async with AsyncExitStack() as scope:
         scope.callback(sweep, facts.run, facts.epoch + 1)  # of workers that had to be killed
         inproc = InprocWire()

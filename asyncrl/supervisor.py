@@ -22,23 +22,31 @@ from asyncrl.workers import DEATH_NOTICE, Channel, RemoteWorker
 LIVES = 3
 """Deaths of one worker without a finished group in between that end the run: whatever kills it comes again."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0
+LONG_LIFE = 60.0
+"""Seconds a worker takes calls before its death is a misfortune of its own, and no step of a loop of crashes."""
 STOP_STAGES = (("stop", 5.0), ("terminate", 2.0), ("kill", 2.0))
 """How a worker is ended, and seconds until the next stage; under 10 s in all."""
 
 
 class Deaths:
-    """Counts a worker's deaths and says what follows. Pure."""
+    """Counts a worker's deaths and says what follows. Pure. Times in seconds, of any clock."""
 
     def __init__(self) -> None:
-        self.total = self.since_progress = 0
+        self.in_a_row = self.since_progress = 0
         self._last = ""
+        self._lives_since: float | None = None
 
-    def count(self, instance: str) -> bool:
+    def lives(self, now: float) -> None:
+        """An instance takes calls."""
+        self._lives_since = now
+
+    def count(self, instance: str, now: float) -> bool:
         """This instance is dead. False when that was known: its process and its links may both say so."""
         if instance == self._last:
             return False
-        self._last = instance
-        self.total += 1
+        lived = 0.0 if self._lives_since is None else now - self._lives_since
+        self._last, self._lives_since = instance, None
+        self.in_a_row = 1 if lived >= LONG_LIFE else self.in_a_row + 1
         self.since_progress += 1
         return True
 
@@ -48,10 +56,14 @@ class Deaths:
 
     @property
     def pause(self) -> float | None:
-        """Seconds to wait before the restart, doubling from FIRST_PAUSE; None: it died too often."""
+        """Seconds to wait before the restart, doubling from FIRST_PAUSE with each short life; None: it died too often.
+
+        Progress does not shorten it: another replica may make it while this one dies at every start.
+        """
         if self.since_progress >= LIVES:
             return None
-        return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (self.total - 1))
+        doublings = min(self.in_a_row - 1, 10)
+        return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**doublings)
 
 
 class Connection(Protocol):
@@ -104,7 +116,7 @@ class Observer(Protocol):
         ...
 
     def lost(self, service: str, instance: str, why: str) -> None:
-        """It takes no calls any more, and those it had fail now; it may still be ending."""
+        """It takes no calls any more, and those it had fail now; it may still be ending, and may never have lived."""
         ...
 
     def gone(self, service: str, instance: str) -> None:
@@ -214,6 +226,7 @@ class Supervisor:
     async def _until_broken(self, post: Post, spec: WorkerSpec, connection: Connection) -> None:
         async with connection:
             await connection.channels[Lane.CONTROL].call("started", (), self._start_deadline)
+            self._deaths[post.worker.name].lives(asyncio.get_running_loop().time())
             post.worker.connected(spec.instance, connection.channels)
             self._observer.lives(spec.service, spec.instance)
             self._note_start(post)
@@ -228,17 +241,17 @@ class Supervisor:
     def _lost(self, post: Post, spec: WorkerSpec, why: str) -> None:
         """Nobody shall call this instance any more; said before its outstanding calls fail and are repeated."""
         deaths = self._deaths[post.worker.name]
-        news = deaths.count(spec.instance)
-        post.worker.lost(why, returns=post.restart and deaths.pause is not None)
-        if news and post.worker.instance == spec.instance:
+        if deaths.count(spec.instance, asyncio.get_running_loop().time()):
+            post.worker.lost(why, returns=post.restart and deaths.pause is not None)
             self._observer.lost(spec.service, spec.instance, why)
 
     def _why(self, post: Post, spec: WorkerSpec, error: AsyncrlError) -> str:
         """Of an instance that ended. An error while the fleet starts is the user's to see as it is."""
         if post.worker.name in self._starting and not isinstance(error, PeerLost):
             raise error
-        self._deaths[post.worker.name].count(spec.instance)
-        return str(error) if isinstance(error, PeerLost) else f"it could not start again: {error}"
+        why = str(error) if isinstance(error, PeerLost) else f"it could not start again: {error}"
+        self._lost(post, spec, why)
+        return why
 
 
 async def end(process: WorkerProcess) -> None:

@@ -285,8 +285,6 @@ class _Training:
     # ---- workers come and go -----------------------------------------------------------------------------
 
     def _lost(self, service: str, instance: str, why: str) -> None:
-        if service != "training":
-            self._order.display.say(f"lost {instance}: {why}; it is started again")
         self._controller.worker_lost(instance, why)
 
     async def _follow_news(self) -> None:

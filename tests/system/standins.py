@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import numpy as np
 
@@ -67,9 +68,18 @@ class EchoService(Service, Echo):
     async def start(self) -> None:
         if message := self.context.options.get("refuses"):
             raise ConfigError(message)
-        if self.context.options.get("dies"):
+        if self.context.options.get("dies") or self._first_at(self.context.options.get("dies_unless")):
             os._exit(7)
         self._begin_rows()
+
+    def _first_at(self, path: str | None) -> bool:
+        """Whether nobody was at this path before, if one is given; from now on somebody was."""
+        if path is None or self.context.replica:
+            return False
+        with suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+            return True
+        return False
 
     async def echo(self, text: str) -> str:
         return f"{text} from {self.context.instance}"

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ def _standins_can_be_imported(monkeypatch: Any) -> None:
 
 
 @asynccontextmanager
-async def fleet_in(tmp_path: Path, **options: Any) -> AsyncIterator[RunningFleet]:
+async def fleet_in(
+    tmp_path: Path, report: Callable[[str], None] = print, **options: Any
+) -> AsyncIterator[RunningFleet]:
     facts = RunFacts(
         secrets.token_hex(4),
         str(tmp_path),
@@ -51,7 +54,7 @@ async def fleet_in(tmp_path: Path, **options: Any) -> AsyncIterator[RunningFleet
         ServiceSpec("training", Trainer, "standins:TrainerService"),
     ]
     with LocalLauncher(run=facts.run) as launcher:
-        async with running_fleet(specs, facts, launcher=launcher, resume="asyncrl run x") as running:
+        async with running_fleet(specs, facts, launcher=launcher, report=report, resume="asyncrl run x") as running:
             yield running
 
 
@@ -141,6 +144,16 @@ async def test_a_worker_that_dies_while_it_starts_ends_the_fleet_with_its_last_w
     with pytest.raises(FleetFailed, match="exited with status 7"):
         async with asyncio.timeout(30), fleet_in(tmp_path, dies=True):
             pytest.fail("it started")
+
+
+async def test_a_worker_that_dies_before_the_fleet_is_handed_over_is_named_too(tmp_path: Path) -> None:
+    said: list[str] = []
+    async with asyncio.timeout(30), fleet_in(tmp_path, said.append, dies_unless=str(tmp_path / "died")) as running:
+        assert await running.handle("echo", Echo).echo("hello")
+    assert [re.sub("-0-[0-9a-f]{8}", "", line).partition(" (output")[0] for line in said] == [
+        "lost echo0.0: exited with status 7"
+    ]
+    assert said[0].endswith("; it is started again")
 
 
 async def test_a_stuck_event_loop_does_not_keep_a_worker_alive(tmp_path: Path) -> None:

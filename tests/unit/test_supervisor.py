@@ -16,7 +16,7 @@ from asyncrl.launch import Addresses, RunFacts, WorkerSpec
 from asyncrl.protocols.contracts import EndpointSpec, Idempotent, Lane
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.transfer import ONE_OF
-from asyncrl.supervisor import LIVES, LONGEST_PAUSE, Deaths, Post, Present, Supervisor, end
+from asyncrl.supervisor import FIRST_PAUSE, LIVES, LONG_LIFE, LONGEST_PAUSE, Deaths, Post, Present, Supervisor, end
 from asyncrl.workers import Workers
 
 FACTS = RunFacts("feedbeef", "/run", "/model", 0, "none", Config(model=Model(name="m"), task=Task(prompts="p")))
@@ -350,18 +350,44 @@ def test_a_worker_that_does_not_listen_is_ended_within_ten_seconds() -> None:
     assert seconds < 10
 
 
-@given(st.lists(st.booleans(), max_size=40))
-def test_pauses_grow_and_stay_bounded(deaths: list[bool]) -> None:
-    """True: a death, False: a finished group."""
-    counted, pauses, since = Deaths(), [0.0], 0
-    for number, death in enumerate(deaths):
-        since = since + 1 if death else 0
-        if death:
-            counted.count(f"instance {number}")
-            counted.count(f"instance {number}")
+def test_a_worker_that_lived_long_is_restarted_as_if_it_had_never_died() -> None:
+    async def play(stage: Stage) -> None:
+        for lived in (0, 0, 0, LONG_LIFE, 0):
+            await stage.living()
+            await asyncio.sleep(lived)
+            stage.supervisor.progressed()
+            await stage.kill()
+        await stage.living()
+
+    spawned = [at for at, event in acting(play).events if event.startswith("spawn")]
+    assert [round(later - earlier, 3) for earlier, later in pairwise(spawned)] == [0.5, 1, 2, LONG_LIFE + 0.5, 1]
+
+
+def test_one_that_dies_while_it_starts_is_told_as_lost() -> None:
+    async def start(instances: int) -> None:
+        if instances == 1:
+            await asyncio.Event().wait()
+
+    async def play(stage: Stage) -> None:
+        await asyncio.sleep(1)
+        stage.processes[0].die("killed by SIGSEGV")
+        await stage.living()
+
+    assert acting(play, start=start).whys == ["killed by SIGSEGV"]
+
+
+@given(st.lists(st.sampled_from(["progress", 0.0, LONG_LIFE - 1, LONG_LIFE]), max_size=40))
+def test_pauses_grow_with_short_lives_and_stay_bounded(events: list[str | float]) -> None:
+    """A number: a death after so many seconds of life; else a finished group."""
+    deaths, now, since, pause = Deaths(), 0.0, 0, FIRST_PAUSE / 2
+    for number, lived in enumerate(events):
+        since = 0 if isinstance(lived, str) else since + 1
+        if isinstance(lived, str):
+            deaths.progressed()
         else:
-            counted.progressed()
-        assert (counted.pause is None) == (since >= LIVES)
-        if death and counted.pause is not None:
-            assert pauses[-1] <= counted.pause <= LONGEST_PAUSE
-            pauses.append(counted.pause)
+            deaths.lives(now)
+            now += lived
+            assert deaths.count(f"instance {number}", now)
+            assert not deaths.count(f"instance {number}", now)
+            pause = FIRST_PAUSE if lived >= LONG_LIFE else min(2 * pause, LONGEST_PAUSE)
+            assert deaths.pause == (pause if since < LIVES else None)
