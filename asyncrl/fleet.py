@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=Contract)
 Told = Callable[[str, str], None]
+Note = Callable[[Mapping[str, Present]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,10 @@ class RunningFleet:
     instance): nothing of it runs any more; who waits for it to let go of something need not any longer.
     """
 
-    def __init__(self, facts: RunFacts, specs: Sequence[ServiceSpec], report: Callable[[str], None]) -> None:
-        self.facts, self._report = facts, report
+    def __init__(
+        self, facts: RunFacts, specs: Sequence[ServiceSpec], report: Callable[[str], None], note: Note
+    ) -> None:
+        self.facts, self._report, self._note = facts, report, note
         self._restarted = [spec.name for spec in specs if spec.restart]
         self.on_lives: list[Told] = []
         self.on_lost: list[Callable[[str, str, str], None]] = []
@@ -117,7 +121,7 @@ class RunningFleet:
     # ---- what the supervisor tells -----------------------------------------------------------------------
 
     def changed(self, present: Mapping[str, Present]) -> None:
-        write_fleet_file(Path(self.facts.run_dir) / "fleet.json", present)
+        self._note(present)
 
     def lives(self, service: str, instance: str) -> None:
         for tell in self.on_lives:
@@ -176,17 +180,48 @@ async def running_fleet(
         AsyncrlError: what a worker raised while it started.
     """
     sweep(facts.run, facts.epoch)
-    running = RunningFleet(facts, specs, report)
     async with AsyncExitStack() as scope:
         scope.callback(sweep, facts.run, facts.epoch + 1)  # of workers that had to be killed
         inproc = InprocWire()
         wire = Wires(inproc, ZmqWire(CurveKeys(*facts.curve) if facts.curve else None))
         scope.callback(wire.close)
         here = await scope.enter_async_context(InprocLauncher(wire, inproc, make_compute))
-        posts = [post for spec in specs for post in _posts(spec, facts, running, launcher, here)]
-        running.supervisor = _supervisor(posts, facts, wire, running, resume)
-        async with _kept(running, report):
-            yield running
+        ground = Ground(
+            wire,
+            lambda spec: here if spec.here or launcher is None else launcher,
+            lambda: secrets.token_hex(4),
+            partial(write_fleet_file, Path(facts.run_dir) / "fleet.json"),
+        )
+        yield await scope.enter_async_context(fleet_on(ground, specs, facts, report=report, resume=resume))
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a fleet stands on: this machine, or a simulated one.
+
+    launcher: of the workers of a service. unique: 8 hex digits, new ones each time. note: told who is there now.
+    """
+
+    wire: Wire
+    launcher: Callable[[ServiceSpec], Launcher]
+    unique: Callable[[], str]
+    note: Note
+
+
+@asynccontextmanager
+async def fleet_on(
+    ground: Ground, specs: Sequence[ServiceSpec], facts: RunFacts, *, report: Callable[[str], None], resume: str
+) -> AsyncIterator[RunningFleet]:
+    """`running_fleet` on any ground."""
+    running = RunningFleet(facts, specs, report, ground.note)
+    posts = [
+        Post(worker, _next_instance(spec, worker, facts, ground), ground.launcher(spec), spec.restart)
+        for spec in specs
+        for worker in running.workers[spec.name]
+    ]
+    running.supervisor = _supervisor(posts, facts, ground, running, resume)
+    async with _kept(running, report):
+        yield running
 
 
 @asynccontextmanager
@@ -214,21 +249,13 @@ def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return failed or first(errors)
 
 
-def _posts(
-    spec: ServiceSpec, facts: RunFacts, running: RunningFleet, launcher: Launcher | None, here: Launcher
-) -> list[Post]:
-    starts = here if spec.here or launcher is None else launcher
-    return [
-        Post(worker, _next_instance(spec, worker, facts, starts), starts, spec.restart)
-        for worker in running.workers[spec.name]
-    ]
-
-
 def _next_instance(
-    spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, launcher: Launcher
+    spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, ground: Ground
 ) -> Callable[[], WorkerSpec]:
+    launcher = ground.launcher(spec)
+
     def make() -> WorkerSpec:
-        instance = f"{worker.name}-{facts.epoch}-{secrets.token_hex(4)}"
+        instance = f"{worker.name}-{facts.epoch}-{ground.unique()}"
         return WorkerSpec(
             service=spec.name,
             replica=worker.replica,
@@ -244,11 +271,11 @@ def _next_instance(
     return make
 
 
-def _supervisor(posts: list[Post], facts: RunFacts, wire: Wire, running: RunningFleet, resume: str) -> Supervisor:
+def _supervisor(posts: list[Post], facts: RunFacts, ground: Ground, running: RunningFleet, resume: str) -> Supervisor:
     deadline = facts.config.fleet.start_deadline
-    hello: Hello = identity(facts, "controller", 0, f"controller-{facts.epoch}-{secrets.token_hex(4)}")
+    hello: Hello = identity(facts, "controller", 0, f"controller-{facts.epoch}-{ground.unique()}")
 
     def links(spec: WorkerSpec) -> Links:
-        return Links(spec, wire, hello, deadline)
+        return Links(spec, ground.wire, hello, deadline)
 
     return Supervisor(posts, links, running, deadline, resume)

@@ -26,6 +26,7 @@ class Links:
                 hello,
                 f"{spec.service}{spec.replica}[{spec.rank}]",
                 instance=spec.instance,
+                heartbeat=spec.facts.heartbeat,
             )
             for lane in Lane
         }

@@ -3,9 +3,12 @@
 import asyncio
 import importlib
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+from structlog.typing import FilteringBoundLogger
 
 from asyncrl import __version__
 from asyncrl.compute import Compute, Occupancy
@@ -24,6 +27,31 @@ from asyncrl.wire.ends import Wire
 from asyncrl.wire.host import Dispatch, Host
 
 
+@dataclass(frozen=True, slots=True)
+class Instruments:
+    """What a worker's time and doings are written with."""
+
+    clock: StateClock
+    tracer: Tracer
+    log: FilteringBoundLogger
+
+
+@contextmanager
+def instruments(spec: WorkerSpec) -> Iterator[Instruments]:
+    """Files in the run directory's `logs`, named by the instance; closed at the end of the block."""
+    facts, logs = spec.facts, Path(spec.facts.run_dir) / "logs"
+    trace = logs / f"{spec.instance}.trace.jsonl" if facts.config.telemetry.trace else None
+    who = {"service": spec.service, "rank": spec.rank, "instance": spec.instance, "epoch": facts.epoch}
+    with ExitStack() as scope:
+        tracer = Tracer(trace, f"{spec.service}{spec.replica}.{spec.rank}")
+        scope.callback(tracer.close)
+        log = scope.enter_context(open_log(logs / f"{spec.instance}.jsonl", **who))
+        yield Instruments(StateClock(time.monotonic), tracer, log)
+
+
+OpenInstruments = Callable[[WorkerSpec], AbstractContextManager[Instruments]]
+
+
 class _Finished(Exception):
     """Leaves the worker's task group, which cancels what still runs in it."""
 
@@ -34,12 +62,16 @@ def identity(facts: RunFacts, service: str, rank: int, instance: str) -> Hello:
 
 
 async def run_worker(
-    spec: WorkerSpec, wire: Wire, make_compute: Callable[[Occupancy], Compute], stop: asyncio.Event
+    spec: WorkerSpec,
+    wire: Wire,
+    make_compute: Callable[[Occupancy], Compute],
+    stop: asyncio.Event,
+    open_instruments: OpenInstruments = instruments,
 ) -> None:
     """Serve until `stop` is set, then let the service finish. Raises what tasks of the service's own raise."""
     make_service = load(spec.implementation)
     try:
-        async with asyncio.TaskGroup() as tasks, _context(spec, wire, make_compute, tasks) as context:
+        async with asyncio.TaskGroup() as tasks, _context(spec, wire, make_compute, tasks, open_instruments) as context:
             service = make_service(context)
             try:
                 await _serve(spec, wire, service, tasks, stop)
@@ -64,25 +96,26 @@ def _host(spec: WorkerSpec, wire: Wire, service: Service, lane: Lane) -> Host:
 
 
 def _listen(spec: WorkerSpec, wire: Wire, address: str, dispatch: Dispatch) -> Host:
-    return Host(wire.listen(address), dispatch, identity(spec.facts, spec.service, spec.rank, spec.instance))
+    who = identity(spec.facts, spec.service, spec.rank, spec.instance)
+    return Host(wire.listen(address), dispatch, who, heartbeat=spec.facts.heartbeat)
 
 
 @asynccontextmanager
 async def _context(
-    spec: WorkerSpec, wire: Wire, make_compute: Callable[[Occupancy], Compute], tasks: asyncio.TaskGroup
+    spec: WorkerSpec,
+    wire: Wire,
+    make_compute: Callable[[Occupancy], Compute],
+    tasks: asyncio.TaskGroup,
+    open_instruments: OpenInstruments,
 ) -> AsyncIterator[WorkerContext]:
-    facts, logs = spec.facts, Path(spec.facts.run_dir) / "logs"
-    clock = StateClock(time.monotonic)
-    occupancy = Occupancy(clock)
-    async with RowReader(wire, identity(facts, spec.service, spec.rank, spec.instance)) as reader:
+    facts = spec.facts
+    hello = identity(facts, spec.service, spec.rank, spec.instance)
+    async with RowReader(wire, hello, heartbeat=facts.heartbeat) as reader:
         with ExitStack() as scope:
+            used = scope.enter_context(open_instruments(spec))
+            occupancy = Occupancy(used.clock)
             compute = make_compute(occupancy)
             scope.callback(compute.close)
-            trace = logs / f"{spec.instance}.trace.jsonl" if facts.config.telemetry.trace else None
-            tracer = Tracer(trace, f"{spec.service}{spec.replica}.{spec.rank}")
-            scope.callback(tracer.close)
-            who = {"service": spec.service, "rank": spec.rank, "instance": spec.instance, "epoch": facts.epoch}
-            log = scope.enter_context(open_log(logs / f"{spec.instance}.jsonl", **who))
             yield WorkerContext(
                 config=facts.config,
                 run=facts.run,
@@ -98,10 +131,10 @@ async def _context(
                 weights_arena=facts.weights_arena,
                 reader=reader,
                 compute=compute,
-                clock=clock,
+                clock=used.clock,
                 occupancy=occupancy,
-                tracer=tracer,
-                log=log,
+                tracer=used.tracer,
+                log=used.log,
                 tasks=tasks,
                 row_store=_row_store(spec, wire, tasks),
                 options=spec.options,

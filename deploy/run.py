@@ -33,6 +33,7 @@ from asyncrl.events import Event, GroupFinished, SampleScored, StepDone
 from asyncrl.fleet import Fleet, RunningFleet, running_fleet
 from asyncrl.launch import RunFacts
 from asyncrl.models import prepare
+from asyncrl.news import News
 from asyncrl.recording import Recorder, StepLine
 from asyncrl.reward_failures import RewardFailures
 from asyncrl.rewards.functions import check_functions
@@ -145,7 +146,6 @@ class _Training:
         self._running, self._fleet = running, running.fleet
         self._interrupts, self._stopping = interrupts, False
         self._impatient: asyncio.TimerHandle | None = None
-        self._news: asyncio.Queue[tuple[str, str, str]] = asyncio.Queue()
         self._last_commit = taken_up.plan.version if taken_up.plan else -1
         self._questions = questions
         # Twice what can be in flight: no member of a good group is among so many.
@@ -246,10 +246,8 @@ class _Training:
     @asynccontextmanager
     async def _looking_on(self) -> AsyncIterator[None]:
         """Recorder, evaluation and news of workers, beside the controller."""
-        self._running.on_lives.append(lambda service, instance: self._news.put_nowait(("lives", service, instance)))
-        self._running.on_lost.append(self._lost)
-        self._running.on_gone.append(lambda service, instance: self._news.put_nowait(("gone", service, instance)))
-        beside = {"recorder": self._recorder.run(), "news of workers": self._follow_news()}
+        news = News(self._running, self._controller)
+        beside = {"recorder": self._recorder.run(), "news of workers": news.follow()}
         if self._evaluations is not None:
             self._evaluations.ask(await self._fleet.training.published())
             beside["evaluation"] = self._evaluations.run()
@@ -281,20 +279,6 @@ class _Training:
             f"held out, version {evaluation.version}: reward {evaluation.mean:.3f} ± {evaluation.stderr:.3f} "
             f"over {evaluation.prompts} prompts"
         )
-
-    # ---- workers come and go -----------------------------------------------------------------------------
-
-    def _lost(self, service: str, instance: str, why: str) -> None:
-        self._controller.worker_lost(instance, why)
-
-    async def _follow_news(self) -> None:
-        """What has to be awaited. Only a process that was waited for surely reads no weights any more."""
-        while True:
-            kind, service, instance = await self._news.get()
-            if kind == "lives":
-                await self._controller.worker_started(service)
-            elif service == "generation":
-                await self._fleet.training.detached(instance)
 
     def _evict(self, reader: str) -> None:
         self._order.display.say(f"{reader} did not take over new weights in time; it is killed and started again")

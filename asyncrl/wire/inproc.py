@@ -1,7 +1,8 @@
 """The wire inside one process: the twin of the ZeroMQ sockets, for tests, simulation and single-process fleets."""
 
 from collections import deque
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from asyncrl.errors import PeerLost
 from asyncrl.wire.ends import HIGH_WATER, ZERO_COPY_BYTES, Frame, Frames, Signal, Turn, send_when_room
@@ -44,6 +45,14 @@ class Pipe(Generic[T]):
         self._arrived.wake()
         self.room.wake()
 
+    def hang_up(self) -> None:
+        """The end that puts is gone."""
+        self.close()
+
+
+MakePipe = Callable[[str], Pipe[Any]]
+"""From the address that the pipe belongs to."""
+
 
 def _owned(frames: Frames) -> list[Frame]:
     """Small frames copied, large ones shared: what a socket does."""
@@ -51,10 +60,11 @@ def _owned(frames: Frames) -> list[Frame]:
 
 
 class InprocCaller:
-    def __init__(self, address: str, peer: bytes, inbox: Pipe[tuple[bytes, list[Frame]]]) -> None:
-        self.address = address
+    def __init__(
+        self, address: str, peer: bytes, inbox: Pipe[tuple[bytes, list[Frame]]], replies: Pipe[list[Frame]]
+    ) -> None:
+        self.address, self.replies = address, replies
         self._peer, self._out = peer, inbox
-        self.replies: Pipe[list[Frame]] = Pipe(address)
 
     def offer(self, frames: Frames) -> bool:
         if self.replies.closed:
@@ -73,15 +83,15 @@ class InprocCaller:
 
 
 class InprocListener:
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.inbox: Pipe[tuple[bytes, list[Frame]]] = Pipe(address)
+    def __init__(self, address: str, make_pipe: MakePipe = Pipe) -> None:
+        self.address, self._make_pipe = address, make_pipe
+        self.inbox: Pipe[tuple[bytes, list[Frame]]] = make_pipe(address)
         self.bound = False
         self._callers: dict[bytes, InprocCaller] = {}
 
     def caller(self, peer: bytes) -> InprocCaller:
         self._callers = {peer: caller for peer, caller in self._callers.items() if not caller.replies.closed}
-        self._callers[peer] = InprocCaller(self.address, peer, self.inbox)
+        self._callers[peer] = InprocCaller(self.address, peer, self.inbox, self._make_pipe(self.address))
         return self._callers[peer]
 
     def _replies(self, peer: bytes) -> Pipe[list[Frame]]:
@@ -103,20 +113,21 @@ class InprocListener:
     def close(self) -> None:
         self.inbox.close()
         for caller in self._callers.values():
-            caller.replies.close()
+            caller.replies.hang_up()
 
 
 class InprocWire:
     """A namespace of addresses, `inproc://NAME`; two wires know nothing of each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_pipe: MakePipe = Pipe) -> None:
+        self._make_pipe = make_pipe
         self._ends: dict[str, InprocListener] = {}
         self._peers = 0
 
     def _end(self, address: str) -> InprocListener:
         if address not in self._ends or self._ends[address].inbox.closed:
             self._ends = {name: end for name, end in self._ends.items() if not end.inbox.closed}
-            self._ends[address] = InprocListener(address)
+            self._ends[address] = InprocListener(address, self._make_pipe)
         return self._ends[address]
 
     def connect(self, address: str) -> InprocCaller:
