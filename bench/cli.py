@@ -6,6 +6,8 @@ from importlib import import_module
 
 BENCHMARKS = {
     "asynchrony": "synchronous against asynchronous, seed by seed: wall clock to a reward, held-out reward",
+    "lanes": "control calls beside 1,000 queued work calls; a flood of small messages beside a ticking loop",
+    "generation": "useful tokens per CPU-second of our engine, beside transformers.generate",
     "policies": "staleness policies under the virtual clock: live tokens, idle trainer, masked samples",
 }
 

@@ -216,15 +216,17 @@ class TorchEngine:
         copies = [singles + index for index, family in enumerate(families) for _ in family]
         rows = np.array([*range(decoding), *(row for family in families for row in family)], np.int64)
         logits = logits[self._flat.tensor(np.array([*range(decoding), *copies], np.int64))]
-        tokens, logprobs = sample(
-            logits,
-            self._flat.tensor(self._table.temperatures[rows]),
-            self._flat.tensor(self._table.uniforms(rows)),
-        )
+        tokens, logprobs = self._draw(logits, rows)
         for family, sequence in zip(families, whole, strict=True):
             for row in family[1:]:
                 self._flat.cache.move(family[0], row, len(sequence.tokens))
-        self._table.record(rows, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.version)
+        self._table.record(rows, tokens, logprobs, self.version)
+
+    def _draw(self, logits: Tensor, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The next token of each row and its log-probability."""
+        temperatures, uniforms = self._table.temperatures[rows], self._table.uniforms(rows)
+        tokens, logprobs = sample(logits, self._flat.tensor(temperatures), self._flat.tensor(uniforms))
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _newest(self, decoding: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Newest tokens and their positions. In deterministic mode idle slots decode along, at position 0."""

@@ -1,0 +1,180 @@
+"""Useful tokens per CPU-second: our engine, which refills its slots, beside `transformers.generate` in batches.
+
+Both sample the same requests with the same model on one thread. The rival gets what it can use: it knows the longest
+completion of each batch beforehand, stops there, and need not return log-probabilities.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.bench.figures import Load, in_turn, ratios, table, verdict
+from asyncrl.bench.subject import SPECIAL, VOCABULARY, make_subject
+from asyncrl.engines.generation.interface import Completion, Request
+from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
+from asyncrl.engines.loading import load_pretrained
+
+PROMPTS, SHORTEST_PROMPT, LONGEST_PROMPT = 256, 8, 64
+FEWEST, MOST, EQUAL = 16, 128, 32
+SLOTS = 32
+GOALS = {"16 to 128 tokens": 2.0, "all 32 tokens": 1.2}
+STAGES = ("forward", "sampling", "bookkeeping")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What to sample. lengths: new tokens of each prompt."""
+
+    prompts: tuple[NDArray[np.int32], ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    def requests(self) -> list[Request]:
+        pairs = enumerate(zip(self.prompts, self.lengths, strict=True))
+        return [Request((number, 0, 0), prompt, number, 1.0, length) for number, (prompt, length) in pairs]
+
+
+class EndlessEngine(TorchEngine):
+    """Ignores the end of a sequence, so that requests are as long as they ask to be."""
+
+    def __init__(self, folder: Path, slots: int) -> None:
+        settings = EngineSettings(slots=slots, max_prompt_tokens=LONGEST_PROMPT, max_new_tokens=MOST)
+        super().__init__(folder, settings, version=0)
+        self._end_ids = np.zeros(0, np.int64)
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        for request in requests:
+            self.submit(request)
+        done: list[Completion] = []
+        while self.active:
+            done += self.step()
+        return done
+
+
+class TimedEngine(EndlessEngine):
+    """Books CPU seconds by stage; bookkeeping is what is left."""
+
+    def __init__(self, folder: Path, slots: int) -> None:
+        super().__init__(folder, slots)
+        self.spent, self.steps = dict.fromkeys(STAGES, 0.0), 0
+        self._flat.logits = self._booked("forward", self._flat.logits)  # type: ignore[method-assign]
+
+    def step(self) -> list[Completion]:
+        self.steps += 1
+        done: list[Completion] = self._booked("bookkeeping", super().step)()
+        return done
+
+    def _draw(self, logits: Tensor, rows: NDArray[np.int64]) -> Any:
+        return self._booked("sampling", super()._draw)(logits, rows)
+
+    def _booked(self, stage: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            inner, began = sum(self.spent.values()), time.thread_time()
+            result = work(*args)
+            self.spent[stage] += time.thread_time() - began - (sum(self.spent.values()) - inner)
+            return result
+
+        return timed
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser("asyncrl-bench generation", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slots", type=int, default=SLOTS, help="ours; the rival's batch stays at 32")
+    asked = parser.parse_args(arguments)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
+        model = make_subject(Path(folder) / "model")
+        for name, goal in GOALS.items():
+            measure(name, goal, work_of(equal=name.startswith("all")), model, asked.slots, asked.rounds)
+
+
+def work_of(*, equal: bool) -> Work:
+    """The same requests in every run."""
+    source = np.random.default_rng(0)
+    lengths = source.integers(SHORTEST_PROMPT, LONGEST_PROMPT + 1, PROMPTS)
+    prompts = tuple(source.integers(len(SPECIAL), VOCABULARY, length).astype(np.int32) for length in lengths)
+    new = np.full(PROMPTS, EQUAL) if equal else source.integers(FEWEST, MOST + 1, PROMPTS)
+    return Work(prompts, tuple(int(length) for length in new))
+
+
+def measure(name: str, goal: float, work: Work, model: Path, slots: int, rounds: int) -> None:
+    load = Load()
+    engine, plain = EndlessEngine(model, slots), load_pretrained(model, dtype=torch.float32).eval()
+    plain.generation_config.eos_token_id = None
+    sides = {
+        "asyncrl": lambda: work.tokens / cpu_seconds(lambda: engine.complete(work.requests())),
+        "transformers.generate": lambda: work.tokens / cpu_seconds(lambda: generate_in_batches(plain, work)),
+    }
+    seen = in_turn(sides, rounds)
+    print(f"{name}: {work.tokens:,} useful tokens of {PROMPTS} prompts, {slots} slots, batch {SLOTS}, {rounds} rounds")
+    print(table(("", "useful tokens per CPU-second"), [(side, str(values)) for side, values in seen.items()]))
+    ratio = ratios(seen["asyncrl"], seen["transformers.generate"])
+    print(f"  ratio of each round: {ratio}")
+    print(verdict("asyncrl over transformers.generate", ratio.median, goal))
+    show_stages(TimedEngine(model, slots), work)
+    print(
+        verdict(
+            "log-probs against a plain forward, largest difference", difference(plain, engine, work), 1e-4, most=True
+        )
+    )
+    print(f"  {load}\n")
+
+
+def cpu_seconds(work: Callable[[], Any]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+@torch.inference_mode()
+def generate_in_batches(model: Any, work: Work) -> None:
+    """In the order of arrival, left-padded; each batch runs to the length of its longest."""
+    for start in range(0, PROMPTS, SLOTS):
+        prompts = work.prompts[start : start + SLOTS]
+        longest = max(map(len, prompts))
+        ids = np.zeros((len(prompts), longest), np.int64)
+        mask = np.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
+        model.generate(
+            input_ids=torch.from_numpy(ids),
+            attention_mask=torch.from_numpy(mask),
+            max_new_tokens=max(work.lengths[start : start + SLOTS]),
+            do_sample=True,
+            top_k=0,
+            pad_token_id=0,
+        )
+
+
+def show_stages(engine: TimedEngine, work: Work) -> None:
+    engine.complete(work.requests())
+    whole = sum(engine.spent.values())
+    parts = ", ".join(f"{stage} {each / whole:.0%}" for stage, each in engine.spent.items())
+    print(f"  one step of our engine: {1000 * whole / engine.steps:.2f} ms of CPU: {parts}")
+
+
+@torch.no_grad()
+def difference(model: Any, engine: EndlessEngine, work: Work) -> float:
+    """Largest over all sampled tokens, each completion looked at alone."""
+    found = 0.0
+    for done in engine.complete(work.requests()):
+        ids = torch.from_numpy(np.concatenate([done.request.prompt, done.tokens]).astype(np.int64))
+        logits = model(input_ids=ids[None]).logits[0, len(done.request.prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, ids[len(done.request.prompt) :, None])[:, 0]
+        found = max(found, float((expected - torch.from_numpy(done.logprobs)).abs().max()))
+    return found
