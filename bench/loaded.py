@@ -1,0 +1,120 @@
+"""The worker that `asyncrl-bench lanes` loads: work calls that train, and control calls that are to overtake them.
+
+Worker processes import this module.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+
+from asyncrl.protocols.contracts import Contract, Lane, endpoint
+from asyncrl.protocols.messages import Boundary
+from asyncrl.protocols.transfer import ONE_OF, ONE_TO_ALL
+from asyncrl.service import Service
+
+ROWS, PROMPT, RESPONSE = 32, 16, 48
+"""A training step of about a quarter of a second on one core with the quickstart's model."""
+BUSY_SECONDS = 0.25
+
+
+class Loaded(Contract):
+    """Calls of both lanes."""
+
+    @endpoint(ONE_OF)
+    async def step(self) -> None:
+        """One step on the compute thread, after those that came before."""
+        raise NotImplementedError
+
+    @endpoint(ONE_OF, stream=True)
+    def samples(self, number: int) -> AsyncIterator[int]:
+        """Its number, and then nothing until it is closed."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
+    async def aborted(self, number: int) -> Boundary:
+        """Answers once stream `number` was closed."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
+    async def pause(self) -> Boundary:
+        """Begin no further step."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
+    async def resume(self) -> Boundary:
+        raise NotImplementedError
+
+
+class LoadedService(Service, Loaded):
+    """options: load, "torch" (steps of the real training engine) or "python" (a thread that never lets go of the GIL
+    by itself)."""
+
+    async def start(self) -> None:
+        self._steps = 0
+        self._may_run = threading.Event()
+        self._may_run.set()
+        self._closed: dict[int, asyncio.Event] = {}
+        make = {"torch": self._training, "python": lambda: _busy}[self.context.options["load"]]
+        self._work: Callable[[int], None] = await self.context.compute.run(make)
+
+    def _training(self) -> Callable[[int], None]:
+        """Steps of the training engine on rows that nobody sampled."""
+        from asyncrl.engines.training.interface import TrainRow, run_step
+        from asyncrl.engines.training.torch import TorchTraining
+
+        engine = TorchTraining(self.context.config, self.context.model_dir)
+        tokens = np.random.default_rng(0).integers(1, 8, (ROWS, PROMPT + RESPONSE))
+
+        def step(number: int) -> None:
+            versions = np.full(RESPONSE, number)
+            rows = [
+                TrainRow(
+                    *(index, 0, 0, 0, row[:PROMPT], row[PROMPT:]),
+                    logprobs=np.full(RESPONSE, -2.0, np.float32),
+                    versions=versions,
+                    advantage=float(index % 2) - 0.5,
+                )
+                for index, row in enumerate(tokens)
+            ]
+            run_step(engine, rows, 0, number)
+
+        return step
+
+    def _step(self) -> None:
+        self._may_run.wait(timeout=10.0)
+        self._work(self._steps)
+        self._steps += 1
+
+    async def step(self) -> None:
+        await self.context.compute.run(self._step)
+
+    async def samples(self, number: int) -> AsyncIterator[int]:
+        closed = self._closed[number] = asyncio.Event()
+        try:
+            yield number
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    async def aborted(self, number: int) -> Boundary:
+        await self._closed[number].wait()
+        del self._closed[number]
+        return Boundary("call", self._steps)
+
+    async def pause(self) -> Boundary:
+        self._may_run.clear()
+        return Boundary("training step", self._steps)
+
+    async def resume(self) -> Boundary:
+        self._may_run.set()
+        return Boundary("training step", self._steps)
+
+
+def _busy(number: int) -> None:
+    """Holds the GIL for as long as the interpreter lets it."""
+    until = time.monotonic() + BUSY_SECONDS
+    while time.monotonic() < until:
+        number = number * 5 % 7

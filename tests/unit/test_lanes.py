@@ -1,0 +1,192 @@
+"""Lanes of one worker under load: what is small and urgent overtakes a thousand calls. Order of events, no clock."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Config, Model, Task
+from asyncrl.launch import Addresses, RunFacts, WorkerSpec
+from asyncrl.protocols.contracts import Contract, Lane, endpoint
+from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.transfer import ONE_OF, ONE_TO_ALL
+from asyncrl.service import Service, WorkerContext
+from asyncrl.wire.ends import CREDIT, DRAIN_BUDGET
+from asyncrl.wire.inproc import InprocWire
+from asyncrl.wire.link import Link
+from asyncrl.worker import identity, run_worker
+
+CALLS = 1000
+
+
+class Queue(Contract):
+    @endpoint(ONE_OF)
+    async def work(self) -> int:
+        raise NotImplementedError
+
+    @endpoint(ONE_OF, stream=True)
+    def items(self) -> AsyncIterator[int]:
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
+    async def pause(self) -> int:
+        """How many work calls have begun."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
+    async def aborted(self) -> int:
+        """Answers once a stream was closed."""
+        raise NotImplementedError
+
+
+class QueueService(Service, Queue):
+    """Work calls wait for one another's turn, which `may_run` gives."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self.begun = 0
+        self.may_run = asyncio.Event()
+        self.closed = asyncio.Event()
+
+    @property
+    def queued(self) -> int:
+        return self.begun
+
+    async def work(self) -> int:
+        self.begun += 1
+        await self.may_run.wait()
+        return self.begun
+
+    async def items(self) -> AsyncIterator[int]:
+        try:
+            yield 0
+            await asyncio.Event().wait()
+        finally:
+            self.closed.set()
+
+    async def pause(self) -> int:
+        return self.begun
+
+    async def aborted(self) -> int:
+        await self.closed.wait()
+        return self.begun
+
+
+class NoCompute:
+    """For a service that computes nothing."""
+
+    queued = 0
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        raise AssertionError(f"{function} was to be computed")
+
+    def close(self) -> None:
+        """Nothing waits here."""
+
+
+@dataclass
+class Site:
+    """A worker of this loop, and links to it."""
+
+    wire: InprocWire
+    spec: WorkerSpec
+    service: QueueService
+    calls: list["asyncio.Task[int]"] = field(default_factory=list)
+
+    def link(self, lane: Lane, caller: str) -> Link:
+        hello = identity(self.spec.facts, "controller", 0, caller)
+        return Link(self.wire.connect(getattr(self.spec.addresses, lane.value)), hello, "queue")
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    made: list[QueueService] = []
+
+    def implementation(context: WorkerContext) -> QueueService:
+        made.append(QueueService(context))
+        return made[0]
+
+    config = Config(model=Model(name="none"), task=Task(prompts="none"))
+    facts = RunFacts("feedbeef", str(tmp_path), str(tmp_path), 0, "none", config)
+    addresses = Addresses("inproc://control", "inproc://work", "inproc://data")
+    spec = WorkerSpec("queue", 0, 0, Layout(), "queue0.0-0-1", implementation, addresses, facts)
+    wire, stop = InprocWire(), asyncio.Event()
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(run_worker(spec, wire, lambda occupancy: NoCompute(), stop))
+        await until(lambda: bool(made))
+        yield Site(wire, spec, made[0])
+        stop.set()
+    wire.close()
+
+
+@asynccontextmanager
+async def thousand_calls(site: Site) -> AsyncIterator[None]:
+    """Sent, on as many links as their credit asks for; whether they were taken is not waited for."""
+    async with AsyncExitStack() as scope:
+        tasks = await scope.enter_async_context(asyncio.TaskGroup())
+        scope.callback(site.service.may_run.set)
+        links = [
+            await scope.enter_async_context(site.link(Lane.WORK, f"caller {number}"))
+            for number in range(-(-CALLS // CREDIT))
+        ]
+        site.calls = [tasks.create_task(links[index // CREDIT].call("work", (), 50.0)) for index in range(CALLS)]
+        yield
+        site.service.may_run.set()
+        await asyncio.gather(*site.calls)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets everybody else run until the condition holds; the fixture's deadline bounds it."""
+    for _ in iter(condition, True):
+        await asyncio.sleep(0)
+
+
+async def until_queued(site: Site) -> None:
+    await until(lambda: site.service.begun == CALLS)
+
+
+async def test_pause_and_health_are_answered_while_a_thousand_work_calls_wait(site: Site) -> None:
+    async with site.link(Lane.CONTROL, "controller") as control, thousand_calls(site):
+        await until_queued(site)
+        assert await control.call("pause", (), 5.0) == CALLS
+        (health,) = await control.call("health", (), 5.0)
+        assert health.queued == CALLS
+        assert not any(call.done() for call in site.calls)
+    assert all(call.result() == CALLS for call in site.calls)
+
+
+async def test_a_control_call_overtakes_work_calls_that_were_sent_before_it(site: Site) -> None:
+    async with site.link(Lane.CONTROL, "controller") as control, thousand_calls(site):
+        await until(lambda: site.service.begun > 0)
+        begun = await control.call("pause", (), 5.0)
+        assert begun < CALLS / 2, "the thousand were taken first"
+        await until_queued(site)
+
+
+async def test_an_abort_reaches_its_call_past_a_thousand_others(site: Site) -> None:
+    async with (
+        site.link(Lane.CONTROL, "controller") as control,
+        site.link(Lane.WORK, "controller") as work,
+        thousand_calls(site),
+    ):
+        await until_queued(site)
+        async with aclosing(work.stream("items", (), 5.0)) as items:
+            assert await anext(items) == 0
+        assert await control.call("aborted", (), 5.0) == CALLS
+        assert not any(call.done() for call in site.calls)
+
+
+async def test_between_two_turns_of_the_loop_a_lane_takes_a_few_calls_at_most(site: Site) -> None:
+    begun = [0]
+    async with thousand_calls(site):
+        while site.service.begun < CALLS:
+            await asyncio.sleep(0)
+            begun.append(site.service.begun)
+    steps = [after - before for before, after in pairwise(begun)]
+    assert max(steps) <= DRAIN_BUDGET
+    assert sum(steps) == CALLS
