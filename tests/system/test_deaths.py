@@ -194,7 +194,7 @@ def test_a_changed_config_is_refused_with_a_diff_unless_accepted(model: Path, tm
     with running(command(model, run_dir, *changed, steps="3")) as process:
         code, shown = ended(process)
     assert code == 2
-    assert "training.learning_rate: 0.0005 -> 0.0001" in shown
+    assert "training.learning_rate: 0.0002 -> 0.0001" in shown
     with running(command(model, run_dir, *changed, "--accept-changes", steps="3")) as process:
         code, shown = ended(process)
     assert code == 0, shown

@@ -22,7 +22,7 @@ from asyncrl.deploy.local import LocalLauncher
 from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.launch import RunFacts
-from asyncrl.memory import sweep
+from asyncrl.memory import Segment
 from asyncrl.wire.ends import Signal
 
 HERE = Path(__file__).parent
@@ -37,23 +37,21 @@ def _standins_can_be_imported(monkeypatch: Any) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
 
 
+def facts_at(run_dir: Path) -> RunFacts:
+    config = Config(model=Model(name="none"), task=Task(prompts="none"))
+    return RunFacts(secrets.token_hex(4), str(run_dir), str(run_dir), 0, "none", config)
+
+
 @asynccontextmanager
 async def fleet_in(
     tmp_path: Path, report: Callable[[str], None] = print, **options: Any
 ) -> AsyncIterator[RunningFleet]:
-    facts = RunFacts(
-        secrets.token_hex(4),
-        str(tmp_path),
-        str(tmp_path),
-        0,
-        "none",
-        Config(model=Model(name="none"), task=Task(prompts="none")),
-    )
+    facts = facts_at(tmp_path)
     specs = [
         ServiceSpec("echo", Echo, "standins:EchoService", replicas=2, options=options),
         ServiceSpec("training", Trainer, "standins:TrainerService"),
     ]
-    with LocalLauncher(run=facts.run) as launcher:
+    with LocalLauncher(facts.run) as launcher:
         async with running_fleet(specs, facts, launcher=launcher, report=report, resume="asyncrl run x") as running:
             yield running
 
@@ -175,14 +173,29 @@ def test_no_worker_outlives_its_controller(tmp_path: Path, how: signal.Signals) 
     pids = list(processes_of(tmp_path).values())
     assert all(map(alive, pids))
     parent.send_signal(how)
-    parent.wait(10)
+    parent.wait(20)
     wait_until(lambda: not any(map(alive, pids)), 5)
-    left = sorted(Path(tempfile.gettempdir()).glob(f"asyncrl-{run}-*"))
-    assert len(left) == (how == signal.SIGKILL)
-    with LocalLauncher(run=run) as launcher:  # The next start of the run clears up.
-        assert not any(path.exists() for path in left)
-        assert launcher.sockets.exists()
-    assert len(sweep(run, 1)) == (2 if how == signal.SIGKILL else 0)
+    wait_until(lambda: not left_by(run), 5)
+
+
+def left_by(run: str) -> list[Path]:
+    folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
+    return [path for folder in folders for path in folder.glob(f"asyncrl-{run}-*")]
+
+
+async def test_what_a_start_whose_sweeper_was_killed_too_has_left_is_gone_at_the_next(tmp_path: Path) -> None:
+    facts = facts_at(tmp_path)
+    Path(tempfile.gettempdir(), f"asyncrl-{facts.run}-then").mkdir()
+    Segment.create(f"asyncrl-{facts.run}-{facts.epoch}-weights", 64).close()
+    specs = [ServiceSpec("echo", Echo, "standins:EchoService")]
+    with LocalLauncher(facts.run) as launcher:
+        async with running_fleet(specs, facts, launcher=launcher) as running:
+            rows = f"{running.workers['echo'].worker(0, 0).instance}.rows"
+            assert [path.name.removeprefix(f"asyncrl-{facts.run}-0-") for path in left_by(facts.run)] == [
+                launcher.sockets.name,
+                rows,
+            ]
+    assert not left_by(facts.run)
 
 
 def wait_until(true: Any, seconds: float) -> None:
