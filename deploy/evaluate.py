@@ -87,7 +87,7 @@ async def evaluate_model(model: Path, config: Config, questions: list[Question])
             ServiceSpec("evaluation", Generation, GENERATION, options={"own_version": VERSION}),
             ServiceSpec("reward", Reward, "asyncrl.services.reward:RewardService"),
         ]
-        with LocalLauncher("ipc") as launcher:
+        with LocalLauncher(facts.run) as launcher:
             async with running_fleet(specs, facts, launcher=launcher) as running:
                 generation, reward = running.handle("evaluation", Generation), running.handle("reward", Reward)
                 return await Evaluator(generation, reward, questions, config).evaluate(VERSION, 0)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from asyncrl.config import Config
+from asyncrl.deploy import sweeper
 from asyncrl.launch import Addresses, WorkerSpec
 from asyncrl.memory import sweep_instance
 
@@ -39,6 +40,10 @@ def worker_environment(config: Config, inherited: Mapping[str, str]) -> dict[str
     threads = {"OMP_NUM_THREADS": str(config.fleet.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     malloc = FRAME_MALLOC if config.fleet.wire == "tcp" else {}
     return {**malloc, **inherited, **threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+
+
+SWEEPING = 5.0
+"""Seconds that removing some files in memory may take."""
 
 
 class LocalWorker:
@@ -107,24 +112,33 @@ class LocalWorker:
 
 
 class LocalLauncher:
-    """Spawns processes; leaving it removes the folder of their sockets.
+    """Spawns processes; leaving it, or the death of this process, removes the folder of their sockets and their shared
+    memory (sweeper.py).
 
-    run: names that folder, so that what a killed controller of this run left is removed here: a run has one at a time.
+    run: names both. A run has one controller at a time: what a sweeper that was killed too has left is removed here.
     sockets: only this user can enter it; its path is short, for the names of sockets end at 107 bytes.
     """
 
-    def __init__(self, wire: Literal["ipc", "tcp"] = "ipc", run: str | None = None) -> None:
-        self._wire = wire
-        prefix = f"asyncrl-{run}-" if run else "asyncrl-"
-        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*") if run else ():
+    def __init__(self, run: str, wire: Literal["ipc", "tcp"] = "ipc") -> None:
+        self._wire, self._run = wire, run
+        for left in Path(tempfile.gettempdir()).glob(f"asyncrl-{run}-*"):
             shutil.rmtree(left, ignore_errors=True)
-        self.sockets = Path(tempfile.mkdtemp(prefix=prefix))
+        self.sockets = Path(tempfile.mkdtemp(prefix=f"asyncrl-{run}-"))
 
     def __enter__(self) -> "LocalLauncher":
+        command = [sys.executable, "-I", "-S", sweeper.__file__, self._run, str(self.sockets)]
+        self._sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        shutil.rmtree(self.sockets, ignore_errors=True)
+        """A sweeper that does not end is in the kernel's hands, as the processes of a dead worker are."""
+        assert self._sweeper.stdin is not None
+        self._sweeper.stdin.close()
+        try:
+            self._sweeper.wait(SWEEPING)
+        except subprocess.TimeoutExpired:
+            self._sweeper.kill()
+            self._sweeper.wait(SWEEPING)
 
     def addresses(self, instance: str) -> Addresses:
         if self._wire == "tcp":

@@ -129,7 +129,7 @@ async def _fleet(order: Order, questions: Questions, facts: RunFacts) -> AsyncIt
     async with AsyncExitStack() as scope:
         launcher = None
         if config.fleet.wire != "inproc":
-            launcher = scope.enter_context(LocalLauncher(config.fleet.wire, facts.run))
+            launcher = scope.enter_context(LocalLauncher(facts.run, config.fleet.wire))
         order.display.say(f"starting {', '.join(spec.name for spec in specs)}")
         yield await scope.enter_async_context(
             running_fleet(specs, facts, launcher=launcher, report=order.display.say, resume=order.command)

@@ -20,7 +20,7 @@ async def main(run: str, run_dir: str) -> None:
     config = Config(model=Model(name="none"), task=Task(prompts="none"))
     facts = RunFacts(run, run_dir, run_dir, 0, "none", config)
     specs = [ServiceSpec("echo", Echo, "standins:EchoService", replicas=2)]
-    with LocalLauncher(run=run) as launcher:
+    with LocalLauncher(run) as launcher:
         async with running_fleet(specs, facts, launcher=launcher) as running:
             waiting = asyncio.ensure_future(running.handle("echo", Echo).wait())
             up(run_dir)

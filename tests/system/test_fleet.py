@@ -43,7 +43,7 @@ def start(request: Any, tmp_path: Path, monkeypatch: Any) -> Start:
             secrets.token_hex(4), str(tmp_path), str(tmp_path), 0, "none", config, curve=(keys.public, keys.secret)
         )
         specs = [ServiceSpec("echo", Echo, "standins:EchoService", replicas=replicas, options=options)]
-        with LocalLauncher("tcp" if request.param == "tcp" else "ipc", facts.run) as launcher:
+        with LocalLauncher(facts.run, "tcp" if request.param == "tcp" else "ipc") as launcher:
             async with running_fleet(
                 specs, facts, launcher=None if request.param == "inproc" else launcher, report=report
             ) as running:
@@ -161,7 +161,7 @@ async def test_services_may_live_in_both_places_at_once(tmp_path: Path, monkeypa
         ServiceSpec("there", Echo, "standins:EchoService"),
         ServiceSpec("here", Echo, lambda context: EchoService(context), here=True),
     ]
-    with LocalLauncher(run=facts.run) as launcher:
+    with LocalLauncher(facts.run) as launcher:
         async with running_fleet(specs, facts, launcher=launcher) as running:
             there, here = running.handle("there", Echo), running.handle("here", Echo)
             assert await here.pids() == [os.getpid()]

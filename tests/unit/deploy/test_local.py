@@ -23,7 +23,7 @@ def test_memory_of_frames_is_kept_only_where_rows_travel_as_frames() -> None:
 
 
 def test_sockets_lie_in_a_private_folder_with_short_names() -> None:
-    with LocalLauncher() as launcher:
+    with LocalLauncher("feedbeef") as launcher:
         assert stat.S_IMODE(launcher.sockets.stat().st_mode) == 0o700
         longest = launcher.addresses("generation10.10-1000-0a0b0c0d").control.removeprefix("ipc://")
         assert len(os.fsencode(longest)) <= 107
@@ -31,7 +31,7 @@ def test_sockets_lie_in_a_private_folder_with_short_names() -> None:
 
 
 def test_tcp_addresses_are_of_this_machine_only_and_differ() -> None:
-    with LocalLauncher("tcp") as launcher:
+    with LocalLauncher("feedbeef", "tcp") as launcher:
         addresses = launcher.addresses("echo0.0-0-a")
     three = {addresses.control, addresses.work, addresses.data}
     assert len(three) == 3
