@@ -185,7 +185,7 @@ def left_by(run: str) -> list[Path]:
 
 async def test_what_a_start_whose_sweeper_was_killed_too_has_left_is_gone_at_the_next(tmp_path: Path) -> None:
     facts = facts_at(tmp_path)
-    Path(tempfile.gettempdir(), f"asyncrl-{facts.run}-then").mkdir()
+    os.mkdir(Path(tempfile.gettempdir(), f"asyncrl-{facts.run}-then"))
     Segment.create(f"asyncrl-{facts.run}-{facts.epoch}-weights", 64).close()
     specs = [ServiceSpec("echo", Echo, "standins:EchoService")]
     with LocalLauncher(facts.run) as launcher:
