@@ -1,0 +1,151 @@
+"""Whole runs as processes, for tests that harm them: start, watch, kill, and look for what is left."""
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.audit import audit
+from asyncrl.ledger import surviving
+from asyncrl.records import Attempt, Scored, Trained
+from asyncrl.store import FileStore
+
+HERE = Path(__file__).parent
+EXPERIMENT = HERE / "torchless.toml"
+PATIENCE = 100.0
+MARK = "ASYNCRL_TESTED_RUN".lower()
+"""In the environment of every process of a tested run, also of those that its workers start."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One run directory and the command that works in it. standins: without torch. started: how often."""
+
+    directory: Path
+    flags: Sequence[str] = ()
+    experiment: str = str(EXPERIMENT)
+    standins: bool = True
+    limits: str = ""
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))
+    started: int = 0
+
+    @contextmanager
+    def running(self, at: tuple[str, str, int] | None = None) -> Iterator["subprocess.Popen[str]"]:
+        """Start it, or resume it; killed at the end if it still runs. at: see faulty_run.py. Output goes to a file."""
+        self.started += 1
+        faults: dict[str, Any] = {"standins": self.standins, "died": str(self.directory) + f".died{self.started}"}
+        if at:
+            faults["at"] = at
+        command = [sys.executable, str(HERE / "faulty_run.py"), "run", self.experiment]
+        command += ["--run-dir", str(self.directory), *self.flags]
+        if self.limits:
+            command = ["bash", "-c", f'{self.limits}; exec "$@"', "bash", *command]
+        environment = {**os.environ, "PYTHONPATH": str(HERE), "FAULTS": json.dumps(faults), MARK: self.mark}
+        with self.output.open("a") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait(20)
+
+    def to_its_end(self, at: tuple[str, str, int] | None = None) -> int:
+        """Start or resume it; its exit code."""
+        with self.running(at) as process:
+            return process.wait(PATIENCE)
+
+    # ---- looking -----------------------------------------------------------------------------------------
+
+    @property
+    def output(self) -> Path:
+        return self.directory.with_name(self.directory.name + ".output")
+
+    @property
+    def shown(self) -> str:
+        """Everything that was shown, by all starts."""
+        return self.output.read_text()
+
+    @property
+    def version(self) -> int:
+        """The last step that was shown."""
+        steps = re.findall(r"^step (\d+)/", self.shown, re.MULTILINE)
+        return int(steps[-1]) if steps else 0
+
+    def until_step(self, process: "subprocess.Popen[str]", step: int) -> None:
+        wait_until(lambda: self.version >= step or process.poll() is not None, f"step {step}")
+        assert process.poll() is None, f"ended early:\n{self.shown}"
+
+    def pid_of(self, service: str) -> int:
+        (pid,) = [pid for name, pid in self.workers() if name == service]
+        return pid
+
+    def workers(self) -> list[tuple[str, int]]:
+        """Service and pid of each, as fleet.json says."""
+        workers = json.loads((self.directory / "fleet.json").read_text())["workers"]
+        return [(worker["service"], worker["pid"]) for worker in workers]
+
+    def processes(self) -> list[int]:
+        """All that live, found by their environment."""
+        return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal() and self._ours(path)]
+
+    def _ours(self, process: Path) -> bool:
+        with suppress(OSError):
+            return f"{MARK}={self.mark}".encode() in (process / "environ").read_bytes()
+        return False
+
+    def left(self) -> list[str]:
+        """Processes, shared memory and socket folders of this run that still exist."""
+        run = (self.directory / "run.id").read_text()
+        places = [*Path("/dev/shm").glob(f"asyncrl-{run}-*"), *Path(tempfile.gettempdir()).glob(f"asyncrl-{run}-*")]
+        return [*map(str, places), *(f"process {pid}" for pid in self.processes())]
+
+    def leaves_nothing(self) -> None:
+        wait_until(lambda: not self.left(), lambda: f"the end of {self.left()}", 10.0)
+
+    def audited(self) -> None:
+        report = audit(self.directory)
+        assert report.ok, f"{report}\n{self.shown}"
+
+    def trained(self) -> dict[int, list[tuple[int, int, float, float]]]:
+        """By version: group, member, reward and advantage of each sample that was trained, as far as it counts."""
+        store = FileStore(self.directory)
+        rewards: dict[tuple[int, int], float] = {}
+        trained = {}
+        try:
+            for framed in surviving(store):
+                match framed.record:
+                    case Attempt(group=group, members=members):
+                        for member in members:
+                            rewards.pop((group, member), None)
+                    case Scored(group=group, member=member, reward=reward):
+                        rewards[group, member] = reward
+                    case Trained(version=version, cuts=cuts, advantages=advantages):
+                        keys = [(group, member) for group, members in cuts for member in members]
+                        trained[version] = sorted(
+                            (*key, rewards[key], advantage) for key, advantage in zip(keys, advantages, strict=True)
+                        )
+        finally:
+            store.close()
+        return trained
+
+
+def wait_until(true: Callable[[], bool], what: str | Callable[[], str], seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what if isinstance(what, str) else what()}"
+        time.sleep(0.01)
+
+
+def dead(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True

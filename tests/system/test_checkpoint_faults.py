@@ -1,0 +1,72 @@
+"""The controller and the trainer are killed at every point of a checkpoint; the same command goes on, and at eta = 0
+every reward is what it would have been."""
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.checkpoint import FAULT_POINTS
+from asyncrl.models import prepare
+from asyncrl.settings import load
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from runs import PATIENCE, Run  # noqa: E402
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+
+SYNCHRONOUS = ("--staleness.limit", "0")
+WHILE_WRITING = ("asked", "model.bin", "state.bin")
+CODES = {"controller": -signal.SIGKILL, "training": 75, "writing": 75}
+DELETING = 4
+"""The first checkpoint after which an older one is deleted."""
+CONTROLLER_DIES_AT = dict.fromkeys(FAULT_POINTS, 0) | {"hinted": DELETING, "deleted": DELETING}
+"""The first checkpoint, which has none before it, where that makes the harder case."""
+Fault = tuple[str, str, int]
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("unharmed") / "run", SYNCHRONOUS)
+    assert run.to_its_end() == 0, run.shown
+    return run
+
+
+def harmed(run: Run, *faults: Fault) -> None:
+    """Let the run meet these faults, one at each start, and then end."""
+    for fault in faults:
+        code = run.to_its_end(fault)
+        assert code == CODES[fault[0]], f"{fault} ended with {code}:\n{run.shown}"
+        run.audited()
+        run.leaves_nothing()
+    assert run.to_its_end() == 0, run.shown
+    run.audited()
+    run.leaves_nothing()
+
+
+@pytest.mark.parametrize("point", FAULT_POINTS)
+def test_killed_at_this_point_the_run_goes_on_with_the_same_rewards(point: str, unharmed: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", SYNCHRONOUS)
+    harmed(run, ("controller", point, CONTROLLER_DIES_AT[point]), ("training", point, 6))
+    assert run.trained() == unharmed.trained()
+
+
+def test_a_trainer_killed_while_it_writes_leaves_no_checkpoint_and_the_same_rewards(
+    unharmed: Run, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run", SYNCHRONOUS)
+    harmed(run, *(("writing", where, 2 * number) for number, where in enumerate(WHILE_WRITING)))
+    assert run.trained() == unharmed.trained()
+
+
+def test_the_quickstart_goes_on_with_the_same_rewards(tmp_path: Path) -> None:
+    model = asyncio.run(prepare(load("quickstart").config, tmp_path / "model", print, PATIENCE))
+    flags = [*SYNCHRONOUS, "--generation.deterministic", "true", "--model.name", str(model), "--steps", "6"]
+    flags += ["--training.checkpoint_every", "2", "--evaluate.prompts", ""]
+    unharmed, run = (Run(tmp_path / name, flags, "quickstart", standins=False) for name in ("unharmed", "run"))
+    assert unharmed.to_its_end() == 0, unharmed.shown
+    harmed(run, ("controller", "described", 2), ("training", "synced", 4))
+    assert run.trained() == unharmed.trained()
