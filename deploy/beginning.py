@@ -128,7 +128,7 @@ def take_up(config: Config, directory: RunDirectory, store: FileStore, plan: Res
 
 def facts_of(config: Config, directory: RunDirectory, model: Path, taken_up: TakenUp) -> RunFacts:
     run_id, epoch = directory.run_id(), taken_up.epoch
-    keys = CurveKeys.fresh() if config.fleet.wire == "tcp" else None
+    keys = CurveKeys.fresh()
     return RunFacts(
         run=run_id,
         run_dir=str(directory.path),
@@ -137,5 +137,5 @@ def facts_of(config: Config, directory: RunDirectory, model: Path, taken_up: Tak
         weights_arena=f"asyncrl-{run_id}-{epoch}-weights",
         config=config,
         checkpoint_dir=taken_up.plan.directory if taken_up.plan else None,
-        curve=(keys.public, keys.secret) if keys else None,
+        curve=(keys.public, keys.secret),
     )

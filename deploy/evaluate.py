@@ -22,6 +22,7 @@ from asyncrl.settings import load, read
 from asyncrl.store import FileStore
 from asyncrl.tasks import held_out_prompts
 from asyncrl.tasks.sources import Rows
+from asyncrl.wire.auth import CurveKeys
 
 VERSION = 0
 """Of the weights in the model folder, which no trainer counts."""
@@ -75,6 +76,7 @@ async def evaluate_model(model: Path, config: Config, questions: list[Question])
     model_dir = await asyncio.to_thread(os.path.abspath, model)
     with tempfile.TemporaryDirectory(prefix="asyncrl-evaluate-") as scratch:
         (Path(scratch) / "logs").mkdir()
+        keys = CurveKeys.fresh()
         facts = RunFacts(
             run=secrets.token_hex(4),
             run_dir=scratch,
@@ -82,6 +84,7 @@ async def evaluate_model(model: Path, config: Config, questions: list[Question])
             epoch=0,
             weights_arena="",
             config=config.model_copy(update={"fleet": config.fleet.model_copy(update={"wire": "ipc"})}),
+            curve=(keys.public, keys.secret),
         )
         specs = [
             ServiceSpec("evaluation", Generation, GENERATION, options={"own_version": VERSION}),

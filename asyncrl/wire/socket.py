@@ -30,6 +30,7 @@ MAX_FRAMES = 65_536
 """Frames of one message; ours have a few dozen. The rest is let go, and the codec then misses it."""
 
 RECONNECT_MILLISECONDS = 50
+ENCRYPTED = "tcp://"
 _LOST_EVENTS = (
     zmq.Event.DISCONNECTED
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -179,7 +180,8 @@ class ZmqListener(_End):
 class ZmqWire:
     """One ZeroMQ context, for the whole process; made and closed on the loop that uses its sockets.
 
-    keys: needed for `tcp://`, where both sides must hold the same ones.
+    keys: of the run; both sides must hold the same ones. Needed for `tcp://`; `ipc://` sockets without them answer
+    everybody who may open them.
     """
 
     def __init__(self, keys: CurveKeys | None = None) -> None:
@@ -195,8 +197,10 @@ class ZmqWire:
     def connect(self, address: str) -> ZmqCaller:
         keys = self._keys_for(address)
         socket = self._socket(zmq.DEALER)
-        if keys is not None:
+        if keys is not None and address.startswith(ENCRYPTED):
             keys.apply_to_client(socket)
+        elif keys is not None:
+            keys.show_password(socket)
         return self._kept(ZmqCaller(socket, address))
 
     def listen(self, address: str) -> ZmqListener:
@@ -206,7 +210,7 @@ class ZmqWire:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if keys is not None:
             self._gatekeeper = self._gatekeeper or Gatekeeper(self._context, keys)
-            keys.apply_to_server(socket)
+            (keys.apply_to_server if address.startswith(ENCRYPTED) else keys.ask_password)(socket)
         try:
             socket.bind(address)
         except zmq.ZMQError:
@@ -224,9 +228,7 @@ class ZmqWire:
         return socket
 
     def _keys_for(self, address: str) -> CurveKeys | None:
-        if not address.startswith("tcp://"):
-            return None
-        if self._keys is None:
+        if self._keys is None and address.startswith(ENCRYPTED):
             raise ConfigError(f"{address} needs CURVE keys: every TCP socket is encrypted; ipc:// needs none")
         return self._keys
 

@@ -1,7 +1,10 @@
 import asyncio
+import os
 import select
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,7 @@ import zmq
 
 from asyncrl.errors import ConfigError, PeerLost
 from asyncrl.wire.auth import CurveKeys
-from asyncrl.wire.ends import HIGH_WATER
+from asyncrl.wire.ends import DRAIN_BUDGET, HIGH_WATER
 from asyncrl.wire.socket import ZmqWire
 
 TCP = "tcp://127.0.0.1:*"
@@ -32,6 +35,13 @@ async def wire() -> AsyncIterator[ZmqWire]:
     wire.close()
 
 
+@pytest.fixture
+def socket_folder() -> Iterator[str]:
+    """With a short path: a socket's name has 107 bytes at most."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+
+
 async def test_tcp_without_keys_is_refused() -> None:
     wire = ZmqWire()
     with pytest.raises(ConfigError, match="CURVE"):
@@ -41,14 +51,66 @@ async def test_tcp_without_keys_is_refused() -> None:
     wire.close()
 
 
-async def test_other_keys_get_no_connection(wire: ZmqWire) -> None:
-    listener = wire.listen(TCP)
-    stranger = ZmqWire(CurveKeys.fresh())
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+@pytest.mark.parametrize("keys", [CurveKeys.fresh(), None])
+async def test_other_keys_and_none_get_no_connection(
+    wire: ZmqWire, keys: CurveKeys | None, scheme: str, socket_folder: str
+) -> None:
+    listener = wire.listen(TCP if scheme == "tcp" else f"ipc://{socket_folder}/w")
+    stranger = ZmqWire(keys)
+    stranger._keys_for = lambda address: keys  # type: ignore[method-assign]
     caller = stranger.connect(listener.address)
+    await caller.send([b"hello"])
     async with asyncio.timeout(5):
         with pytest.raises(PeerLost, match=r"does not accept our keys|broke"):
             await caller.receive()
     stranger.close()
+    known = wire.connect(listener.address)
+    await known.send([b"ours"])
+    async with asyncio.timeout(5):
+        assert (await listener.receive())[1] == [b"ours"]
+
+
+async def test_strangers_who_knock_without_end_do_not_keep_the_loop(wire: ZmqWire, socket_folder: str) -> None:
+    wire.listen(f"ipc://{socket_folder}/w")
+    keeper = wire._gatekeeper
+    assert keeper is not None
+    knocks, answered, steps = 10 * DRAIN_BUDGET, [0], [0]
+    keeper._loop.remove_reader(keeper._socket.fileno())
+    keeper._socket.close(linger=0)
+    keeper._socket = Knocking(knocks, answered)
+    keeper._answer_all()
+    async with asyncio.timeout(5):
+        while answered[0] < knocks:
+            steps.append(answered[0])
+            await asyncio.sleep(0)
+    assert max(after - before for before, after in pairwise([*steps, knocks])) <= DRAIN_BUDGET
+    keeper._loop.add_reader(keeper._socket.fileno(), keeper._answer_all)
+
+
+class Knocking:
+    """A socket with authentication requests that nobody sent."""
+
+    def __init__(self, knocks: int, answered: list[int]) -> None:
+        self._knocks, self._answered = knocks, answered
+        self._reading, self._writing = os.pipe()
+
+    def getsockopt(self, _: int) -> int:
+        return zmq.POLLIN if self._answered[0] < self._knocks else 0
+
+    def recv_multipart(self, _: int) -> list[bytes]:
+        return [b"1.0", b"1", b"asyncrl", b"", b"", b"PLAIN", b"asyncrl", b"guessed"]
+
+    def send_multipart(self, answer: list[bytes], _: int) -> None:
+        assert answer[2] == b"400"
+        self._answered[0] += 1
+
+    def fileno(self) -> int:
+        return self._reading
+
+    def close(self, linger: int) -> None:
+        os.close(self._reading)
+        os.close(self._writing)
 
 
 async def test_one_who_knows_only_the_public_key_is_turned_away_by_the_gatekeeper(wire: ZmqWire) -> None:
@@ -94,7 +156,8 @@ async def test_a_plain_tcp_stranger_does_not_stop_the_listener(wire: ZmqWire) ->
         assert (await listener.receive())[1] == [b"hello"]
 
 
-async def test_a_killed_worker_is_noticed_at_once_after_its_last_words(wire: ZmqWire, tmp_path: Any) -> None:
+async def test_a_killed_worker_is_noticed_at_once_after_its_last_words(tmp_path: Any) -> None:
+    wire = ZmqWire()
     address = f"ipc:///tmp/{tmp_path.name[-20:]}.{id(wire)}"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER_THAT_DIES, address)
     caller = wire.connect(address)
@@ -105,6 +168,7 @@ async def test_a_killed_worker_is_noticed_at_once_after_its_last_words(wire: Zmq
         with pytest.raises(PeerLost, match="broke"):
             await caller.receive()
         assert await process.wait() == -9
+    wire.close()
 
 
 async def test_large_frames_arrive_as_views_and_small_ones_as_bytes(wire: ZmqWire, tmp_path: Any) -> None:
