@@ -9,6 +9,7 @@ Waits of its own have no deadline: what they wait for is a call with one, and th
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from asyncrl.protocols.messages import Score, StepReport
 from asyncrl.publishing import Publisher
 from asyncrl.rolling import Attempt, Prompts, Rolling, Sampling
 from asyncrl.staleness import Cut, Gate, Stage
+
+REMEMBERED_DEAD = 64
+"""Instances whose rows may still be in a batch that is being trained: far more than die during one step."""
 
 LAST_NOTICES = 1.0
 """Seconds for the last notices: their readers end too, so that one who cannot be told at once need not be."""
@@ -104,7 +108,7 @@ class Controller:
         self.staleness = self._iterations.staleness
         self._drawable, self._pickable = asyncio.Event(), asyncio.Event()
         self._stopping = False
-        self._dead: list[str] = []
+        self._dead: deque[str] = deque(maxlen=REMEMBERED_DEAD)
 
     @property
     def version(self) -> int:

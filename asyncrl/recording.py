@@ -16,7 +16,7 @@ from asyncrl.errors import Retryable
 from asyncrl.evaluation import Evaluation
 from asyncrl.events import Event, SampleScored, SamplesDropped, StepBegan, StepDone
 from asyncrl.fleet import Fleet
-from asyncrl.protocols.batch import BatchRef, RowRef
+from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.contracts import Contract
 from asyncrl.protocols.messages import Health, SampleText, TrainedSample
 from asyncrl.rundir import RunDirectory
@@ -27,7 +27,7 @@ from asyncrl.telemetry.samples import SampleRecord, SamplesFile, sample_record, 
 WAITING_EVENTS = 100_000
 """Bound of the queue: far more than the samples of all groups in flight; reaching it means that the disk hangs."""
 
-Key = tuple[int, int, int]
+Key = tuple[int, int]  # group, member: what an earlier attempt was worth is overwritten
 Metrics = dict[str, float]
 
 
@@ -93,10 +93,10 @@ class Recorder:
     async def _handle(self, event: Event) -> None:
         match event:
             case SampleScored(sample, score):
-                self._terms[(*sample.key, sample.attempt)] = score.terms
+                self._terms[sample.key] = score.terms
             case SamplesDropped(group, members, reason):
                 self._dropped[reason] += len(members)
-                self._forget([key for key in self._terms if key[0] == group and key[1] in members])
+                self._forget((group, member) for member in members)
             case StepBegan(cuts):
                 self._texts = await self._read_texts(cuts.batch)
             case StepDone():
@@ -123,7 +123,7 @@ class Recorder:
         records = self._records(done)
         self._metrics.write(metrics)
         self._samples.write(records)
-        self._forget(_key(row) for row in done.cuts.batch)
+        self._forget(row.key for row in done.cuts.batch)
         self._dropped.clear()
         self._evaluated = {}
         self._last_step = now
@@ -137,7 +137,7 @@ class Recorder:
                 done.report.version,
                 row,
                 self._texts[row.key],
-                self._terms.get(_key(row), {}),
+                self._terms.get(row.key, {}),
                 trained.get(row.key, TrainedSample(row.group, row.member, row.attempt, 0, row.tokens, "skipped")),
             )
             for row in done.cuts.batch
@@ -147,7 +147,7 @@ class Recorder:
     def _term_means(self, batch: BatchRef) -> Metrics:
         values: dict[str, list[float]] = {}
         for row in batch:
-            for name, value in self._terms.get(_key(row), {}).items():
+            for name, value in self._terms.get(row.key, {}).items():
                 values.setdefault(name, []).append(value)
         return {f"reward/{name}": fmean(each) for name, each in values.items()}
 
@@ -167,10 +167,6 @@ class Recorder:
         ]
         answers = await asyncio.gather(*(_health(service) for service in services if service is not None))
         return [health for answer in answers for health in answer]
-
-
-def _key(row: RowRef) -> Key:
-    return (*row.key, row.attempt)
 
 
 async def _health(service: Contract) -> list[Health]:

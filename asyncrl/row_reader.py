@@ -96,6 +96,7 @@ class RowReader:
         for owner, share in shares:
             if not owner.startswith(SHARED_SCHEME):
                 await self._fetch(owner, share, cells)
+        self._let_go()
         shared = [(self._table(owner), share) for owner, share in shares if owner.startswith(SHARED_SCHEME)]
         return self._copied(shared, cells)
 
@@ -111,9 +112,12 @@ class RowReader:
                 table.check(place)
         return batch
 
-    def _table(self, owner: str) -> SharedTable:
-        if owner in self._tables and self._tables[owner].segment.unlinked:
+    def _let_go(self) -> None:
+        """Of rows whose owner is gone: their memory is only free once nobody maps it."""
+        for owner in [owner for owner, table in self._tables.items() if table.segment.unlinked]:
             self._tables.pop(owner).close()
+
+    def _table(self, owner: str) -> SharedTable:
         if owner not in self._tables:
             self._tables[owner] = self._open_table(owner)
         self._tables.move_to_end(owner)

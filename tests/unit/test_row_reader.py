@@ -220,3 +220,22 @@ async def test_the_data_lane_answers_nothing_else() -> None:
             with pytest.raises(Refused, match="answers fetch_rows"):
                 await link.call("step", (1, 2), 5.0)
         serving.cancel()
+
+
+async def test_memory_of_a_dead_owner_is_let_go_at_the_next_read(tmp_path: Path) -> None:
+    """Its name is gone, but the kernel keeps memory that somebody maps."""
+    owners = {name: SharedRows(segment_name("aa", 1, name, "rows"), SLOTS, SLOT_BYTES, tmp_path) for name in "ab"}
+    places = {name: store.put(row(1, 4)) for name, store in owners.items()}
+    async with RowReader(InprocWire(), hello("training", "t"), directory=tmp_path) as reader:
+        for place in places.values():
+            await reader.read(BatchRef((ref(0, place),)), ["tokens"])
+        owners["a"].close()
+        assert mapped("aa-1-a.rows")
+        await reader.read(BatchRef((ref(0, places["b"]),)), ["tokens"])
+        assert not mapped("aa-1-a.rows")
+        assert mapped("aa-1-b.rows")
+    owners["b"].close()
+
+
+def mapped(name: str) -> bool:
+    return name in Path("/proc/self/maps").read_text()
