@@ -22,7 +22,7 @@ from asyncrl.store import FileStore
 HERE = Path(__file__).parent
 EXPERIMENT = HERE / "torchless.toml"
 PATIENCE = 100.0
-MARK = "ASYNCRL_TESTED_RUN".lower()
+MARK = "TESTED_RUN"
 """In the environment of every process of a tested run, also of those that its workers start."""
 
 
@@ -49,7 +49,8 @@ class Run:
         command += ["--run-dir", str(self.directory), *self.flags]
         if self.limits:
             command = ["bash", "-c", f'{self.limits}; exec "$@"', "bash", *command]
-        environment = {**os.environ, "PYTHONPATH": str(HERE), "FAULTS": json.dumps(faults), MARK: self.mark}
+        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "FAULTS": json.dumps(faults), MARK: self.mark}
         with self.output.open("a") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment)
         try:
