@@ -2,9 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar, TypeVarTuple, Unpack
 
 from asyncrl.telemetry.clock import StateClock
@@ -22,23 +22,13 @@ class Occupancy:
         self._computing = self._calls = 0
         clock.idle()
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[None]:
         """Something computes: the compute thread, or children that work for this worker."""
-        self._count(computing=1)
-        try:
-            yield
-        finally:
-            self._count(computing=-1)
+        return _Counted(self, computing=1, calls=0)
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serving(self) -> AbstractContextManager[None]:
         """A call of the work lane is being served."""
-        self._count(calls=1)
-        try:
-            yield
-        finally:
-            self._count(calls=-1)
+        return _Counted(self, computing=0, calls=1)
 
     def _count(self, computing: int = 0, calls: int = 0) -> None:
         with self._lock:
@@ -60,6 +50,21 @@ class Occupancy:
                 self._clock.enter("overhead")
             case _:
                 self._clock.idle()
+
+
+class _Counted:
+    """One `with` of an Occupancy."""
+
+    __slots__ = ("_calls", "_computing", "_occupancy")
+
+    def __init__(self, occupancy: Occupancy, computing: int, calls: int) -> None:
+        self._occupancy, self._computing, self._calls = occupancy, computing, calls
+
+    def __enter__(self) -> None:
+        self._occupancy._count(self._computing, self._calls)
+
+    def __exit__(self, *_: object) -> None:
+        self._occupancy._count(-self._computing, -self._calls)
 
 
 class Compute(Protocol):

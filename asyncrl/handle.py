@@ -58,14 +58,21 @@ class Handle:
             raise AttributeError(name)
         if name not in self._contract.endpoints:
             raise UnknownEndpoint(_unknown(self._contract, name))
-        spec = self._contract.endpoints[name]
-        signature = inspect.signature(getattr(self._contract, name))
+        endpoint = self._endpoint(self._contract.endpoints[name])
+        setattr(self, name, endpoint)  # Asked for once: looking at a signature costs as much as sending a call.
+        return endpoint
+
+    def _endpoint(self, spec: EndpointSpec) -> Callable[..., Any]:
+        signature = inspect.signature(getattr(self._contract, spec.name))
+        count = len(signature.parameters) - 1
         send = self._stream if spec.stream else self._call
 
         def endpoint(*args: Any, **named: Any) -> Any:
-            bound = signature.bind(self, *args, **named)
-            bound.apply_defaults()
-            return send(spec, bound.args[1:])
+            if named or len(args) != count:
+                bound = signature.bind(self, *args, **named)
+                bound.apply_defaults()
+                args = bound.args[1:]
+            return send(spec, args)
 
         return endpoint
 
@@ -88,6 +95,8 @@ class Handle:
     async def _on(self, replicas: list[Replica], spec: EndpointSpec, args: Arguments, until: float) -> Any:
         fan, calls = fan_out(spec.transfer, args, self._layout(len(replicas)))
         workers = [worker for replica in replicas for worker in replica.workers]
+        if len(workers) == 1:
+            return fan.join([await workers[0].call(spec, calls[0], _left(until))])
         answers = await _answers(spec, workers, calls, until, everybody=_to_everybody(fan))
         if any(isinstance(answer, PeerLost) for answer in answers):
             return self._join_survivors(spec, args, answers)
@@ -115,6 +124,8 @@ class Handle:
                     yield item
 
     def _layout(self, replicas: int) -> Layout:
+        if replicas == 1:
+            return self._workers.layout
         return replace(self._workers.layout, dp=self._workers.layout.dp * replicas)
 
     def _until(self, args: Arguments) -> float:

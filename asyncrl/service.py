@@ -9,13 +9,13 @@ Lanes have a socket and a receiving task each, so health and pause are answered 
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from structlog.contextvars import bound_contextvars
+from structlog.contextvars import bind_contextvars
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.compute import Compute, Occupancy
@@ -110,6 +110,11 @@ class Service:
             self.rows.close()
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it has started well."""
+        return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
+
+    @property
     def queued(self) -> int:
         """Work that has not begun, for health."""
         return max(0, self.context.compute.queued - 1)
@@ -153,6 +158,8 @@ class Dispatcher:
 
     def __init__(self, service: Service, lane: Lane) -> None:
         self._service, self._lane = service, lane
+        self._lane_number = list(Lane).index(lane)
+        self._booking = service.context.occupancy.serving if lane is Lane.WORK else nullcontext
         self._numbers = itertools.count()
 
     def __call__(self, call: Call) -> Awaitable[Any] | AsyncIterator[Any]:
@@ -167,39 +174,58 @@ class Dispatcher:
     async def _answer(self, call: Call) -> Any:
         if call.method in self._UNCOUNTED:
             return await getattr(self._service, call.method)(*call.args)
-        await self._service.started()
+        if not self._service.is_ready:
+            await self._service.started()
         with self._attended(call):
             return await getattr(self._service, call.method)(*call.args)
 
     async def _stream(self, call: Call) -> AsyncIterator[Any]:
-        await self._service.started()
+        if not self._service.is_ready:
+            await self._service.started()
         with self._attended(call):
             async with aclosing(getattr(self._service, call.method)(*call.args)) as items:
                 async for item in items:
                     yield item
 
-    @contextmanager
-    def _attended(self, call: Call) -> Iterator[None]:
-        service, context = self._service, self._service.context
-        ids = {"call": call.method, "span": call.span, **_subject(call.args)}
-        number = next(self._numbers) * len(Lane) + list(Lane).index(self._lane)
-        service.running[number] = (_label(call), asyncio.get_running_loop().time())
-        with ExitStack() as scope:
-            scope.callback(service.running.pop, number)
-            scope.enter_context(bound_contextvars(**ids))
-            scope.enter_context(context.tracer.span(call.method, **ids))
-            if self._lane is Lane.WORK:
-                scope.enter_context(context.occupancy.serving())
-            yield
+    def _attended(self, call: Call) -> "_Attended":
+        return _Attended(self._service, call, next(self._numbers) * len(Lane) + self._lane_number, self._booking())
+
+
+class _Attended:
+    """One `with` around a call that is being served: its span, its entry in what runs, where its time is booked."""
+
+    __slots__ = ("_booking", "_number", "_running", "_span")
+
+    def __init__(self, service: Service, call: Call, number: int, booking: AbstractContextManager[None]) -> None:
+        subject = _subject(call.args)
+        # Not unbound afterwards: these are variables of the call's own task, which ends with it.
+        bind_contextvars(call=call.method, span=call.span, **subject)
+        self._number, self._running, self._booking = number, service.running, booking
+        self._running[number] = (_label(call, subject), asyncio.get_running_loop().time())
+        self._span = service.context.tracer.span(call.method, call=call.method, span=call.span, **subject)
+
+    def __enter__(self) -> None:
+        self._booking.__enter__()
+        self._span.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._span.__exit__(*raised)
+        self._booking.__exit__(*raised)
+        del self._running[self._number]
 
 
 def _subject(args: tuple[Any, ...]) -> dict[str, int]:
     """What a call is about, in ids that can be searched for."""
-    groups = [arg.id for arg in args if isinstance(arg, PromptGroup)]
-    rows = [len(arg) for arg in args if is_divisible(arg)]
-    return {**({"group": groups[0]} if groups else {}), **({"rows": rows[0]} if rows else {})}
+    found: dict[str, int] = {}
+    for arg in args:
+        if isinstance(arg, PromptGroup):
+            found.setdefault("group", arg.id)
+        elif is_divisible(arg):
+            found.setdefault("rows", len(arg))
+    return found
 
 
-def _label(call: Call) -> str:
-    subject = ", ".join(f"{name} {value}" for name, value in _subject(call.args).items())
-    return f"{call.method} ({subject})" if subject else call.method
+def _label(call: Call, subject: dict[str, int]) -> str:
+    if not subject:
+        return call.method
+    return f"{call.method} ({', '.join(f'{name} {value}' for name, value in subject.items())})"

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -62,7 +62,10 @@ class RemoteWorker:
 
     @property
     def lives(self) -> bool:
-        return bool(self._channels) and not any(channel.lost.is_set() for channel in self._channels.values())
+        for channel in self._channels.values():
+            if channel.lost.is_set():
+                return False
+        return bool(self._channels)
 
     @property
     def gone(self) -> bool:
@@ -92,19 +95,31 @@ class RemoteWorker:
 
     async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
         """Call this worker alone; deadline in seconds. Raises PeerLost when it does not live, or dies meanwhile."""
-        async with self._noted(spec):
+        number, instance, cause = self._note(spec), self.instance, self._cause
+        try:
             answer = await self._channel(spec.lane).call(spec.name, args, deadline)
-            self._heard(spec)
-            return answer
+        except PeerLost as lost:
+            told = await self._explained(lost, instance, cause)
+            raise told from told.__cause__
+        finally:
+            del self.outstanding[number]
+        self._heard(spec)
+        return answer
 
     async def stream(self, spec: EndpointSpec, args: Arguments, deadline: float) -> AsyncIterator[Any]:
         """Items of a call; closing the iterator cancels it in the worker."""
-        async with self._noted(spec):
+        number, instance, cause = self._note(spec), self.instance, self._cause
+        try:
             items = self._channel(spec.lane).stream(spec.name, args, deadline)
             async with aclosing(cast(Any, items)):
                 async for item in items:
                     self._heard(spec)
                     yield item
+        except PeerLost as lost:
+            told = await self._explained(lost, instance, cause)
+            raise told from told.__cause__
+        finally:
+            del self.outstanding[number]
 
     def _heard(self, spec: EndpointSpec) -> None:
         self.heard = asyncio.get_running_loop().time()
@@ -115,21 +130,17 @@ class RemoteWorker:
             raise PeerLost(self.condition)
         return self._channels[lane]
 
-    @asynccontextmanager
-    async def _noted(self, spec: EndpointSpec) -> AsyncIterator[None]:
-        number, instance, cause = next(self._numbers), self.instance, self._cause
+    def _note(self, spec: EndpointSpec) -> int:
+        number = next(self._numbers)
         self.outstanding[number] = Outstanding(spec.name, spec.lane, asyncio.get_running_loop().time())
-        try:
-            yield
-        except PeerLost:
-            if self.lives:
-                raise
-            await asyncio.wait([cause], timeout=2 * DEATH_NOTICE)
-            if not cause.done() or not instance:
-                raise
-            raise PeerLost(f"{instance}: {cause.result()}") from None
-        finally:
-            del self.outstanding[number]
+        return number
+
+    async def _explained(self, lost: PeerLost, instance: str, cause: asyncio.Future[str]) -> PeerLost:
+        """With the cause of the death, once that is known; `lost` itself where nobody died."""
+        if self.lives:
+            return lost
+        await asyncio.wait([cause], timeout=2 * DEATH_NOTICE)
+        return PeerLost(f"{instance}: {cause.result()}") if cause.done() and instance else lost
 
 
 def _already(why: str) -> asyncio.Future[str]:
@@ -147,7 +158,7 @@ class Replica:
 
     @property
     def lives(self) -> bool:
-        return all(worker.lives for worker in self.workers)
+        return all([worker.lives for worker in self.workers])
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -186,15 +197,20 @@ class Workers:
             PeerLost: all are dead for good.
             DeadlineExceeded: none came back in time.
         """
+        if living := self._living():
+            return living
         try:
             async with asyncio.timeout_at(until):
-                while not (living := [replica for replica in self.replicas if replica.lives]):
+                while not (living := self._living()):
                     if all(any(worker.gone for worker in replica.workers) for replica in self.replicas):
                         raise PeerLost(self._conditions())
                     await self._changed.wait()
         except TimeoutError as error:
             raise DeadlineExceeded(f"no worker of {self.service} came back in time: {self._conditions()}") from error
         return living
+
+    def _living(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.lives]
 
     async def freest(self, until: float) -> Replica:
         """The living replica that the fewest calls chose, the first of equals. Raises as `living`."""

@@ -19,7 +19,9 @@ How a handle uses one:
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from operator import eq
 from typing import Any
 
 from asyncrl.protocols.batch import is_divisible
@@ -107,11 +109,23 @@ def fan_out(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fa
     divisible = [argument for argument in args if is_divisible(argument)]
     if len({len(argument) for argument in divisible}) > 1:
         raise ValueError(f"arguments to split differ in their rows: {[len(argument) for argument in divisible]}")
-    weights = divisible[0].row_weights() if divisible else ()
+    if not divisible:
+        return _undivided(transfer, layout), [tuple(args)] * layout.size
+    weights = divisible[0].row_weights()
+    fan = _fan(transfer, weights, layout, len(weights))
+    return fan, [tuple([_part(argument, part) for argument in args]) for part in fan.rows]
+
+
+def _fan(transfer: Transfer, weights: Sequence[int], layout: Layout, count: int | None) -> Fan:
     rows = transfer.distribute(weights, layout)
     assert len(rows) == layout.size, f"{transfer.name} distributes to {len(rows)} of {layout.size} ranks"
-    fan = Fan(tuple(map(tuple, rows)), tuple(transfer.collect(layout)), len(weights) if divisible else None)
-    return fan, [tuple(_part(argument, part) for argument in args) for part in fan.rows]
+    return Fan(tuple(map(tuple, rows)), tuple(transfer.collect(layout)), count)
+
+
+@lru_cache(maxsize=256)
+def _undivided(transfer: Transfer, layout: Layout) -> Fan:
+    """Of a call without rows; there are as many as protocols and layouts in use."""
+    return _fan(transfer, (), layout, None)
 
 
 def _per_rank(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fan, list[tuple[Any, ...]]]:
@@ -125,7 +139,14 @@ def _per_rank(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[
 
 
 def _part(argument: Any, rows: Rows) -> Any:
-    return argument.take(rows) if is_divisible(argument) else argument
+    """All rows in order are the argument itself: taking them would copy it."""
+    if not is_divisible(argument) or _all_in_order(rows, len(argument)):
+        return argument
+    return argument.take(rows)
+
+
+def _all_in_order(rows: Rows, size: int) -> bool:
+    return len(rows) == size and all(map(eq, rows, range(size)))
 
 
 def _take_from_list(values: list[Any], rows: Rows) -> list[Any]:

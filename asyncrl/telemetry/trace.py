@@ -5,8 +5,8 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Tracer:
 
     def __init__(self, path: Path | None, process: str, now: Callable[[], float] = time.monotonic) -> None:
         self._path, self._now = path, now
-        self._lines: list[str] = []
+        self._events: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._written = self._left_out = 0
         if path is not None:
@@ -43,22 +43,9 @@ class Tracer:
             self._record({"process": process, "clock": now(), "wall": time.time()})
             self.flush()
 
-    @contextmanager
-    def span(self, name: str, **args: Any) -> Iterator[None]:
+    def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """A slice from here to the end of the `with`. Spans of concurrent tasks may overlap freely."""
-        if self._path is None:
-            yield
-            return
-        outer, number, start = _open_span.get(), next(_numbers), self._now()
-        _open_span.set(number)
-        try:
-            yield
-        finally:
-            # Set, not reset by token: a stream may be closed in another context than it was opened in.
-            _open_span.set(outer)
-            end = self._now()
-            event = {"span": number, "in": outer, "name": name, "at": start, "for": end - start, "track": _track()}
-            self._record({**event, "args": args} if args else event)
+        return _NO_SPAN if self._path is None else _Span(self, name, args)
 
     def flow_start(self, flow: str, name: str = "") -> None:
         """An arrow leaves the span open here, or a mark of its own when none is; `flow` names the arrow."""
@@ -82,7 +69,7 @@ class Tracer:
             return
         if self._left_out:
             with self._lock:
-                self._lines.append(json.dumps({"left_out": self._left_out}))
+                self._events.append({"left_out": self._left_out})
         self.flush()
 
     def _flow(self, end: str, flow: str, name: str) -> None:
@@ -91,21 +78,47 @@ class Tracer:
             self._record({**event, "name": name or flow})
 
     def _record(self, event: dict[str, Any]) -> None:
-        line = _encode(event)
+        """Encoded when it is written: nobody waits for an answer then."""
         with self._lock:
             if self._written >= MAX_EVENTS:
                 self._left_out += 1
                 return
             self._written += 1
-            self._lines.append(line)
-            if len(self._lines) >= BUFFERED_EVENTS:
+            self._events.append(event)
+            if len(self._events) >= BUFFERED_EVENTS:
                 self._write_out()
 
     def _write_out(self) -> None:
-        if self._lines and self._path is not None:
+        if self._events and self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write("\n".join(self._lines) + "\n")
-            self._lines.clear()
+                file.write("".join([f"{_encode(event)}\n" for event in self._events]))
+            self._events.clear()
+
+
+_NO_SPAN = nullcontext()
+
+
+class _Span:
+    """One `with` of Tracer.span."""
+
+    __slots__ = ("_args", "_name", "_number", "_outer", "_start", "_tracer")
+
+    def __init__(self, tracer: Tracer, name: str, args: dict[str, Any]) -> None:
+        self._tracer, self._name, self._args = tracer, name, args
+
+    def __enter__(self) -> None:
+        self._outer, self._number, self._start = _open_span.get(), next(_numbers), self._tracer._now()
+        _open_span.set(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        # Set, not reset by token: a stream may be closed in another context than it was opened in.
+        _open_span.set(self._outer)
+        took = self._tracer._now() - self._start
+        event = {"span": self._number, "in": self._outer, "name": self._name, "at": self._start, "for": took}
+        event["track"] = _track()
+        if self._args:
+            event["args"] = self._args
+        self._tracer._record(event)
 
 
 def _track() -> str:

@@ -18,7 +18,6 @@ class Single:
 
     def __init__(self) -> None:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.future.add_done_callback(_look_at)
         self.settled = False
 
     def item(self, value: Any) -> None:
@@ -31,17 +30,16 @@ class Single:
 
     def fail(self, error: AsyncrlError) -> None:
         self.settled = True
+        self.expire(error)
+
+    def expire(self, error: AsyncrlError) -> None:
+        """The caller waits no longer, while the worker may still answer."""
         if not self.future.done():
             self.future.set_exception(error)
+            self.future.exception()  # Looked at: a caller that is cancelled now leaves it unread, which is no mistake.
 
     def lose(self, reason: str) -> None:
         self.fail(PeerLost(reason))
-
-
-def _look_at(future: asyncio.Future[Any]) -> None:
-    """A caller that was cancelled leaves its error unread; that is no mistake to log."""
-    if not future.cancelled():
-        future.exception()
 
 
 class Items:

@@ -9,7 +9,8 @@ decoded is only ever one of these, of declared types and sizes; any other bytes 
 read-only: they are views of the frame.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -33,7 +34,10 @@ _LIST, _TUPLE, _ARRAY, _FIRST_TYPE = 0, 1, 2, 3
 _SCALARS = (type(None), bool, int, float, str, bytes)
 _CHECKS = tuple(field_checks(cls) for cls in WIRE_TYPES)
 _TAG_OF = {cls: _FIRST_TYPE + index for index, cls in enumerate(WIRE_TYPES)}
-_NAMES_OF = {cls: tuple(name for name, _ in checks) for cls, checks in zip(WIRE_TYPES, _CHECKS, strict=True)}
+_PLAIN = frozenset(_SCALARS)
+
+MAX_PLANS = 256
+"""Combinations of field types remembered for one message type: who sends odd ones must not fill our memory."""
 
 
 def encode(value: Any, limit_bytes: int = LIMIT_BYTES) -> list[Frame]:
@@ -55,14 +59,17 @@ def encode(value: Any, limit_bytes: int = LIMIT_BYTES) -> list[Frame]:
 
 def _lower(value: Any, frames: list[Frame], depth: int) -> Any:
     cls = type(value)
-    if cls in _SCALARS:
+    if cls in _PLAIN:
         return value
     if depth >= MAX_DEPTH:
         raise WireError(f"a value nested deeper than {MAX_DEPTH} cannot travel")
-    if cls in _TAG_OF:
-        return [_TAG_OF[cls], *(_lower(getattr(value, name), frames, depth + 1) for name in _NAMES_OF[cls])]
+    if cls in _LOWERERS:
+        return _LOWERERS[cls].lower(value, frames, depth + 1)
     if cls is list or cls is tuple:
-        return [_LIST if cls is list else _TUPLE, *(_lower(item, frames, depth + 1) for item in value)]
+        tag = _LIST if cls is list else _TUPLE
+        if _PLAIN.issuperset(map(type, value)):
+            return [tag, *value]
+        return [tag, *[_lower(item, frames, depth + 1) for item in value]]
     if cls is dict:
         return {_key(key): _lower(item, frames, depth + 1) for key, item in value.items()}
     if cls is np.ndarray:
@@ -70,6 +77,34 @@ def _lower(value: Any, frames: list[Frame], depth: int) -> Any:
     if isinstance(value, np.generic):
         return _lower(value.item(), frames, depth + 1)
     raise WireError(f"a value of type {cls.__module__}.{cls.__qualname__} cannot travel: {value!r:.100}")
+
+
+class _Lowerer:
+    """Lowers messages of one type. Which fields need more than to be copied depends on their types alone, and a run
+    has few combinations of these: they are remembered."""
+
+    def __init__(self, cls: type) -> None:
+        self._tag = _TAG_OF[cls]
+        names = tuple(name for name, _ in _CHECKS[self._tag - _FIRST_TYPE])
+        self._fields: Callable[[Any], Any] = attrgetter(*names)
+        self._single = len(names) == 1
+        self._plans: dict[tuple[type, ...], tuple[int, ...]] = {}
+
+    def lower(self, message: Any, frames: list[Frame], depth: int) -> list[Any]:
+        fields = self._fields(message)
+        tree = [self._tag, fields] if self._single else [self._tag, *fields]
+        types = tuple(map(type, tree))
+        plan = self._plans.get(types)
+        if plan is None:
+            plan = tuple(place for place, cls in enumerate(types) if cls not in _PLAIN)
+            if len(self._plans) < MAX_PLANS:
+                self._plans[types] = plan
+        for place in plan:
+            tree[place] = _lower(tree[place], frames, depth)
+        return tree
+
+
+_LOWERERS = {cls: _Lowerer(cls) for cls in WIRE_TYPES}
 
 
 def _key(key: Any) -> str:
@@ -116,6 +151,11 @@ def _unpack(header: Frame) -> tuple[Any, Any]:
     return top[0], top[1]
 
 
+_KNOWN: tuple[dict[tuple[type, ...], tuple[int, ...]], ...] = tuple({} for _ in WIRE_TYPES)
+"""For each type of message: the types that the nodes of a good one had, its tag first -> fields that are more than
+their node: with parts of their own, or an int that stands for a float."""
+
+
 class _Reader:
     """Builds the value of one message. expected: the next frame an array may name; each is used once, in order."""
 
@@ -124,7 +164,7 @@ class _Reader:
         self.expected = 0
 
     def read(self, node: Any, depth: int) -> Any:
-        if type(node) in _SCALARS:
+        if type(node) in _PLAIN:
             return node
         if depth >= MAX_DEPTH:
             raise WireError(f"a value nested deeper than {MAX_DEPTH}")
@@ -132,36 +172,49 @@ class _Reader:
             return self._mapping(node, depth)
         if type(node) is not list or not node or type(node[0]) is not int:
             raise WireError("a value without a tag")
-        return self._tagged(node[0], node, depth)
-
-    def _mapping(self, node: dict[Any, Any], depth: int) -> dict[str, Any]:
-        return {_key(key): self.read(item, depth + 1) for key, item in node.items()}
-
-    def _tagged(self, tag: int, node: list[Any], depth: int) -> Any:
-        if tag == _LIST:
-            return [self.read(item, depth + 1) for item in node[1:]]
-        if tag == _TUPLE:
-            return tuple([self.read(item, depth + 1) for item in node[1:]])
+        tag = node[0]
+        if tag in (_LIST, _TUPLE):
+            del node[0]
+            items = node if _PLAIN.issuperset(map(type, node)) else [self.read(item, depth + 1) for item in node]
+            return items if tag == _LIST else tuple(items)
         if tag == _ARRAY:
             return self._array(node)
         if not _FIRST_TYPE <= tag < _FIRST_TYPE + len(WIRE_TYPES):
             raise WireError(f"an unknown tag {tag}")
         return self._message(tag - _FIRST_TYPE, node, depth)
 
+    def _mapping(self, node: dict[Any, Any], depth: int) -> dict[str, Any]:
+        return {_key(key): self.read(item, depth + 1) for key, item in node.items()}
+
     def _message(self, index: int, node: list[Any], depth: int) -> Any:
-        cls, checks = WIRE_TYPES[index], _CHECKS[index]
-        if len(node) != len(checks) + 1:
-            raise WireError(f"a {cls.__name__} with {len(node) - 1} fields; it has {len(checks)}")
-        values = []
-        for (name, check), item in zip(checks, node[1:], strict=True):
-            try:
-                values.append(check(self.read(item, depth + 1)))
-            except WireError as error:
-                raise WireError(f"{cls.__name__}.{name}: {error}") from error
+        """A field that is plain is known to be good by its type alone once another message had the same types."""
+        cls, known = WIRE_TYPES[index], _KNOWN[index]
+        types = tuple(map(type, node))
+        checked = known.get(types)
+        del node[0]
+        if checked is None:
+            raw = list(node)
+            self._read_fields(index, node, range(len(_CHECKS[index])), depth)
+            if len(known) < MAX_PLANS:
+                known[types] = tuple(place for place, value in enumerate(node) if value is not raw[place])
+        else:
+            self._read_fields(index, node, checked, depth)
         try:
-            return cls(*values)
+            return cls(*node)
         except ValueError as error:
             raise WireError(f"{cls.__name__}: {error}") from error
+
+    def _read_fields(self, index: int, values: list[Any], places: Sequence[int], depth: int) -> None:
+        """Put values in the place of these nodes."""
+        checks = _CHECKS[index]
+        if len(values) != len(checks):
+            raise WireError(f"a {WIRE_TYPES[index].__name__} with {len(values)} fields; it has {len(checks)}")
+        for place in places:
+            name, check = checks[place]
+            try:
+                values[place] = check(self.read(values[place], depth + 1))
+            except WireError as error:
+                raise WireError(f"{WIRE_TYPES[index].__name__}.{name}: {error}") from error
 
     def _array(self, node: list[Any]) -> NDArray[Any]:
         if len(node) != 4 or type(node[1]) is not int or not 0 <= node[1] < len(DTYPES):

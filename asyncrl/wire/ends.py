@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from asyncrl.errors import DeadlineExceeded
 
@@ -63,6 +63,23 @@ class Listener(Protocol):
     async def receive(self) -> tuple[bytes, list[Frame]]: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Pouring(Protocol):
+    """An end that hands messages over as they come in, without waking a task for each."""
+
+    async def pour(self, take: Callable[..., None]) -> None:
+        """Call `take` with what `receive` would return, until it raises what `receive` raises, or `take` does."""
+        ...
+
+
+async def pour(end: Caller | Listener, take: Callable[..., None]) -> None:
+    """Give every message that comes in to `take`. Raises PeerLost, and what `take` raises."""
+    if isinstance(end, Pouring):
+        await end.pour(take)
+    while True:
+        take(await end.receive())
 
 
 class Wire(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.errors import DeadlineExceeded, PeerLost, WireError, lone
 from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
 from asyncrl.wire.answers import STREAM_WINDOW
-from asyncrl.wire.ends import CREDIT, Frame, Listener, Signal
+from asyncrl.wire.ends import CREDIT, Frame, Listener, Signal, pour
 from asyncrl.wire.line import Line
 from asyncrl.wire.link import LIVENESS
 
@@ -49,13 +49,38 @@ class Window:
         self._widened.wake()
 
 
+class Expiry:
+    """Cancels the task inside, `seconds` after it came in, and raises TimeoutError there: asyncio.timeout at half its
+    price, for every call has one. reached: whether that happened."""
+
+    __slots__ = ("_before", "_seconds", "_task", "_timer", "reached")
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self.reached = seconds, False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "calls are served by tasks"
+        self._task, self._before = task, task.cancelling()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._reach)
+
+    def _reach(self) -> None:
+        self.reached = True
+        self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._timer.cancel()
+        if self.reached and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
+            raise TimeoutError from error
+
+
 @dataclass(eq=False, slots=True)
 class Session:
-    """One caller that was welcomed. missed: heartbeats since its last message."""
+    """One caller that was welcomed, `name` in words. missed: heartbeats since its last message."""
 
     peer: bytes
     line: Line
-    caller: Hello
+    name: str
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     windows: dict[int, Window] = field(default_factory=dict)
     missed: int = 0
@@ -99,9 +124,7 @@ class Host:
 
     async def _receive(self, tasks: asyncio.TaskGroup) -> None:
         try:
-            while True:
-                peer, frames = await self._listener.receive()
-                self._take(tasks, peer, frames)
+            await pour(self._listener, lambda message: self._take(tasks, *message))
         except PeerLost:
             for session in list(self._sessions.values()):
                 self._forget(session)
@@ -129,7 +152,7 @@ class Host:
         if reason:
             self.strangers += 1
             return _tell(line, Rejected(reason))
-        self._sessions[peer] = Session(peer, line, hello)
+        self._sessions[peer] = Session(peer, line, _name(hello))
         _tell(line, Welcome(self._identity.instance, self._credit))
 
     def _objection(self, hello: Any) -> str:
@@ -192,7 +215,7 @@ class Host:
         # A cancelled call gives its credit back at once, while its task may need a moment to end.
         if len(session.tasks) >= 2 * self._credit:
             raise WireError(f"{len(session.tasks)} calls are running, {self._credit} are allowed")
-        task = tasks.create_task(self._serve_call(session, call), name=f"{call.method} for {_name(session.caller)}")
+        task = tasks.create_task(self._serve_call(session, call), name=f"{call.method} for {session.name}")
         session.tasks[call.call] = task
         task.add_done_callback(lambda _: session.tasks.pop(call.call))
 
@@ -208,12 +231,13 @@ class Host:
 
     async def _outcome(self, session: Session, call: Call) -> Reply | Failure:
         """The supervised boundary: whatever a call raises becomes its answer."""
+        expiry = Expiry(call.deadline)
         try:
-            async with asyncio.timeout(call.deadline) as scope:
+            with expiry:
                 return Reply(call.call, await self._result(session, call))
         except Exception as error:  # whatever a call raises is the caller's to handle
             overdue = DeadlineExceeded(f"{call.method} was still running after {call.deadline:g} s")
-            return self._failure(call, overdue if scope.expired() else error)
+            return self._failure(call, overdue if expiry.reached else error)
         except asyncio.CancelledError as error:
             if _being_cancelled():
                 raise

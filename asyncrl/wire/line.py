@@ -30,13 +30,18 @@ class Line:
     async def send(self, message: Any) -> None:
         """Raises WireError (nothing was sent), PeerLost, DeadlineExceeded."""
         frames = encode(message)
+        if self._offer_now(frames):
+            return
         async with self._order:
             await self._send(self._numbered(frames))
             self.sent += 1
 
     def offer(self, message: Any) -> bool:
         """Send without waiting; False when the queue is full or others wait for it."""
-        if self._order.locked() or not self._offer(self._numbered(encode(message))):
+        return not self._order.locked() and self._offer_now(encode(message))
+
+    def _offer_now(self, frames: Frames) -> bool:
+        if self._order.locked() or not self._offer(self._numbered(frames)):
             return False
         self.sent += 1
         return True

@@ -9,7 +9,7 @@ from typing import Any, Self
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WireError
 from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
 from asyncrl.wire.answers import Items, Single, error_of
-from asyncrl.wire.ends import Caller, Signal
+from asyncrl.wire.ends import Caller, Frame, Signal, pour
 from asyncrl.wire.line import Line
 
 HELLO_DEADLINE = 10.0
@@ -100,12 +100,17 @@ class Link:
     async def call(self, method: str, args: tuple[Any, ...], deadline: float, span: str = "") -> Any:
         """The worker's reply. Raises DeadlineExceeded after `deadline` seconds, PeerLost, WireError for arguments that
         may not travel, and what the worker raised: the class of asyncrl.errors by that name, or RemoteError."""
+        loop = asyncio.get_running_loop()
         answer, call = Single(), self._new_call(method, args, deadline, span)
+        end = loop.time() + deadline
+        expiry = loop.call_at(end, self._expire, call, answer)
         try:
-            async with self._until(asyncio.get_running_loop().time() + deadline, method, deadline):
-                await self._start(call, answer)
-                return await answer.future
+            if not self._start_at_once(call, answer):
+                async with self._until(end, method, deadline):
+                    await self._start(call, answer)
+            return await answer.future
         finally:
+            expiry.cancel()
             self._finish(call.call, answer)
 
     async def stream(
@@ -135,9 +140,30 @@ class Link:
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            raise DeadlineExceeded(
-                f"{self.peer} did not answer {method} within {seconds:g} s; {len(self._answers)} calls wait there"
-            ) from error
+            raise self._overdue(method, seconds) from error
+
+    def _overdue(self, method: str, seconds: float) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{self.peer} did not answer {method} within {seconds:g} s; {len(self._answers)} calls wait there"
+        )
+
+    def _expire(self, call: Call, answer: Single) -> None:
+        answer.expire(self._overdue(call.method, call.deadline))
+
+    def _start_at_once(self, call: Call, answer: Single) -> bool:
+        """The common case, without a scope for waiting: there is credit and room."""
+        if self._abandoned or self._credit == 0 or self.lost.is_set():
+            return False
+        self._credit -= 1
+        self._answers[call.call] = answer
+        sent = False
+        try:
+            sent = self._line.offer(call)
+        finally:
+            if not sent:
+                del self._answers[call.call]
+                self._return_credit()
+        return sent
 
     async def _start(self, call: Call, answer: Single | Items) -> None:
         self._cancel_abandoned()
@@ -180,14 +206,18 @@ class Link:
 
     async def _listen(self) -> None:
         try:
-            while not self.lost.is_set():
-                self._take(self._line.accept(await self._caller.receive()))
-                self._missed = 0
-                self._cancel_abandoned()
+            await pour(self._caller, self._receive)
         except (PeerLost, WireError) as error:
             self.fail(str(error))
         finally:
             self.fail("nobody listens any more")
+
+    def _receive(self, frames: list[Frame]) -> None:
+        self._check()
+        self._take(self._line.accept(frames))
+        self._missed = 0
+        if self._abandoned:
+            self._cancel_abandoned()
 
     def _take(self, message: Any) -> None:
         match message:
