@@ -90,7 +90,9 @@ class Run:
         return pid
 
     def workers(self) -> list[tuple[str, int]]:
-        """Service and pid of each, as fleet.json says."""
+        """Service and pid of each, as fleet.json says; none before there is one."""
+        if not (self.directory / "fleet.json").exists():
+            return []
         workers = json.loads((self.directory / "fleet.json").read_text())["workers"]
         return [(worker["service"], worker["pid"]) for worker in workers]
 
@@ -105,8 +107,10 @@ class Run:
 
     def left(self) -> list[str]:
         """Processes, shared memory and socket folders of this run that still exist."""
-        run = (self.directory / "run.id").read_text()
-        places = [*Path("/dev/shm").glob(f"asyncrl-{run}-*"), *Path(tempfile.gettempdir()).glob(f"asyncrl-{run}-*")]
+        name, places = self.directory / "run.id", []
+        if name.exists():
+            folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+            places = [path for folder in folders for path in folder.glob(f"asyncrl-{name.read_text()}-*")]
         return [*map(str, places), *(f"process {pid}" for pid in self.processes())]
 
     def leaves_nothing(self) -> None:
