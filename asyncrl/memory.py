@@ -17,6 +17,9 @@ from numpy.typing import DTypeLike, NDArray
 from asyncrl.errors import ArenaFull
 
 SHARED_MEMORY = Path("/dev/shm")
+_OWN = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+"""With its pages mapped at once where the kernel can: whoever writes first would pay five times the copy for them."""
+
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -38,7 +41,8 @@ class Segment:
     def __init__(self, path: Path, descriptor: int, size: int, writable: bool) -> None:
         self.path, self.size = path, size
         self._descriptor = descriptor
-        self._map = mmap.mmap(descriptor, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        self._map = mmap.mmap(descriptor, size, _OWN if writable else mmap.MAP_SHARED, protection)
 
     @classmethod
     def create(cls, name: str, size: int, directory: Path = SHARED_MEMORY) -> Self:

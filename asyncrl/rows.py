@@ -12,8 +12,10 @@ The generation is odd from the moment a slot is freed until it has been written 
 that no memory barrier is needed to see it.
 """
 
+import struct
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +30,12 @@ from asyncrl.protocols.batch import Array, Batch, Column, Place
 ROW_DTYPES = tuple(np.dtype(name) for name in ("<f4", "<i4", "u1", "<i8"))
 MAX_COLUMNS = 16
 SHARED_SCHEME = "shm://"
+_CODES = {dtype: code for code, dtype in enumerate(ROW_DTYPES)}
 _MAGIC = 0x0053574F52435341
+_WORD = struct.Struct("=q")
+_TABLES = tuple(struct.Struct(f"={1 + 2 * columns}q") for columns in range(MAX_COLUMNS + 1))
+"""Number of columns, then dtype and length of each."""
+
 _HEADER_WORDS = 4  # magic, slots, bytes of a slot, reserved
 _SLOT_WORDS = 2 + 2 * MAX_COLUMNS
 
@@ -91,12 +98,12 @@ def _aligned(size: int) -> int:
 
 def _checked(columns: Mapping[str, Array], slot_bytes: int) -> None:
     for name, values in columns.items():
-        if values.ndim != 1 or values.dtype not in ROW_DTYPES:
+        if values.ndim != 1 or values.dtype not in _CODES:
             allowed = ", ".join(str(dtype) for dtype in ROW_DTYPES)
             raise ValueError(
                 f"column {name!r} is {values.dtype} {list(values.shape)}; rows are one of {allowed}, [length]"
             )
-    size = sum(_aligned(values.nbytes) for values in columns.values())
+    size = sum([_aligned(values.nbytes) for values in columns.values()])
     if size > slot_bytes or len(columns) > MAX_COLUMNS:
         raise ValueError(f"a row of {size} bytes in {len(columns)} columns; a slot takes {slot_bytes} in {MAX_COLUMNS}")
 
@@ -125,6 +132,7 @@ class SharedTable:
         if header[0] != _MAGIC or segment.size < self.size(int(header[1]), int(header[2])):
             raise LostRows(f"{segment.name} holds no rows")
         self.slots, self.slot_bytes = int(header[1]), int(header[2])
+        self._bytes = segment.buffer
 
     @staticmethod
     def size(slots: int, slot_bytes: int) -> int:
@@ -146,20 +154,25 @@ class SharedTable:
         """generation, number of columns, then dtype and length of each column."""
         return self.segment.array(self._start(slot), np.int64, _SLOT_WORDS)
 
+    def _generation(self, slot: int) -> int:
+        return _WORD.unpack_from(self._bytes, self._start(slot))[0]  # type: ignore[no-any-return]
+
     def write(self, slot: int, columns: Sequence[Array]) -> int:
         """Fill a free slot; returns its new generation."""
-        words = self.words(slot)
-        offset = self._start(slot) + 8 * _SLOT_WORDS
-        words[1] = len(columns)
-        for index, values in enumerate(columns):
-            words[2 + 2 * index : 4 + 2 * index] = (ROW_DTYPES.index(values.dtype), len(values))
-            self.segment.array(offset, values.dtype, len(values))[:] = values
-            offset += _aligned(values.nbytes)
-        words[0] += 1
-        return int(words[0])
+        start = self._start(slot)
+        offset, table = start + 8 * _SLOT_WORDS, [len(columns)]
+        for values in columns:
+            table += (_CODES[values.dtype], len(values))
+            data = np.ascontiguousarray(values).data.cast("B") if len(values) else b""
+            self._bytes[offset : offset + len(data)] = data
+            offset += _aligned(len(data))
+        _TABLES[len(columns)].pack_into(self._bytes, start + 8, *table)
+        generation = self._generation(slot) + 1
+        _WORD.pack_into(self._bytes, start, generation)
+        return generation
 
     def holds(self, place: Place) -> bool:
-        return 0 <= place.slot < self.slots and int(self.words(place.slot)[0]) == place.generation
+        return 0 <= place.slot < self.slots and self._generation(place.slot) == place.generation
 
     def check(self, place: Place) -> None:
         if not self.holds(place):
@@ -168,13 +181,15 @@ class SharedTable:
     def views(self, place: Place, columns: Sequence[str]) -> list[Array]:
         """The columns where they lie; what is read from them counts only if `check` passes afterwards."""
         self.check(place)
-        words = self.words(place.slot)[1 : 2 + 2 * len(place.columns)].tolist()
-        found, offset = {}, self._start(place.slot) + 8 * _SLOT_WORDS
-        for index, name in enumerate(place.columns):
-            code, length = words[1 + 2 * index], words[2 + 2 * index]
-            self._check_table(place, words[0], code, length)
-            found[name] = self.segment.array(offset, ROW_DTYPES[code], length)
-            offset += _aligned(found[name].nbytes)
+        start = self._start(place.slot)
+        count, *table = _TABLES[min(len(place.columns), MAX_COLUMNS)].unpack_from(self._bytes, start + 8)
+        found, offset = {}, start + 8 * _SLOT_WORDS
+        for name, code, length in zip(place.columns, table[::2], table[1::2], strict=False):
+            self._check_table(place, count, code, length)
+            dtype = ROW_DTYPES[code]
+            if name in columns:
+                found[name] = np.frombuffer(self._bytes, dtype, length, offset)
+            offset += _aligned(length * dtype.itemsize)
         return [found[name] for name in columns]
 
     def _check_table(self, place: Place, columns: int, code: int, length: int) -> None:
@@ -184,6 +199,9 @@ class SharedTable:
             raise LostRows(f"slot {place.slot} of {place.owner} was overwritten while it was read")
 
     def close(self) -> None:
+        """What somebody borrows stays mapped until it is given back."""
+        with suppress(BufferError):
+            self._bytes.release()
         self.segment.close()
 
 
