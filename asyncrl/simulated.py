@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, LostRows, PeerLost, Refused
 from asyncrl.protocols.batch import BatchRef, Cuts, Place, RowRef
 from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.protocols.contracts import Contract, Generation, Reference, Reward, Training
@@ -101,10 +101,14 @@ class Host(Contract):
     def holds(self, place: Place) -> bool:
         return place.owner == f"sim://{self.instance}" and place.slot in self.rows
 
-    async def release(self, places: list[Place]) -> None:
+    def free(self, places: Iterable[Place]) -> None:
+        """Of other owners, and those freed before, are ignored."""
         for place in places:
             if place.owner == f"sim://{self.instance}":
                 self.rows.pop(place.slot, None)
+
+    async def release(self, places: list[Place]) -> None:
+        self.free(places)
 
     async def idle_because(self, state: str) -> None:
         return
@@ -117,7 +121,7 @@ class Sequence:
     prompts: PromptGroup
     member: int
     tokens: int
-    answers: asyncio.Queue[RowRef | PeerLost]
+    answers: asyncio.Queue[RowRef | AsyncrlError]
     began: float = 0.0
     timer: asyncio.TimerHandle | None = None
 
@@ -151,7 +155,7 @@ class SimulatedGeneration(Host, Generation):
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         await self.lives()
-        answers = asyncio.Queue[RowRef | PeerLost]()
+        answers = asyncio.Queue[RowRef | AsyncrlError]()
         sequences = [Sequence(prompts, member, self._length(prompts, member), answers) for member in prompts.members]
         self._waiting.extend(sequences)
         self._fill()
@@ -166,11 +170,11 @@ class SimulatedGeneration(Host, Generation):
             while not answers.empty():
                 self._forget(answers.get_nowait())
 
-    async def _finished(self, answers: asyncio.Queue[RowRef | PeerLost]) -> BatchRef:
+    async def _finished(self, answers: asyncio.Queue[RowRef | AsyncrlError]) -> BatchRef:
         found = [await answers.get()]
         found += [answers.get_nowait() for _ in range(answers.qsize())]
         for answer in found:
-            if isinstance(answer, PeerLost):
+            if isinstance(answer, AsyncrlError):
                 raise answer
         return BatchRef(tuple(answer for answer in found if isinstance(answer, RowRef)))
 
@@ -219,11 +223,13 @@ class SimulatedGeneration(Host, Generation):
             self._leave(sequence)
         self._fill()
 
-    def _forget(self, answer: RowRef | PeerLost) -> None:
+    def _forget(self, answer: RowRef | AsyncrlError) -> None:
         """Free a finished row that nobody took."""
-        for place in answer.places if isinstance(answer, RowRef) else ():
-            if self.holds(place):
-                del self.rows[place.slot]
+        self.free(answer.places if isinstance(answer, RowRef) else ())
+
+    def keep(self, sequence: Sequence, spans: Spans) -> Place:
+        """Put a finished completion where readers find it."""
+        return self.hold(spans)
 
     def _row(self, sequence: Sequence, spans: Spans) -> RowRef:
         prompts = sequence.prompts
@@ -237,7 +243,7 @@ class SimulatedGeneration(Host, Generation):
             first=spans[0][0],
             last=spans[-1][0],
             finish="length" if sequence.tokens == prompts.max_new_tokens else "stop",
-            places=(self.hold(spans),),
+            places=(self.keep(sequence, spans),),
         )
 
     def _spans(self, sequence: Sequence) -> Spans:

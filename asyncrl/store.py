@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from asyncrl.errors import ConfigError
 
@@ -150,13 +150,13 @@ class MemoryStore:
     def freeze(self) -> None:
         self._frozen = True
 
-    def after_death(self) -> "MemoryStore":
+    def after_death(self) -> Self:
         """What the next process finds after a kill: all that was written."""
         return self.after_power_cut(len(self._journal))
 
-    def after_power_cut(self, kept: int = 0, tail: bytes = b"") -> "MemoryStore":
+    def after_power_cut(self, kept: int = 0, tail: bytes = b"") -> Self:
         """The journal up to its last sync, at least to byte `kept`, then `tail`: a piece that was torn or garbled."""
-        found = MemoryStore()
+        found = type(self)()
         found._journal = self._journal[: max(self._synced, kept)] + tail
         found._synced = len(found._journal)
         found._folders = {name: dict(files) for name, files in self._folders.items()}

@@ -6,6 +6,7 @@ whatever wakes the loop from outside looks like a deadlock to it.
 """
 
 import asyncio
+import itertools
 import selectors
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -43,6 +44,22 @@ class _JumpingSelector(selectors.BaseSelector):
         self._files.close()
 
 
+class _Task(asyncio.Task[T]):
+    """asyncio keeps tasks in sets. With its number for a hash, and not the place where it lies in memory, a task takes
+    the same turn there in every run."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], *, loop: "VirtualLoop", **named: Any) -> None:
+        self._number = next(loop.numbers)
+        super().__init__(work, loop=loop, **named)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def _numbered(loop: Any, work: Any, **named: Any) -> asyncio.Task[Any]:
+    return _Task(work, loop=loop, **named)
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """The loop; starts at time 0. Raises Deadlock out of `run_until_complete`."""
 
@@ -52,16 +69,30 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         # asyncio runs a timer once it is less than this away. Far below a microsecond, `now + resolution` would round
         # to `now` after some years of virtual time, and a timer due right now would never run.
         self._clock_resolution = 1e-6
+        self.numbers = itertools.count()
+        self.set_task_factory(_numbered)
 
     def time(self) -> float:
         return self._now
 
-    def _jump(self, seconds: float | None) -> None:
-        if seconds is None:
-            raise Deadlock(f"nothing can happen any more at virtual time {self._now:g}; pending: {self._pending()}")
+    def skip(self, seconds: float) -> None:
+        """The clock jumps, or this thread was held up, by a slow disk or by a debugger: time passed and nothing ran."""
         self._now += seconds
 
-    def _pending(self) -> str:
+    def after_turns(self, turns: int, act: Callable[[], None]) -> None:
+        """Call `act` when the loop has gone round so often: between any two steps of its tasks."""
+        if turns:
+            self.call_soon(self.after_turns, turns - 1, act)
+        else:
+            act()
+
+    def _jump(self, seconds: float | None) -> None:
+        if seconds is None:
+            raise Deadlock(f"nothing can happen any more at virtual time {self._now:g}; pending: {self.pending()}")
+        self._now += seconds
+
+    def pending(self) -> str:
+        """All tasks, and where each waits."""
         return ", ".join(sorted(_where(task) for task in asyncio.all_tasks(self))) or "no task"
 
 

@@ -110,6 +110,11 @@ class InprocListener:
     async def receive(self) -> tuple[bytes, list[Frame]]:
         return await self.inbox.take()
 
+    def cut(self, peer: bytes) -> None:
+        """This caller's connection breaks; both ends live on."""
+        if peer in self._callers:
+            self._callers[peer].replies.close()
+
     def close(self) -> None:
         self.inbox.close()
         for caller in self._callers.values():

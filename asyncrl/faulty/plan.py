@@ -1,0 +1,152 @@
+"""What a trial is made of: sizes, durations and faults. Everything random in it is drawn here, from one seed."""
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.groups import GateConfig, Policy
+from asyncrl.simulated import Lengths, constant, lognormal, stragglers
+
+Kind = Literal[
+    "lose",
+    "repeat",
+    "overtake",
+    "delay",
+    "cut",
+    "stall",
+    "kill",
+    "row",
+    "stuck",
+    "jump",
+    "disk",
+    "controller",
+]
+Shape = Literal["constant", "bimodal", "lognormal"]
+
+TOKEN_TIME = 0.1
+TOKENS = 10
+"""Of a usual completion."""
+MOST_TOKENS = 100
+HEARTBEAT = 4.0
+"""Seconds, where workers are remote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong when the `at`-th message of a trial is sent.
+
+    lose, repeat, overtake (it comes `seconds` late, after those behind it), delay (all behind it wait), cut (the link
+    it belongs to breaks): that very message.
+    stall: no message of service `target` passes for `seconds`. kill: a worker of `target`, `turns` turns of the event
+    loop later. row: a row of `target` is overwritten. stuck: a reader of weights does not answer for `seconds`. jump:
+    the clock jumps. disk: each of the next writes takes `seconds`. controller: it dies; `power`: with the machine.
+    """
+
+    kind: Kind
+    at: int
+    target: str = ""
+    turns: int = 0
+    seconds: float = 0.0
+    power: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A run in the faulty world; times in virtual seconds.
+
+    groups, members, limit, policy, slots, cut_at: of the gate. generators, scorers: replicas. remote: links have
+    heartbeats, and deaths may be known late. latency: mean of a message. reference: whether there is one.
+    """
+
+    seed: int = 0
+    policy: Policy = "mask"
+    groups: int = 2
+    members: int = 2
+    limit: int = 1
+    slots: int = 4
+    cut_at: int | None = 2
+    steps: int = 3
+    generators: int = 1
+    scorers: int = 1
+    reference: bool = False
+    remote: bool = False
+    latency: float = 0.0
+    shape: Shape = "constant"
+    flip_time: float = 0.0
+    step_time: float = 0.5
+    reward_time: float = 0.1
+    unscorable: float = 0.0
+    finish: Literal["abandon", "drain"] = "abandon"
+    checkpoint_every: int = 1
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def gate(self) -> GateConfig:
+        slots = self.slots * self.generators
+        return GateConfig(self.groups, self.members, self.limit, self.policy, slots, self.cut_at)
+
+    @property
+    def lengths(self) -> Lengths:
+        """Of completions."""
+        match self.shape:
+            case "constant":
+                return constant(TOKENS)
+            case "bimodal":
+                return stragglers(TOKENS // 2, 0.15, 10)
+            case "lognormal":
+                return lognormal(TOKENS, 0.8)
+
+
+def draw(seed: int) -> Trial:
+    """The trial of a seed."""
+    chance = random.Random(f"trial {seed}")
+    remote, reference, members = chance.random() < 0.5, chance.random() < 0.4, chance.randint(2, 3)
+    return Trial(
+        seed=seed,
+        policy=chance.choice(("mask", "mask", "drop", "block", "admit")),
+        groups=chance.randint(1, 2),
+        members=members,
+        limit=chance.randint(0, 2),
+        slots=chance.randint(2, 6),
+        cut_at=chance.choice((None, 2)),
+        steps=chance.randint(2, 4),
+        generators=chance.randint(1, 2),
+        scorers=chance.choice((1, 1, 2)),
+        reference=reference,
+        remote=remote,
+        latency=chance.choice((0.0, 0.001, 0.1)),
+        shape=chance.choice(("constant", "bimodal", "lognormal")),
+        flip_time=chance.choice((0.0, 0.3)),
+        step_time=chance.choice((0.0, 0.5, 2.0)),
+        reward_time=chance.choice((0.0, 0.1, 1.0)),
+        unscorable=chance.choice((0.0, 0.0, 0.2)),
+        finish=chance.choice(("abandon", "abandon", "drain")),
+        checkpoint_every=chance.randint(1, 2),
+        faults=tuple(_fault(chance, remote, reference) for _ in range(chance.choice((0, 1, 2, 3, 4, 6)))),
+    )
+
+
+DEATHS: tuple[Kind, ...] = ("cut", "kill", "kill", "kill", "controller")
+LOCAL: tuple[Kind, ...] = (*DEATHS, "row", "stuck", "stall", "jump", "disk", "delay")
+REMOTE: tuple[Kind, ...] = (*LOCAL, "lose", "lose", "repeat", "repeat", "overtake", "overtake")
+"""A message is lost silently between hosts only: the kernel loses none."""
+
+
+def _fault(chance: random.Random, remote: bool, reference: bool) -> Fault:
+    kind, at = chance.choice(REMOTE if remote else LOCAL), int(10 ** chance.uniform(0.5, 2.6))
+    services = ("generation", "generation", "reward", "training", *(("reference",) if reference else ()))
+    match kind:
+        case "kill" | "stall":
+            target = chance.choice(services)
+            seconds = chance.choice((0.5, 5.0, 30.0)) if kind == "stall" else 0.0
+            return Fault(kind, at, target, chance.choice((0, 1, 2, 3, 5, 8)), seconds)
+        case "row":
+            return Fault(kind, at, chance.choice(("generation", *(("reference",) if reference else ()))))
+        case "jump":
+            return Fault(kind, at, seconds=chance.choice((1.0, 20.0, 1000.0)))
+        case "controller":
+            return Fault(kind, at, turns=chance.choice((0, 1, 2, 3, 5, 8)), power=chance.random() < 0.5)
+        case "disk":
+            return Fault(kind, at, seconds=chance.choice((0.01, 0.2, 2.0)))
+        case _:
+            return Fault(kind, at, seconds=chance.choice((0.05, 0.5, 5.0, 20.0)))
