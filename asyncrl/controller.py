@@ -159,6 +159,7 @@ class Controller:
             if self._gate.members(group, Stage.RUNNING):
                 self._rolling.start(group)
         while True:
+            self._rolling.start_again()
             while self._gate.may_draw():
                 self._rolling.start(self._books.draw())
             self._notices.idle_because("blocked")
@@ -229,6 +230,11 @@ class Controller:
         self._publisher.forget(instance)
         for group in self._books.groups_at(instance):
             self._rolling.lost(group, f"{instance}: {why}")
+
+    def worker_lives(self, service: str, instance: str) -> None:
+        """A worker takes calls; a reader of weights is to be handed them."""
+        if service == "generation":
+            self._publisher.join(instance)
 
     async def worker_started(self, service: str) -> None:
         """A worker came up after the first ones; a reader of weights is handed the newest."""

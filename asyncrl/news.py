@@ -17,9 +17,17 @@ class News:
     def __init__(self, running: RunningFleet, controller: Controller) -> None:
         self._controller, self._training = controller, running.fleet.training
         self._waiting: asyncio.Queue[Item] = asyncio.Queue()
-        running.on_lives.append(lambda service, instance: self._waiting.put_nowait(("lives", service, instance)))
+        for service, workers in running.workers.items():
+            for worker in workers:
+                if worker.lives:
+                    controller.worker_lives(service, worker.instance)
+        running.on_lives.append(self._lives)
         running.on_lost.append(self._lost)
         running.on_gone.append(lambda service, instance: self._waiting.put_nowait(("gone", service, instance)))
+
+    def _lives(self, service: str, instance: str) -> None:
+        self._controller.worker_lives(service, instance)
+        self._waiting.put_nowait(("lives", service, instance))
 
     def _lost(self, service: str, instance: str, why: str) -> None:
         self._controller.worker_lost(instance, why)

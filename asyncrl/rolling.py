@@ -86,6 +86,7 @@ class Rolling:
         self._scopes: dict[int, asyncio.Timeout] = {}
         self._overtaken: dict[int, None] = {}
         self._failures: dict[int, int] = {}
+        self._again: dict[int, None] = {}
 
     def start(self, group: int) -> None:
         """Roll this group out, in a task of its own."""
@@ -106,8 +107,15 @@ class Rolling:
             return
         if self._open(group):
             self._books.restart(group, reason, self._failures.get(group, 0))
-        if group not in self._alive and self._gate.members(group, Stage.RUNNING):
-            self.start(group)
+        self._again[group] = None
+
+    def start_again(self) -> None:
+        """Roll out those that lost rows after their attempt. Not at once: the news comes at any time, also when the run
+        ends and takes no more tasks."""
+        again, self._again = self._again, {}
+        for group in again:
+            if group not in self._alive and self._gate.members(group, Stage.RUNNING):
+                self.start(group)
 
     async def _live(self, group: int) -> None:
         while self._gate.members(group, Stage.RUNNING, Stage.SCORING):

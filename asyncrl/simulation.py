@@ -2,7 +2,7 @@
 
     result = simulate(Scenario(policy="drop", seed=3))
 
-A run is checked while it goes on (`Invariants`) and ends with numbers and with a digest of all that happened.
+A run is checked while it goes on (`invariants.py`) and ends with numbers and with a digest of all that happened.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import random
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import pairwise
 from typing import Any, Literal
 
 from asyncrl import virtual
@@ -19,9 +18,9 @@ from asyncrl.audit import AuditReport, audit_store
 from asyncrl.checkpoint import ResumePlan, commit, plan_resume, resume
 from asyncrl.controller import Controller, Schedule
 from asyncrl.errors import first
-from asyncrl.events import AttemptFailed, Event, GroupDrawn, SampleScored, SamplesDropped, StepDone, StepLost
+from asyncrl.events import AttemptFailed, Event, SampleScored, SamplesDropped, StepLost
 from asyncrl.fleet import Fleet
-from asyncrl.groups import IN_FLIGHT
+from asyncrl.invariants import Invariants
 from asyncrl.ledger import Journal
 from asyncrl.objectives.advantages import GroupBaseline
 from asyncrl.rolling import Sampling
@@ -126,54 +125,6 @@ class Result:
         return 1.0 - (self.training + self.blocked) / self.seconds
 
 
-class Invariants:
-    """Checks, after every change, what must hold whatever happens."""
-
-    def __init__(self, gate: Gate, journal: Journal, training: SimulatedTraining, *, thorough: bool) -> None:
-        self._gate, self._journal, self._training, self._thorough = gate, journal, training, thorough
-        self._changed = asyncio.Event()
-        self._lost_in_a_row, self._drawn_in_a_row = 0, 0
-
-    def observe(self, event: Event) -> None:
-        if self._thorough or isinstance(event, StepDone):
-            self._changed.set()
-        if isinstance(event, StepLost):
-            self._lost_in_a_row += 1
-            assert self._lost_in_a_row < 100, "the same rows are lost for ever"
-        if isinstance(event, GroupDrawn):
-            self._drawn_in_a_row += 1
-            assert self._drawn_in_a_row < 50 * self._gate.config.cap, "groups are drawn for ever, and none is trained"
-            assert self._gate.held() <= self._gate.config.credits, f"group {event.group} was drawn without credit"
-        if isinstance(event, StepDone):
-            self._check_step(event)
-
-    async def watch(self) -> None:
-        """For ever: check once all that one event changed is changed."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            self.check()
-
-    def check(self) -> None:
-        """Conservation, gate equal to journal, caps."""
-        gate, ledger = self._gate, self._journal.ledger
-        assert ledger.balanced(), "drawn is not trained + dropped + in flight"
-        assert gate.version == ledger.version, "gate and journal are at different versions"
-        in_flight = tuple((group, gate.members(group, *IN_FLIGHT)) for group in gate.groups())
-        assert in_flight == ledger.in_flight(), "gate and journal differ in what is in flight"
-        assert gate.in_flight <= gate.config.cap * gate.config.members, "more is in flight than the cap"
-
-    def _check_step(self, event: StepDone) -> None:
-        self._lost_in_a_row, self._drawn_in_a_row = 0, 0
-        keys, policy = [row.key for row in event.cuts.batch], self._gate.config.policy
-        assert all(one < next_ for one, next_ in pairwise(keys)), "a batch is sorted by (group, member), each once"
-        assert len(self._training.trained) == self._training.samples_trained, "a sample was trained twice"
-        if policy != "admit":
-            assert self._training.oldest <= self._gate.config.limit, "a token over the limit is in the loss"
-        if policy in ("drop", "block"):
-            assert not any(sample.masked for sample in event.report.samples), "the gate let a stale token through"
-
-
 class Recorder:
     """Hashes and counts events."""
 
@@ -212,9 +163,10 @@ class Run:
         limit = None if scenario.policy == "admit" else scenario.limit
         self.training = SimulatedTraining(scenario.cost, limit, hosts, scenario.seed)
         self._take_up(plan_resume(store))
-        self.invariants = Invariants(self.gate, self.journal, self.training, thorough=scenario.thorough)
+        self.invariants = Invariants(self.gate, self.journal, self._check_training, thorough=scenario.thorough)
         self.recorder = Recorder(self.result)
         self.controller = self._controller()
+        self.controller.worker_lives("generation", self.generation.instance)
 
     def _take_up(self, plan: ResumePlan | None) -> None:
         config = self.scenario.gate
@@ -292,6 +244,7 @@ class Run:
             await self.training.detached(instance)
             await asyncio.sleep(self.scenario.faults.restart)
             host.come_back()
+            self.controller.worker_lives(host.service, host.instance)
             await self.controller.worker_started(host.service)
 
     async def _die(self, after: float) -> None:
@@ -304,6 +257,12 @@ class Run:
             await asyncio.sleep(chance.expovariate(1 / mean))
             if self.generation.rows:
                 del self.generation.rows[chance.choice(list(self.generation.rows))]
+
+    def _check_training(self) -> None:
+        training = self.training
+        assert len(training.trained) == training.samples_trained, "a sample was trained twice"
+        if self.scenario.policy != "admit":
+            assert training.oldest <= self.scenario.limit, "a token over the limit is in the loss"
 
     def _check_rows(self) -> None:
         """Every row that is left belongs to a group in flight: nothing leaks."""

@@ -4,7 +4,8 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 
@@ -158,6 +159,28 @@ def test_a_reward_that_fails_ends_the_run_with_one_error() -> None:
     scene = Scene()
     scene.reward = BrokenReward(0.0)
     with pytest.raises(RewardError, match="'broken' failed on sample"):
+        scene.play()
+
+
+class FailingFleet(SimulatedReward):
+    """The run fails, and in the turns of the loop that follow it hears that the worker that holds the rows died."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(0.0)
+        self.scene = scene
+
+    async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
+        loop = cast(virtual.VirtualLoop, asyncio.get_running_loop())
+        lose = partial(self.scene.controller.worker_lost, self.scene.generation.instance, "killed")
+        for turns in range(8):
+            loop.after_turns(turns, lose)
+        raise RewardError("the reward function failed")
+
+
+def test_a_worker_that_dies_while_a_run_fails_hides_nothing_of_the_failure() -> None:
+    scene = Scene()
+    scene.reward = FailingFleet(scene)
+    with pytest.raises(RewardError, match="the reward function failed"):
         scene.play()
 
 

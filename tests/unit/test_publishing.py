@@ -44,6 +44,8 @@ class Scene:
         self.evicted: list[str] = []
         fleet = Fleet(self.readers, Reward(), self.leases)
         self.publisher = Publisher(fleet, 10.0, self.events.append, self.evicted.append)
+        for reader in ("reader-a", "reader-b"):
+            self.publisher.join(reader)
 
     def announce(self, version: int) -> None:
         self.publisher.announce(Published(0, version, "arena", version % 2, ""))
@@ -92,9 +94,8 @@ def test_a_reader_that_holds_on_is_named_and_evicted() -> None:
 
     scene = Scene(0.0, 1000.0)
     play(scene, script)
-    assert scene.events[1:] == [WeightsOverdue(2, ("reader-a",), pytest.approx(10.0))]
+    assert scene.events[1] == WeightsOverdue(2, ("reader-a",), pytest.approx(10.0))
     assert scene.evicted == ["reader-a"]
-    assert scene.leases.using_now["reader-a"] == 1
 
 
 def test_a_death_is_not_the_publishers_business() -> None:
@@ -108,3 +109,40 @@ def test_a_death_is_not_the_publishers_business() -> None:
     play(scene, script)
     assert scene.readers.asked == [1, 1]
     assert scene.leases.using_now == {"reader-a": 1, "reader-b": 1}
+
+
+def test_a_reader_that_joins_holds_its_version_before_it_is_told_of_it() -> None:
+    async def script(scene: Scene) -> None:
+        scene.announce(1)
+        await asyncio.sleep(1)
+        assert scene.readers.asked == [1]
+        assert scene.leases.using_now == {"reader-a": 1, "reader-b": 1}, "attached, while their answer is on the way"
+        await asyncio.sleep(5)
+
+    play(Scene(5.0), script)
+
+
+def test_a_reader_that_never_took_over_a_version_is_evicted() -> None:
+    async def script(scene: Scene) -> None:
+        scene.announce(1)
+        await asyncio.sleep(30)
+
+    scene = Scene(1000.0)
+    play(scene, script)
+    assert scene.evicted == ["reader-a", "reader-b"]
+    assert scene.readers.asked == [1, 1], "whoever only did not hear of it is told again"
+
+
+def test_a_reader_that_dies_after_its_answer_is_not_attached_again() -> None:
+    async def script(scene: Scene) -> None:
+        scene.announce(1)
+        await asyncio.sleep(1)
+        scene.announce(2)
+        await asyncio.sleep(1)
+        scene.publisher.forget("reader-a")  # the other reader's answer is still to come
+        scene.leases.using_now.pop("reader-a")
+        await asyncio.sleep(5)
+
+    scene = Scene(0.0, 5.0)
+    play(scene, script)
+    assert scene.leases.using_now == {"reader-b": 2}
