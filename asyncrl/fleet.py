@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from asyncrl.compute import Compute, Occupancy, ThreadCompute
-from asyncrl.errors import FleetFailed, first
+from asyncrl.errors import FleetFailed, PeerLost, first
 from asyncrl.handle import connect
 from asyncrl.inproc_launcher import InprocLauncher
 from asyncrl.launch import Launcher, RunFacts, WorkerSpec
@@ -21,14 +21,14 @@ from asyncrl.memory import sweep
 from asyncrl.protocols.contracts import Contract, Generation, Reference, Reward, Training
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Hello
-from asyncrl.supervisor import Post, Present, Supervisor
+from asyncrl.supervisor import STOP_STAGES, Post, Present, Supervisor
 from asyncrl.watchdog import Watchdog
 from asyncrl.wire.auth import CurveKeys
 from asyncrl.wire.ends import Wire, Wires
 from asyncrl.wire.inproc import InprocWire
 from asyncrl.wire.socket import ZmqWire
 from asyncrl.worker import identity
-from asyncrl.workers import RemoteWorker, Workers
+from asyncrl.workers import DEATH_NOTICE, RemoteWorker, Workers
 
 if TYPE_CHECKING:
     from asyncrl.launch import Implementation
@@ -225,6 +225,10 @@ async def fleet_on(
         yield running
 
 
+VERDICT = DEATH_NOTICE + sum(seconds for _, seconds in STOP_STAGES) + 1.0
+"""Seconds at most until the supervisor, whose link to a worker broke, knows the cause and says that it cannot go on."""
+
+
 @asynccontextmanager
 async def _kept(running: RunningFleet, report: Callable[[str], None]) -> AsyncIterator[None]:
     watchdog = Watchdog(running.workers, running.facts.config.fleet.watchdog, report)
@@ -234,7 +238,11 @@ async def _kept(running: RunningFleet, report: Callable[[str], None]) -> AsyncIt
             try:
                 await running.supervisor.all_started()
                 watching = tasks.create_task(watchdog.run(), name="watchdog")
-                yield
+                try:
+                    yield
+                except (PeerLost, FleetFailed):
+                    await asyncio.wait([keeping], timeout=VERDICT)
+                    raise
                 watching.cancel()
             finally:
                 keeping.cancel()

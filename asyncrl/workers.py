@@ -7,7 +7,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from asyncrl.errors import DeadlineExceeded, PeerLost
+from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
 from asyncrl.protocols.contracts import EndpointSpec, Lane
 from asyncrl.protocols.layout import Layout
 from asyncrl.wire.ends import Signal
@@ -194,7 +194,8 @@ class Workers:
             until: loop time of the deadline.
 
         Raises:
-            PeerLost: all are dead for good.
+            FleetFailed: all are dead for good. Not PeerLost: whoever may try again would do so for nothing until the
+                supervisor, which ends them first, gives the fleet up.
             DeadlineExceeded: none came back in time.
         """
         if living := self._living():
@@ -203,7 +204,7 @@ class Workers:
             async with asyncio.timeout_at(until):
                 while not (living := self._living()):
                     if all(any(worker.gone for worker in replica.workers) for replica in self.replicas):
-                        raise PeerLost(self._conditions())
+                        raise FleetFailed(self._conditions())
                     await self._changed.wait()
         except TimeoutError as error:
             raise DeadlineExceeded(f"no worker of {self.service} came back in time: {self._conditions()}") from error

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.errors import DeadlineExceeded, PeerLost, UnknownEndpoint
+from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, UnknownEndpoint
 from asyncrl.handle import GROUP_MARGIN, connect
 from asyncrl.protocols.batch import Batch
 from asyncrl.protocols.contracts import Contract, Idempotent, Lane, endpoint
@@ -173,7 +173,7 @@ async def test_waiting_for_a_restart_ends_at_the_deadline_and_says_why() -> None
 async def test_a_worker_that_does_not_return_is_not_waited_for() -> None:
     workers = fleet_of(answering(1))
     workers.worker(0, 0).lost("killed by SIGKILL", returns=False)
-    with pytest.raises(PeerLost, match="SIGKILL"):
+    with pytest.raises(FleetFailed, match="SIGKILL"):
         await connect(Sums, workers, 60.0).ask("anybody?")
 
 

@@ -260,7 +260,7 @@ def test_the_death_of_a_worker_that_cannot_be_restarted_ends_the_fleet_at_once()
     async def play(stage: Stage) -> None:
         await stage.living()
         await stage.kill()
-        with pytest.raises(PeerLost, match="killed by SIGKILL"):
+        with pytest.raises(FleetFailed, match="killed by SIGKILL"):
             await stage.living()
         await asyncio.Event().wait()
 
