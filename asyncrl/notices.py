@@ -45,6 +45,8 @@ class Outbox(Generic[T]):
             await self._send(notices)
         except Retryable:
             return  # A worker that died freed its rows by dying, and books no more time.
+        except TimeoutError:
+            self._notices[:0] = notices  # It lives: it is told again, with the next notice.
 
 
 class Notices:
@@ -77,5 +79,5 @@ class Notices:
 
     async def _tell_why(self, states: list[str]) -> None:
         if states[-1] != self._told:
+            await self._fleet.generation.idle_because(states[-1])
             self._told = states[-1]
-            await self._fleet.generation.idle_because(self._told)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from asyncrl.errors import PeerLost
+from asyncrl.errors import DeadlineExceeded, PeerLost
 from asyncrl.fleet import Fleet
 from asyncrl.notices import Notices
 from asyncrl.protocols.batch import Place
@@ -92,3 +92,22 @@ async def test_generation_is_told_the_newest_reason_once() -> None:
     notices.idle_because("blocked")
     await notices.flush()
     assert generation.states == ["blocked"]
+
+
+async def test_a_notice_that_is_not_answered_in_time_is_sent_again_with_the_next() -> None:
+    class Slow(Holder):
+        late = True
+
+        async def release(self, places: list[Place]) -> None:
+            if self.late:
+                self.late = False
+                raise DeadlineExceeded("generation0[0] did not answer release within 600 s")
+            await super().release(places)
+
+    generation = Slow()
+    notices = Notices(fleet(generation))
+    notices.release(places(1))
+    await notices.flush()
+    notices.release(places(2))
+    await notices.flush()
+    assert generation.freed == [places(1, 2)]
