@@ -24,10 +24,11 @@ from asyncrl.deploy.beginning import (
     settle_config,
     take_up,
 )
+from asyncrl.deploy.exhaustion import allow_descriptors, exhausted
 from asyncrl.deploy.interrupts import Interrupts
 from asyncrl.deploy.local import LocalLauncher
 from asyncrl.deploy.services import service_specs
-from asyncrl.errors import ConfigError, FleetFailed, Interrupted, RewardError, TaskError, first
+from asyncrl.errors import ConfigError, FleetFailed, Interrupted, RemoteError, RewardError, TaskError, first
 from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator
 from asyncrl.events import Event, GroupFinished, SampleScored, StepDone
 from asyncrl.fleet import Fleet, RunningFleet, running_fleet
@@ -56,7 +57,7 @@ async def run(order: Order) -> RunDirectory:
         RewardError: a reward function failed; the same order resumes.
         Interrupted: by a signal, without a checkpoint of what was trained last; the same order resumes.
     """
-    _check_what_is_named(order)
+    _refuse_what_cannot_run(order)
     before = Before(order.run_dir)
     directory = open_run_directory(order.run_dir)
     with run_lock(directory.path), before.again_when_refused(), closing(FileStore(directory.path)) as store:
@@ -66,8 +67,10 @@ async def run(order: Order) -> RunDirectory:
     return directory
 
 
-def _check_what_is_named(order: Order) -> None:
-    """Refuse reward functions and sinks that are not there."""
+def _refuse_what_cannot_run(order: Order) -> None:
+    """Refuse reward functions and sinks that are not there, and a fleet that this user may not run."""
+    specs = service_specs(order.config, evaluation=bool(order.config.evaluate.prompts))
+    allow_descriptors(sum(spec.replicas * spec.layout.size for spec in specs))
     check_sinks(order.config.telemetry.sinks)
     if order.reward_service is None and (mistakes := check_functions(order.config)):
         raise ConfigError("\n".join(mistakes))
@@ -86,6 +89,10 @@ async def _until_it_ends(order: Order, directory: RunDirectory, store: FileStore
             raise FleetFailed(_resumable(failed, order.command), failed.exit_code) from failed
         except RewardError as failed:
             raise RewardError(_resumable(failed, order.command)) from failed
+        except (OSError, RemoteError) as failed:
+            if (why := exhausted(failed)) is None:
+                raise
+            raise FleetFailed(f"{why} ({directory.path}). Resume with: {order.command}") from failed
 
 
 async def _run(order: Order, directory: RunDirectory, store: FileStore, before: Before, interrupts: Interrupts) -> None:

@@ -28,13 +28,14 @@ MARK = "TESTED_RUN"
 
 @dataclass(slots=True)
 class Run:
-    """One run directory and the command that works in it. standins: without torch. started: how often."""
+    """One run directory and the command that works in it. standins: without torch. wrapper: a command that runs it.
+    started: how often."""
 
     directory: Path
     flags: Sequence[str] = ()
     experiment: str = str(EXPERIMENT)
     standins: bool = True
-    limits: str = ""
+    wrapper: Sequence[str] = ()
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
     started: int = 0
 
@@ -45,10 +46,8 @@ class Run:
         faults: dict[str, Any] = {"standins": self.standins, "died": str(self.directory) + f".died{self.started}"}
         if at:
             faults["at"] = at
-        command = [sys.executable, str(HERE / "faulty_run.py"), "run", self.experiment]
+        command = [*self.wrapper, sys.executable, str(HERE / "faulty_run.py"), "run", self.experiment]
         command += ["--run-dir", str(self.directory), *self.flags]
-        if self.limits:
-            command = ["bash", "-c", f'{self.limits}; exec "$@"', "bash", *command]
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "FAULTS": json.dumps(faults), MARK: self.mark}
         with self.output.open("a") as output:

@@ -1,6 +1,8 @@
 """What torchless.toml trains on: prompts that nobody reads, and a reward that depends on every token."""
 
+import os
 import random
+import time
 from typing import Any
 
 
@@ -13,3 +15,11 @@ def even(sample: Any) -> float:
     """The share of even tokens."""
     tokens = [int(word) for word in sample.text.split()]
     return sum(token % 2 == 0 for token in tokens) / len(tokens)
+
+
+def forks_and_hangs(sample: Any) -> float:
+    """The same, but one sample in twelve leaves a process behind that sleeps, as the function itself then does."""
+    if (sample.group + sample.member) % 12 == 0:
+        os.fork()
+        time.sleep(1000)
+    return even(sample)

@@ -1,0 +1,160 @@
+"""What runs out, hangs or breaks under a run: each ends in recovery or in one clear error, and nothing is left."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncrl.deploy.exhaustion import OWN_DESCRIPTORS, WORKERS_DESCRIPTORS
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from runs import PATIENCE, Run, dead, wait_until  # noqa: E402
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+
+STEPS = ("--steps", "60")
+WORKERS = ("generation", "reward", "training")
+
+
+def test_workers_that_are_stopped_for_a_second_lose_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", STEPS)
+    with run.running() as process:
+        for service in WORKERS:
+            run.until_step(process, run.version + 5)
+            stopped(run.pid_of(service), 1.0)
+        assert process.wait(PATIENCE) == 0, run.shown
+    assert "lost" not in run.shown
+    run.audited()
+    run.leaves_nothing()
+
+
+def test_a_generator_that_stops_for_good_is_replaced_within_the_publish_deadline(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", (*STEPS, "--staleness.publish_deadline", "1"))
+    with run.running() as process:
+        run.until_step(process, 5)
+        stuck = run.pid_of("generation")
+        os.kill(stuck, signal.SIGSTOP)
+        wait_until(lambda: dead(stuck), "the death of the generator", 10.0)
+        assert process.wait(PATIENCE) == 0, run.shown
+    assert "did not take over new weights in time; it is killed and started again" in run.shown
+    run.audited()
+    run.leaves_nothing()
+
+
+def stopped(pid: int, seconds: float) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGCONT)
+
+
+# ---- memory and disk -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_disk(path: Path, size: str) -> Iterator[None]:
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"needs a file system that is small: {mounted.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def one_line_error(run: Run, pattern: str) -> None:
+    (told,) = [line for line in run.shown.splitlines() if line.startswith("asyncrl: ")]
+    assert re.search(pattern, told), run.shown
+    assert "Resume with: asyncrl run" in told
+    assert "Traceback" not in run.shown
+
+
+def test_a_full_disk_is_one_clear_error_and_the_run_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with small_disk(disk, "600k"):
+        run = Run(tmp_path / "run", ("--steps", "1000000"))
+        run.directory.symlink_to(disk)
+        code = run.to_its_end()
+        assert code == 75, run.shown
+        one_line_error(run, "^asyncrl: the disk is full: .*No space left on device")
+        subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
+        run.audited()
+        run.leaves_nothing()
+        with run.running() as process:
+            run.until_step(process, run.version + 5)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE) == 0, run.shown
+        run.audited()
+
+
+def test_with_full_shared_memory_rows_travel_as_frames(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", STEPS, wrapper=small_shared_memory("16k"))
+    assert run.to_its_end() == 0, run.shown
+    (log,) = (run.directory / "logs").glob("generation*.jsonl")
+    assert "rows travel as frames" in log.read_text()
+    run.audited()
+    run.leaves_nothing()
+
+
+def small_shared_memory(size: str) -> tuple[str, ...]:
+    """A command that runs another one with so little in /dev/shm."""
+    private = ("unshare", "--user", "--map-root-user", "--mount")
+    if subprocess.run([*private, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True).returncode:
+        pytest.skip("needs a mount namespace of its own")
+    return (*private, "bash", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "bash")
+
+
+def test_a_fleet_that_needs_more_file_descriptors_than_there_are_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", STEPS, wrapper=("bash", "-c", 'ulimit -n 40 && exec "$@"', "bash"))
+    assert run.to_its_end() == 2, run.shown
+    told = run.shown.splitlines()[-1]
+    assert re.fullmatch(r"asyncrl: a fleet of 3 workers needs up to (\d+) file descriptors a process, .* -n \1.*", told)
+    assert not run.directory.exists()
+
+
+def test_just_enough_file_descriptors_are_enough(tmp_path: Path) -> None:
+    needed = OWN_DESCRIPTORS + 3 * WORKERS_DESCRIPTORS
+    run = Run(
+        tmp_path / "run", STEPS, wrapper=("bash", "-c", f'ulimit -S -n 20; ulimit -H -n {needed}; exec "$@"', "bash")
+    )
+    with run.running() as process:
+        for service in ("generation", "reward"):
+            run.until_step(process, run.version + 5)
+            os.kill(run.pid_of(service), signal.SIGKILL)
+        assert process.wait(PATIENCE) == 0, run.shown
+    run.leaves_nothing()
+
+
+def test_file_descriptors_that_run_out_are_one_clear_error(tmp_path: Path) -> None:
+    """The process that takes a dead worker's place cannot be started."""
+    run = Run(tmp_path / "run", ("--steps", "1000000"))
+    with run.running() as process:
+        run.until_step(process, 5)
+        most = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most - 5, most))
+        os.kill(run.pid_of("generation"), signal.SIGKILL)
+        assert process.wait(PATIENCE) == 75, run.shown
+    one_line_error(run, "^asyncrl: a process has as many files open as it may")
+    run.leaves_nothing()
+    run.audited()
+
+
+# ---- user code -------------------------------------------------------------------------------------------
+
+
+def test_reward_functions_that_fork_and_hang_cost_their_samples_only(tmp_path: Path) -> None:
+    flags = ("--steps", "10", "--reward.functions", "torchless_task:forks_and_hangs", "--reward.deadline", "0.3")
+    run = Run(tmp_path / "run", (*flags, "--reward.on_error", "ignore"))
+    assert run.to_its_end() == 0, run.shown
+    run.audited()
+    run.leaves_nothing()
+    assert "unscorable" in (run.directory / "metrics.jsonl").read_text()
