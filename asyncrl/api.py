@@ -137,7 +137,7 @@ async def train_async(
             command=f"the same call with run_dir={shlex.quote(str(directory))}",
             accept_changes=accept_changes,
             prompts=None if isinstance(prompts, str) else prompts,
-            reward_service=_reward_here(here, display.say),
+            services=_reward_here(here, display.say),
         )
         finished = await run(order)
     return Run(finished.path, config)
@@ -173,17 +173,17 @@ def _by_name(functions: Sequence[str | Function]) -> tuple[list[dict[str, Any]],
     return named, here
 
 
-def _reward_here(functions: Sequence[Function], say: Callable[[str], None]) -> "ServiceSpec | None":
-    """A reward service of this process; None when there is nothing to serve."""
+def _reward_here(functions: Sequence[Function], say: Callable[[str], None]) -> "dict[str, ServiceSpec]":
+    """A reward service of this process; empty when there is nothing to serve."""
     from asyncrl.fleet import ServiceSpec
     from asyncrl.protocols.contracts import Reward
     from asyncrl.services.reward import reward_service_of
 
     if not functions:
-        return None
+        return {}
     for function in functions:
         say(f"reward {function.__name__} has no importable name: it is called in this process")
-    return ServiceSpec("reward", Reward, reward_service_of(functions), here=True)
+    return {"reward": ServiceSpec("reward", Reward, reward_service_of(functions), here=True)}
 
 
 def _run_here_or_beside(work: Coroutine[Any, Any, T]) -> T:

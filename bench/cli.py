@@ -7,7 +7,9 @@ from importlib import import_module
 BENCHMARKS = {
     "asynchrony": "synchronous against asynchronous, seed by seed: wall clock to a reward, held-out reward",
     "lanes": "control calls beside 1,000 queued work calls; a flood of small messages beside a ticking loop",
+    "end-to-end": "trained tokens per second beside TRL's GRPOTrainer and beside ours with asynchrony off",
     "generation": "useful tokens per CPU-second of our engine, beside transformers.generate",
+    "overhead": "what the runtime adds to stages that only sleep, and the CPU that tracing takes",
     "policies": "staleness policies under the virtual clock: live tokens, idle trainer, masked samples",
 }
 
@@ -18,5 +20,5 @@ def main() -> None:
         listed = "\n".join(f"  {key:10} {what}" for key, what in BENCHMARKS.items())
         print(f"usage: asyncrl-bench NAME [flags]\n{listed}")
         sys.exit(0 if name in {"", "-h", "--help"} else 2)
-    run: Callable[[list[str]], None] = import_module(f"asyncrl.bench.{name}").main
+    run: Callable[[list[str]], None] = import_module(f"asyncrl.bench.{name.replace('-', '_')}").main
     run(sys.argv[2:])

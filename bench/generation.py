@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.bench.figures import Load, in_turn, ratios, table, verdict
+from asyncrl.bench.lengths import EndlessEngine
 from asyncrl.bench.subject import SPECIAL, VOCABULARY, make_subject
 from asyncrl.engines.generation.interface import Completion, Request
-from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
+from asyncrl.engines.generation.torch import EngineSettings
 from asyncrl.engines.loading import load_pretrained
 
 PROMPTS, SHORTEST_PROMPT, LONGEST_PROMPT = 256, 8, 64
@@ -47,13 +48,12 @@ class Work:
         return [Request((number, 0, 0), prompt, number, 1.0, length) for number, (prompt, length) in pairs]
 
 
-class EndlessEngine(TorchEngine):
-    """Ignores the end of a sequence, so that requests are as long as they ask to be."""
+class Sampler(EndlessEngine):
+    """Takes requests all at once and runs until they are done."""
 
     def __init__(self, folder: Path, slots: int) -> None:
         settings = EngineSettings(slots=slots, max_prompt_tokens=LONGEST_PROMPT, max_new_tokens=MOST)
         super().__init__(folder, settings, version=0)
-        self._end_ids = np.zeros(0, np.int64)
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         for request in requests:
@@ -64,7 +64,7 @@ class EndlessEngine(TorchEngine):
         return done
 
 
-class TimedEngine(EndlessEngine):
+class TimedEngine(Sampler):
     """Books CPU seconds by stage; bookkeeping is what is left."""
 
     def __init__(self, folder: Path, slots: int) -> None:
@@ -114,7 +114,7 @@ def work_of(*, equal: bool) -> Work:
 
 def measure(name: str, goal: float, work: Work, model: Path, slots: int, rounds: int) -> None:
     load = Load()
-    engine, plain = EndlessEngine(model, slots), load_pretrained(model, dtype=torch.float32).eval()
+    engine, plain = Sampler(model, slots), load_pretrained(model, dtype=torch.float32).eval()
     plain.generation_config.eos_token_id = None
     sides = {
         "asyncrl": lambda: work.tokens / cpu_seconds(lambda: engine.complete(work.requests())),
@@ -169,7 +169,7 @@ def show_stages(engine: TimedEngine, work: Work) -> None:
 
 
 @torch.no_grad()
-def difference(model: Any, engine: EndlessEngine, work: Work) -> float:
+def difference(model: Any, engine: Sampler, work: Work) -> float:
     """Largest over all sampled tokens, each completion looked at alone."""
     found = 0.0
     for done in engine.complete(work.requests()):

@@ -1,7 +1,7 @@
 """What a run begins with: the order, its config and prompts, and the state it takes up from an earlier start."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class Order:
     """What to run.
 
     command: what the user types to resume. prompts: given from Python instead of the config's source.
-    reward_service: a service to use in place of the config's functions, served in this process.
+    services: by name, used instead of those that the config asks for: rewards served in this process, stand-ins.
     """
 
     config: Config
@@ -43,7 +43,7 @@ class Order:
     command: str
     accept_changes: bool = False
     prompts: Rows | None = None
-    reward_service: ServiceSpec | None = None
+    services: Mapping[str, ServiceSpec] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

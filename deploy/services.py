@@ -8,11 +8,11 @@ from asyncrl.protocols.layout import Layout
 GENERATION = "asyncrl.services.generation:GenerationService"
 
 
-def service_specs(config: Config, *, evaluation: bool, reward: ServiceSpec | None = None) -> list[ServiceSpec]:
-    """The services of a training run; `reward` takes the place of the one that runs the config's functions."""
+def service_specs(config: Config, *, evaluation: bool) -> list[ServiceSpec]:
+    """The services of a training run."""
     specs = [
         ServiceSpec("generation", Generation, GENERATION, replicas=config.generation.replicas),
-        reward or ServiceSpec("reward", Reward, "asyncrl.services.reward:RewardService"),
+        ServiceSpec("reward", Reward, "asyncrl.services.reward:RewardService"),
         ServiceSpec(
             "training",
             Training,

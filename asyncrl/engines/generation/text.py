@@ -23,8 +23,9 @@ class Texts:
         self._window = BYTES_PER_CHARACTER * max(map(len, stop), default=0) + WINDOW_MARGIN
 
     def longest(self) -> int:
-        """Bytes of UTF-8 that one token can decode to: a byte that is no character becomes three (U+FFFD)."""
-        return max(3, *(len(token.encode()) for token in self._tokenizer.get_vocab()))
+        """Bytes of UTF-8 that one token can decode to: a byte that is no character becomes three (U+FFFD), and some
+        decoders put a space between words."""
+        return 1 + max(3, *(len(token.encode()) for token in self._tokenizer.get_vocab()))
 
     def prompt_ids(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:
         """Text goes through the tokenizer as it is; messages through the chat template, which writes its own first

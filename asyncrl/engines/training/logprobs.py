@@ -23,24 +23,26 @@ class TokenLogprobs(NamedTuple):
 def token_logprobs(model: CausalModel, rows: PaddedRows, chunk: int) -> TokenLogprobs:
     """Log-probs of all response tokens, with gradient where grad mode is on.
 
-    The head works on `chunk` tokens at a time and is computed again in the backward pass, so that no
-    [tokens, vocabulary] tensor of more than one chunk exists.
+    The head works on `chunk` tokens at a time, so that no [tokens, vocabulary] tensor of more than one chunk exists: it
+    is computed again in the backward pass, unless all tokens fit into one.
     """
     states = model.hidden(rows.ids).flatten(0, 1)[rows.positions]
     parts = [
-        _chunk_logprobs(model, *inputs)
+        _chunk_logprobs(model, *inputs, keep=len(states) <= chunk)
         for inputs in zip(*(torch.split(v, chunk) for v in (states, rows.targets, rows.temperatures)), strict=True)
     ]
     return TokenLogprobs(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
 
 
-def _chunk_logprobs(model: CausalModel, states: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk_logprobs(
+    model: CausalModel, states: Tensor, targets: Tensor, temperatures: Tensor, *, keep: bool
+) -> tuple[Tensor, Tensor]:
     def head(states: Tensor) -> tuple[Tensor, Tensor]:
         everything = (model.logits(states) / temperatures[:, None]).log_softmax(-1)
         chosen = everything.gather(-1, targets[:, None]).squeeze(-1)
         return chosen, _entropy(everything.detach())
 
-    if not torch.is_grad_enabled():
+    if keep or not torch.is_grad_enabled():
         return head(states)
     answer: tuple[Tensor, Tensor] = checkpoint(head, states, use_reentrant=False, preserve_rng_state=False)
     return answer

@@ -1,0 +1,52 @@
+"""Completions of prescribed lengths, so that every system that is compared samples the same numbers of tokens."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+
+from asyncrl.engines.generation.interface import NO_WEIGHTS, Request
+from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
+from asyncrl.protocols.messages import PromptGroup
+from asyncrl.services.generation import GenerationService
+
+
+class EndlessEngine(TorchEngine):
+    """Ignores the end of a sequence, so that requests are as long as they ask to be."""
+
+    def __init__(self, folder: Path, settings: EngineSettings, version: int = NO_WEIGHTS) -> None:
+        super().__init__(folder, settings, version)
+        self._end_ids = np.zeros(0, np.int64)
+
+
+class PrescribedLengths(GenerationService):
+    """options: `lengths`: tokens of each sample of a batch; group after group they begin anew with the next batch."""
+
+    def _requests(self, prompts: PromptGroup) -> list[Request]:
+        task, lengths = self.context.config.task, self.context.options["lengths"]
+        first = (prompts.id % task.prompts_per_step) * task.samples_per_prompt
+        return [
+            replace(request, max_new_tokens=lengths[first + member])
+            for request, member in zip(super()._requests(prompts), prompts.members, strict=True)
+        ]
+
+    def _load_engine(self) -> EndlessEngine:
+        version = self.context.options.get("own_version", NO_WEIGHTS)
+        return EndlessEngine(self.context.model_dir, EngineSettings.of(self.context.config), version)
+
+
+def equal(samples: int, tokens: int) -> list[int]:
+    return [tokens] * samples
+
+
+def lognormal(samples: int, mean: float, sigma: float, cap: int, order: Sequence[int]) -> list[int]:
+    """Quantiles of the distribution, one a sample, in this order: a batch always has the same lengths.
+
+    mean: before the cap. E = exp(mu + sigma^2 / 2).
+    """
+    normal, mu = NormalDist(), float(np.log(mean) - sigma**2 / 2)
+    quantiles = [float(np.exp(mu + sigma * normal.inv_cdf((rank + 0.5) / samples))) for rank in range(samples)]
+    sorted_lengths = [min(cap, max(1, round(tokens))) for tokens in quantiles]
+    return [sorted_lengths[place] for place in order]

@@ -1,0 +1,184 @@
+"""What the runtime costs: stages that only sleep beside the bound that theory sets, and the CPU that tracing takes.
+
+Bound of a step: max(longest stage, C / (limit + 1)), C being the time of one batch from its draw to its weights. Stages
+share out their time over the groups of a step, so C is what a batch takes through the stages in a pipeline.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.bench.emulated import stages
+from asyncrl.bench.figures import Load, Seen, in_turn, number, ratios, table, verdict
+from asyncrl.config import Config
+from asyncrl.deploy.beginning import Order
+from asyncrl.deploy.run import run
+from asyncrl.models import Show
+from asyncrl.settings import load as load_config
+from asyncrl.telemetry.display import LineDisplay
+
+WARM = 3
+"""Steps at the start that count for nothing: the pipeline fills."""
+GROUPS, MEMBERS, LIMIT = 8, 8, 2
+SETTINGS = {"200/40/40/200 ms": ((0.2, 0.04, 0.04, 0.2), 0.99), "50/10/10/50 ms": ((0.05, 0.01, 0.01, 0.05), 0.97)}
+TRACING = 0.01
+STAGES = ("generation", "reward", "reference", "training")
+
+
+@dataclass(frozen=True, slots=True)
+class Emulated:
+    """seconds: of a step, warm-up left out. slept: what each stage really slept a step. cpu: of all processes."""
+
+    seconds: float
+    slept: Mapping[str, float]
+    cpu: float
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser("asyncrl-bench overhead", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60, help="of each emulated run")
+    parser.add_argument("--traced-steps", type=int, default=60, help="of each run of the quickstart")
+    asked = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
+        for name, (seconds, goal) in SETTINGS.items():
+            emulate(name, seconds, goal, asked.steps, asked.rounds, Path(folder))
+        cost_of_tracing(asked.traced_steps, asked.rounds, Path(folder))
+
+
+# ---- emulated stages -------------------------------------------------------------------------------------
+
+
+def emulate(
+    name: str, seconds: tuple[float, float, float, float], goal: float, steps: int, rounds: int, folder: Path
+) -> None:
+    watched = Load()
+    found = [emulated_run(seconds, steps, folder) for _ in range(rounds)]
+    rows = [
+        (
+            f"round {turn}",
+            number(1000 * each.seconds),
+            number(1000 * bound(each.slept.values())),
+            _percent(each),
+            _sleeps(each),
+        )
+        for turn, each in enumerate(found, 1)
+    ]
+    print(f"{name} (generation/reward/reference/training), {GROUPS} x {MEMBERS} samples, limit {LIMIT}, {steps} steps")
+    print(table(("", "step, ms", "bound, ms", "bound / step", "slept a step, ms"), rows))
+    nominal = Seen(tuple(bound(seconds) / each.seconds for each in found))
+    true = Seen(tuple(bound(each.slept.values()) / each.seconds for each in found))
+    print(f"  bound of the nominal sleeps / step: {nominal}")
+    print(verdict("bound of the true sleeps / step", true.median, goal))
+    print(f"  {watched}\n")
+
+
+def bound(seconds: Iterable[float]) -> float:
+    """Seconds of a step. A batch passes reward and reference side by side, one group behind the other."""
+    generation, reward, reference, training = seconds
+    cycle = generation + max(reward, reference) / GROUPS + training
+    return max(generation, reward, reference, training, cycle / (LIMIT + 1))
+
+
+def _percent(each: Emulated) -> str:
+    return f"{bound(each.slept.values()) / each.seconds:.3f}"
+
+
+def _sleeps(each: Emulated) -> str:
+    return " / ".join(number(1000 * seconds) for seconds in each.slept.values())
+
+
+def emulated_run(seconds: tuple[float, float, float, float], steps: int, folder: Path) -> Emulated:
+    run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
+    before = _cpu()
+    asyncio.run(run(_order(_config(steps, folder), run_dir, seconds)))
+    cpu = _cpu() - before
+    return _measured(run_dir, cpu)
+
+
+def _config(steps: int, folder: Path) -> Config:
+    """The model is a folder of nothing: the stand-ins load none."""
+    model = folder / "nothing"
+    model.mkdir(exist_ok=True)
+    for file in ("config.json", "model.safetensors"):
+        (model / file).touch()
+    values = {
+        "model.name": str(model),
+        "steps": steps,
+        "task.prompts": "asyncrl.bench.emulated:prompts",
+        "task.prompts_per_step": GROUPS,
+        "task.samples_per_prompt": MEMBERS,
+        "staleness.limit": LIMIT,
+        "algorithm.kl": 0.1,
+        "training.checkpoint_every": 0,
+    }
+    return load_config(None, (), values=values).config
+
+
+def _order(config: Config, run_dir: Path, seconds: tuple[float, float, float, float]) -> Order:
+    display = LineDisplay(open(os.devnull, "w"), config.steps)  # noqa: SIM115
+    return Order(config, run_dir, display, "asyncrl-bench overhead", services=stages(*seconds))
+
+
+def _measured(run_dir: Path, cpu: float) -> Emulated:
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    first, last = steps[WARM], steps[-1]
+    count, span = len(steps) - 1 - WARM, last["time"] - first["time"]
+    counted = steps[WARM + 1 :]
+    walls = [after["time"] - before["time"] for before, after in zip(steps[WARM:], counted, strict=False)]
+    slept = {
+        stage: sum(step[f"time/{stage}/busy"] * wall for step, wall in zip(counted, walls, strict=True)) / count
+        for stage in STAGES
+    }
+    return Emulated(span / count, slept, cpu)
+
+
+def _cpu() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+# ---- tracing ---------------------------------------------------------------------------------------------
+
+
+def cost_of_tracing(steps: int, rounds: int, folder: Path) -> None:
+    """The same runs with and without `telemetry.trace`, whole process trees."""
+    watched = Load()
+    model = _warmed_model(folder)
+
+    def cpu_of(*, trace: bool) -> float:
+        return quickstart(steps, trace, model, folder)
+
+    seen = in_turn({"traced": lambda: cpu_of(trace=True), "untraced": lambda: cpu_of(trace=False)}, rounds)
+    print(f"tracing the quickstart, {steps} steps: CPU-seconds of all processes, start included, {rounds} rounds")
+    print(table(("", "CPU-seconds"), [(side, str(values)) for side, values in seen.items()]))
+    share = Seen(tuple(traced - 1 for traced in ratios(seen["traced"], seen["untraced"]).values))
+    print(f"  share of each round: {share}")
+    print(verdict("tracing's share of CPU", share.median, TRACING, most=True))
+    print(f"  {watched}")
+
+
+def _warmed_model(folder: Path) -> Path:
+    from asyncrl.models import prepare
+
+    quiet: Show = lambda text: None  # noqa: E731
+    return asyncio.run(prepare(load_config("quickstart", ()).config, folder / "quickstart", quiet))
+
+
+def quickstart(steps: int, trace: bool, model: Path, folder: Path) -> float:
+    flags = {"steps": steps, "telemetry.trace": str(trace).lower(), "model.name": model, "evaluate.prompts": ""}
+    command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart"]
+    command += ["--run-dir", str(Path(tempfile.mkdtemp(dir=folder)) / "run")]
+    command += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
+    before = _cpu()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return _cpu() - before

@@ -1,0 +1,132 @@
+"""TRL's synchronous GRPOTrainer on a prescribed workload; run by the interpreter of bench/peers/setup trl.
+
+Takes one JSON object as its argument (made by `run_trl` in bench/workloads.py). Prints one line RESULT and a JSON list:
+of each optimizer step when it ended, its tokens, mean reward, CPU, generation and reward seconds.
+"""
+
+import json
+import os
+import sys
+import time
+
+ORDER = json.loads(sys.argv[1])
+os.environ["OMP_NUM_THREADS"] = str(ORDER["threads"])
+sys.path.insert(0, ORDER["judging"])
+
+import asyncio  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from typing import Any  # noqa: E402
+
+import judging  # noqa: E402
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import LogitsProcessorList, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+torch.set_num_threads(ORDER["threads"])
+SAMPLES = ORDER["prompts"] * ORDER["members"]
+LENGTHS = ORDER["lengths"]
+BATCH: dict[str, Any] = {"tokens": 0, "reward": [], "generation": 0.0, "judging": 0.0}
+STEPS: list[dict[str, Any]] = []
+
+
+class PrescribedLengths:
+    """Row i ends after lengths[i] tokens: no end before, nothing but the end then."""
+
+    def __init__(self, rows: int, prompt_tokens: int, eos: int) -> None:
+        self.lengths = torch.tensor((LENGTHS * (rows // SAMPLES))[:rows])
+        self.prompt_tokens, self.eos = prompt_tokens, eos
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, self.eos] = -torch.inf
+        ends = self.lengths == ids.shape[1] - self.prompt_tokens + 1
+        scores[ends] = -torch.inf
+        scores[ends, self.eos] = 0.0
+        return scores
+
+
+def score(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    began = time.perf_counter()
+    rewards = [judging.share_of_even(text) for text in completions]
+    return booked(rewards, completion_ids, began)
+
+
+async def score_slowly(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    began = time.perf_counter()
+    rewards = await asyncio.gather(*(judging.judged_slowly(text, ORDER["seats"]) for text in completions))
+    return booked(rewards, completion_ids, began)
+
+
+def booked(rewards: list[float], completion_ids: list[list[int]], began: float) -> list[float]:
+    BATCH["tokens"] += sum(map(len, completion_ids))
+    BATCH["reward"] += rewards
+    BATCH["judging"] += time.perf_counter() - began
+    return list(rewards)
+
+
+class Clock(TrainerCallback):
+    """Tokens of a generation that serves several steps count with the step that made it."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        rewards, tokens = BATCH["reward"], BATCH["tokens"]
+        mean = sum(rewards) / len(rewards) if rewards else None
+        line = {"at": time.perf_counter(), "tokens": tokens, "reward": mean, "cpu": time.process_time()}
+        STEPS.append({**line, "generation": BATCH["generation"], "judging": BATCH["judging"]})
+        BATCH.update(tokens=0, reward=[], generation=0.0, judging=0.0)
+
+
+def timed_generate(model: Any, eos: int) -> Callable[..., Any]:
+    generate = model.generate
+
+    def prescribed(**inputs: Any) -> Any:
+        began = time.perf_counter()
+        rows, prompt_tokens = inputs["input_ids"].shape
+        processors = LogitsProcessorList([PrescribedLengths(rows, prompt_tokens, eos)])
+        result = generate(**inputs, logits_processor=processors)
+        BATCH["generation"] += time.perf_counter() - began
+        return result
+
+    return prescribed
+
+
+def settings() -> GRPOConfig:
+    micro = ORDER["micro_batch"]
+    accumulate = SAMPLES // micro
+    given = {} if ORDER["gradient_checkpointing"] else {"gradient_checkpointing": False}
+    return GRPOConfig(
+        output_dir=ORDER["output"],
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulate,
+        steps_per_generation=accumulate * ORDER["generations"],
+        num_generations=ORDER["members"],
+        max_completion_length=max(LENGTHS),
+        max_steps=ORDER["steps"],
+        learning_rate=ORDER["learning_rate"],
+        lr_scheduler_type="constant",
+        beta=0.0,
+        bf16=False,
+        use_cpu=True,
+        logging_steps=1000,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+        **given,
+    )
+
+
+def main() -> None:
+    with open(ORDER["prompts_file"]) as file:
+        rows = Dataset.from_list([json.loads(line) for line in file])
+    reward = score_slowly if ORDER["seats"] is not None else score
+    trainer = GRPOTrainer(
+        model=ORDER["model"], reward_funcs=reward, args=settings(), train_dataset=rows, callbacks=[Clock()]
+    )
+    model = trainer.model
+    assert next(model.parameters()).dtype == torch.float32
+    model.generate = timed_generate(model, trainer.processing_class.eos_token_id)
+    trainer.train()
+    print("RESULT " + json.dumps(STEPS))
+
+
+main()
