@@ -88,22 +88,32 @@ def summary(version: int, rewards: Sequence[Sequence[float | None]], seconds: fl
     return Evaluation(version, len(scored), mean, stderr, unscorable, seconds)
 
 
-async def take_over(fleet: Fleet, published: Published) -> None:
-    """Have the evaluation service copy out a version, leased meanwhile so that the trainer cannot overwrite it."""
+async def take_over(fleet: Fleet, published: Published, patience: float) -> None:
+    """Have the evaluation service copy out a version, leased meanwhile so that the trainer cannot overwrite it.
+
+    patience: seconds of one lease; while a worker is away longer than that, the trainer gets its turn in between.
+    Raises Refused once the version was overwritten.
+    """
     assert fleet.evaluation is not None
-    await fleet.training.using(READER, published.version)
-    try:
-        await fleet.evaluation.use_weights(published)
-    finally:
-        await fleet.training.detached(READER)
+    taken = False
+    while not taken:
+        await fleet.training.using(READER, published.version)
+        try:
+            async with asyncio.timeout(patience):
+                await fleet.evaluation.use_weights(published)
+            taken = True
+        except TimeoutError:
+            continue
+        finally:
+            await fleet.training.detached(READER)
 
 
 class EvaluationSchedule:
     """Evaluates the versions asked for, one at a time, beside training. At most one waits: a newer one replaces it,
-    and `passed_over` says which were."""
+    and `passed_over` says which were. patience: see `take_over`."""
 
-    def __init__(self, fleet: Fleet, evaluator: Evaluator, done: Callable[[Evaluation], None]) -> None:
-        self._fleet, self._evaluator, self._done = fleet, evaluator, done
+    def __init__(self, fleet: Fleet, evaluator: Evaluator, patience: float, done: Callable[[Evaluation], None]) -> None:
+        self._fleet, self._evaluator, self._patience, self._done = fleet, evaluator, patience, done
         self._asked: Published | None = None
         self._changed, self._idle = asyncio.Event(), asyncio.Lock()
         self._newest = -1
@@ -139,7 +149,7 @@ class EvaluationSchedule:
         """A worker that dies meanwhile costs a second try, no more; a version that is overwritten is passed over."""
         for attempt in range(2):
             try:
-                await take_over(self._fleet, published)
+                await take_over(self._fleet, published, self._patience)
                 self._done(await self._evaluator.evaluate(published.version, published.epoch))
                 self._newest = published.version
                 return

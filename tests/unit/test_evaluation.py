@@ -1,0 +1,83 @@
+"""Evaluation beside training, on virtual time: it never keeps the trainer from writing for long."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from asyncrl import virtual
+from asyncrl.errors import Refused
+from asyncrl.evaluation import take_over
+from asyncrl.fleet import Fleet
+from asyncrl.protocols.messages import Published, Using
+from asyncrl.weights.session import Leases
+
+PATIENCE = 10.0
+MESSAGE = 0.001
+"""Seconds on its way."""
+UNUSED: Any = None
+
+
+class Training:
+    """Two slots; writes the next version as soon as it may, `busy` seconds after the one before."""
+
+    def __init__(self, busy: float) -> None:
+        self._busy, self._changed = busy, asyncio.Event()
+        self.leases, self.version, self.waited = Leases(), 0, 0.0
+        self.leases.wrote(0)
+
+    async def using(self, reader: str, version: int) -> None:
+        await asyncio.sleep(MESSAGE)
+        self.leases.using(reader, version)
+
+    async def detached(self, reader: str) -> None:
+        await asyncio.sleep(MESSAGE)
+        self.leases.detach(reader)
+        self._changed.set()
+
+    async def train(self) -> None:
+        while True:
+            await asyncio.sleep(self._busy)
+            began = asyncio.get_running_loop().time()
+            while self.leases.holders(self.version + 1):
+                self._changed.clear()
+                await self._changed.wait()
+            self.waited = max(self.waited, asyncio.get_running_loop().time() - began)
+            self.version += 1
+            self.leases.begin(self.version)
+            self.leases.wrote(self.version)
+
+
+class AwayUntil:
+    """An evaluation worker that comes back at this loop time."""
+
+    def __init__(self, back: float) -> None:
+        self._back = back
+
+    async def use_weights(self, published: Published) -> Using:
+        await asyncio.sleep(max(0.0, self._back - asyncio.get_running_loop().time()))
+        return Using((), published.version)
+
+
+def taken_over(training_busy: float, back: float) -> Training:
+    async def main() -> Training:
+        training: Any = Training(training_busy)
+        evaluation: Any = AwayUntil(back)
+        working = asyncio.ensure_future(training.train())
+        try:
+            await take_over(Fleet(UNUSED, UNUSED, training, None, evaluation), Published(0, 0, "a", 0, ""), PATIENCE)
+        finally:
+            working.cancel()
+            assert training.waited <= PATIENCE + 2 * MESSAGE
+        return training
+
+    return virtual.run(main())
+
+
+def test_a_worker_that_is_away_does_not_keep_the_trainer_from_writing() -> None:
+    with pytest.raises(Refused, match="wants to read weights of version 0"):
+        taken_over(training_busy=1.0, back=1000.0)
+
+
+def test_a_version_that_still_lies_in_its_slot_is_waited_for() -> None:
+    assert taken_over(training_busy=5000.0, back=1000.0).version == 0
