@@ -72,7 +72,7 @@ def _refuse_what_cannot_run(order: Order) -> None:
     specs = service_specs(order.config, evaluation=bool(order.config.evaluate.prompts))
     allow_descriptors(sum(spec.replicas * spec.layout.size for spec in specs))
     check_sinks(order.config.telemetry.sinks)
-    if order.reward_service is None and (mistakes := check_functions(order.config)):
+    if "reward" not in order.services and (mistakes := check_functions(order.config)):
         raise ConfigError("\n".join(mistakes))
 
 
@@ -129,9 +129,10 @@ def _left_off(order: Order, store: FileStore, why: str) -> str:
 async def _fleet(order: Order, questions: Questions, facts: RunFacts) -> AsyncIterator[RunningFleet]:
     config = order.config
     longest = str(Path(facts.run_dir) / "logs" / LONGEST)
+    asked_for = service_specs(config, evaluation=bool(questions.held_out))
     specs = [
         replace(spec, options={**spec.options, "longest_prompts": longest}) if spec.name == "generation" else spec
-        for spec in service_specs(config, evaluation=bool(questions.held_out), reward=order.reward_service)
+        for spec in (order.services.get(each.name, each) for each in asked_for)
     ]
     async with AsyncExitStack() as scope:
         launcher = None
