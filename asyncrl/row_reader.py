@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, WireError
 from asyncrl.memory import SHARED_MEMORY, Segment
-from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place
+from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef
 from asyncrl.protocols.messages import Call, Hello
 from asyncrl.rows import SHARED_SCHEME, RowStore, SharedTable, fetch
 from asyncrl.wire.ends import Wire
@@ -91,6 +91,16 @@ class RowReader:
     async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
         """Copies of these columns of these rows, in the order of `refs`. Raises LostRows when a row was freed or
         overwritten, or its owner is gone; KeyError for a column that a row does not have."""
+        async with self.borrowed(refs, columns) as cells:
+            # Joining is the one copy; only afterwards is it known whether the rows still were what we wanted.
+            return Batch({name: Column.of(rows) for name, rows in cells.items()})
+
+    @asynccontextmanager
+    async def borrowed(self, refs: BatchRef, columns: Sequence[str]) -> AsyncIterator[Cells]:
+        """What `read` would copy, where it lies: for each column the values of each row, inside the block only.
+
+        Raises what `read` raises; also at the end of the block, and then nothing seen inside counts.
+        """
         cells: Cells = {name: [np.empty(0, np.uint8)] * len(refs) for name in columns}
         shares = _shares(refs, columns)
         for owner, share in shares:
@@ -98,19 +108,16 @@ class RowReader:
                 await self._fetch(owner, share, cells)
         self._let_go()
         shared = [(self._table(owner), share) for owner, share in shares if owner.startswith(SHARED_SCHEME)]
-        return self._copied(shared, cells)
-
-    def _copied(self, shared: Sequence[tuple[SharedTable, _Share]], cells: Cells) -> Batch:
-        """Joining is the one copy; only afterwards is it known whether the rows still were what we wanted."""
         for table, share in shared:
             for number, place in zip(share.numbers, share.places, strict=True):
                 for name, view in zip(share.columns, table.views(place, share.columns), strict=True):
                     cells[name][number] = view
-        batch = Batch({name: Column.of(rows) for name, rows in cells.items()})
-        for table, share in shared:
-            for place in share.places:
-                table.check(place)
-        return batch
+        try:
+            yield cells
+        finally:
+            for table, share in shared:
+                for place in share.places:
+                    table.check(place)
 
     def _let_go(self) -> None:
         """Of rows whose owner is gone: their memory is only free once nobody maps it."""
@@ -167,15 +174,27 @@ class RowReader:
 def _shares(refs: BatchRef, columns: Sequence[str]) -> list[tuple[str, _Share]]:
     """The rows grouped by owner and by the columns to be had there."""
     shares: dict[tuple[str, tuple[str, ...]], _Share] = {}
+    splits: dict[tuple[tuple[str, ...], ...], list[tuple[int, tuple[str, ...]]]] = {}
     for number, row in enumerate(refs):
-        wanted: dict[Place, list[str]] = {}
-        for name in columns:
-            wanted.setdefault(row.place_of(name), []).append(name)
-        for place, names in wanted.items():
-            share = shares.setdefault((place.owner, tuple(names)), _Share(tuple(names)))
+        kind = tuple([place.columns for place in row.places])
+        if kind not in splits:
+            splits[kind] = _split(row, columns)
+        for index, names in splits[kind]:
+            place = row.places[index]
+            share = shares.get((place.owner, names))
+            if share is None:
+                share = shares[place.owner, names] = _Share(names)
             share.numbers.append(number)
             share.places.append(place)
     return [(owner, share) for (owner, _), share in shares.items()]
+
+
+def _split(row: RowRef, columns: Sequence[str]) -> list[tuple[int, tuple[str, ...]]]:
+    """Which of a row's places has which of the columns. Raises KeyError for a column that none has."""
+    wanted: dict[int, list[str]] = {}
+    for name in columns:
+        wanted.setdefault(row.places.index(row.place_of(name)), []).append(name)
+    return [(index, tuple(names)) for index, names in wanted.items()]
 
 
 def _enter(rows: Batch, share: _Share, part: slice, cells: Cells) -> None:

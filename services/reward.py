@@ -59,8 +59,8 @@ class RewardService(Service, Reward):
 
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
         """Raises RewardError under on_error = "fail", LostRows when a sample is gone."""
-        texts = (await self.context.reader.read(samples, [TEXT]))[TEXT]
-        judged = [_sample(ref, bytes(text), row) for ref, text in zip(samples, texts, strict=True)]
+        async with self.context.reader.borrowed(samples, [TEXT]) as found:
+            judged = [_sample(ref, bytes(text), row) for ref, text in zip(samples, found[TEXT], strict=True)]
         verdicts = await self._verdicts(judged, samples.rows[0].attempt)
         return [self._score(sample, said) for sample, said in zip(judged, verdicts, strict=True)]
 
