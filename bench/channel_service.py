@@ -1,27 +1,19 @@
 """What answers in the worker processes of `asyncrl-bench channels`: a service as any other."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
+from asyncrl.bench.peers import rounds
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef
 from asyncrl.protocols.contracts import Contract, Idempotent, endpoint
 from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL
 from asyncrl.service import Service, WorkerContext
 
-SAMPLES, LENGTH = 64, 1024
-ROLLOUT: Mapping[str, Any] = {"ids": np.int32, "logp": np.float32, "mask": np.uint8, "versions": np.int32}
-SMALL: Mapping[str, Any] = {"rewards": np.float32, "lens": np.int32}
-COLUMNS = (*ROLLOUT, *SMALL)
-LARGE = 64 * 2**20
+RANKS = 4
 
-
-def rollout(samples: int = SAMPLES) -> dict[str, Array]:
-    """Six tensors, flat: four of [samples * LENGTH], two of [samples]; 852,480 bytes for 64."""
-    random = np.random.default_rng(0)
-    made = {name: random.integers(0, 100, samples * LENGTH).astype(dtype) for name, dtype in ROLLOUT.items()}
-    return made | {name: random.integers(0, 100, samples).astype(dtype) for name, dtype in SMALL.items()}
+ROW = ("ids", "logp", "mask", "versions")
+"""Columns of a rollout batch that have a value a token; the others have one a sample."""
 
 
 def as_batch(tensors: Mapping[str, Array], parts: int = 1) -> Batch:
@@ -30,7 +22,7 @@ def as_batch(tensors: Mapping[str, Array], parts: int = 1) -> Batch:
 
 
 def reference(places: Sequence[Place]) -> BatchRef:
-    rows = (RowRef(number, 0, 0, 0, 64, LENGTH, 0, 0, "length", (place,)) for number, place in enumerate(places))
+    rows = (RowRef(number, 0, 0, 0, 64, rounds.LENGTH, 0, 0, "length", (place,)) for number, place in enumerate(places))
     return BatchRef(tuple(rows))
 
 
@@ -79,7 +71,7 @@ class ChannelService(Service, Channels):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._source = np.ones(LARGE, np.uint8)
+        self._source = np.ones(rounds.LARGE // RANKS, np.uint8)
         self._last: list[Place] = []
 
     async def start(self) -> None:
@@ -89,10 +81,10 @@ class ChannelService(Service, Channels):
         return payload
 
     async def take(self, batch: Batch) -> int:
-        return _last_values(list(column.values for column in batch.columns.values()))
+        return _last_values([column.values for column in batch.columns.values()])
 
     async def look(self, refs: BatchRef, columns: list[str]) -> int:
-        with self.context.reader.borrowed(refs, columns) as rows:
+        async with self.context.reader.borrowed(refs, columns) as rows:
             return _last_values([values[-1] for values in rows.values()])
 
     async def copy(self, refs: BatchRef, columns: list[str]) -> int:

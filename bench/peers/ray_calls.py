@@ -1,0 +1,52 @@
+"""Ray: a synchronous actor in a process of its own, called by the driver."""
+
+import os
+import time
+from typing import Any
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import numpy as np
+import ray
+import rounds
+
+
+@ray.remote(num_cpus=0)
+class Sink:
+    def echo(self, payload: bytes) -> bytes:
+        return payload
+
+    def take(self, tensors: rounds.Tensors) -> int:
+        return sum(int(values[-1]) for values in tensors.values())
+
+
+def main() -> None:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=2**29)
+    sink, batch, large = Sink.remote(), rounds.rollout(), {"data": np.ones(rounds.LARGE, np.uint8)}
+    payload = b"x" * 64
+    ray.get([sink.echo.remote(payload), sink.take.remote(batch)])
+    for _ in rounds.rounds({"ray": ray.__version__}):
+        results = rounds.percentiles(lambda: ray.get(sink.echo.remote(payload)), 150)
+        start = time.perf_counter()
+        ray.get([sink.echo.remote(payload) for _ in range(500)])
+        results["calls_per_s"] = 500 / (time.perf_counter() - start)
+        results["batch_ms"] = rounds.milliseconds(lambda: ray.get(sink.take.remote(batch)), 20)
+        results["piped_gb_s"] = _pipelined(sink, batch)
+        milliseconds = rounds.milliseconds(lambda: ray.get(sink.take.remote(large)), 3)
+        results["large_gb_s"] = rounds.LARGE / milliseconds / 1e6
+        rounds.tell(results)
+
+
+def _pipelined(sink: Any, batch: rounds.Tensors) -> float:
+    start, waiting = time.perf_counter(), list[Any]()
+    for _ in range(rounds.PIPELINED):
+        if len(waiting) >= rounds.WINDOW:
+            ray.get(waiting.pop(0))
+        waiting.append(sink.take.remote(batch))
+    ray.get(waiting)
+    return rounds.PIPELINED * rounds.size(batch) / (time.perf_counter() - start) / 1e9
+
+
+if __name__ == "__main__":
+    main()
