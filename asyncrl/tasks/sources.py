@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import TaskError
+from asyncrl.installing import install_extra
 from asyncrl.names import resolve, suggestion
 from asyncrl.tasks.prompts import Prompts, plain
 
@@ -196,4 +197,4 @@ def _optional(module: str, extra: str) -> ModuleType:
         missing = module.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != missing:
             raise
-        raise TaskError(f'task.prompts: {missing} is not installed; run: pip install "asyncrl[{extra}]"') from None
+        raise TaskError(f"task.prompts: {missing} is not installed; run: {install_extra(extra)}") from None

@@ -43,9 +43,18 @@ def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
         yield Check(target, "bad", str(error).replace("\n", f"\n{'':26}"), "correct it, then ask again")
         return
     yield Check(target, "ok", f"{config.steps} steps of {config.task.prompts_per_step} prompts")
+    yield from _part_checks(config)
     yield from _reward_checks(config)
     yield _workers_check(config)
     yield from _memory_checks(config)
+
+
+def _part_checks(config: "Config") -> Iterator[Check]:
+    from asyncrl.parts import missing_parts
+
+    for line in missing_parts(config):
+        missing, _, install = line.partition("; run: ")
+        yield Check("missing", "bad", missing, install)
 
 
 def _reward_checks(config: "Config") -> Iterator[Check]:

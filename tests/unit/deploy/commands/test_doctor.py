@@ -1,5 +1,6 @@
 """asyncrl doctor: what an experiment needs."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,15 @@ def test_what_was_asked_about_is_what_to_run(experiment: Path, capsys: pytest.Ca
 def test_a_model_that_must_be_downloaded_is_not_guessed(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", str(experiment), "--model.name", "someone/theirs"]) == 0
     assert "note  model" in capsys.readouterr().out
+
+
+def test_packages_that_are_missing_are_bad(
+    experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("gguf", "accelerate", "reasoning_gym"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert cli.main(["doctor", str(experiment), "--task.prompts", "reasoning_gym:products"]) == 1
+    text = capsys.readouterr().out
+    assert "BAD   missing             reasoning_gym is not installed, but needed for task.prompts" in text
+    assert "gguf and accelerate are not installed" in text
+    assert "2 to repair" in text
