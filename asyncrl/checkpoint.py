@@ -8,15 +8,17 @@ import json
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
+from pathlib import PurePosixPath
 from typing import Any
 from zlib import crc32
 
-from asyncrl.errors import JournalError
+from asyncrl.errors import JournalError, WireError
 from asyncrl.groups import RestoredGroup
 from asyncrl.ledger import Journal, Ledger, replay, resumes
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.records import BLOCK, CheckpointMade, Drawn, InFlight, Scan, void_ranges
 from asyncrl.store import Store
+from asyncrl.wire.fields import field_checks
 
 MANIFEST = "manifest.json"
 UNFINISHED = "tmp-"
@@ -42,6 +44,9 @@ class Manifest:
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+
+
+MANIFEST_FIELDS = field_checks(Manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +128,29 @@ def versions(store: Store) -> list[int]:
 def read_manifest(store: Store, version: int) -> Manifest:
     """Raises JournalError when there is none, or it is not ours."""
     try:
-        fields: dict[str, Any] = json.loads(store.get(str(version), MANIFEST))
-        manifest = Manifest(**fields)
-    except (FileNotFoundError, ValueError, TypeError) as error:
+        manifest = _manifest(json.loads(store.get(str(version), MANIFEST)))
+    except (FileNotFoundError, ValueError, RecursionError, WireError) as error:
         raise JournalError(f"{MANIFEST} cannot be read: {error}") from error
     if manifest.version != version:
         raise JournalError(f"{MANIFEST} is of version {manifest.version}")
     return manifest
+
+
+def _manifest(fields: Any) -> Manifest:
+    """Raises ValueError, WireError for what is none."""
+    if type(fields) is not dict or fields.keys() != dict(MANIFEST_FIELDS).keys():
+        raise ValueError(f"it holds other fields than {', '.join(dict(MANIFEST_FIELDS))}")
+    manifest = Manifest(**{name: check(fields[name]) for name, check in MANIFEST_FIELDS})
+    if manifest.offset < 0:
+        raise ValueError(f"the journal cannot have had {manifest.offset} bytes")
+    if outside := [file for file in manifest.files if not _lies_within(file)]:
+        raise ValueError(f"{outside[0]!r:.100} is no file of a checkpoint")
+    return manifest
+
+
+def _lies_within(file: str) -> bool:
+    path = PurePosixPath(file)
+    return "\0" not in file and file.isprintable() and not path.is_absolute() and ".." not in path.parts
 
 
 def newest_good(store: Store) -> tuple[Manifest, Ledger, tuple[str, ...]] | None:
@@ -171,6 +192,8 @@ def _check_files(store: Store, manifest: Manifest) -> None:
             found = store.digest(str(manifest.version), file)
         except FileNotFoundError as error:
             raise JournalError(f"{file} is missing") from error
+        except OSError as error:
+            raise JournalError(f"{file} cannot be read: {error}") from error
         if found != digest:
             raise JournalError(f"{file} was changed or damaged: its digest is {found[:16]}, not {digest[:16]}")
 

@@ -31,6 +31,9 @@ from asyncrl.records import (
 )
 from asyncrl.store import Store
 
+MOST_MEMBERS = 1 << 16
+"""Of one group: far more than anybody samples, so that a damaged record cannot ask for all memory."""
+
 
 class Ledger:
     """What the records so far say. Finished groups are forgotten, so memory is that of the groups in flight.
@@ -61,6 +64,8 @@ class Ledger:
             raise IllegalTransition(f"group {record.group} was drawn; the next one is {self.next_group}")
         if record.version != self.version:
             raise IllegalTransition(f"group {record.group} was drawn at version {record.version}, not {self.version}")
+        if not 0 < record.members <= MOST_MEMBERS:
+            raise IllegalTransition(f"group {record.group} was drawn with {record.members} members")
         self.groups[record.group] = Group(record.group, record.version, [Sample() for _ in range(record.members)])
         self.next_group += 1
         self.drawn += record.members

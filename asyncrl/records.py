@@ -3,13 +3,14 @@
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 
-from asyncrl.errors import JournalError
+from asyncrl.errors import JournalError, WireError
 from asyncrl.groups import Cut
+from asyncrl.wire.fields import field_checks
 
 RECORD_LIMIT = 1 << 26
 """Bytes of one record: a step of a million samples fits; a longer length is no record of ours."""
@@ -115,6 +116,7 @@ KINDS: dict[str, type[Record]] = {
     "resumed": Resumed,
 }
 NAMES = {kind: name for name, kind in KINDS.items()}
+CHECKS = {name: field_checks(kind) for name, kind in KINDS.items()}
 
 
 def _values(record: Record) -> list[Any]:
@@ -131,13 +133,26 @@ def encode(record: Record) -> bytes:
 
 def decode(payload: bytes) -> Record:
     """The record of a frame's payload. Raises JournalError for a kind or a shape that is not ours."""
-    kind, *values = msgpack.unpackb(payload, use_list=False)
+    kind, values = _unpacked(payload)
     if kind not in KINDS:
-        raise JournalError(f"a record of kind {kind!r}: this journal was written by another version of asyncrl")
-    made = KINDS[kind]
-    if len(values) != len(fields(made)):
-        raise JournalError(f"a {kind} record with {len(values)} values instead of {len(fields(made))}")
-    return made(*values)
+        raise JournalError(f"a record of kind {kind!r:.100}: this journal was written by another version of asyncrl")
+    made, checks = KINDS[kind], CHECKS[kind]
+    if len(values) != len(checks):
+        raise JournalError(f"a {kind} record with {len(values)} values instead of {len(checks)}")
+    try:
+        return made(*(check(value) for (_, check), value in zip(checks, values, strict=True)))
+    except WireError as error:
+        raise JournalError(f"a {kind} record: {error}") from error
+
+
+def _unpacked(payload: bytes) -> tuple[str, tuple[Any, ...]]:
+    try:
+        top = msgpack.unpackb(payload, use_list=False)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise JournalError(f"a record that is no MessagePack: {error!r:.200}") from error
+    if type(top) is not tuple or not top or type(top[0]) is not str:
+        raise JournalError("a record that is not [kind, field, ...]")
+    return top[0], top[1:]
 
 
 @dataclass(frozen=True, slots=True)

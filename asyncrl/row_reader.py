@@ -16,7 +16,7 @@ from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, WireEr
 from asyncrl.memory import SHARED_MEMORY, Segment
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef
 from asyncrl.protocols.messages import Call, Hello
-from asyncrl.rows import SHARED_SCHEME, RowStore, SharedTable, fetch
+from asyncrl.rows import MAX_COLUMNS, SHARED_SCHEME, RowStore, SharedTable, fetch
 from asyncrl.wire.ends import Wire
 from asyncrl.wire.host import Dispatch
 from asyncrl.wire.link import Link
@@ -42,9 +42,15 @@ def serve_rows(store: RowStore) -> Dispatch:
         if call.method != FETCH or len(call.args) != 2:
             raise Refused(f"the data lane answers {FETCH}(places, columns), not {call.method}")
         places, columns = call.args
+        if not (_are(places, Place, ROWS_PER_FETCH) and _are(columns, str, MAX_COLUMNS)):
+            raise Refused(f"{FETCH} takes a list of at most {ROWS_PER_FETCH} places, and one of column names")
         return fetch(store, places, columns)
 
     return answer
+
+
+def _are(values: object, kind: type, most: int) -> bool:
+    return type(values) is list and len(values) <= most and all(type(value) is kind for value in values)
 
 
 @dataclass(slots=True)

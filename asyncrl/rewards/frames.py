@@ -20,8 +20,12 @@ def packed(message: Any) -> bytes:
 
 
 async def receive(reader: StreamReader) -> Any:
-    """The next message. Raises asyncio.IncompleteReadError at the end, WireError for a length that cannot be."""
+    """The next message. Raises asyncio.IncompleteReadError at the end, WireError for what is no message of ours."""
     size = int.from_bytes(await reader.readexactly(4), "little")
     if size > LARGEST:
         raise WireError(f"a frame of {size} bytes was announced; at most {LARGEST} are sent")
-    return msgpack.unpackb(await reader.readexactly(size), raw=False, strict_map_key=False)
+    body = await reader.readexactly(size)
+    try:
+        return msgpack.unpackb(body, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"a frame of {size} bytes that is no MessagePack: {error!r:.200}") from error

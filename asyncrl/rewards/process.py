@@ -5,11 +5,10 @@ import itertools
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import astuple
 from typing import Any
 
-from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
+from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
 from asyncrl.rewards.frames import packed, receive
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import Sample, Verdict
@@ -37,7 +36,9 @@ class Answer:
         self.verdicts: list[Verdict] = []
 
     def take(self, verdicts: Sequence[Verdict]) -> None:
-        """More of them came."""
+        """More of them came. Raises WireError for more than there are samples."""
+        if len(self.verdicts) + len(verdicts) > self._samples:
+            raise WireError(f"more verdicts than the {self._samples} samples of a call")
         self.verdicts += verdicts
         self._moved.set()
 
@@ -145,9 +146,13 @@ class ChildProcess:
             message = await receive(self._process.stdout)
         except asyncio.IncompleteReadError:
             raise ConfigError("reward.functions: the process ended while it loaded them; see its output") from None
-        if "mistake" in message:
-            raise ConfigError(message["mistake"])
-        self.concurrent = message["concurrent"]
+        match message:
+            case {"mistake": str(mistake)}:
+                raise ConfigError(mistake)
+            case {"concurrent": [*concurrent]}:
+                self.concurrent = concurrent
+            case _:
+                raise WireError(f"a reward child began with {message!r:.100}")
 
     async def _send(self, message: Any) -> None:
         assert self._process.stdin is not None
@@ -159,12 +164,31 @@ class ChildProcess:
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
-        with suppress(asyncio.IncompleteReadError):
+        why = ""
+        try:
             while True:
-                message = await receive(self._process.stdout)
-                answer = self._answers.get(message["call"])
-                if answer is not None:
-                    answer.take([Verdict(*fields) for fields in message["verdicts"]])
+                self._take(await receive(self._process.stdout))
+        except asyncio.IncompleteReadError:
+            pass
+        except WireError as error:
+            why = f"it said what is no answer: {error}"
+            await self.kill()
         status = await self._process.wait()
         for answer in self._answers.values():
-            answer.end(ChildEnded(f"its process ended with status {status}"))
+            answer.end(ChildEnded(why or f"its process ended with status {status}"))
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case {"call": int(number), "verdicts": [*verdicts]}:
+                if (answer := self._answers.get(number)) is not None:
+                    answer.take([_verdict(fields) for fields in verdicts])
+            case _:
+                raise WireError(f"{message!r:.100}")
+
+
+def _verdict(fields: Any) -> Verdict:
+    match fields:
+        case [None | int() | float() | dict() as value, str(reason), str(traceback)]:
+            return Verdict(value, reason, traceback)
+        case _:
+            raise WireError(f"no verdict: {fields!r:.100}")

@@ -28,6 +28,8 @@ def check_for(hint: Any) -> Check:
         return _union([check_for(option) for option in get_args(hint)])
     if origin is np.ndarray:
         return _array(get_args(hint))
+    if origin is tuple and get_args(hint)[-1] is not Ellipsis:
+        return _record([check_for(item) for item in get_args(hint)])
     if origin in (list, tuple):
         return _sequence(origin, check_for(get_args(hint)[0]))
     if origin in (dict, Mapping):
@@ -71,6 +73,17 @@ def _sequence(cls: type[list[Any]] | type[tuple[Any, ...]], item: Check) -> Chec
         if type(value) is not cls:
             raise WireError(f"expected {cls.__name__}, got {type(value).__name__}")
         return cls(item(element) for element in value)
+
+    return check
+
+
+def _record(items: list[Check]) -> Check:
+    """A tuple of so many values, each of its own type."""
+
+    def check(value: Any) -> Any:
+        if type(value) is not tuple or len(value) != len(items):
+            raise WireError(f"expected {len(items)} values, got {value!r:.100}")
+        return tuple(item(element) for item, element in zip(items, value, strict=True))
 
     return check
 

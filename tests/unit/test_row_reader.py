@@ -12,7 +12,7 @@ from asyncrl.errors import LostRows, Refused
 from asyncrl.memory import segment_name
 from asyncrl.protocols.batch import BatchRef, Place, RowRef
 from asyncrl.protocols.messages import PROTOCOL, Hello
-from asyncrl.row_reader import RowReader, serve_rows
+from asyncrl.row_reader import FETCH, ROWS_PER_FETCH, RowReader, serve_rows
 from asyncrl.rows import HeapRows, SharedRows
 from asyncrl.wire.host import Host
 from asyncrl.wire.inproc import InprocWire
@@ -213,12 +213,16 @@ async def test_rows_that_change_while_they_are_copied_are_lost(tmp_path: Path, m
 async def test_the_data_lane_answers_nothing_else() -> None:
     wire = InprocWire()
     store = HeapRows("inproc://a#a", 1, 64)
+    place = store.put({"x": np.zeros(1, np.float32)})
     host = Host(wire.listen("inproc://a"), serve_rows(store), hello("generation", "a"))
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(host.serve())
         async with Link(wire.connect("inproc://a"), hello("training", "t"), "generation0[0]") as link:
             with pytest.raises(Refused, match="answers fetch_rows"):
                 await link.call("step", (1, 2), 5.0)
+            for args in (([place] * (ROWS_PER_FETCH + 1), ["x"]), ([1], ["x"]), ([place], [2]), ([place], None)):
+                with pytest.raises(Refused, match="takes a list of at most"):
+                    await link.call(FETCH, args, 5.0)
         serving.cancel()
 
 

@@ -1,0 +1,121 @@
+"""Some thousands of inputs for each reader of strange bytes; `scripts/fuzz --inputs N` takes as many as wanted."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from targets import RECORDS, TARGETS, framed, frames_of, joined  # noqa: E402
+
+from asyncrl.protocols.batch import Place  # noqa: E402
+from asyncrl.protocols.messages import Call  # noqa: E402
+from asyncrl.records import FRAME, encode  # noqa: E402
+from asyncrl.rewards.frames import packed  # noqa: E402
+from asyncrl.row_reader import FETCH  # noqa: E402
+
+INPUTS = 500
+WHERE = st.floats(0, 1, exclude_max=True)
+EDITS = st.lists(st.tuples(st.integers(0, 4), WHERE, WHERE, st.binary(min_size=1, max_size=8)), min_size=1, max_size=5)
+
+DRAWN, *_ = [encode(record)[FRAME.size :] for record in RECORDS]
+FOUND: list[tuple[str, bytes]] = [
+    # A child's frame that is no MessagePack, or no answer, ended the reward worker.
+    ("reward", b"\x01\0\0\0\xc1"),
+    ("reward", b"\x02\0\0\0\x81\xa5"),
+    ("reward", b"\xff\xff\xff\xff"),
+    ("reward", packed({"verdicts": []})),
+    ("reward", packed({"call": [], "verdicts": []})),
+    ("reward", packed({"call": 0, "verdicts": 1})),
+    ("reward", packed({"call": 0, "verdicts": [[1.0]]})),
+    ("reward", packed({"call": 0, "verdicts": [["one", "", ""]]})),
+    ("reward", packed({"call": 0, "verdicts": [[1.0, "", ""]] * 3})),
+    # Records with a true checksum that are no MessagePack or none of ours were errors of Python.
+    ("journal", framed([b"\x91\xa1"])),
+    ("journal", framed([b"\x07"])),
+    ("journal", framed([msgpack.packb([{"drawn": 1}])])),
+    ("journal", framed([msgpack.packb(["drawn", "0", 0, 2])])),
+    ("journal", framed([DRAWN, msgpack.packb(["scored", 0, 0, "high"])])),
+    ("journal", framed([DRAWN, msgpack.packb(["generated", 0, 0, [[0, 0]]])])),
+    # It asked for as much memory as it said.
+    ("journal", framed([msgpack.packb(["drawn", 0, 0, 2**62])])),
+    ("journal", framed([msgpack.packb(["drawn", 0, 0, -1])])),
+    # A manifest could name any file of the machine, some of which never end, or a journal of less than nothing.
+    ("manifest", b'{"epoch":0,"version":0,"offset":1,"crc":1,"chain":"","files":{"/dev/zero":"ab"}}'),
+    ("manifest", b'{"epoch":0,"version":0,"offset":1,"crc":1,"chain":"","files":{"../../x":"ab"}}'),
+    ("manifest", b'{"epoch":0,"version":0,"offset":1,"crc":1,"chain":"","files":{"a\\u0000":"ab"}}'),
+    ("manifest", b'{"epoch":0,"version":0,"offset":-7,"crc":0,"chain":"","files":{}}'),
+    ("manifest", b'{"epoch":0,"version":0,"offset":"1","crc":1,"chain":"","files":{}}'),
+    ("manifest", b'{"epoch":0,"version":0,"offset":1,"crc":1,"chain":"","files":[]}'),
+    ("manifest", b"[" * 100_000),
+    # The data lane copied as many rows as it was asked for, each time the same one.
+    ("worker", b"\3" + joined([frames_of(Call(0, FETCH, ([Place("w", 0, 1, ("number",))] * 2000, ["number"]), 1.0))])),
+    ("worker", b"\3" + joined([frames_of(Call(0, FETCH, (1, None), 1.0))])),
+]
+
+
+@pytest.fixture(scope="module", params=sorted(TARGETS))
+def target(request: pytest.FixtureRequest) -> Iterator[Any]:
+    made = TARGETS[request.param]()
+    yield made
+    made.close()
+
+
+def edited(seed: bytes, edits: list[tuple[int, float, float, bytes]]) -> bytes:
+    """Overwrite, insert, cut, repeat a piece, cut off the end."""
+    data = bytearray(seed)
+    for kind, where, other, new in edits:
+        at, source = int(where * len(data)), int(other * len(data))
+        pieces = (new, new, b"", bytes(data[source : source + 40]), b"")
+        ends = (at + len(new), at, at + len(new), at, len(data))
+        data[at : ends[kind]] = pieces[kind]
+    return bytes(data)
+
+
+def test_what_is_sound_is_taken(target: Any) -> None:
+    for seed in target.seeds:
+        target(seed)
+
+
+@settings(max_examples=INPUTS, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@given(st.data())
+def test_strange_bytes_are_refused_and_nothing_else_happens(target: Any, data: st.DataObject) -> None:
+    seed = data.draw(st.sampled_from(target.seeds))
+    target(data.draw(st.binary(max_size=300) | st.builds(edited, st.just(seed), EDITS)))
+
+
+@pytest.mark.parametrize(("name", "data"), FOUND)
+def test_what_was_once_a_defect_stays_mended(name: str, data: bytes) -> None:
+    found = TARGETS[name]()
+    with closing(found):
+        found(data)
+
+
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_memory_does_not_grow_with_the_number_of_inputs(name: str) -> None:
+    """By less than a byte for each byte read; the first round fills pools and caches."""
+    target = TARGETS[name]()
+    inputs = [
+        edited(seed, [(0, place / 50, 0.0, b"\xdd\xff\xff\xff\xff")]) for seed in target.seeds for place in range(50)
+    ]
+    for _ in range(2):
+        for data in inputs:
+            target(data)
+    before = resident()
+    for _ in range(4):
+        for data in inputs:
+            target(data)
+    assert resident() - before < max(4 << 20, sum(map(len, inputs)))
+    target.close()
+
+
+def resident() -> int:
+    """Bytes of memory in use by this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
