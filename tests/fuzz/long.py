@@ -23,7 +23,7 @@ def main(name: str, inputs: str, corpus: str) -> None:
     for number, seed in enumerate(target.seeds):
         Path(corpus, f"seed{number}").write_bytes(seed)
     arguments = [f"-runs={inputs}", f"-timeout={SECONDS}", f"-rss_limit_mb={MEGABYTES}", f"-max_len={LONGEST}"]
-    print(f"{name}: {_resident()} MB before", flush=True)
+    sys.stderr.write(f"{name}: {_resident()} MB before\n")
     atheris.Setup([sys.argv[0], *arguments, "-print_final_stats=1", "-verbosity=0", corpus], target)
     atheris.Fuzz()
 
