@@ -3,7 +3,7 @@
 All sides train the same model of three million random weights in float32 with the same optimizer, reward, batch of
 64 x 8 samples, prescribed lengths and environment, no KL; in turn, so that what the machine does meanwhile hits all.
 TRL runs as given (its defaults but for the precision) and at the best of a grid; ours at limit 2 and at limit 0. TRL
-needs an interpreter of its own: bench/peers/setup trl, or ASYNCRL_TRL_PYTHON.
+needs an interpreter of its own: bench/peers/setup trl, or TRL_PYTHON.
 
 A look at one workload takes about five minutes; in full: --workload all --rounds 5 --steps 6 --search.
 """

@@ -136,7 +136,7 @@ def own_outcome(lines: Sequence[dict[str, Any]], warm: int) -> Outcome:
 
 
 def trl_python() -> Path:
-    return Path(os.environ.get("ASYNCRL_TRL_PYTHON", ROOT / ".venvs/trl/bin/python"))
+    return Path(os.environ.get("TRL_PYTHON", ROOT / ".venvs/trl/bin/python"))
 
 
 def run_trl(trl: TrlSettings, workload: Workload, steps: int, warm: int, folder: Path) -> Outcome:
