@@ -67,7 +67,7 @@ class Ours:
         self._stores = AsyncExitStack()
         row = {name: self._tensors[name][: rounds.LENGTH] for name in ROW}
         self._rows = self._store(facts, "rows", 4 * rounds.SAMPLES, row)
-        self._batches = self._store(facts, "batches", 4 * rounds.WINDOW, self._tensors)
+        self._batches = self._store(facts, "batches", rounds.WINDOW + 2, self._tensors)
         self._larges = self._store(facts, "larges", 2, {"data": self._large})
         self._parts = self._store(facts, "parts", 2 * RANKS, {"data": self._large[: rounds.LARGE // RANKS]})
 

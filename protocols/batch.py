@@ -6,6 +6,7 @@ controller passes around. Both are divisible by rows, which is all a transfer pr
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol, Self, TypeGuard
 
 import numpy as np
@@ -73,6 +74,14 @@ class Column:
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.offsets)
 
+    def take(self, rows: Sequence[int]) -> "Column":
+        """These rows; without a copy where they follow each other."""
+        within = len(rows) > 0 and rows[0] >= 0 and rows[-1] < len(self)
+        if not within or any(later != row + 1 for row, later in pairwise(rows)):
+            return Column.of([self[row] for row in rows], self.values.dtype)
+        offsets = self.offsets[rows[0] : rows[-1] + 2]
+        return Column(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -104,12 +113,8 @@ class Batch:
         return [int(total) for total in totals]
 
     def take(self, rows: Sequence[int]) -> "Batch":
-        return Batch(
-            {
-                name: Column.of([column[row] for row in rows], column.values.dtype)
-                for name, column in self.columns.items()
-            }
-        )
+        """Rows that follow each other are not copied."""
+        return Batch({name: column.take(rows) for name, column in self.columns.items()})
 
     def with_columns(self, **columns: Column) -> "Batch":
         return Batch({**self.columns, **columns})

@@ -210,6 +210,20 @@ async def test_rows_that_change_while_they_are_copied_are_lost(tmp_path: Path, m
     store.close()
 
 
+async def test_borrowed_rows_are_views_and_lost_when_they_change_inside_the_block(tmp_path: Path) -> None:
+    store = SharedRows(segment_name("aa", 1, "a", "rows"), SLOTS, SLOT_BYTES, tmp_path)
+    place = store.put(row(1, 4))
+    refs = BatchRef((ref(0, place),))
+    async with RowReader(InprocWire(), hello("training", "t"), directory=tmp_path) as reader:
+        async with reader.borrowed(refs, ["tokens"]) as found:
+            assert np.array_equal(found["tokens"][0], row(1, 4)["tokens"])
+            assert not found["tokens"][0].flags.owndata
+        with pytest.raises(LostRows, match="no longer holds"):
+            async with reader.borrowed(refs, ["tokens"]):
+                store.free([place])
+    store.close()
+
+
 async def test_the_data_lane_answers_nothing_else() -> None:
     wire = InprocWire()
     store = HeapRows("inproc://a#a", 1, 64)

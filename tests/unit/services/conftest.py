@@ -1,7 +1,8 @@
 """What the tests of all services build on: a worker's context, without a worker."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import structlog
 
 from asyncrl.compute import Compute, InlineCompute, Occupancy
 from asyncrl.config import Config
-from asyncrl.protocols.batch import Batch, BatchRef, Column
+from asyncrl.protocols.batch import Array, Batch, BatchRef, Column
 from asyncrl.protocols.layout import Layout
 from asyncrl.rows import HeapRows
 from asyncrl.service import WorkerContext
@@ -25,9 +26,14 @@ class StoreReader:
         self.store, self.reads = store, 0
 
     async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
+        async with self.borrowed(refs, columns) as found:
+            return Batch({name: Column.of(rows) for name, rows in found.items()})
+
+    @asynccontextmanager
+    async def borrowed(self, refs: BatchRef, columns: Sequence[str]) -> AsyncIterator[dict[str, list[Array]]]:
         self.reads += 1
         rows = [self.store.read(ref.place_of(columns[0]), columns) for ref in refs]
-        return Batch({name: Column.of([row[i] for row in rows]) for i, name in enumerate(columns)})
+        yield {name: [row[i] for row in rows] for i, name in enumerate(columns)}
 
 
 @pytest.fixture

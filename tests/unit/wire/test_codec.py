@@ -1,4 +1,6 @@
+import contextlib
 import dataclasses
+import itertools
 from typing import Any
 
 import msgpack
@@ -9,8 +11,9 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import WireError
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts, Place, RowRef
-from asyncrl.protocols.messages import WIRE_TYPES, Call, Hello, PromptGroup, Score
-from asyncrl.wire.codec import DTYPES, INLINE_BYTES, MAX_DEPTH, decode, encode
+from asyncrl.protocols.messages import WIRE_TYPES, Call, Hello, PromptGroup, Reply, Score
+from asyncrl.wire import codec
+from asyncrl.wire.codec import DTYPES, INLINE_BYTES, MAX_DEPTH, MAX_PLANS, decode, encode
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.binary()
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -206,3 +209,26 @@ def decoded_or_refused(frames: list[bytes]) -> None:
         decode(frames)
     except WireError:
         return
+
+
+def test_types_that_were_good_once_let_no_others_pass() -> None:
+    """What is remembered of a message is the types of all its fields together."""
+    good = Call(0, "step", ([1],), 1.0)
+    for _ in range(3):
+        assert decode(encode(good)) == good
+        for field in ({"deadline": "1"}, {"args": ([1], object)}, {"span": b""}):
+            with pytest.raises(WireError):
+                decode(encode(dataclasses.replace(good, **field)))
+        assert type(decode(encode(dataclasses.replace(good, deadline=5))).deadline) is float
+
+
+def test_what_is_remembered_of_strange_messages_is_bounded() -> None:
+    scalars = [None, True, 1, 1.0, "a", b"a"]
+    for kinds in itertools.product(scalars, repeat=4):
+        with contextlib.suppress(WireError):
+            decode(encode(Call(1, "a", kinds, 1.0)))
+        value = Reply(1, kinds[0]), RowRef(*kinds, *kinds, "a", (), *kinds[:2])  # type: ignore[arg-type]
+        with contextlib.suppress(WireError):
+            decode(encode(value))
+    assert all(len(known) <= MAX_PLANS for known in codec._KNOWN)
+    assert len(codec._LOWERERS[RowRef]._plans) == MAX_PLANS

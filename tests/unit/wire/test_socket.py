@@ -13,7 +13,7 @@ import zmq
 
 from asyncrl.errors import ConfigError, PeerLost
 from asyncrl.wire.auth import CurveKeys
-from asyncrl.wire.ends import DRAIN_BUDGET, HIGH_WATER
+from asyncrl.wire.ends import DRAIN_BUDGET, HIGH_WATER, pour
 from asyncrl.wire.socket import ZmqWire
 
 TCP = "tcp://127.0.0.1:*"
@@ -236,3 +236,35 @@ async def receive_until_lost(listener: Any) -> str:
     with pytest.raises(PeerLost) as caught:
         await listener.receive()
     return str(caught.value)
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), PeerLost("of the taker's own")])
+async def test_what_a_taker_raises_is_raised_where_it_pours(wire: ZmqWire, error: Exception) -> None:
+    listener = wire.listen(TCP)
+    caller = wire.connect(listener.address)
+    await caller.send([b"hello"])
+
+    def refuse(message: Any) -> None:
+        raise error
+
+    async with asyncio.timeout(5):
+        with pytest.raises(type(error), match=str(error)):
+            await pour(listener, refuse)
+
+
+async def test_pouring_hands_over_what_came_before_and_ends_with_the_end(wire: ZmqWire) -> None:
+    listener = wire.listen(TCP)
+    caller = wire.connect(listener.address)
+    total, taken = 10 * DRAIN_BUDGET, list[bytes]()
+
+    def take(message: Any) -> None:
+        taken.append(bytes(message[1][0]))
+        if len(taken) == total:
+            listener.close()
+
+    for number in range(total):
+        await caller.send([b"%d" % number])
+    async with asyncio.timeout(10):
+        with pytest.raises(PeerLost, match="was closed here"):
+            await pour(listener, take)
+    assert taken == [b"%d" % number for number in range(total)]
