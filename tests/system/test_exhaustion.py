@@ -1,5 +1,6 @@
 """What runs out, hangs or breaks under a run: each ends in recovery or in one clear error, and nothing is left."""
 
+import asyncio
 import os
 import re
 import resource
@@ -8,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from asyncrl.deploy.exhaustion import OWN_DESCRIPTORS, WORKERS_DESCRIPTORS
+from asyncrl.models import prepare
+from asyncrl.settings import load
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -50,10 +53,27 @@ def test_a_generator_that_stops_for_good_is_replaced_within_the_publish_deadline
     run.leaves_nothing()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("service", ["controller", *WORKERS])
+def test_a_process_that_is_stopped_for_a_minute(service: str, tmp_path: Path) -> None:
+    """A generator keeps the trainer from writing and is replaced at the publish deadline; the others are waited for:
+    their calls may take longer than a minute."""
+    run = Run(tmp_path / "run", STEPS)
+    with run.running() as process:
+        run.until_step(process, 5)
+        stopped(process.pid if service == "controller" else run.pid_of(service), 60.0)
+        assert process.wait(PATIENCE) == 0, run.shown
+    replaced = "did not take over new weights in time; it is killed and started again" in run.shown
+    assert replaced == (service == "generation") or service == "controller", run.shown
+    run.audited()
+    run.leaves_nothing()
+
+
 def stopped(pid: int, seconds: float) -> None:
     os.kill(pid, signal.SIGSTOP)
     time.sleep(seconds)
-    os.kill(pid, signal.SIGCONT)
+    with suppress(ProcessLookupError):  # It was replaced.
+        os.kill(pid, signal.SIGCONT)
 
 
 # ---- memory and disk -------------------------------------------------------------------------------------
@@ -158,3 +178,35 @@ def test_reward_functions_that_fork_and_hang_cost_their_samples_only(tmp_path: P
     run.audited()
     run.leaves_nothing()
     assert "unscorable" in (run.directory / "metrics.jsonl").read_text()
+
+
+# ---- files under a run -----------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_model_file_that_is_truncated_ends_in_one_clear_error_or_does_no_harm(tmp_path: Path) -> None:
+    """Whoever has loaded it goes on; whoever is started again cannot load it, and says so."""
+    model = asyncio.run(prepare(load("quickstart").config, tmp_path / "model", print, PATIENCE))
+    run = Run(
+        tmp_path / "run",
+        ("--model.name", str(model), "--steps", "100000", "--evaluate.prompts", ""),
+        "quickstart",
+        standins=False,
+    )
+    with run.running() as process:
+        run.until_step(process, 3)
+        weights = model / "model.safetensors"
+        whole = weights.read_bytes()
+        os.truncate(weights, len(whole) // 2)
+        run.until_step(process, run.version + 10)
+        os.kill(run.pid_of("generation"), signal.SIGKILL)
+        assert process.wait(PATIENCE) == 75, run.shown
+    one_line_error(run, "generation0.0 died 3 times .* could not start again")
+    run.leaves_nothing()
+    weights.write_bytes(whole)
+    with run.running() as process:
+        run.until_step(process, run.version + 5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0, run.shown
+    run.audited()
+    run.leaves_nothing()
