@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import strftime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,10 +30,11 @@ IN_MEMORY = "python:rows"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished run. path: its directory."""
+    """A finished run. path: its directory. services: those of this process, rewards that no other process can call."""
 
     path: Path
     config: Config
+    services: "Mapping[str, ServiceSpec]" = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -49,7 +50,12 @@ class Run:
         """Score the newest checkpoint on held-out prompts; by default those of the run's section `evaluate`."""
         from asyncrl.deploy.evaluate import evaluate_run
 
-        return _run_here_or_beside(evaluate_run(self.path, self.config, prompts))
+        if prompts is None and not self.config.evaluate.prompts:
+            raise ConfigError(
+                "there are no held-out prompts: write run.evaluate(prompts=...), or train with "
+                'evaluate={"prompts": ...}'
+            )
+        return _run_here_or_beside(evaluate_run(self.path, self.config, prompts, self.services))
 
     def save_pretrained(self, target: str | Path) -> Path:
         """Copy the newest checkpoint's model and tokenizer to a folder for `from_pretrained`."""
@@ -118,7 +124,7 @@ async def train_async(
     from asyncrl.deploy.run import run
     from asyncrl.telemetry.display import open_display
 
-    named, here = _by_name([reward] if isinstance(reward, str) or callable(reward) else list(reward))
+    named, here = _by_name(_functions(reward))
     values = _values(sections) | {
         "model.name": model,
         "task.prompts": prompts if isinstance(prompts, str) else IN_MEMORY,
@@ -130,6 +136,7 @@ async def train_async(
     config = load(None, (), values=values).config
     fresh = new_run_directory(Path("runs"), strftime("python-%Y%m%d-%H%M%S"))
     with fresh if run_dir is None else nullcontext(Path(run_dir)) as directory, open_display(config.steps) as display:
+        services = _reward_here(here, display.say)
         order = Order(
             config=config,
             run_dir=directory,
@@ -137,10 +144,10 @@ async def train_async(
             command=f"the same call with run_dir={shlex.quote(str(directory))}",
             accept_changes=accept_changes,
             prompts=None if isinstance(prompts, str) else prompts,
-            services=_reward_here(here, display.say),
+            services=services,
         )
         finished = await run(order)
-    return Run(finished.path, config)
+    return Run(finished.path, config, services)
 
 
 def _values(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -152,6 +159,16 @@ def _values(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         else:
             flat[section] = keys
     return flat
+
+
+def _functions(reward: str | Function | Sequence[str | Function]) -> list[str | Function]:
+    several = [reward] if isinstance(reward, str) or callable(reward) else reward
+    if isinstance(several, list | tuple) and several and all(isinstance(one, str) or callable(one) for one in several):
+        return list(several)
+    raise ConfigError(
+        "reward: write a function of a Sample, the name of one (a template, FILE.py:NAME or module:NAME), or a list of "
+        f"these, not {reward!r:.100}"
+    )
 
 
 def _by_name(functions: Sequence[str | Function]) -> tuple[list[dict[str, Any]], list[Function]]:

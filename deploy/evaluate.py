@@ -1,12 +1,14 @@
-"""Scores a model on held-out prompts, without a trainer: a run's newest checkpoint, or any model folder."""
+"""Scores a model on held-out prompts, without a trainer: a run's newest checkpoint, or any model."""
 
 import asyncio
 import os
 import secrets
 import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from asyncrl.checkpoint import plan_resume
 from asyncrl.config import Config
@@ -16,7 +18,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.evaluation import Evaluation, Evaluator, Question
 from asyncrl.fleet import ServiceSpec, running_fleet
 from asyncrl.launch import RunFacts
+from asyncrl.models import prepare
+from asyncrl.parts import missing_parts
 from asyncrl.protocols.contracts import Generation, Reward
+from asyncrl.rewards.functions import check_functions
 from asyncrl.rundir import RunDirectory
 from asyncrl.settings import load, read
 from asyncrl.store import FileStore
@@ -24,6 +29,7 @@ from asyncrl.tasks import held_out_prompts
 from asyncrl.tasks.sources import Rows
 from asyncrl.wire.auth import CurveKeys
 
+NO_SERVICES: Mapping[str, ServiceSpec] = MappingProxyType({})
 VERSION = 0
 """Of the weights in the model folder, which no trainer counts."""
 
@@ -37,16 +43,29 @@ def newest_model(run_dir: Path) -> tuple[Path, int]:
     return Path(plan.directory) / "model", plan.version
 
 
-async def evaluate_run(run_dir: Path, config: Config | None = None, prompts: str | Rows | None = None) -> Evaluation:
-    """The newest checkpoint of a run, with the run's rewards; prompts: by default those of its section `evaluate`."""
+async def evaluate_run(
+    run_dir: Path,
+    config: Config | None = None,
+    prompts: str | Rows | None = None,
+    services: Mapping[str, ServiceSpec] = NO_SERVICES,
+) -> Evaluation:
+    """The newest checkpoint of a run, with the run's rewards.
+
+    prompts: by default those of the section `evaluate`. services: used instead of those the config asks for.
+    """
     if not RunDirectory(run_dir).started_before:
         raise ConfigError(f"{run_dir} is no run directory: it has no config.toml")
     model, version = newest_model(run_dir)
     config = config or read(RunDirectory(run_dir).config)
+    if not config.reward.functions and "reward" not in services:
+        raise ConfigError(
+            f"the rewards of {run_dir} are functions of the Python process that trained it: evaluate there, with "
+            "`run.evaluate()`, or name an experiment with --task"
+        )
     if isinstance(prompts, str):
         config = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"prompts": prompts})})
     given = None if isinstance(prompts, str) else prompts
-    evaluation = await evaluate_model(model, config, questions_of(config, given))
+    evaluation = await evaluate_model(model, config, questions_of(config, given), services)
     return replace(evaluation, version=version)
 
 
@@ -58,21 +77,29 @@ def questions_of(config: Config, given: Rows | None = None) -> list[Question]:
     return found.first(config.evaluate.size)
 
 
-async def evaluate_target(target: str, task: str | None) -> Evaluation:
-    """`asyncrl evaluate RUN_DIR|MODEL --task T`. task: an experiment, whose held-out prompts and rewards are used."""
+async def evaluate_target(target: str, task: str | None, say: Callable[[str], None]) -> Evaluation:
+    """`asyncrl evaluate RUN_DIR|MODEL --task T`. MODEL: what `model.name` takes. task: an experiment, whose held-out
+    prompts and rewards are used. say: receives one line of progress at a time."""
     config = load(task).config if task is not None else None
     path = Path(target)
     if RunDirectory(path).started_before:
         return await evaluate_run(path, config)
     if config is None:
         raise ConfigError(f"{target} is no run directory; to evaluate a model name an experiment with --task")
-    if not (path / "config.json").exists():
-        raise ConfigError(f"{target} is neither a run directory nor a model folder: it has no config.json")
-    return await evaluate_model(path, config, questions_of(config))
+    questions = questions_of(config)
+    named = config.model_copy(update={"model": config.model.model_copy(update={"name": target})})
+    if missing := missing_parts(named):
+        raise ConfigError("\n".join(missing))
+    with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as scratch:
+        return await evaluate_model(await prepare(named, Path(scratch) / "model", say), named, questions)
 
 
-async def evaluate_model(model: Path, config: Config, questions: list[Question]) -> Evaluation:
-    """A model folder, sampled by a generation worker of its own and scored by a reward worker."""
+async def evaluate_model(
+    model: Path, config: Config, questions: list[Question], services: Mapping[str, ServiceSpec] = NO_SERVICES
+) -> Evaluation:
+    """A model folder, sampled by a generation worker of its own and scored by a reward worker, or by `services`."""
+    if "reward" not in services and (mistakes := check_functions(config)):
+        raise ConfigError("\n".join(mistakes))
     model_dir = await asyncio.to_thread(os.path.abspath, model)
     with tempfile.TemporaryDirectory(prefix="asyncrl-evaluate-") as scratch:
         (Path(scratch) / "logs").mkdir()
@@ -88,7 +115,7 @@ async def evaluate_model(model: Path, config: Config, questions: list[Question])
         )
         specs = [
             ServiceSpec("evaluation", Generation, GENERATION, options={"own_version": VERSION}),
-            ServiceSpec("reward", Reward, "asyncrl.services.reward:RewardService"),
+            services.get("reward", ServiceSpec("reward", Reward, "asyncrl.services.reward:RewardService")),
         ]
         with LocalLauncher(facts.run) as launcher:
             async with running_fleet(specs, facts, launcher=launcher) as running:

@@ -1,12 +1,13 @@
-"""asyncrl evaluate: score a run's newest checkpoint, or a model folder, on held-out prompts."""
+"""asyncrl evaluate: score a run's newest checkpoint, or any model, on held-out prompts."""
 
 import argparse
 import asyncio
+import sys
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("asyncrl evaluate", description=__doc__)
-    parser.add_argument("target", help="a run directory, or a folder with a model")
+    parser.add_argument("target", help="a run directory, or a model as model.name takes it")
     parser.add_argument(
         "--task",
         metavar="NAME|FILE",
@@ -15,7 +16,7 @@ def main(arguments: list[str]) -> int:
     asked = parser.parse_args(arguments)
     from asyncrl.deploy.evaluate import evaluate_target
 
-    found = asyncio.run(evaluate_target(asked.target, asked.task))
+    found = asyncio.run(evaluate_target(asked.target, asked.task, lambda line: print(line, file=sys.stderr)))
     unscorable = f"; {found.unscorable} samples could not be scored" if found.unscorable else ""
     print(
         f"reward {found.mean:.4f} ± {found.stderr:.4f} (standard error) over {found.prompts} prompts, "

@@ -22,9 +22,10 @@ def export(run_dir: Path, target: Path) -> int:
     """Copy the model; returns its version. The target appears complete or not at all.
 
     Raises:
-        ConfigError: there is no run, it has no checkpoint yet, or the target is taken.
+        ConfigError: there is no run, it has no checkpoint yet, or the target is taken or cannot be made.
         JournalError: none of its checkpoints is good.
     """
+    target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already; name a folder that is not")
     if not RunDirectory(run_dir).started_before:
@@ -34,6 +35,11 @@ def export(run_dir: Path, target: Path) -> int:
     model, version = newest_model(run_dir)
     unfinished = target.with_name(f"{target.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.copytree(model, unfinished)
-    unfinished.replace(target)
+    try:
+        shutil.copytree(model, unfinished)
+        unfinished.replace(target)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        why = error.strerror or str(error)
+        raise ConfigError(f"{target} cannot be written: {why}; name another folder") from error
     return version

@@ -104,9 +104,23 @@ def _load(request: Request) -> "Loaded":
         if not config_file.is_file():
             raise ConfigError(f"{request.run_dir} holds no run to resume; name an experiment to start one there")
         loaded = load(config_file, request.flags)
+    if request.target is None:
+        _refuse_what_only_python_has(request, loaded.config)
     if not loaded.config.reward.functions:
         raise ConfigError("reward.functions is empty: name at least one function, for instance FILE.py:reward")
     return loaded
+
+
+def _refuse_what_only_python_has(request: Request, config: "Config") -> None:
+    from asyncrl.api import IN_MEMORY
+
+    given = [] if config.reward.functions else ["a reward function that no other process can import"]
+    given += ["prompts given as rows"] if config.task.prompts == IN_MEMORY else []
+    if given:
+        raise ConfigError(
+            f"the run in {request.run_dir} was started from Python with {' and '.join(given)}: resume it there, with "
+            f"the same call and run_dir={str(request.run_dir)!r}"
+        )
 
 
 def _described(loaded: "Loaded") -> str:

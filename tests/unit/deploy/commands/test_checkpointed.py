@@ -79,3 +79,8 @@ def test_export_of_a_damaged_checkpoint_is_refused(
     assert cli.main(["export", str(run_dir), str(tmp_path / "model")]) == 1
     assert "changed or damaged" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
+
+
+def test_export_to_where_nothing_can_be_made(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", str(run_dir), "/proc/model"]) == 2
+    assert "/proc/model cannot be written: " in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""What is started to evaluate a model; the fleet itself is not."""
+
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncrl.deploy.evaluate as module
+from asyncrl.api import Run, _functions, _reward_here
+from asyncrl.config import Config
+from asyncrl.deploy import cli
+from asyncrl.errors import ConfigError
+from asyncrl.fleet import ServiceSpec
+from asyncrl.settings.toml import dump
+
+ROWS = [{"prompt": "reverse abo:", "answer": "oba"}]
+
+
+class Started(Exception):
+    """Stands for the fleet that would run now."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """Specs and model folder of the fleet that was to be started."""
+    seen: list[Any] = []
+
+    @asynccontextmanager
+    async def running_fleet(specs: Sequence[ServiceSpec], facts: Any, **_: object) -> Any:
+        seen.extend([*specs, facts.model_dir])
+        raise Started
+        yield
+
+    monkeypatch.setattr(module, "running_fleet", running_fleet)
+    monkeypatch.setattr(module, "newest_model", lambda run_dir: (tmp_path / "model", 3))
+    return seen
+
+
+def config(*functions: str) -> Config:
+    return Config.model_validate(
+        {"model": {"name": "m"}, "task": {"prompts": "python:rows"}, "reward": {"functions": functions}}
+    )
+
+
+def run_of(path: Path, config: Config, services: Any = None) -> Run:
+    path.mkdir()
+    (path / "config.toml").write_text(dump(config))
+    return Run(path, config, services or {})
+
+
+def test_a_reward_of_this_process_is_served_here_again(started: list[Any], tmp_path: Path) -> None:
+    services = _reward_here([lambda sample: 1.0], lambda line: None)
+    with pytest.raises(Started):
+        run_of(tmp_path / "run", config(), services).evaluate(ROWS)
+    assert started[1] is services["reward"]
+
+
+def test_a_reward_with_a_name_gets_a_worker(started: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(Started):
+        run_of(tmp_path / "run", config("exact_match")).evaluate(ROWS)
+    assert started[1].implementation == "asyncrl.services.reward:RewardService"
+
+
+def test_without_held_out_prompts_python_is_told_what_to_write(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.evaluate\(prompts=\.\.\.\)"):
+        run_of(tmp_path / "run", config("exact_match")).evaluate()
+
+
+def test_rewards_that_only_the_trainer_had(
+    started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_of(tmp_path / "run", config())
+    assert cli.main(["evaluate", str(tmp_path / "run")]) == 2
+    assert "evaluate there, with `run.evaluate()`" in capsys.readouterr().err
+    assert cli.main(["run", "--run-dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "was started from Python with a reward function that no other process can import and prompts" in said
+    assert started == []
+
+
+def test_a_model_is_prepared_as_in_training(
+    started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def prepare(config: Config, target: Path, show: Any) -> Path:
+        show("making it")
+        return target.with_name(config.model.name.partition(":")[2])
+
+    monkeypatch.setattr(module, "prepare", prepare)
+    with pytest.raises(Started):
+        cli.main(["evaluate", "warmed:reverse", "--task", "quickstart"])
+    assert Path(started[-1]).name == "reverse"
+    assert capsys.readouterr().err == "making it\n"
+
+
+@pytest.mark.parametrize("reward", [None, 3, [], [None], {"use": "exact_match"}])
+def test_what_is_no_reward_is_refused(reward: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^reward: write a function of a Sample"):
+        _functions(reward)
