@@ -1,0 +1,37 @@
+import pytest
+
+from asyncrl.bench.figures import Seen, in_turn, number, ratios, table, verdict
+
+
+def test_sides_take_turns_in_an_order_that_turns_around() -> None:
+    order: list[str] = []
+
+    def side(name: str, value: float) -> float:
+        order.append(name)
+        return value
+
+    seen = in_turn({"a": lambda: side("a", len(order)), "b": lambda: side("b", 10)}, rounds=3)
+    assert "".join(order) == "abbaab"
+    assert seen["a"].values == (0, 3, 4)
+    assert seen["b"].median == 10
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    assert ratios(Seen((2.0, 9.0)), Seen((1.0, 3.0))).values == (2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "goal", "most", "met"),
+    [(2.0, 2.0, False, True), (1.99, 2.0, False, False), (0.01, 0.01, True, True), (0.02, 0.01, True, False)],
+)
+def test_goals(seen: float, goal: float, most: bool, met: bool) -> None:
+    assert ("MISSED" in verdict("it", seen, goal, most=most)) is not met
+
+
+def test_numbers_keep_what_matters() -> None:
+    assert [number(value) for value in (12345.6, 99.94, 0.00123)] == ["12,346", "99.9", "0.00123"]
+
+
+def test_columns_line_up() -> None:
+    lines = table(("", "value"), [("long name", "1"), ("b", "22")]).splitlines()
+    assert {line.index(cell) for line, cell in zip(lines, ("value", "1", "22"), strict=True)} == {13}
