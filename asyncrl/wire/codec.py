@@ -37,7 +37,7 @@ _TAG_OF = {cls: _FIRST_TYPE + index for index, cls in enumerate(WIRE_TYPES)}
 _PLAIN = frozenset(_SCALARS)
 
 MAX_PLANS = 256
-"""Combinations of field types remembered for one message type: who sends odd ones must not fill our memory."""
+"""Combinations of field types remembered for sending one type of message, whatever callers put into its fields."""
 
 
 def encode(value: Any, limit_bytes: int = LIMIT_BYTES) -> list[Frame]:
@@ -153,7 +153,7 @@ def _unpack(header: Frame) -> tuple[Any, Any]:
 
 _KNOWN: tuple[dict[tuple[type, ...], tuple[int, ...]], ...] = tuple({} for _ in WIRE_TYPES)
 """For each type of message: the types that the nodes of a good one had, its tag first -> fields that are more than
-their node: with parts of their own, or an int that stands for a float."""
+their node: with parts of their own, or an int that stands for a float. Few, for only good ones are remembered."""
 
 
 class _Reader:
@@ -195,8 +195,7 @@ class _Reader:
         if checked is None:
             raw = list(node)
             self._read_fields(index, node, range(len(_CHECKS[index])), depth)
-            if len(known) < MAX_PLANS:
-                known[types] = tuple(place for place, value in enumerate(node) if value is not raw[place])
+            known[types] = tuple(place for place, value in enumerate(node) if value is not raw[place])
         else:
             self._read_fields(index, node, checked, depth)
         try:

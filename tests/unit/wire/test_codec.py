@@ -230,5 +230,5 @@ def test_what_is_remembered_of_strange_messages_is_bounded() -> None:
         value = Reply(1, kinds[0]), RowRef(*kinds, *kinds, "a", (), *kinds[:2])  # type: ignore[arg-type]
         with contextlib.suppress(WireError):
             decode(encode(value))
-    assert all(len(known) <= MAX_PLANS for known in codec._KNOWN)
+    assert max(len(known) for known in codec._KNOWN) < 100
     assert len(codec._LOWERERS[RowRef]._plans) == MAX_PLANS
