@@ -5,7 +5,7 @@ All sides train the same model of three million random weights in float32 with t
 TRL runs as given (its defaults but for the precision) and at the best of a grid; ours at limit 2 and at limit 0. TRL
 needs an interpreter of its own: bench/peers/setup trl, or TRL_PYTHON.
 
-A look at one workload takes about five minutes; in full: --workload all --rounds 5 --steps 6 --search.
+The default looks at one workload once, in some five minutes; in full: --workload all --rounds 5 --search.
 """
 
 import argparse
@@ -59,8 +59,8 @@ def workloads(seats: int) -> dict[str, Workload]:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench end-to-end", description=__doc__)
     parser.add_argument("--workload", choices=["equal", "lognormal", "judge", "all"], default="equal")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3, help="counted steps of TRL; ours takes three times as many")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3, help="counted steps of TRL; ours takes twice as many")
     parser.add_argument("--seats", type=int, default=32, help="samples that the slow judge looks at together; 0: all")
     parser.add_argument("--search", action="store_true", help="find TRL's best settings on the grid first")
     parser.add_argument("--without-trl", action="store_true")
@@ -87,8 +87,8 @@ def measure(workload: Workload, asked: argparse.Namespace, folder: Path) -> None
     print(f"{workload.name}: {sum(workload.lengths):,} tokens a step, {asked.rounds} rounds", flush=True)
     best = BEST if not asked.search or asked.without_trl else search(workload, folder)
     sides: dict[str, Callable[[], Outcome]] = {
-        OURS: lambda: run_own(Own(LIMIT), workload, 3 * asked.steps, WARM, folder),
-        OFF: lambda: run_own(Own(0), workload, 3 * asked.steps, WARM, folder),
+        OURS: lambda: run_own(Own(LIMIT), workload, 2 * asked.steps, WARM, folder),
+        OFF: lambda: run_own(Own(0), workload, 2 * asked.steps, WARM, folder),
     }
     if not asked.without_trl:
         sides[TUNED] = lambda: run_trl(best, workload, asked.steps, TRL_WARM, folder)
