@@ -27,7 +27,7 @@ class Prompts:
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], source: str, system: str = "") -> None:
         if len(rows) == 0:
-            raise TaskError(f"{source} has no rows")
+            raise TaskError(f"{source}: there are no rows")
         self._rows, self._source, self._system = rows, source, system
         if isinstance(rows, list):
             for number in range(len(rows)):

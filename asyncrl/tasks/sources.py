@@ -2,7 +2,9 @@
 
 import csv
 import inspect
+import io
 import json
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
@@ -12,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.errors import TaskError
+from asyncrl.errors import ConfigError, TaskError
 from asyncrl.installing import install_extra
 from asyncrl.names import resolve, suggestion
 from asyncrl.tasks.prompts import Prompts, plain
@@ -54,7 +56,7 @@ def load_prompts(
         TaskError: there is no such source, or its rows are no prompts; the message says what to write.
     """
     if not isinstance(spec, str):
-        return Prompts(spec, "the rows given as prompts", system)
+        return Prompts(_given(spec), "the rows given as prompts", system)
     rows = _read(spec, dict(options or {}), held_out)
     return Prompts(rows, spec, system)
 
@@ -66,13 +68,27 @@ def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
     if colon and kind == "reasoning_gym":
         return _reasoning_gym(rest, options, held_out)
     if reader := READERS.get(Path(spec).suffix.lower()):
-        return reader(_existing(Path(spec).expanduser()))
+        return _from_file(reader, _existing(Path(spec).expanduser()))
     if ":" in spec:
         return _function(spec, options)
     raise TaskError(
         f'task.prompts: "{spec}" is no source of prompts; write a file ending in {", ".join(READERS)}, '
         "hub:NAME, reasoning_gym:NAME or FILE.py:function"
     )
+
+
+def _given(rows: Any) -> Rows:
+    """What a Python caller handed over: a list, a tuple, or what has rows by number, as a datasets.Dataset."""
+    if isinstance(rows, list | tuple):
+        return list(rows)
+    of_a_frame = "; of a pandas.DataFrame write frame.to_dict('records')" if hasattr(rows, "iloc") else ""
+    if isinstance(rows, Mapping | bytes) or not hasattr(rows, "__getitem__") or of_a_frame:
+        kind = type(rows).__name__
+        raise TaskError(
+            f'prompts: write a form of task.prompts, a list of rows such as {{"prompt": ...}} or a datasets.Dataset, '
+            f"this is {kind}{of_a_frame}"
+        )
+    return rows  # type: ignore[no-any-return]
 
 
 def _existing(path: Path) -> Path:
@@ -82,13 +98,26 @@ def _existing(path: Path) -> Path:
     raise TaskError(f"task.prompts: there is no file {path}{near}")
 
 
+def _from_file(reader: Callable[[Path], Rows], path: Path) -> Rows:
+    try:
+        return reader(path)
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise TaskError(
+            f"{path}, line {line}: this is no UTF-8 text (byte 0x{error.object[error.start]:02x}); save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise TaskError(f"task.prompts: {path} cannot be read: {error.strerror or error}") from error
+
+
+def _text(path: Path) -> str:
+    """Without the mark at its beginning that some programs write."""
+    return path.read_bytes().decode("utf-8-sig")
+
+
 def _jsonl(path: Path) -> Rows:
-    rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                rows.append(_json_row(line, f"{path}, line {number}"))
-    return rows
+    lines = enumerate(_text(path).split("\n"), 1)
+    return [_json_row(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
 def _json_row(line: str, where: str) -> dict[str, Any]:
@@ -102,8 +131,10 @@ def _json_row(line: str, where: str) -> dict[str, Any]:
 
 
 def _csv(path: Path) -> Rows:
-    with path.open(encoding="utf-8-sig", newline="") as text:
-        rows = list(csv.DictReader(text))
+    try:
+        rows = list(csv.DictReader(io.StringIO(_text(path), newline="")))
+    except csv.Error as error:
+        raise TaskError(f"{path} is no CSV that can be read: {error}") from None
     for number, row in enumerate(rows):
         if None in row or None in row.values():
             raise TaskError(f"{path}, row {number}: it has not as many fields as the header has columns")
@@ -124,7 +155,11 @@ class ArrowRows(Sequence[Mapping[str, Any]]):
 
 
 def _parquet(path: Path) -> Rows:
-    return ArrowRows(_optional("pyarrow.parquet", "parquet").read_table(path))
+    parquet = _optional("pyarrow.parquet", "parquet")
+    try:
+        return ArrowRows(parquet.read_table(path))
+    except (_optional("pyarrow", "parquet").ArrowException, OSError) as error:
+        raise TaskError(f"task.prompts: {path} is no Parquet file that can be read: {error}") from error
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
@@ -132,8 +167,10 @@ READERS: dict[str, Callable[[Path], Rows]] = {".jsonl": _jsonl, ".csv": _csv, ".
 
 def _hub(name: str, options: dict[str, Any]) -> Rows:
     """options but `size` and `seed` go to `datasets.load_dataset`, e.g. { name = "main" }."""
-    datasets = _optional("datasets", "hub")
     name, _, split = name.partition("#")
+    if not name:
+        raise TaskError('task.prompts: "hub:" names no data set; write hub:NAME or hub:NAME#SPLIT')
+    datasets = _optional("datasets", "hub")
     arguments = {key: value for key, value in options.items() if key not in ("size", "seed")}
     try:
         rows: Rows = datasets.load_dataset(name, split=split or "train", **arguments)
@@ -170,13 +207,31 @@ def _entry_row(entry: Mapping[str, Any], name: str, options: dict[str, Any], num
 
 
 def _function(spec: str, options: dict[str, Any]) -> Rows:
+    try:
+        return _made(spec, options)
+    except (ConfigError, TaskError):
+        raise
+    except Exception as error:  # the user's code, which may raise anything
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename}, line {last.lineno}"
+        raise TaskError(f"task.prompts: {spec} raised {type(error).__name__}: {error} ({where})") from error
+
+
+def _made(spec: str, options: dict[str, Any]) -> Rows:
+    """Raises whatever the user's code raises, when it is imported, called and gone through."""
     function = resolve(spec, "task.prompts")
     if not callable(function):
         raise TaskError(f"task.prompts: {spec} is no function")
-    made: Iterable[Mapping[str, Any]] = function(**_accepted(function, options, spec))
-    if isinstance(made, Sequence) or hasattr(made, "__getitem__"):
-        return list(made) if isinstance(made, tuple) else made  # type: ignore[return-value]
-    return list(islice(made, options.get("size")))
+    made = function(**_accepted(function, options, spec))
+    if isinstance(made, list | tuple):
+        return list(made)
+    if isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
+        return list(islice(made, options.get("size")))
+    if isinstance(made, str | bytes | Mapping) or not hasattr(made, "__getitem__"):
+        raise TaskError(
+            f"task.prompts: {spec} returned {made!r:.80}; a function of prompts returns a list of rows, or yields them"
+        )
+    return made  # type: ignore[no-any-return]
 
 
 def _accepted(function: Callable[..., Any], options: dict[str, Any], spec: str) -> dict[str, Any]:

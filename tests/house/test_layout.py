@@ -24,6 +24,7 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/wire/host.py",
     "asyncrl/rewards/calling.py",
     "asyncrl/rewards/child.py",
+    "asyncrl/tasks/sources.py",
     "asyncrl/telemetry/sinks/worker.py",
 }
 PURE = {

@@ -40,7 +40,7 @@ def test_a_bad_row_in_the_middle_is_found_at_once() -> None:
 
 
 def test_no_rows_are_an_error() -> None:
-    with pytest.raises(TaskError, match="rows has no rows"):
+    with pytest.raises(TaskError, match="rows: there are no rows"):
         Prompts([], "rows")
 
 

@@ -239,3 +239,85 @@ def test_every_line_of_a_file_is_checked(tmp_path: Path) -> None:
     file.write_text("\n".join(json.dumps(row) for row in ({"prompt": "a"}, {"promt": "b"})))
     with pytest.raises(TaskError, match=r"row 1: there is no column .prompt.; found are promt"):
         load_prompts(str(file))
+
+
+def test_a_mark_at_the_beginning_of_a_file_is_no_part_of_it(tmp_path: Path) -> None:
+    for name, text in (("rows.jsonl", '{"prompt": "é\u2028"}\r\n'), ("rows.csv", "prompt\né\u2028\n")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig", newline="")
+        assert [prompt for prompt, _ in load_prompts(str(tmp_path / name)).first(2)] == ["é\u2028"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
+def test_a_file_that_is_no_utf8_names_the_line(tmp_path: Path, name: str) -> None:
+    lines = {"rows.jsonl": '{"prompt": "a"}\n{"prompt": "é"}\n', "rows.csv": "prompt\né\n"}
+    (tmp_path / name).write_bytes(lines[name].encode("latin-1"))
+    with pytest.raises(TaskError, match=r"line 2: this is no UTF-8 text \(byte 0xe9\); save it as UTF-8"):
+        load_prompts(str(tmp_path / name))
+
+
+def test_a_parquet_file_that_is_cut(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL_ROW]), file)
+    for content in (file.read_bytes()[:-20], b"", b"PAR1 and more PAR1"):
+        file.write_bytes(content)
+        with pytest.raises(TaskError, match=r"train\.parquet is no Parquet file that can be read: "):
+            load_prompts(str(file))
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "rows.csv").write_text("prompt\na\n")
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(TaskError, match=r"rows\.csv cannot be read: Permission denied"):
+        load_prompts(str(tmp_path / "rows.csv"))
+
+
+STRANGE = """
+def fails():
+    raise KeyError("no such thing")
+
+def fails_later():
+    yield {"prompt": "a"}
+    raise ZeroDivisionError("later")
+
+def nothing(): ...
+def number(): return 3
+def text(): return "a prompt"
+def table(): return {"prompt": ["a"]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fails", r"fails raised KeyError: 'no such thing' \(.*strange\.py, line 3\)$"),
+        ("fails_later", r"raised ZeroDivisionError: later \(.*strange\.py, line 7\)$"),
+        ("nothing", "returned None; a function of prompts returns a list of rows, or yields them$"),
+        ("number", "returned 3; "),
+        ("text", "returned 'a prompt'; "),
+        ("table", "returned {'prompt': .*; "),
+    ],
+)
+def test_functions_that_make_no_rows(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "strange.py").write_text(STRANGE)
+    with pytest.raises(TaskError, match=f"^task.prompts: .*{said}"):
+        load_prompts(f"{tmp_path}/strange.py:{name}")
+
+
+def test_a_file_of_prompts_that_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "broken_prompts.py").write_text("import no_such_module_at_all\n")
+    with pytest.raises(TaskError, match=r"raised ModuleNotFoundError: .* \(.*broken_prompts\.py, line 1\)$"):
+        load_prompts(f"{tmp_path}/broken_prompts.py:rows")
+
+
+def test_the_hub_needs_a_name() -> None:
+    with pytest.raises(TaskError, match="write hub:NAME"):
+        load_prompts("hub:#train")
+
+
+@pytest.mark.parametrize("rows", [5, {"prompt": "a"}, iter(["a"])])
+def test_what_python_hands_over_has_rows(rows: Any) -> None:
+    with pytest.raises(TaskError, match=r"^prompts: write a form of task\.prompts, a list of rows"):
+        load_prompts(rows)
