@@ -276,6 +276,20 @@ async def test_pause_holds_at_the_step_it_names(start: Start) -> None:
         assert len(await running) == 20
 
 
+async def test_an_abort_in_a_pause_and_a_resume_too_many_leave_the_engine_at_work(start: Start) -> None:
+    async with start(own_version=0) as service:
+        abandoned = asyncio.ensure_future(collect(service, group(0, members=20)))
+        await until(lambda: service._engine.running > 0)
+        paused = [await service.pause(), await service.pause()]
+        assert paused[0] == paused[1]
+        abandoned.cancel()
+        await asyncio.wait([abandoned])
+        await until(lambda: service._engine.running == service._engine.waiting == 0)
+        assert service.counters["aborted"] > 0
+        await asyncio.gather(service.resume(), service.resume())
+        assert len(await collect(service, group(1, members=20))) == 20
+
+
 async def test_other_epochs_are_refused(start: Start, arena: Any) -> None:
     async with start(own_version=0) as service:
         with pytest.raises(Refused, match=r"group 0 is of epoch 1; generation0.0-2-12345678 is of epoch 2"):
