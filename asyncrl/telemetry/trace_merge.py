@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ Open = list[tuple[int, int | str]]
 """Slices open on a lane, outermost first: when each ends, and its number."""
 
 SUFFIX = ".trace.jsonl"
+WRITTEN_TOGETHER = 1000
+"""Events. One by one they would cost twice as much."""
 SHORTEST = 1000
 """Nanoseconds. Perfetto does not draw slices of no length, and an arrow needs a slice to sit in."""
 
@@ -29,11 +32,11 @@ def merge(run_dir: Path) -> Path:
     target, unfinished = run_dir / "trace.json.gz", run_dir / "trace.json.gz.part"
     with gzip.open(unfinished, "wt", encoding="utf-8", compresslevel=5) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        everything = chain.from_iterable(_process(pid, events, start) for pid, events in enumerate(files, 1))
         separator = ""
-        for pid, events in enumerate(files, 1):
-            for event in _process(pid, events, start):
-                file.write(separator + json.dumps(event, separators=(",", ":")))
-                separator = ",\n"
+        while many := list(islice(everything, WRITTEN_TOGETHER)):
+            file.write(separator + json.dumps(many, separators=(",", ":"))[1:-1])
+            separator = ",\n"
         file.write("\n]}\n")
     os.replace(unfinished, target)
     return target
@@ -42,7 +45,7 @@ def merge(run_dir: Path) -> Path:
 def _read(path: Path) -> list[Event]:
     """The events of one process, its header first; the torn last line of a killed process is left out."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    events: list[Event] = [json.loads(line) for line in lines]
+    events: list[Event] = json.loads(f"[{','.join(lines)}]")
     return events or [{"process": path.name.removesuffix(SUFFIX), "clock": 0.0, "wall": 0.0}]
 
 
