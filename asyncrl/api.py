@@ -136,7 +136,6 @@ async def train_async(
     config = load(None, (), values=values).config
     fresh = new_run_directory(Path("runs"), strftime("python-%Y%m%d-%H%M%S"))
     with fresh if run_dir is None else nullcontext(Path(run_dir)) as directory, open_display(config.steps) as display:
-        services = _reward_here(here, display.say)
         order = Order(
             config=config,
             run_dir=directory,
@@ -144,10 +143,10 @@ async def train_async(
             command=f"the same call with run_dir={shlex.quote(str(directory))}",
             accept_changes=accept_changes,
             prompts=None if isinstance(prompts, str) else prompts,
-            services=services,
+            services=_reward_here(here, display.say),
         )
         finished = await run(order)
-    return Run(finished.path, config, services)
+    return Run(finished.path, config, order.services)
 
 
 def _values(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -173,6 +172,7 @@ def _functions(reward: str | Function | Sequence[str | Function]) -> list[str | 
 
 def _by_name(functions: Sequence[str | Function]) -> tuple[list[dict[str, Any]], list[Function]]:
     """Config entries of functions that have a name to import them by, and those that have none."""
+    from asyncrl.rewards.functions import taking_one
     from asyncrl.rewards.here import importable_name
 
     named: list[dict[str, Any]] = []
@@ -182,7 +182,7 @@ def _by_name(functions: Sequence[str | Function]) -> tuple[list[dict[str, Any]],
         if name is not None:
             named.append({"use": name})
         elif callable(function):
-            here.append(function)
+            here.append(taking_one(function))
     if named and here:
         raise ConfigError(
             f"{here[0].__name__} has no importable name, the other rewards have: put all of them into a module, or none"

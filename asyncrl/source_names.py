@@ -6,12 +6,13 @@ Only certain mistakes count. A module that makes its names while it runs is left
 import ast
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from asyncrl.names import suggestion
 
+ONE_ARGUMENT = "a reward function is called with one argument, the sample (or the list of a group's samples)"
 OWN_SCOPE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 MAKES_NAMES = {"__getattr__", "globals", "vars", "setattr", "exec", "eval"}
 """Used or defined in a module, names can be there that no statement binds."""
@@ -28,6 +29,48 @@ def mistake_in(spec: str, where: str) -> str | None:
     if source.endswith(".py"):
         return _mistake_in_file(Path(source).expanduser().resolve(), source, name, where)
     return _mistake_in_module(source, name, where)
+
+
+def signature_mistake(spec: str, options: Collection[str], where: str) -> str | None:
+    """Why the function that `FILE.py:NAME` or `module:NAME` names cannot be called with one argument and `options`, as
+    far as that can be told from its one plain `def` in the source; else None."""
+    source, _, name = spec.rpartition(":")
+    path = Path(source).expanduser().resolve() if source.endswith(".py") else _path_of(source)
+    if path is None:
+        return None
+    function = _only_definition(name, ast.parse(path.read_bytes()).body)
+    if function is None or not (wrong := _not_one(function.args, options)):
+        return None
+    return f"{where}: {spec}: {ONE_ARGUMENT}, not as {name}({ast.unparse(function.args)}): {wrong}"
+
+
+def _only_definition(name: str, body: Sequence[ast.stmt]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The plain `def` of `name` where nothing else in a module's body binds it."""
+    bound = ((node, {name for inner in (node, *_of_top_level(node)) for name in _bound(inner)}) for node in body)
+    match [node for node, names in bound if name in names]:
+        case [ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]) as function]:
+            return function
+    return None
+
+
+def _not_one(arguments: ast.arguments, options: Collection[str]) -> str:
+    """What is wrong about one positional argument and `options` by name; empty: nothing."""
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    if not positional and arguments.vararg is None:
+        return "it takes no argument"
+    needed = positional[: len(positional) - len(arguments.defaults)][1:]
+    by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    needed += [argument.arg for argument, default in by_name if default is None]
+    missing = [name for name in needed if name not in options]
+    return f"nothing is given for {', '.join(missing)}" if missing else ""
+
+
+def _path_of(module: str) -> Path | None:
+    try:
+        found = _find(module)
+    except ModuleNotFoundError:
+        return None
+    return Path(str(found.origin)) if found is not None and (found.origin or "").endswith(".py") else None
 
 
 def _mistake_in_file(path: Path, source: str, name: str, where: str) -> str | None:

@@ -19,7 +19,7 @@ async def attempt(function: Function, samples: list[Sample], group: bool, deadli
         async with asyncio.timeout(deadline) as scope:
             return await call(function, samples, group)
     except Exception as error:  # the user's code: whatever it raises is the verdict on its samples
-        return [_verdict_on(error, scope.expired())] * len(samples)
+        return [_verdict_on(error, deadline if scope.expired() else None)] * len(samples)
 
 
 async def call(function: Function, samples: list[Sample], group: bool) -> list[Verdict]:
@@ -34,12 +34,20 @@ async def call(function: Function, samples: list[Sample], group: bool) -> list[V
     return [verdict(value) for value in (_counted(result, len(samples)) if group else [result])]
 
 
-def _verdict_on(error: Exception, hung: bool) -> Verdict:
-    if hung:
-        return Verdict(reason="it hung", traceback=trace(error))
+def _verdict_on(error: Exception, overdue: float | None) -> Verdict:
+    if overdue is not None:
+        return Verdict(reason=f"it hung: no answer within {overdue:g} s{_waiting_in(error)}")
     if isinstance(error, RewardError):
         return Verdict(reason=str(error))
     return Verdict(reason=f"it raised {type(error).__name__}: {error}", traceback=trace(error))
+
+
+def _waiting_in(error: Exception) -> str:
+    """Where the function was when it was cancelled: the last line of the file it began in."""
+    frames = traceback.extract_tb(error.__context__.__traceback__) if error.__context__ is not None else []
+    of_the_user = [frame for frame in frames if frame.filename != __file__]
+    lines = [frame for frame in of_the_user if frame.filename == of_the_user[0].filename]
+    return f", waiting in {lines[-1].filename}, line {lines[-1].lineno}" if lines else ""
 
 
 def trace(error: BaseException) -> str:

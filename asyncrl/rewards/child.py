@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import attempt, trace
 from asyncrl.rewards.frames import packed, receive
 from asyncrl.rewards.functions import FunctionSpec, is_concurrent, load
-from asyncrl.rewards.sample import Function, Sample
+from asyncrl.rewards.sample import Function, Sample, with_columns
 
 
 class Child:
@@ -48,7 +48,7 @@ class Child:
 
     async def _answer(self, message: dict[str, Any]) -> None:
         spec, function = self._functions[message["function"]]
-        samples = [Sample(*fields) for fields in message["samples"]]
+        samples = [with_columns(Sample(*fields)) for fields in message["samples"]]
         for together in [samples] if spec.group else [[sample] for sample in samples]:
             verdicts = await attempt(function, together, spec.group, message["deadline"])
             self._send({"call": message["call"], "verdicts": [astuple(verdict) for verdict in verdicts]})

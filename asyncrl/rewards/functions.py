@@ -11,7 +11,7 @@ from asyncrl.names import resolve, suggestion
 from asyncrl.rewards.adapters import from_trl, from_verl
 from asyncrl.rewards.sample import Function
 from asyncrl.rewards.templates import TEMPLATES
-from asyncrl.source_names import mistake_in
+from asyncrl.source_names import ONE_ARGUMENT, mistake_in, signature_mistake
 
 if TYPE_CHECKING:
     from asyncrl.config import Config, Reward  # not at run time: children do without pydantic
@@ -60,7 +60,9 @@ def check_functions(config: "Config") -> list[str]:
 
 def _mistake(spec: FunctionSpec) -> str | None:
     if ":" in spec.use:
-        return mistake_in(_split(spec.use)[1], "reward.functions")
+        adapter, name = _split(spec.use)
+        mistake = mistake_in(name, "reward.functions")
+        return mistake if mistake or adapter else signature_mistake(name, spec.options, "reward.functions")
     try:
         _from_template(spec)
     except ConfigError as error:
@@ -79,9 +81,27 @@ def load(spec: FunctionSpec) -> Function:
     adapter, name = _split(spec.use)
     function = _with_options(_named(name), spec)
     try:
-        return ADAPTERS[adapter](function) if adapter else function
+        return ADAPTERS[adapter](function) if adapter else taking_one(function)
     except ConfigError as error:
         raise ConfigError(f"reward.functions: {spec.use}: {error}") from None
+
+
+def taking_one(function: Function) -> Function:
+    """The same function. Raises ConfigError when it cannot be called with one argument, a Sample or a list of them."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # written in C: it may take anything
+        return function
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ConfigError(f"{ONE_ARGUMENT}, not as {_name_in_messages(function)}{signature}: {error}") from None
+    return function
+
+
+def _name_in_messages(function: Function) -> str:
+    target = function.func if isinstance(function, partial) else function
+    return str(getattr(target, "__name__", type(target).__name__))
 
 
 def is_concurrent(function: Function) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl.rewards.calling import attempt
 from asyncrl.rewards.functions import FunctionSpec
-from asyncrl.rewards.sample import Function, Sample, Verdict
+from asyncrl.rewards.sample import Function, Sample, Verdict, with_columns
 from asyncrl.together import together
 
 GRACE = 0.1
@@ -72,7 +72,7 @@ class HerePool:
                 answered.set_result(verdict)
 
         def work() -> None:
-            (verdict,) = asyncio.run(attempt(function, [sample], False, self._deadline))
+            (verdict,) = asyncio.run(attempt(function, [with_columns(sample)], False, self._deadline))
             if not loop.is_closed():
                 loop.call_soon_threadsafe(answer, verdict)
 

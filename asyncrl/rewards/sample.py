@@ -1,7 +1,8 @@
 """What a reward function sees, and what it may return."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+import difflib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 Value = float | dict[str, float] | None
@@ -28,6 +29,32 @@ class Sample:
     member: int
     finish: str
     tokens: int
+
+
+class Columns(dict[str, Any]):
+    """A row as a user's function sees it: a column that is not there is told with those that are."""
+
+    def __missing__(self, name: object) -> Any:
+        raise MissingColumn(missing_column(str(name), self))
+
+
+class MissingColumn(KeyError):
+    """A KeyError that can be read."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def with_columns(sample: Sample) -> Sample:
+    """The same sample, its row as Columns."""
+    return replace(sample, row=Columns(sample.row))
+
+
+def missing_column(name: str, row: Mapping[str, Any]) -> str:
+    """What a message says of a column that is not there."""
+    near = difflib.get_close_matches(name, row, 1, 0.5)
+    closest = f"; did you mean {near[0]}?" if near else ""
+    return f"the row has no column {name}; found are {', '.join(row) or 'none'}{closest}"
 
 
 @dataclass(frozen=True, slots=True)

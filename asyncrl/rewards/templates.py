@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.names import suggestion
-from asyncrl.rewards.sample import OfSample, Sample
+from asyncrl.rewards.sample import OfSample, Sample, missing_column
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
@@ -110,7 +110,7 @@ def last_number(text: str) -> float | None:
 
 def _column(sample: Sample, name: str) -> Any:
     if name not in sample.row:
-        raise RewardError(f"the row has no column {name}{suggestion(name, sample.row)}")
+        raise RewardError(missing_column(name, sample.row))
     return sample.row[name]
 
 

@@ -1,3 +1,4 @@
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -5,8 +6,8 @@ import pytest
 
 from asyncrl.errors import RewardError
 from asyncrl.rewards import Sample
-from asyncrl.rewards.calling import call, verdict
-from asyncrl.rewards.sample import Verdict
+from asyncrl.rewards.calling import attempt, call, verdict
+from asyncrl.rewards.sample import Verdict, with_columns
 
 SAMPLES = [Sample("p", text, {}, 0, member, "stop", 1) for member, text in enumerate("abc")]
 
@@ -70,3 +71,29 @@ async def test_a_group_is_judged_together_and_each_value_alone() -> None:
 async def test_a_group_function_returns_as_many_rewards_as_samples(result: Any) -> None:
     with pytest.raises(RewardError, match=r"3 samples and returned 2|a list of 3 rewards"):
         await call(lambda samples: result, SAMPLES, group=True)
+
+
+async def test_a_coroutine_that_hangs_reads_like_a_plain_function_and_says_where() -> None:
+    async def inner() -> None:
+        await asyncio.Event().wait()
+
+    async def hangs(sample: Sample) -> float:
+        await inner()
+        return 1.0
+
+    (verdict,) = await attempt(hangs, SAMPLES[:1], False, 0.01)
+    line = inner.__code__.co_firstlineno + 1
+    assert verdict == Verdict(reason=f"it hung: no answer within 0.01 s, waiting in {__file__}, line {line}")
+
+
+async def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
+    sample = with_columns(Sample("p", "t", {"prompt": "p", "answr": "a"}, 0, 0, "stop", 1))
+
+    async def asks(sample: Sample) -> Any:
+        return sample.row["answer"]
+
+    (verdict,) = await attempt(asks, [sample], False, 1.0)
+    assert verdict.reason == (
+        "it raised MissingColumn: the row has no column answer; found are prompt, answr; did you mean answr?"
+    )
+    assert (sample.row.get("answer"), sample.row["answr"], "answer" in sample.row) == (None, "a", False)

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,46 @@ def test_which_functions_overlap(mine: str) -> None:
     assert is_concurrent(load(spec(f"{mine}:judge")))
     assert not is_concurrent(load(spec(f"{mine}:right")))
     assert not is_concurrent(load(spec("exact_match")))
+
+
+SIGNATURES = """
+def zero(): ...
+def two(sample, x): ...
+def keyword(sample, *, strict): ...
+def optional(sample, x=1, *more, strict=False, **rest): ...
+def anything(*samples): ...
+class Judge:
+    def __call__(self, sample): ...
+if len("made while it runs"):
+    def other(): ...
+else:
+    def other(sample): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("zero", {}, r"not as zero\(\): it takes no argument|not as zero\(\): too many positional"),
+        ("two", {}, r"not as two\(sample, x\): (nothing is given for x|missing a required argument: 'x')"),
+        ("keyword", {}, r"(nothing is given for strict|missing a required .*argument: 'strict')"),
+    ],
+)
+def test_functions_that_cannot_be_called_with_a_sample(
+    tmp_path: Path, name: str, options: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "signatures.py").write_text(SIGNATURES)
+    use = f"{tmp_path}/signatures.py:{name}"
+    (mistake,) = check_functions(config_of({"use": use, "options": options}))
+    assert re.search(said, mistake)
+    with pytest.raises(ConfigError, match=f"one argument, the sample .*{said}"):
+        load(spec(use, options=options))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("two", {"x": 1}), ("keyword", {"strict": 1}), ("optional", {}), ("anything", {}), ("Judge", {}), ("other", {})],
+)
+def test_functions_that_may_be_called_with_a_sample(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    (tmp_path / "signatures.py").write_text(SIGNATURES)
+    assert check_functions(config_of({"use": f"{tmp_path}/signatures.py:{name}", "options": options})) == []

@@ -19,7 +19,7 @@ def test_exact_match() -> None:
 
 
 def test_a_missing_column_names_the_closest() -> None:
-    with pytest.raises(RewardError, match="no column answer; did you mean answers"):
+    with pytest.raises(RewardError, match=r"no column answer; found are prompt, answers; did you mean answers\?"):
         templates.exact_match()(sample("x", answers="x"))
 
 
