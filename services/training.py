@@ -164,8 +164,8 @@ class TrainingService(Service, Training):
         return report
 
     async def _slot_free(self, version: int) -> None:
-        """Until no reader reads what `version` will overwrite. A reader that does not let go within
-        `staleness.publish_deadline` is killed by the controller; it gets as long again to be gone."""
+        """Until no reader reads what `version` will overwrite; from then on none may. A reader that does not let go
+        within `staleness.publish_deadline` is killed by the controller; it gets as long again to be gone."""
         deadline = 2 * self.context.config.staleness.publish_deadline
         try:
             with self.context.clock.state("sync"):
@@ -173,6 +173,7 @@ class TrainingService(Service, Training):
                     while self._writing.leases.holders(version):
                         self._leases_changed.clear()
                         await self._leases_changed.wait()
+                    self._writing.leases.begin(version)
         except TimeoutError:
             holders = ", ".join(self._writing.leases.holders(version))
             raise DeadlineExceeded(

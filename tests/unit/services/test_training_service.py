@@ -266,6 +266,24 @@ async def test_a_dead_reader_holds_nothing_up(tmp_path: Path, serving: Serving) 
         assert (await call).version == 2
 
 
+async def test_a_slot_that_is_about_to_be_written_is_leased_to_nobody(tmp_path: Path, serving: Serving) -> None:
+    """A reader asks for version 0 again and again while version 2, which takes its place, is on its way there."""
+    async with serving(tmp_path) as service:
+        await service.step(cuts(service, 0, 1))
+        call = asyncio.ensure_future(service.step(cuts(service, 1, 2)))
+        with pytest.raises(Refused, match="wants to read weights of version 0"):
+            await lease_again_and_again(service, "late", 0)
+        assert (await call).version == 2
+
+
+async def lease_again_and_again(service: CountingService, reader: str, version: int) -> None:
+    for _ in range(100):
+        await service.using(reader, version)
+        await asyncio.sleep(0)
+        await service.detached(reader)
+        await asyncio.sleep(0)
+
+
 def test_a_reader_that_never_flips_is_named_and_the_trained_step_is_not_lost(tmp_path: Path, serving: Serving) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, config=config(staleness={"publish_deadline": 5.0})) as service:
