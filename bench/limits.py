@@ -30,6 +30,8 @@ START_DEADLINE = 10.0
 class _Answers(asyncio.Protocol):
     """The asking end of an echo."""
 
+    _answer: asyncio.Future[bytes]
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
