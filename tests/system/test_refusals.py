@@ -33,6 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["--task.prompts", "long.jsonl"], "long.jsonl, row 1: the prompt has 600 tokens"),
         (["--task.prompts", "shrot.jsonl"], "did you mean short.jsonl?"),
+        (
+            ["--task.system", "Be kind."],
+            "short.jsonl, row 0: the prompt is a list of messages and the model's tokenizer",
+        ),
         (["--reward.functions", "mine.py:rihgt"], "did you mean right?"),
         (["--reward.functions", "mine.py:right"], "missing_module"),
         (["--run-dir", "new/deep", "--model.name", "./nowhere"], "there is no folder ./nowhere"),

@@ -62,3 +62,16 @@ def test_a_large_source_is_looked_at_here_and_there(tmp_path: Path) -> None:
     write_longest(tmp_path / "l", {"p": Prompts(rows, "p")})
     assert rows.looked_at <= LOOKED_AT + COUNTED + 1
     assert max(counted(tmp_path / "l", 9)) == 9
+
+
+def test_a_prompt_that_cannot_be_rendered_is_named(tmp_path: Path) -> None:
+    def tokenize(prompt: Any) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            raise TaskError("there is no chat template")
+        return range(3)
+
+    rows: list[dict[str, Any]] = [{"prompt": "a long text"}] * (COUNTED + 3)
+    rows[COUNTED + 1] = {"prompt": [{"role": "user", "content": "hi"}]}  # far from the longest
+    write_longest(tmp_path / "l", {"p.jsonl": Prompts(rows, "p")})
+    with pytest.raises(TaskError, match=rf"^p\.jsonl, row {COUNTED + 1}: there is no chat template$"):
+        refuse_too_long(tmp_path / "l", tokenize, 50)

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.errors import TaskError
+
 WINDOW_MARGIN = 8  # tokens more than a stop string can need, for what a tokenizer strips at the window's edge
 BYTES_PER_CHARACTER = 4  # of UTF-8: a byte-level token may be one byte
 
@@ -29,14 +31,23 @@ class Texts:
 
     def prompt_ids(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:
         """Text goes through the tokenizer as it is; messages through the chat template, which writes its own first
-        token, so none is added again."""
-        if isinstance(prompt, str):
-            encoded = self._tokenizer(prompt)
-        else:
-            encoded = self._tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=True
-            )
+        token, so none is added again.
+
+        Raises:
+            TaskError: there is no chat template for messages.
+        """
+        encoded = self._tokenizer(prompt) if isinstance(prompt, str) else self._rendered(prompt)
         return np.asarray(encoded["input_ids"], np.int32)
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> Any:
+        if not self._tokenizer.chat_template:
+            raise TaskError(
+                "the prompt is a list of messages and the model's tokenizer has no chat template: write the prompts as "
+                "text, without task.system, or use a model with a chat template (most -Instruct models have one)"
+            )
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
 
     def decode(self, tokens: NDArray[np.int32]) -> str:
         """Text without special tokens."""

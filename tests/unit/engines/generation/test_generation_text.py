@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from asyncrl.engines.generation.interface import Completion, Request
 from asyncrl.engines.generation.text import Texts, end_ids
 from asyncrl.engines.generation.torch import TorchEngine
+from asyncrl.errors import TaskError
 
 EOS, IM_END = 2, 3
 
@@ -114,3 +115,11 @@ def test_stop_strings_cut_the_text_but_not_the_tokens(
         assert completion.tokens.tolist() == whole.tokens[: len(completion.tokens)].tolist()
         assert completion.text == whole.text.partition(stop)[0]
         assert stop not in completion.text
+
+
+def test_messages_need_a_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = None
+    texts = Texts(tokenizer, ())
+    assert len(texts.prompt_ids("hi")) > 0
+    with pytest.raises(TaskError, match="no chat template: write the prompts as text"):
+        texts.prompt_ids([{"role": "user", "content": "hi"}])
