@@ -23,6 +23,7 @@ from asyncrl.tasks import Draw, held_out_prompts, training_prompts
 from asyncrl.tasks.draw import drawn_row
 from asyncrl.tasks.sources import Rows
 from asyncrl.telemetry.display import Display
+from asyncrl.telemetry.lines import read_lines
 from asyncrl.wire.auth import CurveKeys
 
 LONGEST = "longest_prompts.jsonl"
@@ -70,6 +71,20 @@ class TakenUp:
     gate: Gate
     plan: ResumePlan | None
     epoch: int = field(default=0)
+
+
+def nothing_left(order: Order, directory: RunDirectory, plan: ResumePlan | None) -> bool:
+    """Whether all steps are trained and the last version is evaluated, where that is asked for; says so."""
+    config = order.config
+    if plan is None or plan.version < config.steps:
+        return False
+    evaluated = {line["version"] for line in read_lines(directory.evaluations)} if config.evaluate.prompts else set()
+    if config.evaluate.prompts and plan.version not in evaluated:
+        return False
+    beyond = f", beyond the {config.steps} asked for" if plan.version > config.steps else ""
+    for line in (*plan.said, f"already done at step {plan.version}{beyond}; nothing to do (raise steps to go on)"):
+        order.display.say(line)
+    return True
 
 
 def settle_config(order: Order, directory: RunDirectory, store: FileStore, plan: ResumePlan | None) -> None:

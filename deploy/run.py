@@ -21,6 +21,7 @@ from asyncrl.deploy.beginning import (
     TakenUp,
     facts_of,
     load_questions,
+    nothing_left,
     settle_config,
     take_up,
 )
@@ -100,6 +101,8 @@ async def _until_it_ends(order: Order, directory: RunDirectory, store: FileStore
 
 async def _run(order: Order, directory: RunDirectory, store: FileStore, before: Before, interrupts: Interrupts) -> None:
     plan = plan_resume(store)
+    if nothing_left(order, directory, plan):
+        return
     settle_config(order, directory, store, plan)
     questions = await asyncio.to_thread(load_questions, order, directory)
     model = await prepare(order.config, directory.model, order.display.say)

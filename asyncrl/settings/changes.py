@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.settings.keys import all_keys
 from asyncrl.settings.loading import read
+from asyncrl.settings.toml import value_text
 
 MAY_CHANGE = (
     "name",
@@ -47,7 +50,19 @@ class Change:
 
     def __str__(self) -> str:
         reason = f"  ({self.why_not})" if self.why_not else ""
-        return f"{self.key}: {self.old!r} -> {self.new!r}{reason}"
+        return f"{self.key}: {_text(self.old)} -> {_text(self.new)}{reason}"
+
+
+def _text(value: Any) -> str:
+    """As it is written in a config file."""
+    return "none" if value is None else value_text(_written(value))
+
+
+def _written(value: Any) -> Any:
+    """Tables hold no keys at their defaults."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_defaults=True)
+    return [_written(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def compare(old: Config, new: Config) -> list[Change]:

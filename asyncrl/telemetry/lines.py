@@ -3,11 +3,13 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Object = dict[str, Any]
 
 
@@ -33,12 +35,22 @@ class LineFile:
 
 def read_lines(path: Path) -> Iterator[Object]:
     """The objects in `path`, none when it is not there; a last line still being written is left out."""
+    return read_records(path, dict)
+
+
+def read_records(path: Path, record: Callable[..., T]) -> Iterator[T]:
+    """`record(**object)` of each object in `path`. A line that is damaged is told on standard error and left out."""
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
-                yield json.loads(line)
+                try:
+                    found = record(**json.loads(line))
+                except (ValueError, TypeError) as error:
+                    sys.stderr.write(f"asyncrl: {path}, line {number} is damaged and left out: {error}\n")
+                else:
+                    yield found
 
 
 def _cut_torn_tail(path: Path) -> None:

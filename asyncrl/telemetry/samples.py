@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import SampleText, TrainedSample
-from asyncrl.telemetry.lines import LineFile, read_lines
+from asyncrl.telemetry.lines import LineFile, read_records
 
 T = TypeVar("T")
 
@@ -89,8 +89,7 @@ class SamplesFile:
 def read_samples(path: Path) -> list[SampleRecord]:
     """Every record of the surviving history: steps that a resumed run did again count once, as done last."""
     surviving: list[SampleRecord] = []
-    for line in read_lines(path):
-        record = SampleRecord(**line)
+    for record in read_records(path, SampleRecord):
         while surviving and (surviving[-1].step > record.step or _older(surviving[-1], record)):
             surviving.pop()
         surviving.append(record)

@@ -38,8 +38,14 @@ def _parser() -> argparse.ArgumentParser:
     order.add_argument("--best", action="store_const", const="best", dest="order", help="highest rewards first")
     order.add_argument("--worst", action="store_const", const="worst", dest="order", help="lowest rewards first")
     parser.add_argument("--masked", action="store_true", help="only samples with tokens left out of the loss")
-    parser.add_argument("-n", type=int, default=8, dest="count", help="how many (default: 8)")
+    parser.add_argument("-n", type=_positive, default=8, dest="count", help="how many (default: 8)")
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"invalid positive number: {text!r}")
+    return int(text)
 
 
 def _selection(asked: argparse.Namespace) -> "Selection":

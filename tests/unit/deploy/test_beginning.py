@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms.grpo import PAGE
+from asyncrl.checkpoint import ResumePlan
 from asyncrl.config import Config
-from asyncrl.deploy.beginning import LONGEST, Order, load_questions, settle_config
+from asyncrl.deploy.beginning import LONGEST, Order, load_questions, nothing_left, settle_config
 from asyncrl.deploy.run import naming_rows
 from asyncrl.errors import TaskError
 from asyncrl.rundir import RunDirectory, open_run_directory
@@ -63,3 +64,33 @@ async def test_a_prompt_that_generation_refuses_is_named_by_its_row(directory: R
     told = f"task.prompts: the rows given as prompts, row {row}: the prompt has 9 tokens"
     with pytest.raises(TaskError, match=told):
         await page.roll_out(nothing, nothing, group)
+
+
+PLAN = ResumePlan(1, 5, 0, "checkpoints/5", "", (), 40, ("checkpoint 6 was passed over",))
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (5, "already done at step 5; nothing to do (raise steps to go on)"),
+        (3, "already done at step 5, beyond the 3 asked for; nothing to do (raise steps to go on)"),
+    ],
+)
+def test_a_run_that_is_done_says_so(
+    directory: RunDirectory, steps: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nothing_left(order(directory.path, steps=steps), directory, PLAN)
+    assert capsys.readouterr().out.split("\n")[:2] == [*PLAN.said, said]
+
+
+def test_a_run_that_is_not_done_goes_on(directory: RunDirectory) -> None:
+    assert not nothing_left(order(directory.path, steps=5), directory, None)
+    assert not nothing_left(order(directory.path, steps=6), directory, PLAN)
+
+
+def test_a_run_whose_last_version_was_not_evaluated_is_not_done(directory: RunDirectory) -> None:
+    asked = order(directory.path, steps=5, evaluate={"prompts": "held_out.jsonl"})
+    directory.evaluations.write_text('{"version": 4}\n')
+    assert not nothing_left(asked, directory, PLAN)
+    directory.evaluations.write_text('{"version": 5}\n')
+    assert nothing_left(asked, directory, PLAN)

@@ -51,3 +51,13 @@ def test_a_refused_resume_shows_the_diff_and_the_ways_out(tmp_path: Path) -> Non
     assert "--accept-changes" in str(refused.value)
     assert [change.key for change in check_resume(tmp_path, new, accept=True)] == ["steps", "staleness.limit"]
     assert [change.key for change in check_resume(tmp_path, config(steps=7), accept=False)] == ["steps"]
+
+
+def test_changed_tables_read_as_in_the_file() -> None:
+    functions = [{"use": "mine.py:f", "weight": 2.0}, "exact_match"]
+    (change,) = compare(config(), config(reward={"functions": functions}))
+    assert str(change).startswith(
+        'reward.functions: [] -> [{ use = "mine.py:f", weight = 2.0 }, { use = "exact_match" }]  ('
+    )
+    (change,) = compare(config(), config(staleness={"cut_at": 3}))
+    assert str(change).startswith("staleness.cut_at: none -> 3  (")

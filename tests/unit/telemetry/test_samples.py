@@ -71,3 +71,15 @@ def test_selections(selection: Selection, groups: list[int]) -> None:
 
 def test_nothing_to_select_from() -> None:
     assert Selection().of([]) == []
+
+
+def test_damaged_lines_are_told_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "samples.jsonl"
+    file = SamplesFile(path)
+    file.write(some()[:2])
+    file.close()
+    first, second = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([first, b"{damaged", b"[1]", b'{"step": 1}', b"\xff", second, b""]))
+    assert read_samples(path) == some()[:2]
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(" is damaged")[0] for line in told] == [f"asyncrl: {path}, line {n}" for n in (2, 3, 4, 5)]

@@ -97,3 +97,10 @@ def test_a_folder_that_is_no_run(command: list[str], tmp_path: Path, capsys: pyt
     assert cli.main([*command, str(tmp_path / "empty"), *target]) == 2
     assert "asyncrl: " in capsys.readouterr().err
     assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.parametrize("count", ["-3", "0", "x"])
+def test_a_count_of_samples_is_positive(count: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["samples", str(run_dir), "-n", count])
+    assert f"argument -n: invalid positive number: '{count}'" in capsys.readouterr().err
