@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from asyncrl.errors import Retryable
 from asyncrl.fleet import Fleet
@@ -58,6 +58,7 @@ class Notices:
         self._releases = [Outbox[Place](holder.release) for holder in holders]
         self._idle = Outbox[str](self._tell_why)
         self._told = "starved"
+        self._outboxes: tuple[Outbox[Any], ...] = (*self._releases, self._idle)
 
     def release(self, places: Iterable[Place]) -> None:
         """The rows at these places are needed no more; each service picks out its own."""
@@ -71,11 +72,11 @@ class Notices:
 
     async def run(self) -> None:
         """For ever: send what is there."""
-        await together(*(outbox.run() for outbox in (*self._releases, self._idle)))
+        await together(*(outbox.run() for outbox in self._outboxes))
 
     async def flush(self) -> None:
         """Send what is there now."""
-        await together(*(outbox.flush() for outbox in (*self._releases, self._idle)))
+        await together(*(outbox.flush() for outbox in self._outboxes))
 
     async def _tell_why(self, states: list[str]) -> None:
         if states[-1] != self._told:
