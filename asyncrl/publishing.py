@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from asyncrl.errors import Refused, Retryable
 from asyncrl.events import Observe, WeightsHandedOver, WeightsOverdue
@@ -17,7 +18,7 @@ class Publisher:
 
     A version announced while another is on its way replaces those that wait: readers jump to the newest.
     A reader is attached to a version before it is told of it: else, while its answer is on the way, the trainer could
-    overwrite what it reads. A reader that does not take over a version within `deadline` seconds keeps the trainer from
+    overwrite what it reads. One that joined while others were told is told the next time. A reader that does not take over a version within `deadline` seconds keeps the trainer from
     writing, or has no weights to sample with; it is given to `evict`, to be killed.
     """
 
@@ -55,7 +56,7 @@ class Publisher:
         try:
             await self._attach(published)
             async with asyncio.timeout(self._deadline):
-                using = await self._fleet.generation.use_weights(published)
+                using = await self._fleet.generation.use_weights(replace(published, readers=tuple(self._reading)))
             await self._relay(using)
         except Retryable:
             return  # Whoever keeps the fleet knows of the death; a reader that takes its place is announced to.

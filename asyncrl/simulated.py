@@ -146,6 +146,8 @@ class SimulatedGeneration(Host, Generation):
 
     async def use_weights(self, published: Published) -> Using:
         instance = await self.lives()
+        if not published.is_kept_for(self.instance):
+            return Using((), published.version)
         await asyncio.sleep(self.flip_time)
         self.still(instance)
         if published.version > self.version:

@@ -115,7 +115,8 @@ class Generation(Contract):
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
     async def use_weights(self, published: Published) -> Using:
-        """Flip to these weights between two decode steps; answers when the old slot is no longer read."""
+        """Flip to these weights between two decode steps; answers when the old slot is no longer read. A reader for
+        which they are not kept goes on as it is, and is not among the readers that answer."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)

@@ -178,7 +178,8 @@ class Score:
 @dataclass(frozen=True, slots=True)
 class Published:
     """Version `version` lies in slot `slot` of weight arena `arena`. digest: hex, of the whole slot or of one tensor
-    (`digest_of`: its name, "" for the whole slot)."""
+    (`digest_of`: its name, "" for the whole slot). readers: those for which the trainer keeps it; no other reads it in
+    place. None: whoever is told copies it out."""
 
     epoch: int
     version: int
@@ -186,6 +187,10 @@ class Published:
     slot: int
     digest: str
     digest_of: str = ""
+    readers: tuple[str, ...] | None = None
+
+    def is_kept_for(self, reader: str) -> bool:
+        return self.readers is None or reader in self.readers
 
     @classmethod
     def merge(cls, parts: "list[Published]") -> "Published":

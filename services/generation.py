@@ -99,6 +99,8 @@ class GenerationService(Service, Generation):
 
     async def use_weights(self, published: Published) -> Using:
         self._check_epoch(published.epoch, f"version {published.version}")
+        if not published.is_kept_for(self.context.instance):
+            return Using((), published.version)
         async with self._flipping:
             if must_flip(self._published, published):
                 await self.context.compute.run(self._flip, published)

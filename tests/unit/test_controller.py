@@ -59,6 +59,7 @@ class Scene:
                 between=self.between or nothing,
                 observe=self.events.append,
             )
+            self.controller.worker_lives("generation", self.generation.instance)
             async with asyncio.timeout(10_000):
                 await self.controller.run(self.page)
 
@@ -212,6 +213,7 @@ def test_a_group_that_loses_finished_samples_over_and_over_is_not_poison() -> No
         for _ in range(5):
             await asyncio.sleep(30)  # everything in flight is ready
             scene.controller.worker_lost(scene.generation.instance, "killed")
+            scene.controller.worker_lives("generation", scene.generation.instance)
 
     scene.between = between
     scene.play()

@@ -19,9 +19,11 @@ class Readers(Generation):
     def __init__(self, *delays: float) -> None:
         self.delays = list(delays)
         self.asked: list[int] = []
+        self.told: list[Published] = []
 
     async def use_weights(self, published: Published) -> Using:
         self.asked.append(published.version)
+        self.told.append(published)
         delay = self.delays.pop(0) if self.delays else 0.0
         if delay == float("inf"):
             raise PeerLost("generation died")
@@ -146,3 +148,18 @@ def test_a_reader_that_dies_after_its_answer_is_not_attached_again() -> None:
     scene = Scene(0.0, 5.0)
     play(scene, script)
     assert scene.leases.using_now == {"reader-b": 2}
+
+
+def test_weights_are_kept_for_those_that_are_told() -> None:
+    async def script(scene: Scene) -> None:
+        scene.announce(1)
+        scene.publisher.join("reader-c")
+        await asyncio.sleep(1)
+        scene.publisher.join("reader-d")
+        await asyncio.sleep(5)
+
+    scene = Scene(3.0)
+    play(scene, script)
+    (published,) = scene.readers.told
+    assert [published.is_kept_for(f"reader-{name}") for name in "abcd"] == [True, True, True, False]
+    assert set(scene.leases.using_now) == {"reader-a", "reader-b", "reader-c"}
