@@ -26,8 +26,10 @@ class _JumpingSelector(selectors.BaseSelector):
         self._jump = jump
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout <= 0:
+            return []  # There is no world outside that could wait.
         ready = self._files.select(0)
-        if not ready and (timeout is None or timeout > 0):
+        if not ready:
             self._jump(timeout)
         return ready
 

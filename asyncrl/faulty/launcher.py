@@ -110,6 +110,9 @@ class FaultyLauncher:
         """Its processes, oldest first."""
         return [process for process in self._processes if process.spec.service == service and process.runs]
 
+    def runs(self, instance: str) -> bool:
+        return any(process.runs for process in self._processes if process.spec.instance == instance)
+
     def kill_one(self, service: str) -> None:
         """Any of its workers."""
         if running := self.running(service):

@@ -28,6 +28,7 @@ class Truth:
         self.steps: dict[int, tuple[Key, ...]] = {}
         self.problem = ""
         self._stuck = 0.0
+        self._tickets: set[int] = set()
 
     def taken_up(self, version: int) -> None:
         """A run goes on from here; what was trained beyond is void, and no worker lives."""
@@ -39,6 +40,16 @@ class Truth:
         """This worker is dead."""
         self.rows.pop(instance, None)
         self.reading.pop(instance, None)
+
+    def keeps(self, instance: str, rows: RowStore) -> None:
+        """It has a store of rows."""
+        self.rows[instance] = rows
+
+    def counted(self, ticket: int) -> None:
+        """An endpoint that may not be repeated was called with this."""
+        if ticket in self._tickets:
+            self.wrong(f"ticket {ticket} was counted twice: a call that may not be repeated was repeated")
+        self._tickets.add(ticket)
 
     def wrong(self, problem: str) -> None:
         self.problem = self.problem or problem

@@ -17,16 +17,18 @@ MESSAGE_FAULTS = ("lose", "repeat", "overtake", "delay", "cut")
 class Weather:
     """Says what becomes of each message, and lets the faults of a trial strike when their message is sent.
 
-    strike: lets those strike that concern more than one message. sent: messages so far, of all wires of the trial.
+    strike: lets those strike that concern more than one message. broken: told the address to or from which a message
+    was lost or repeated. sent: messages so far, of all wires of the trial.
     struck: faults so far. digest: of every message with its time.
     """
 
-    def __init__(self, trial: Trial, strike: Callable[[Fault], None]) -> None:
+    def __init__(self, trial: Trial, strike: Callable[[Fault], None], broken: Callable[[str], None]) -> None:
         self.sent = 0
         self.struck: list[Fault] = []
         self.digest = sha256()
         self._chance = random.Random(f"weather {trial.seed}")
         self._latency, self._remote, self._strike = trial.latency, trial.remote, strike
+        self._broken = broken
         self._faults: dict[int, list[Fault]] = {}
         for fault in trial.faults:
             self._faults.setdefault(fault.at, []).append(fault)
@@ -41,6 +43,8 @@ class Weather:
             self.struck.append(fault)
             if fault.kind in MESSAGE_FAULTS:
                 mine = fault
+                if fault.kind in ("lose", "repeat"):
+                    self._broken(address)
             else:
                 self._strike(fault)
         return mine

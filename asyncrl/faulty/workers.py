@@ -22,8 +22,9 @@ from asyncrl.faulty.wire import now
 from asyncrl.groups import GateConfig
 from asyncrl.protocols.batch import BatchRef, Cuts, Place, RowRef
 from asyncrl.protocols.chain import GENESIS, chain
-from asyncrl.protocols.contracts import Generation, Reference, Reward, Training
+from asyncrl.protocols.contracts import Generation, Reference, Reward, Training, endpoint
 from asyncrl.protocols.messages import Checkpointed, PromptGroup, Published, Score, StepReport, TrainedSample, Using
+from asyncrl.protocols.transfer import ONE_OF
 from asyncrl.service import Service, WorkerContext
 from asyncrl.simulated import Sequence, SimulatedGeneration, Spans
 from asyncrl.staleness import live
@@ -32,6 +33,7 @@ from asyncrl.weights.session import Leases, must_flip, slot_of
 VERSIONS, KEY = "versions", "key"
 SPARE_GROUPS = 2
 STATE = "state.txt"
+COUNTING_TIME = 1.0
 PUBLISH_PATIENCE = 20.0
 """Seconds the trainer waits for readers to leave a slot: twice the controller's deadline for them."""
 
@@ -94,7 +96,7 @@ class FaultyGeneration(Service, Generation):
 
     async def start(self) -> None:
         self.rows = self.context.open_rows(row_slots(self._trial.gate), 8 * MOST_TOKENS)
-        self._truth.rows[self.context.instance] = self.rows
+        self._truth.keeps(self.context.instance, self.rows)
 
     async def stop(self) -> None:
         self._slots.stop()
@@ -113,6 +115,8 @@ class FaultyGeneration(Service, Generation):
 
     async def use_weights(self, published: Published) -> Using:
         await asyncio.sleep(self._truth.stuck())
+        if not published.is_kept_for(self.context.instance):
+            return Using((), published.version)
         if must_flip(self._published, published):
             self._published = published
             await self._slots.use_weights(published)
@@ -123,12 +127,25 @@ class FaultyGeneration(Service, Generation):
         self._slots.free(places)
 
 
-class FaultyReward(Service, Reward):
+class Counting(Reward):
+    """Rewards, and one endpoint that may not be repeated."""
+
+    @endpoint(ONE_OF)
+    async def count(self, ticket: int) -> None:
+        """Counts the ticket, at once, and answers when it has been checked for a while."""
+        raise NotImplementedError
+
+
+class FaultyReward(Service, Counting):
     """Reads the rows, then takes its time; a share of the samples cannot be scored."""
 
-    def __init__(self, context: WorkerContext, trial: Trial) -> None:
+    def __init__(self, context: WorkerContext, trial: Trial, truth: Truth) -> None:
         super().__init__(context)
-        self._trial = trial
+        self._trial, self._truth = trial, truth
+
+    async def count(self, ticket: int) -> None:
+        self._truth.counted(ticket)
+        await asyncio.sleep(COUNTING_TIME)
 
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
         rows = await self.context.reader.read(samples, [KEY])
@@ -152,7 +169,7 @@ class FaultyReference(Service, Reference):
 
     async def start(self) -> None:
         self.rows = self.context.open_rows(row_slots(self._trial.gate), 8)
-        self._truth.rows[self.context.instance] = self.rows
+        self._truth.keeps(self.context.instance, self.rows)
 
     async def logprobs(self, samples: BatchRef) -> BatchRef:
         rows = await self.context.reader.read(samples, [KEY])

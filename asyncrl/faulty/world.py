@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -15,7 +16,7 @@ from asyncrl.config import Config, Model, Task
 from asyncrl.config import Fleet as FleetConfig
 from asyncrl.config import Generation as GenerationConfig
 from asyncrl.controller import Controller, Schedule
-from asyncrl.errors import DeadlineExceeded, FleetFailed, first
+from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, first
 from asyncrl.events import Event, GroupFinished, GroupPoisoned
 from asyncrl.faulty.checks import LOOKS, Checks
 from asyncrl.faulty.disk import Disk
@@ -23,7 +24,7 @@ from asyncrl.faulty.launcher import FaultyLauncher
 from asyncrl.faulty.plan import HEARTBEAT, MOST_TOKENS, Fault, Trial
 from asyncrl.faulty.truth import Truth
 from asyncrl.faulty.wire import FaultyWire, Part, Weather
-from asyncrl.faulty.workers import FaultyGeneration, FaultyReference, FaultyReward, FaultyTraining
+from asyncrl.faulty.workers import Counting, FaultyGeneration, FaultyReference, FaultyReward, FaultyTraining
 from asyncrl.fleet import Ground, RunningFleet, ServiceSpec, fleet_on
 from asyncrl.handle import GROUP_MARGIN
 from asyncrl.invariants import Invariants
@@ -31,7 +32,7 @@ from asyncrl.launch import RunFacts
 from asyncrl.ledger import Journal, surviving
 from asyncrl.news import News
 from asyncrl.objectives.advantages import GroupBaseline
-from asyncrl.protocols.contracts import Generation, Reference, Reward, Training
+from asyncrl.protocols.contracts import Generation, Reference, Training
 from asyncrl.records import Trained
 from asyncrl.rolling import Sampling
 from asyncrl.staleness import Gate
@@ -40,6 +41,9 @@ from asyncrl.workers import DEATH_NOTICE
 GROUP_DEADLINE = 40.0
 CALL_DEADLINE = 60.0
 START_DEADLINE = 30.0
+TICKET_PAUSE = 2.0
+MISTRUST = 75.0
+"""Seconds until a link is ended that lost or repeated a message: a start deadline, some heartbeats and a stall."""
 LONGEST = 3_000.0
 """Seconds of virtual time that one life of a controller may take."""
 AGE, AGE_PER_FAULT = 120.0, 100.0
@@ -80,12 +84,12 @@ class World:
         self.trial = trial
         self.loop: virtual.VirtualLoop = asyncio.get_running_loop()  # type: ignore[assignment]
         self.chance = random.Random(f"world {trial.seed}")
-        self.weather = Weather(trial, self._strike)
+        self.weather = Weather(trial, self._strike, self._broken)
         self.truth = Truth(None if trial.policy == "admit" else trial.limit)
         self.events = sha256()
         self.skipped = 0.0
         self.outcome = Outcome()
-        self._instances = 0
+        self._instances = self._tickets = 0
         self.disk = Disk()
         self.life: Life
 
@@ -101,6 +105,10 @@ class World:
         """Names are used once."""
         self._instances += 1
         return f"{self._instances:08x}"
+
+    def ticket(self) -> int:
+        self._tickets += 1
+        return self._tickets
 
     def oldest(self) -> float:
         """Seconds a group may be in flight now."""
@@ -134,6 +142,21 @@ class World:
                 self.skip(fault.seconds)
             case "disk":
                 self.disk.slow_down(fault.seconds)
+
+    def _broken(self, address: str) -> None:
+        """A message was lost or came twice: numbers tell, the link ends, and with it the worker. Links between workers
+        end too, but nobody has to know."""
+        instance, _, lane = address.removeprefix("inproc://").rpartition(".")
+        if lane != "data":
+            self.loop.call_later(MISTRUST, self._check_ended, instance, self.life, self.skipped)
+
+    def _check_ended(self, instance: str, life: "Life", skipped: float) -> None:
+        if life is not self.life or life.over or not life.launcher.runs(instance):
+            return
+        if skipped != self.skipped:
+            self.loop.call_later(MISTRUST, self._check_ended, instance, life, self.skipped)
+        else:
+            self.truth.wrong(f"{instance} is still trusted, {MISTRUST:g} s after a message was lost or came twice")
 
     # ---- lives -------------------------------------------------------------------------------------------
 
@@ -271,7 +294,7 @@ class Life:
 
         specs = [
             ServiceSpec("generation", Generation, lambda c: FaultyGeneration(c, trial, truth), trial.generators),
-            ServiceSpec("reward", Reward, lambda c: FaultyReward(c, trial), trial.scorers),
+            ServiceSpec("reward", Counting, lambda c: FaultyReward(c, trial, truth), trial.scorers),
             ServiceSpec("training", Training, lambda c: FaultyTraining(c, trial, truth, self._world.disk)),
         ]
         if trial.reference:
@@ -300,7 +323,11 @@ class Life:
         news = News(running, controller)
         try:
             async with asyncio.TaskGroup() as tasks:
-                watches = {"news of workers": news.follow(), "checks": self._checks.watch()}
+                watches = {
+                    "news of workers": news.follow(),
+                    "checks": self._checks.watch(),
+                    "tickets": self._hand_in_tickets(running.handle("reward", Counting)),
+                }
                 beside = [tasks.create_task(watch, name=name) for name, watch in watches.items()]
                 await controller.run(grpo.PAGE)
                 await self._between(self._gate.version, last=True)
@@ -310,6 +337,13 @@ class Life:
             raise first(errors) from None
         invariants.check()
         world.outcome.eldest = max(world.outcome.eldest, self._checks.eldest)
+
+    async def _hand_in_tickets(self, reward: Counting) -> None:
+        """For ever: calls that may not be repeated, each with a ticket of its own; some are lost on the way."""
+        while True:
+            with suppress(PeerLost, DeadlineExceeded):
+                await reward.count(self._world.ticket())
+            await asyncio.sleep(TICKET_PAUSE)
 
     async def _between(self, version: int, last: bool = False) -> None:
         due = self._committed < 0 or version - self._committed >= self._trial.checkpoint_every
