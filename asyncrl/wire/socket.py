@@ -87,7 +87,8 @@ class _End:
     def _look(self) -> None:
         """Wake whom it may concern. Room is told on every look: a ROUTER's POLLOUT does not say which peer has it."""
         if self._pouring is not None:
-            self._pour()
+            if not self._pouring.due:  # else it comes in this very turn of the loop, or has had its share of it
+                self._pour()
         elif _has_input(self._socket):
             self._readable.wake()
         self._writable.wake()

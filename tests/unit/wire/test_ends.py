@@ -83,3 +83,34 @@ async def test_a_flood_lets_other_tasks_run_every_few_messages(site: Any) -> Non
     assert max(after - before for before, after in pairwise(stretch)) <= ends.DRAIN_BUDGET
     caller.close()
     listener.close()
+
+
+async def test_what_is_poured_lets_the_loop_turn_as_often(site: Any) -> None:
+    """Whoever calls for the messages: the selector of the loop, a sender, or the pour before."""
+    listener = site.wire.listen(site.address)
+    caller = site.wire.connect(listener.address)
+    total, taken, stretch = 20_000, 0, [0]
+
+    def take(message: Any) -> None:
+        nonlocal taken
+        taken += 1
+        peer, _ = message
+        listener.offer(peer, [b"an answer"])
+
+    async def send_all() -> None:
+        for _ in range(total):
+            await caller.send([b"x" * 64])
+
+    async def tick() -> None:
+        while taken < total:
+            stretch.append(taken)
+            await asyncio.sleep(0)
+        pouring.cancel()
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        pouring = tasks.create_task(ends.pour(listener, take))
+        tasks.create_task(send_all())
+        tasks.create_task(tick())
+    assert max(after - before for before, after in pairwise(stretch)) <= ends.DRAIN_BUDGET
+    caller.close()
+    listener.close()
