@@ -140,6 +140,7 @@ def trl_python() -> Path:
 
 
 def run_trl(trl: TrlSettings, workload: Workload, steps: int, warm: int, folder: Path) -> Outcome:
+    """steps, warm: generations; each serves as many optimizer steps as the settings say."""
     order = {
         "threads": trl.threads,
         "micro_batch": trl.micro_batch,
@@ -149,7 +150,7 @@ def run_trl(trl: TrlSettings, workload: Workload, steps: int, warm: int, folder:
         "members": MEMBERS,
         "lengths": workload.lengths,
         "seats": workload.seats,
-        "steps": steps + warm,
+        "steps": (steps + warm) * trl.generations,
         "learning_rate": LEARNING_RATE,
         "model": str(folder / "model"),
         "prompts_file": str(folder / "prompts.jsonl"),
@@ -158,7 +159,7 @@ def run_trl(trl: TrlSettings, workload: Workload, steps: int, warm: int, folder:
     }
     said = _run([str(trl_python()), str(ROOT / "bench/peers/trl_grpo.py"), json.dumps(order)], environment(trl.threads))
     (result,) = [line for line in said.splitlines() if line.startswith("RESULT ")]
-    return trl_outcome(json.loads(result.removeprefix("RESULT ")), warm)
+    return trl_outcome(json.loads(result.removeprefix("RESULT ")), warm * trl.generations)
 
 
 def trl_outcome(lines: Sequence[dict[str, Any]], warm: int) -> Outcome:
