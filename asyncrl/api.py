@@ -127,7 +127,7 @@ async def train_async(
     named, here = _by_name(_functions(reward))
     values = _values(sections) | {
         "model.name": model,
-        "task.prompts": prompts if isinstance(prompts, str) else IN_MEMORY,
+        "task.prompts": _source(prompts),
         "reward.functions": named,
         "algorithm.preset": algorithm,
         "steps": steps,
@@ -158,6 +158,13 @@ def _values(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         else:
             flat[section] = keys
     return flat
+
+
+def _source(prompts: str | Rows) -> str:
+    """What `task.prompts` says."""
+    if prompts is None:
+        raise ConfigError("prompts: write a form of task.prompts, a list of rows or a datasets.Dataset, not None")
+    return prompts if isinstance(prompts, str) else IN_MEMORY
 
 
 def _functions(reward: str | Function | Sequence[str | Function]) -> list[str | Function]:

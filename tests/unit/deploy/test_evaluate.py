@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import asyncrl.deploy.evaluate as module
-from asyncrl.api import Run, _functions, _reward_here
+from asyncrl.api import Run, _functions, _reward_here, train
 from asyncrl.config import Config
 from asyncrl.deploy import cli
 from asyncrl.errors import ConfigError
@@ -98,3 +98,11 @@ def test_a_model_is_prepared_as_in_training(
 def test_what_is_no_reward_is_refused(reward: Any) -> None:
     with pytest.raises(ConfigError, match=r"^reward: write a function of a Sample"):
         _functions(reward)
+
+
+def test_prompts_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    nothing: Any = None
+    with pytest.raises(ConfigError, match=r"^prompts: write a form of task\.prompts, .* not None$"):
+        train(model="m", prompts=nothing, reward="exact_match")
+    assert list(tmp_path.iterdir()) == []
