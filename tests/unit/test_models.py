@@ -101,7 +101,7 @@ async def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: 
     from asyncrl import provision
 
     monkeypatch.setitem(provision.PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf"))
-    with pytest.raises(ConfigError, match="no_such_module is not installed, .* -m pip install --no-deps no-such==1"):
+    with pytest.raises(ConfigError, match=r"no_such_module is not installed, .* -m pip install --no-deps no-such==1"):
         provision.provide("pypi:absent", 0, tmp_path / "target", print)
 
 

@@ -86,7 +86,7 @@ async def test_a_flood_lets_other_tasks_run_every_few_messages(site: Any) -> Non
 
 
 async def test_what_is_poured_lets_the_loop_turn_as_often(site: Any) -> None:
-    """Whoever calls for the messages: the selector of the loop, a sender, or the pour before."""
+    """Between two turns of the loop, whoever calls for messages: the selector, a sender, or the last pour."""
     listener = site.wire.listen(site.address)
     caller = site.wire.connect(listener.address)
     total, taken, stretch = 20_000, 0, [0]
