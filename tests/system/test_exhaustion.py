@@ -24,7 +24,7 @@ from runs import PATIENCE, Run, dead, wait_until  # noqa: E402
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 
-STEPS = ("--steps", "60")
+STEPS = ("--steps", "40")
 WORKERS = ("generation", "reward", "training")
 
 
