@@ -14,7 +14,7 @@ from asyncrl.settings import load
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from runs import PATIENCE, Run  # noqa: E402
+from torchless_runs import PATIENCE, Run  # noqa: E402
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 

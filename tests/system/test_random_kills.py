@@ -16,7 +16,7 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from runs import PATIENCE, Run  # noqa: E402
+from torchless_runs import PATIENCE, Run  # noqa: E402
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 

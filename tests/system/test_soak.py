@@ -19,7 +19,7 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from runs import Run, dead  # noqa: E402
+from torchless_runs import Run, dead  # noqa: E402
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
 pytestmark = [pytest.mark.long, pytest.mark.fleet, pytest.mark.timeout(60 * MINUTES + 300)]

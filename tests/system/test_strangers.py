@@ -22,8 +22,7 @@ from asyncrl.wire.socket import ZmqWire
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from strangers import GREETING, SPEECHES, at_every_socket, speak, unix  # noqa: E402
-
-from runs import Run  # noqa: E402
+from torchless_runs import Run  # noqa: E402
 
 CONTROLLER = Hello("run1", 0, "controller", 0, "controller-0", PROTOCOL, "0.1")
 MEGABYTE = 1 << 20
