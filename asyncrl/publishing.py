@@ -18,9 +18,9 @@ class Publisher:
 
     A version announced while another is on its way replaces those that wait: readers jump to the newest.
     A reader is attached to a version before it is told of it: else, while its answer is on the way, the trainer could
-    overwrite what it reads. One that joined while others were told is told the next time. A reader that does not
-    take over a version within `deadline` seconds keeps the trainer from writing, or has no weights to sample with; it
-    is given to `evict`, to be killed.
+    overwrite what it reads. One that joined while others were told is told the next time. A reader that does not take
+    over a version within `deadline` seconds keeps the trainer from writing, or has no weights to sample with; it is
+    given to `evict`, to be killed.
     """
 
     def __init__(self, fleet: Fleet, deadline: float, observe: Observe, evict: Callable[[str], None]) -> None:

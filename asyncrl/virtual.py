@@ -18,16 +18,28 @@ class Deadlock(AssertionError):
     """No task can ever run again: nothing is ready and no timer is set. The message names the pending tasks."""
 
 
+class Livelock(AssertionError):
+    """Tasks run for ever and no time passes."""
+
+
+MOST_TURNS = 100_000
+"""Of the loop at one instant; a fleet that starts takes some hundred."""
+
+
 class _JumpingSelector(selectors.BaseSelector):
     """Polls its files without waiting; a wait is handed to `jump` instead."""
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
         self._files = selectors.SelectSelector()
-        self._jump = jump
+        self._jump, self._turns = jump, 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
+            self._turns += 1
+            if self._turns > MOST_TURNS:
+                raise Livelock(f"{MOST_TURNS} turns of the loop without any time")
             return []  # There is no world outside that could wait.
+        self._turns = 0
         ready = self._files.select(0)
         if not ready:
             self._jump(timeout)

@@ -10,7 +10,10 @@ from asyncrl.faulty.plan import Trial, draw
 from asyncrl.faulty.shrinking import shrink
 from asyncrl.faulty.world import Outcome, endure
 
-FAILURES = (AssertionError, AsyncrlError, TimeoutError, ExceptionGroup, RuntimeError, LookupError, ValueError)
+FAILURES = (
+    *(AssertionError, AsyncrlError, TimeoutError, ExceptionGroup),
+    *(AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+)
 """What a trial can end in. An AssertionError is an invariant, the others came out of a controller."""
 
 

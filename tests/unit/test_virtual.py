@@ -1,5 +1,6 @@
 import asyncio
 import time
+from typing import cast
 
 import pytest
 
@@ -64,3 +65,23 @@ def test_a_deadlock_names_the_pending_tasks() -> None:
     with pytest.raises(virtual.Deadlock, match=r"virtual time 2; .*the one that hangs in .*forever") as caught:
         virtual.run(main())
     assert "main" in str(caught.value)
+
+
+def test_tasks_that_run_for_ever_while_no_time_passes_are_told() -> None:
+    async def busy() -> None:
+        while True:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    with pytest.raises(virtual.Livelock):
+        virtual.run(busy())
+
+
+def test_time_that_is_skipped_makes_timers_due() -> None:
+    async def main() -> float:
+        loop = cast(virtual.VirtualLoop, asyncio.get_running_loop())
+        async with asyncio.timeout(10):
+            loop.skip(8)
+            await asyncio.sleep(1)
+        return loop.time()
+
+    assert virtual.run(main()) == 9
