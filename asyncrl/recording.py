@@ -27,6 +27,10 @@ from asyncrl.telemetry.samples import SampleRecord, SamplesFile, sample_record, 
 WAITING_EVENTS = 100_000
 """Bound of the queue: far more than the samples of all groups in flight; reaching it means that the disk hangs."""
 
+HEALTH_PATIENCE, LEFT_ALONE = 2.0, 10.0
+"""Seconds a service may take to say how it is, and until one that took longer is asked again: it is being started
+again, and the lines of all steps until then must not wait for it."""
+
 Key = tuple[int, int]  # group, member: what an earlier attempt was worth is overwritten
 Metrics = dict[str, float]
 
@@ -61,6 +65,7 @@ class Recorder:
         self._dropped: Counter[str] = Counter()
         self._evaluated: Metrics = {}
         self._shares = TimeShares()
+        self._left_alone: dict[str, float] = {}
         self._began = asyncio.get_running_loop().time()
         self._last_step = self._began
 
@@ -158,19 +163,23 @@ class Recorder:
     async def _healths(self) -> list[Health]:
         """Of every worker that answers; the time of one that is dead is nobody's."""
         fleet = self._fleet
-        services: list[Contract | None] = [
-            fleet.generation,
-            fleet.reward,
-            fleet.training,
-            fleet.reference,
-            fleet.evaluation,
-        ]
-        answers = await asyncio.gather(*(_health(service) for service in services if service is not None))
-        return [health for answer in answers for health in answer]
+        services: dict[str, Contract | None] = {
+            "generation": fleet.generation,
+            "reward": fleet.reward,
+            "training": fleet.training,
+            "reference": fleet.reference,
+            "evaluation": fleet.evaluation,
+        }
+        asked = (self._health(name, service) for name, service in services.items() if service is not None)
+        return [health for answer in await asyncio.gather(*asked) for health in answer]
 
-
-async def _health(service: Contract) -> list[Health]:
-    try:
-        return await service.health()
-    except Retryable:
-        return []
+    async def _health(self, name: str, service: Contract) -> list[Health]:
+        now = asyncio.get_running_loop().time()
+        if now < self._left_alone.get(name, now):
+            return []
+        try:
+            async with asyncio.timeout(HEALTH_PATIENCE):
+                return await service.health()
+        except (Retryable, TimeoutError):
+            self._left_alone[name] = now + LEFT_ALONE
+            return []

@@ -4,13 +4,36 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from asyncrl import virtual
 from asyncrl.events import SampleScored, SamplesDropped
+from asyncrl.fleet import Fleet
 from asyncrl.protocols.batch import RowRef
-from asyncrl.protocols.messages import Score
+from asyncrl.protocols.messages import Health, Score
 from asyncrl.recording import Recorder
 from asyncrl.rundir import RunDirectory
 
 NO_FLEET: Any = None
+HEALTH = Health("training", 0, 0, "training0.0-0-a", (), 0, {}, 1.0)
+
+
+class Well:
+    async def health(self) -> list[Health]:
+        return [HEALTH]
+
+
+class Away:
+    """A service whose worker is being started again: calls wait for it."""
+
+    def __init__(self, back: float) -> None:
+        self._back = back
+
+    async def health(self) -> list[Health]:
+        await asyncio.sleep(max(0.0, self._back - asyncio.get_running_loop().time()))
+        return [HEALTH]
+
+
+def recorder_of(fleet: Any, folder: Path) -> Recorder:
+    return Recorder(RunDirectory(folder), fleet, 0, 0, lambda line: None, lambda step, numbers: None)
 
 
 def scored(member: int, attempt: int) -> SampleScored:
@@ -18,7 +41,7 @@ def scored(member: int, attempt: int) -> SampleScored:
 
 
 async def test_nothing_is_kept_of_attempts_that_were_overtaken(tmp_path: Path) -> None:
-    recorder = Recorder(RunDirectory(tmp_path), NO_FLEET, 0, 0, lambda line: None, lambda step, numbers: None)
+    recorder = recorder_of(NO_FLEET, tmp_path)
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(recorder.run())
         for attempt in range(3):
@@ -31,3 +54,24 @@ async def test_nothing_is_kept_of_attempts_that_were_overtaken(tmp_path: Path) -
         assert not recorder._terms
         running.cancel()
     recorder.close()
+
+
+def test_a_service_that_is_away_delays_the_lines_of_steps_but_a_little_and_is_asked_again(tmp_path: Path) -> None:
+    async def main() -> tuple[float, int]:
+        well: Any = Well()
+        away: Any = Away(back=100.0)
+        recorder, waited, lines = recorder_of(Fleet(well, well, well, None, away), tmp_path), 0.0, 0
+        loop = asyncio.get_running_loop()
+        while loop.time() < 120:
+            began = loop.time()
+            answers = len(await recorder._healths())
+            waited += loop.time() - began
+            lines += answers == 4
+            assert answers >= 3
+            await asyncio.sleep(0.2)
+        recorder.close()
+        return waited, lines
+
+    waited, whole = virtual.run(main())
+    assert waited <= 120 * 0.25
+    assert whole >= 40
