@@ -185,8 +185,9 @@ class World:
         await life.buried()
         left = [task.get_name() for task in asyncio.all_tasks() - before]
         assert not left, f"tasks are left: {left}"
+        done = life.ended(len(self.weather.struck) > struck)
         self.outcome.ends.append(life.end)
-        return life.ended(len(self.weather.struck) > struck)
+        return done
 
     def _check_history(self) -> None:
         """What the journal says is what was trained, and all of it."""
