@@ -1,10 +1,11 @@
 """asyncrl doctor: what an experiment needs."""
 
-import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
+from asyncrl import parts
 from asyncrl.deploy import cli
 from asyncrl.deploy.commands import doctor
 from asyncrl.deploy.machine import Check
@@ -24,6 +25,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(doctor, "machine_checks", lambda: [Check("python", "ok", "3.11")])
     monkeypatch.setattr(doctor, "available_memory", lambda: 64 * 2**30)
     monkeypatch.setattr(doctor, "shared_memory_check", lambda needed: Check("/dev/shm", "ok", f"{needed} bytes needed"))
+    monkeypatch.setattr(parts, "find_spec", lambda module: ModuleSpec(module, None))  # whatever is installed here
     path = tmp_path / "mine.toml"
     path.write_text(GOOD)
     return path
@@ -67,8 +69,8 @@ def test_a_model_that_must_be_downloaded_is_not_guessed(experiment: Path, capsys
 def test_packages_that_are_missing_are_bad(
     experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("gguf", "accelerate", "reasoning_gym"):
-        monkeypatch.setitem(sys.modules, module, None)
+    away = ("gguf", "accelerate", "reasoning_gym")
+    monkeypatch.setattr(parts, "find_spec", lambda module: None if module in away else ModuleSpec(module, None))
     assert cli.main(["doctor", str(experiment), "--task.prompts", "reasoning_gym:products"]) == 1
     text = capsys.readouterr().out
     assert "BAD   missing             reasoning_gym is not installed, but needed for task.prompts" in text
