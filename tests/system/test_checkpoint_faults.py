@@ -63,7 +63,7 @@ def test_a_trainer_killed_while_it_writes_leaves_no_checkpoint_and_the_same_rewa
 
 
 def test_the_quickstart_goes_on_with_the_same_rewards(tmp_path: Path) -> None:
-    model = asyncio.run(prepare(load("quickstart").config, tmp_path / "model", print, PATIENCE))
+    model = asyncio.run(prepare(load("quickstart").config, tmp_path / "model", print, 3 * PATIENCE))
     flags = [*SYNCHRONOUS, "--generation.deterministic", "true", "--model.name", str(model), "--steps", "6"]
     flags += ["--training.checkpoint_every", "2", "--evaluate.prompts", ""]
     unharmed, run = (Run(tmp_path / name, flags, "quickstart", standins=False) for name in ("unharmed", "run"))

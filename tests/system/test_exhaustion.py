@@ -186,7 +186,7 @@ def test_reward_functions_that_fork_and_hang_cost_their_samples_only(tmp_path: P
 @pytest.mark.timeout(600)
 def test_a_model_file_that_is_truncated_ends_in_one_clear_error_or_does_no_harm(tmp_path: Path) -> None:
     """Whoever has loaded it goes on; whoever is started again cannot load it, and says so."""
-    model = asyncio.run(prepare(load("quickstart").config, tmp_path / "model", print, PATIENCE))
+    model = asyncio.run(prepare(load("quickstart").config, tmp_path / "model", print, 3 * PATIENCE))
     run = Run(
         tmp_path / "run",
         ("--model.name", str(model), "--steps", "100000", "--evaluate.prompts", "", "--training.checkpoint_every", "5"),

@@ -28,8 +28,9 @@ KILL_EVERY, LOOK_EVERY = 20.0, 10.0
 WARM_UP = 60.0 * min(5.0, MINUTES / 3)
 GROWN_UP = 30.0
 """Seconds a worker that was started again needs until its memory is that of its predecessor."""
-ALLOWED_MB_A_MINUTE = 0.25
-"""Of each process; the controller of a run of a day would grow by 360 MB."""
+ALLOWED_GROWTH = 0.05
+"""Of a process's memory over the time that is fitted: what the allocator needs to settle, and the noise of instances
+that were started at other moments. The one leak this found made the controller grow by 60 MB a minute."""
 KILLED = ("generation", "reward", "evaluation")
 Samples = dict[str, list[tuple[float, float]]]
 
@@ -67,18 +68,19 @@ def slope(samples: list[tuple[float, float]]) -> float:
 
 
 def report(samples: Samples, run: Run, kills: int) -> dict[str, float]:
-    slopes = {}
+    """Prints; growth of each process as a share of its memory."""
+    growths = {}
     sys.stdout.write(f"\n{kills} kills, step {run.version}\n")
     for service, seen in samples.items():
         late = [sample for sample in seen if sample[0] >= WARM_UP]
         if len(late) > 5:
-            slopes[service] = slope(late)
+            growths[service] = slope(late) * (late[-1][0] - late[0][0]) / 60 / late[0][1]
             sizes = [size for _, size in late]
             sys.stdout.write(
                 f"{service:>11}: {late[0][1]:7.1f} MB after {late[0][0] / 60:.1f} min, {late[-1][1]:7.1f} MB after "
-                f"{late[-1][0] / 60:.1f} min, at most {max(sizes):7.1f} MB, {slopes[service]:+.3f} MB a minute\n"
+                f"{late[-1][0] / 60:.1f} min, at most {max(sizes):7.1f} MB, {slope(late):+.3f} MB a minute\n"
             )
-    return slopes
+    return growths
 
 
 def test_memory_stays_flat_while_workers_are_killed(tmp_path: Path) -> None:
@@ -97,11 +99,11 @@ def test_memory_stays_flat_while_workers_are_killed(tmp_path: Path) -> None:
             time.sleep(max(0.0, LOOK_EVERY - (time.monotonic() - began - now)))
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0, run.shown[-5000:]
-    slopes = report(memory.samples, run, kills)
+    growths = report(memory.samples, run, kills)
     run.audited()
     run.leaves_nothing()
-    assert {"controller", "training"} <= slopes.keys()
-    assert max(slopes.values()) < ALLOWED_MB_A_MINUTE, slopes
+    assert {"controller", "training"} <= growths.keys()
+    assert max(growths.values()) < ALLOWED_GROWTH, growths
 
 
 def kill_one(run: Run, service: str) -> bool:
