@@ -166,6 +166,7 @@ class FaultyReference(Service, Reference):
     def __init__(self, context: WorkerContext, trial: Trial, truth: Truth) -> None:
         super().__init__(context)
         self._trial, self._truth = trial, truth
+        self._held: dict[tuple[int, int], Place] = {}
 
     async def start(self) -> None:
         self.rows = self.context.open_rows(row_slots(self._trial.gate), 8)
@@ -175,11 +176,21 @@ class FaultyReference(Service, Reference):
         rows = await self.context.reader.read(samples, [KEY])
         check_keys(samples, rows[KEY])
         await asyncio.sleep(self._trial.reward_time)
+        return samples.with_places([self._keep(row) for row in samples])
+
+    async def release(self, places: list[Place]) -> None:
+        await super().release(places)
+        gone = set(places)
+        self._held = {key: place for key, place in self._held.items() if place not in gone}
+
+    def _keep(self, row: RowRef) -> Place:
+        """One row of each sample, as the real service does."""
         assert self.rows is not None
-        places = [self.rows.put({"reference": np.array([row.group], np.int32)}) for row in samples]
-        for place in places:
-            self._truth.put(self.context.instance, place)
-        return samples.with_places(places)
+        if (before := self._held.pop(row.key, None)) is not None:
+            self.rows.free([before])
+        self._held[row.key] = place = self.rows.put({"reference": np.array([row.group], np.int32)})
+        self._truth.put(self.context.instance, place)
+        return place
 
 
 class FaultyTraining(Service, Training):

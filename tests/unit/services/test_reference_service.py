@@ -132,3 +132,15 @@ async def test_an_unchanged_policy_has_no_kl_to_its_reference(folder: Path, serv
     outcome = run_step(TorchTraining(settings, folder), rows, 1, 0)
     assert outcome.metrics["loss/kl"] == pytest.approx(0, abs=1e-9)
     assert outcome.metrics["policy/logprob_difference_max"] < 1e-5
+
+
+async def test_answers_that_nobody_waited_for_take_no_room_for_ever(folder: Path, serving: Serving) -> None:
+    async with serving(folder, config()) as service:
+        refs = samples(service)
+        for _ in range(8):
+            answer = await service.logprobs(refs)
+        assert service.rows is not None
+        assert service.rows.used == len(refs)
+        assert len(found(service, answer)) == len(refs)
+        await service.release([row.place_of("reference_logprobs") for row in answer])
+        assert service.rows.used == 0
