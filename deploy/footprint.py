@@ -68,7 +68,7 @@ PACKAGED = {
         vocabulary=49152, hidden=576, layers=30, intermediate=1536, heads=9, kv_heads=3, head_dim=64, tied=True
     )
 }
-SMALL = Shape(vocabulary=64, hidden=96, layers=2, intermediate=256, heads=4, kv_heads=4, head_dim=24, tied=True)
+SMALL = Shape(vocabulary=101, hidden=96, layers=3, intermediate=256, heads=4, kv_heads=4, head_dim=24, tied=True)
 """About what `warmed:` makes; next to a Python process it is nothing."""
 
 
