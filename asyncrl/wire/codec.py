@@ -174,8 +174,9 @@ class _Reader:
             raise WireError("a value without a tag")
         tag = node[0]
         if tag in (_LIST, _TUPLE):
-            del node[0]
-            items = node if _PLAIN.issuperset(map(type, node)) else [self.read(item, depth + 1) for item in node]
+            # Another object than the node, which tells `_message` that this field has to be read each time.
+            plain = _PLAIN.issuperset(map(type, node))
+            items = node[1:] if plain else [self.read(item, depth + 1) for item in node[1:]]
             return items if tag == _LIST else tuple(items)
         if tag == _ARRAY:
             return self._array(node)

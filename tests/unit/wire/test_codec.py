@@ -232,3 +232,10 @@ def test_what_is_remembered_of_strange_messages_is_bounded() -> None:
             decode(encode(value))
     assert max(len(known) for known in codec._KNOWN) < 100
     assert len(codec._LOWERERS[RowRef]._plans) == MAX_PLANS
+
+
+@pytest.mark.parametrize("value", [[1, 2], ["a"], [], (1, 2), {"a": 1}, [[1], [2]], {"a": [1]}])
+def test_a_message_that_comes_again_is_read_again(value: Any) -> None:
+    """What is remembered of the first is which fields need no reading, and these do."""
+    for call in range(3):
+        assert decode([bytes(frame) for frame in encode(Reply(call, value))]) == Reply(call, value)
