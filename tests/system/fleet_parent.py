@@ -1,6 +1,7 @@
 """A controller process of its own, for tests that kill it: starts a fleet of stand-ins and waits to be killed."""
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 
@@ -28,4 +29,5 @@ async def main(run: str, run_dir: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job would ignore it.
     asyncio.run(main(*sys.argv[1:]))
