@@ -230,9 +230,8 @@ def _run_beside(work: Coroutine[Any, Any, T]) -> T:
         return await work
 
     with ThreadPoolExecutor(1, thread_name_prefix="asyncrl.train") as beside:
-        result = beside.submit(asyncio.run, cancellable())
         try:
-            return result.result()
+            return beside.submit(asyncio.run, cancellable()).result()
         except KeyboardInterrupt:
             for loop, task in begun:
                 loop.call_soon_threadsafe(task.cancel)

@@ -2,11 +2,21 @@
 
 import asyncio
 import signal
+import sys
 import threading
 
 import pytest
 
 from asyncrl.api import _run_here_or_beside
+
+
+def functions_of(thread: int) -> set[str]:
+    """Names of the functions that a thread is in."""
+    frame, names = sys._current_frames().get(thread), set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
 
 
 async def double(number: int) -> int:
@@ -27,6 +37,8 @@ async def test_an_interrupt_of_the_thread_that_waits_stops_what_runs_beside() ->
     assert main is not None
 
     async def until_cancelled() -> None:
+        while "result" not in functions_of(main):  # The thread that waits has handed the work over.
+            await asyncio.sleep(0)
         signal.pthread_kill(main, signal.SIGINT)
         try:
             await asyncio.Event().wait()
