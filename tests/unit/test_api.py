@@ -1,6 +1,7 @@
 """Training from Python, where an event loop may run already."""
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -17,6 +18,12 @@ def functions_of(thread: int) -> set[str]:
         names.add(frame.f_code.co_name)
         frame = frame.f_back
     return names
+
+
+def until_it_waits(thread: int) -> None:
+    """Returns once the thread has handed the work over."""
+    while "result" not in functions_of(thread):
+        os.sched_yield()
 
 
 async def double(number: int) -> int:
@@ -37,8 +44,7 @@ async def test_an_interrupt_of_the_thread_that_waits_stops_what_runs_beside() ->
     assert main is not None
 
     async def until_cancelled() -> None:
-        while "result" not in functions_of(main):  # The thread that waits has handed the work over.
-            await asyncio.sleep(0)
+        await asyncio.to_thread(until_it_waits, main)
         signal.pthread_kill(main, signal.SIGINT)
         try:
             await asyncio.Event().wait()
