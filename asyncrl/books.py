@@ -130,13 +130,15 @@ class Books:
 
     def trained(self, cuts: tuple[Cut, ...], version: int, advantages: tuple[float, ...], chain: str) -> None:
         """These cuts led to `version`. Written down first: what the journal refuses has not happened for the gate.
+        Their rows are freed at once: a group may wait long for its stragglers, and its samples hold no credit then.
 
         Raises:
             TrainedTwice, IllegalTransition, JournalError: as `Journal.append`.
         """
         self.journal.append(records.Trained(version, cuts, advantages, chain))
         self.gate.trained(cuts, version)
-        for group, _ in cuts:
+        for group, members in cuts:
+            self._free(group, members)
             self._close(group)
         self._changed()
 

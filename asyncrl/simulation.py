@@ -265,11 +265,10 @@ class Run:
             assert training.oldest <= self.scenario.limit, "a token over the limit is in the loss"
 
     def _check_rows(self) -> None:
-        """Every row that is left belongs to a group in flight: nothing leaks."""
-        most = len(self.gate.groups()) * self.scenario.members
+        """Every row that is left belongs to a sample in flight: nothing leaks."""
         for host in (self.generation, self.reference):
             left = 0 if host is None else len(host.rows)
-            assert left <= most, f"{left} rows are left, of groups in flight with {most} samples"
+            assert left <= self.gate.in_flight, f"{left} rows are left of {self.gate.in_flight} samples in flight"
 
     def _finished(self) -> Result:
         result, training = self.result, self.training
