@@ -100,19 +100,19 @@ class StepLost:
 
 @dataclass(frozen=True, slots=True)
 class WeightsHandedOver:
-    """Every one of these readers reads only `version` from now on. seconds: from the announcement."""
+    """This reader reads only `version` from now on. seconds: since it was about to be told."""
 
     version: int
-    readers: tuple[str, ...]
+    reader: str
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsOverdue:
-    """holders: readers that did not let go of the older version in time; they keep the trainer from its next slot."""
+    """This reader did not take over `version` in time; it keeps the trainer from its next slot."""
 
     version: int
-    holders: tuple[str, ...]
+    reader: str
     seconds: float
 
 

@@ -53,6 +53,9 @@ class Handle:
     def __repr__(self) -> str:
         return f"<handle on {self._contract.__name__}: {', '.join(worker.name for worker in self._workers)}>"
 
+    def replica_of(self, instance: str) -> "Handle":
+        return Handle(self._contract, self._workers.replica_of(instance), self._call_deadline)
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(name)

@@ -14,13 +14,12 @@ NOTHING_YET = -1
 
 
 class Publisher:
-    """Announces the newest version to the generation service and tells the trainer who reads it.
+    """Tells every reader of the newest version, each in a task of its own, and the trainer what each of them reads.
 
-    A version announced while another is on its way replaces those that wait: readers jump to the newest.
+    A version announced while a reader takes over another replaces those that wait: readers jump to the newest.
     A reader is attached to a version before it is told of it: else, while its answer is on the way, the trainer could
-    overwrite what it reads. One that joined while others were told is told the next time. A reader that does not take
-    over a version within `deadline` seconds keeps the trainer from writing, or has no weights to sample with; it is
-    given to `evict`, to be killed.
+    overwrite what it reads. A reader that does not take over a version within `deadline` seconds keeps the trainer
+    from writing, or has no weights to sample with; it is given to `evict`, to be killed.
     """
 
     def __init__(self, fleet: Fleet, deadline: float, observe: Observe, evict: Callable[[str], None]) -> None:
@@ -28,64 +27,80 @@ class Publisher:
         self._newest: Published | None = None
         self._changed = asyncio.Event()
         self._reading: dict[str, int] = {}
-        self._joined: dict[str, None] = {}
+        self._telling: dict[str, asyncio.Task[None]] = {}
 
     def join(self, reader: str) -> None:
         """This reader lives and has no weights yet; `announce` comes next."""
-        self._joined[reader] = None
+        self._reading[reader] = NOTHING_YET
 
     def announce(self, published: Published) -> None:
-        """Hand this version over; the same one again when a reader joined that does not have it."""
-        self._newest = published
+        """Hand this version over; the same one again when a reader joined that does not have it. One that is older than
+        what was announced before was overtaken on its way here."""
+        if self._newest is None or self._newest.version <= published.version:
+            self._newest = published
         self._changed.set()
 
     def forget(self, reader: str) -> None:
         """This reader died."""
         self._reading.pop(reader, None)
-        self._joined.pop(reader, None)
+        if (telling := self._telling.pop(reader, None)) is not None:
+            telling.cancel()
 
     async def run(self) -> None:
-        """For ever: hand over what was announced last."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            assert self._newest is not None, "set by announce"
-            await self._hand_over(self._newest)
+        """For ever: tell those that read something older than what was announced last."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                assert self._newest is not None, "set by announce"
+                for reader, version in self._reading.items():
+                    if version < self._newest.version and reader not in self._telling:
+                        self._telling[reader] = tasks.create_task(self._keep_up(reader), name=f"weights to {reader}")
 
-    async def _hand_over(self, published: Published) -> None:
+    async def _keep_up(self, reader: str) -> None:
+        """Until it was told of the newest version."""
+        told = NOTHING_YET
+        while reader in self._reading and self._newest is not None and told < self._newest.version:
+            told = self._newest.version
+            await self._hand_over(reader, self._newest)
+        self._telling.pop(reader, None)
+
+    async def _hand_over(self, reader: str, published: Published) -> None:
         began = asyncio.get_running_loop().time()
         try:
-            await self._attach(published)
-            async with asyncio.timeout(self._deadline):
-                using = await self._fleet.generation.use_weights(replace(published, readers=tuple(self._reading)))
-            await self._relay(using)
+            if self._reading[reader] == NOTHING_YET:
+                await self._attach(reader, published)
+            using = await self._told(reader, published)
+            if using is None:
+                return self._overdue(reader, published, asyncio.get_running_loop().time() - began)
+            if reader in using.readers:
+                await self._relay(reader, using)
         except Retryable:
             return  # Whoever keeps the fleet knows of the death; a reader that takes its place is announced to.
         except Refused:
             return  # Overwritten before a late joiner could hold it; the newer version is announced already.
+        self._observe(WeightsHandedOver(using.version, reader, asyncio.get_running_loop().time() - began))
+
+    async def _attach(self, reader: str, published: Published) -> None:
+        """It holds this version from now on, so that it is not overwritten under it."""
+        await self._fleet.training.using(reader, published.version)
+
+    async def _told(self, reader: str, published: Published) -> Using | None:
+        """What it says to that; None: nothing in time. Its replica alone is asked: another one may be stuck."""
+        replica = self._fleet.generation.replica_of(reader)
+        try:
+            async with asyncio.timeout(self._deadline):
+                return await replica.use_weights(replace(published, readers=(reader,)))
         except TimeoutError:
-            self._overdue(published, asyncio.get_running_loop().time() - began)
-            return
-        self._observe(WeightsHandedOver(using.version, using.readers, asyncio.get_running_loop().time() - began))
+            return None
 
-    async def _attach(self, published: Published) -> None:
-        """Those that joined since hold this version from now on, so that it is not overwritten under them."""
-        for reader in list(self._joined):
-            await self._fleet.training.using(reader, published.version)
-            if reader in self._joined:
-                del self._joined[reader]
-                self._reading[reader] = NOTHING_YET
+    async def _relay(self, reader: str, using: Using) -> None:
+        """To the trainer."""
+        self._reading[reader] = using.version
+        await self._fleet.training.using(reader, using.version)
 
-    async def _relay(self, using: Using) -> None:
-        """To the trainer, for those that have not died since they answered."""
-        for reader in using.readers:
-            if reader in self._reading:
-                self._reading[reader] = using.version
-                await self._fleet.training.using(reader, using.version)
-
-    def _overdue(self, published: Published, seconds: float) -> None:
-        holders = tuple(sorted(reader for reader, version in self._reading.items() if version < published.version))
-        self._observe(WeightsOverdue(published.version, holders, seconds))
-        for reader in holders:
-            self._evict(reader)
-        self._changed.set()  # Who only did not hear of it, or answered too late, has to be told again.
+    def _overdue(self, reader: str, published: Published, seconds: float) -> None:
+        """It is told nothing more, and keeps its lease until it is surely dead."""
+        del self._reading[reader]
+        self._observe(WeightsOverdue(published.version, reader, seconds))
+        self._evict(reader)

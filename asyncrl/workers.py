@@ -4,8 +4,9 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
 from asyncrl.protocols.contracts import EndpointSpec, Lane
@@ -183,6 +184,15 @@ class Workers:
 
     def __iter__(self) -> Iterator[RemoteWorker]:
         return (worker for replica in self.replicas for worker in replica.workers)
+
+    def replica_of(self, instance: str) -> Self:
+        """Only the replica that this instance works in. Raises PeerLost when it was replaced."""
+        found = tuple(each for each in self.replicas if any(worker.instance == instance for worker in each.workers))
+        if not found:
+            raise PeerLost(f"{instance} is no worker of {self.service} any more")
+        only = copy(self)
+        only.replicas = found
+        return only
 
     def worker(self, replica: int, rank: int) -> RemoteWorker:
         return self.replicas[replica].workers[rank]

@@ -7,7 +7,7 @@ A handle on a contract has the contract's own type, so a wrong argument fails th
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from asyncrl.protocols.batch import BatchRef, Cuts, Place
 from asyncrl.protocols.messages import (
@@ -77,6 +77,11 @@ class Contract:
         super().__init_subclass__()
         own = {name: member.__endpoint__ for name, member in vars(cls).items() if hasattr(member, "__endpoint__")}
         cls.endpoints = {**cls.endpoints, **own}
+
+    def replica_of(self, instance: str) -> Self:
+        """The one replica that this instance works in: calls on it reach no other, and wait for no other. A service is
+        its own only replica. Raises PeerLost when the instance was replaced."""
+        return self
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
     async def started(self) -> None:

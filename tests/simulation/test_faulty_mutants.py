@@ -112,15 +112,14 @@ def a_dead_reader_keeps_its_lease(patch: Patch) -> None:
 
 
 def readers_are_not_attached_before_they_are_told(patch: Patch) -> None:
-    async def attach(publisher: Publisher, published: Any) -> None:
-        publisher._reading |= dict.fromkeys(publisher._joined, -1)
-        publisher._joined.clear()
+    async def attach(publisher: Publisher, reader: str, published: Any) -> None:
+        return
 
     patch.setattr(Publisher, "_attach", attach)
 
 
-def who_missed_the_hand_over_is_not_told_again(patch: Patch) -> None:
-    patch.setattr(Publisher, "_overdue", lambda publisher, published, seconds: None)
+def a_reader_that_holds_on_is_not_evicted(patch: Patch) -> None:
+    patch.setattr(Publisher, "_overdue", lambda publisher, reader, published, seconds: None)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------
@@ -218,7 +217,7 @@ MUTANTS: Mapping[Callable[[Patch], None], int] = {
     a_restarted_worker_has_the_name_of_the_dead_one: 181,
     a_dead_reader_keeps_its_lease: 172,
     readers_are_not_attached_before_they_are_told: 72,
-    who_missed_the_hand_over_is_not_told_again: 1,
+    a_reader_that_holds_on_is_not_evicted: 1,
     rows_are_never_released: 3,
     answers_of_an_overtaken_attempt_are_accepted: 2,
     off_by_one_in_the_limit: 0,

@@ -128,9 +128,9 @@ def leases_are_not_relayed(patch: Patch) -> None:
     """The trainer believes that its readers still hold the first version they said they use."""
     whole = Publisher._relay
 
-    async def relay(publisher: Publisher, using: Any) -> None:
+    async def relay(publisher: Publisher, reader: str, using: Any) -> None:
         if using.version == 0:
-            await whole(publisher, using)
+            await whole(publisher, reader, using)
 
     patch.setattr(Publisher, "_relay", relay)
 

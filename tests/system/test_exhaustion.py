@@ -41,14 +41,15 @@ def test_workers_that_are_stopped_for_a_second_lose_nothing(tmp_path: Path) -> N
 
 
 def test_a_generator_that_stops_for_good_is_replaced_within_the_publish_deadline(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", (*STEPS, "--staleness.publish_deadline", "1"))
+    run = Run(tmp_path / "run", (*STEPS, "--staleness.publish_deadline", "1", "--generation.replicas", "2"))
     with run.running() as process:
         run.until_step(process, 5)
-        stuck = run.pid_of("generation")
+        stuck, healthy = (pid for service, pid in run.workers() if service == "generation")
         os.kill(stuck, signal.SIGSTOP)
         wait_until(lambda: dead(stuck), "the death of the generator", 10.0)
+        assert not dead(healthy), run.shown
         assert process.wait(PATIENCE) == 0, run.shown
-    assert "did not take over new weights in time; it is killed and started again" in run.shown
+    assert run.shown.count("did not take over new weights in time; it is killed and started again") == 1
     run.audited()
     run.leaves_nothing()
 

@@ -133,6 +133,18 @@ async def test_one_of_avoids_a_dead_replica() -> None:
     assert await connect(Sums, workers, 5.0).ask("who?") == "alive"
 
 
+async def test_a_call_to_one_replica_waits_for_no_other() -> None:
+    stuck, lives = answering(["stuck"]), answering(["lives"])
+    workers = fleet_of(stuck, lives)
+    instance = workers.worker(1, 0).instance
+    sums = connect(Sums, workers, 5.0)
+    assert await sums.replica_of(instance).names() == ["lives"]
+    assert not stuck.calls
+    workers.worker(1, 0).connected("its successor", {Lane.CONTROL: lives})
+    with pytest.raises(PeerLost, match=f"{instance} is no worker of sums any more"):
+        sums.replica_of(instance)
+
+
 async def test_a_pure_call_is_repeated_once_on_the_restarted_replica() -> None:
     async def dies(question: str) -> str:
         worker.lost("killed by SIGKILL", returns=True)

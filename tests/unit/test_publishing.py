@@ -1,11 +1,11 @@
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import pytest
 
 from asyncrl import virtual
-from asyncrl.errors import PeerLost
+from asyncrl.errors import DeadlineExceeded, PeerLost, first
 from asyncrl.events import Event, WeightsHandedOver, WeightsOverdue
 from asyncrl.fleet import Fleet
 from asyncrl.protocols.contracts import Generation, Reward, Training
@@ -13,22 +13,31 @@ from asyncrl.protocols.messages import Published, Using
 from asyncrl.publishing import Publisher
 
 
-class Readers(Generation):
+class Reader(Generation):
     """Flips after as many seconds as `delays` says, one after the other; then at once. inf: dies."""
 
-    def __init__(self, *delays: float) -> None:
-        self.delays = list(delays)
-        self.asked: list[int] = []
+    def __init__(self, name: str, delays: list[float]) -> None:
+        self.name, self.delays = name, delays
         self.told: list[Published] = []
 
     async def use_weights(self, published: Published) -> Using:
-        self.asked.append(published.version)
         self.told.append(published)
         delay = self.delays.pop(0) if self.delays else 0.0
         if delay == float("inf"):
             raise PeerLost("generation died")
         await asyncio.sleep(delay)
-        return Using(("reader-a", "reader-b"), published.version)
+        return Using((self.name,), published.version)
+
+
+class Readers(Generation):
+    def __init__(self, delays: Mapping[str, list[float]]) -> None:
+        self.each = {name: Reader(name, list(delays.get(name, ()))) for name in ("a", "b", "c")}
+
+    def replica_of(self, instance: str) -> Generation:  # type: ignore[override]
+        return self.each[instance]
+
+    def asked(self, reader: str) -> list[int]:
+        return [published.version for published in self.each[reader].told]
 
 
 class Leases(Training):
@@ -40,13 +49,13 @@ class Leases(Training):
 
 
 class Scene:
-    def __init__(self, *delays: float) -> None:
-        self.readers, self.leases = Readers(*delays), Leases()
+    def __init__(self, leases: Leases | None = None, **delays: list[float]) -> None:
+        self.readers, self.leases = Readers(delays), leases or Leases()
         self.events: list[Event] = []
         self.evicted: list[str] = []
         fleet = Fleet(self.readers, Reward(), self.leases)
         self.publisher = Publisher(fleet, 10.0, self.events.append, self.evicted.append)
-        for reader in ("reader-a", "reader-b"):
+        for reader in ("a", "b"):
             self.publisher.join(reader)
 
     def announce(self, version: int) -> None:
@@ -68,10 +77,11 @@ def test_what_readers_use_is_told_to_the_trainer() -> None:
         scene.announce(1)
         await asyncio.sleep(3)
 
-    scene = Scene(2.0)
+    scene = Scene(a=[1.0], b=[2.0])
     play(scene, script)
-    assert scene.leases.using_now == {"reader-a": 1, "reader-b": 1}
-    assert scene.events == [WeightsHandedOver(1, ("reader-a", "reader-b"), pytest.approx(2.0))]
+    assert scene.leases.using_now == {"a": 1, "b": 1}
+    handed_over = [WeightsHandedOver(1, "a", pytest.approx(1.0)), WeightsHandedOver(1, "b", pytest.approx(2.0))]
+    assert scene.events == handed_over
 
 
 def test_readers_jump_to_the_newest() -> None:
@@ -81,23 +91,40 @@ def test_readers_jump_to_the_newest() -> None:
             await asyncio.sleep(1)
         await asyncio.sleep(10)
 
-    scene = Scene(5.0)
+    scene = Scene(a=[5.0])
     play(scene, script)
-    assert scene.readers.asked == [1, 3]
+    assert scene.readers.asked("a") == [1, 3]
 
 
-def test_a_reader_that_holds_on_is_named_and_evicted() -> None:
+def test_a_version_that_was_overtaken_on_its_way_is_told_to_nobody() -> None:
+    async def script(scene: Scene) -> None:
+        scene.announce(2)
+        scene.announce(1)
+        await asyncio.sleep(1)
+
+    scene = Scene()
+    play(scene, script)
+    assert scene.readers.asked("a") == scene.readers.asked("b") == [2]
+
+
+def test_a_reader_that_holds_on_is_evicted_and_no_other_one_waits_for_it() -> None:
     async def script(scene: Scene) -> None:
         scene.announce(1)
         await asyncio.sleep(1)
-        scene.publisher.forget("reader-b")
-        scene.announce(2)
+        for version in (2, 3):
+            scene.announce(version)
+            await asyncio.sleep(1)
+        assert scene.leases.using_now == {"a": 1, "b": 3}
         await asyncio.sleep(30)
 
-    scene = Scene(0.0, 1000.0)
+    scene = Scene(a=[0.0, 1000.0])
     play(scene, script)
-    assert scene.events[1] == WeightsOverdue(2, ("reader-a",), pytest.approx(10.0))
-    assert scene.evicted == ["reader-a"]
+    assert [event for event in scene.events if isinstance(event, WeightsOverdue)] == [
+        WeightsOverdue(2, "a", pytest.approx(10.0))
+    ]
+    assert scene.evicted == ["a"]
+    assert scene.readers.asked("a") == [1, 2], "it is dying: until it is dead it holds what the trainer knows of"
+    assert scene.readers.asked("b") == [1, 2, 3]
 
 
 def test_a_death_is_not_the_publishers_business() -> None:
@@ -107,21 +134,23 @@ def test_a_death_is_not_the_publishers_business() -> None:
         scene.announce(1)
         await asyncio.sleep(1)
 
-    scene = Scene(float("inf"))
+    scene = Scene(a=[float("inf")])
     play(scene, script)
-    assert scene.readers.asked == [1, 1]
-    assert scene.leases.using_now == {"reader-a": 1, "reader-b": 1}
+    assert scene.readers.asked("a") == [1, 1]
+    assert scene.readers.asked("b") == [1], "it has what it is to read"
+    assert scene.leases.using_now == {"a": 1, "b": 1}
+    assert scene.evicted == []
 
 
 def test_a_reader_that_joins_holds_its_version_before_it_is_told_of_it() -> None:
     async def script(scene: Scene) -> None:
         scene.announce(1)
         await asyncio.sleep(1)
-        assert scene.readers.asked == [1]
-        assert scene.leases.using_now == {"reader-a": 1, "reader-b": 1}, "attached, while their answer is on the way"
+        assert scene.readers.asked("a") == [1]
+        assert scene.leases.using_now == {"a": 1, "b": 1}, "attached, while their answers are on the way"
         await asyncio.sleep(5)
 
-    play(Scene(5.0), script)
+    play(Scene(a=[5.0], b=[5.0]), script)
 
 
 def test_a_reader_that_never_took_over_a_version_is_evicted() -> None:
@@ -129,37 +158,55 @@ def test_a_reader_that_never_took_over_a_version_is_evicted() -> None:
         scene.announce(1)
         await asyncio.sleep(30)
 
-    scene = Scene(1000.0)
+    scene = Scene(a=[1000.0])
     play(scene, script)
-    assert scene.evicted == ["reader-a", "reader-b"]
-    assert scene.readers.asked == [1, 1], "whoever only did not hear of it is told again"
+    assert scene.evicted == ["a"]
+
+
+def test_a_trainer_that_does_not_answer_evicts_no_reader() -> None:
+    class Stuck(Leases):
+        async def using(self, reader: str, version: int) -> None:
+            raise DeadlineExceeded("training0.0 did not answer using within 600 s")
+
+    async def script(scene: Scene) -> None:
+        scene.announce(1)
+        await asyncio.sleep(30)
+
+    scene = Scene(Stuck())
+    with pytest.raises(ExceptionGroup) as raised:
+        play(scene, script)
+    assert isinstance(first(raised.value), DeadlineExceeded)
+    assert scene.evicted == []
 
 
 def test_a_reader_that_dies_after_its_answer_is_not_attached_again() -> None:
+    class Slow(Leases):
+        async def using(self, reader: str, version: int) -> None:
+            await asyncio.sleep(1)
+            await super().using(reader, version)
+
     async def script(scene: Scene) -> None:
         scene.announce(1)
-        await asyncio.sleep(1)
-        scene.announce(2)
-        await asyncio.sleep(1)
-        scene.publisher.forget("reader-a")  # the other reader's answer is still to come
-        scene.leases.using_now.pop("reader-a")
+        await asyncio.sleep(1.5)  # attached, and its answer is on its way to the trainer
+        scene.publisher.forget("a")
         await asyncio.sleep(5)
 
-    scene = Scene(0.0, 5.0)
+    scene = Scene(Slow())
     play(scene, script)
-    assert scene.leases.using_now == {"reader-b": 2}
+    assert [event.reader for event in scene.events if isinstance(event, WeightsHandedOver)] == ["b"]
 
 
 def test_weights_are_kept_for_those_that_are_told() -> None:
     async def script(scene: Scene) -> None:
         scene.announce(1)
-        scene.publisher.join("reader-c")
+        scene.publisher.join("c")
         await asyncio.sleep(1)
-        scene.publisher.join("reader-d")
+        scene.publisher.join("d")
         await asyncio.sleep(5)
 
-    scene = Scene(3.0)
+    scene = Scene(a=[3.0])
     play(scene, script)
-    (published,) = scene.readers.told
-    assert [published.is_kept_for(f"reader-{name}") for name in "abcd"] == [True, True, True, False]
-    assert set(scene.leases.using_now) == {"reader-a", "reader-b", "reader-c"}
+    for name, reader in scene.readers.each.items():
+        (published,) = reader.told
+        assert published.readers == (name,)
+    assert set(scene.leases.using_now) == {"a", "b", "c"}
