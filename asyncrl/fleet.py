@@ -110,6 +110,11 @@ class RunningFleet:
             evaluation=cast(Generation | None, get("evaluation")),
         )
 
+    @property
+    def all_live(self) -> bool:
+        """Whether every worker takes calls."""
+        return all(worker.lives for workers in self.workers.values() for worker in workers)
+
     def progressed(self) -> None:
         """A group was finished: deaths so far do not end the run."""
         self.supervisor.progressed()
@@ -241,7 +246,8 @@ async def _kept(running: RunningFleet, report: Callable[[str], None]) -> AsyncIt
                 try:
                     yield
                 except (PeerLost, FleetFailed):
-                    await asyncio.wait([keeping], timeout=VERDICT)
+                    if not running.all_live:
+                        await asyncio.wait([keeping], timeout=VERDICT)
                     raise
                 watching.cancel()
             finally:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from asyncrl.books import Books
-from asyncrl.errors import FleetFailed, LostRows, NonFiniteLoss, PeerLost, Refused
+from asyncrl.errors import DeadlineExceeded, FleetFailed, LostRows, NonFiniteLoss, PeerLost, Refused
 from asyncrl.events import StepBegan, StepDone, StepLost
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
@@ -22,7 +22,7 @@ class Iteration:
     """One iteration on a page: `with iteration as cuts`.
 
     When rows turn out lost on the way to the trainer, the block ends without an error: nothing was trained, and the
-    groups roll out again. Raises FleetFailed when the trainer itself is lost.
+    groups roll out again. Raises FleetFailed when the trainer itself is lost, or does not answer in time.
     """
 
     def __init__(self, cuts: Cuts, lost: Callable[[LostRows], None]) -> None:
@@ -37,7 +37,7 @@ class Iteration:
         if isinstance(error, LostRows):
             self._lost(error)
             return True
-        if isinstance(error, PeerLost):
+        if isinstance(error, PeerLost | DeadlineExceeded):
             raise FleetFailed(f"the trainer was lost in the step from version {self._cuts.version}: {error}") from error
         return False
 

@@ -29,7 +29,16 @@ from asyncrl.deploy.exhaustion import allow_descriptors, exhausted
 from asyncrl.deploy.interrupts import Interrupts
 from asyncrl.deploy.local import LocalLauncher
 from asyncrl.deploy.services import service_specs
-from asyncrl.errors import ConfigError, FleetFailed, Interrupted, RemoteError, RewardError, TaskError, first
+from asyncrl.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    FleetFailed,
+    Interrupted,
+    RemoteError,
+    RewardError,
+    TaskError,
+    first,
+)
 from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator
 from asyncrl.events import Event, GroupFinished, SampleScored, StepDone
 from asyncrl.fleet import Fleet, RunningFleet, running_fleet
@@ -188,10 +197,13 @@ class _Training:
                 observe=self._observe,
                 evict=self._evict,
             )
-            async with self._looking_on():
-                with self._interrupts.ending_in_order(self._stop):
-                    await self._until_done()
-                    await self._finish()
+            try:
+                async with self._looking_on():
+                    with self._interrupts.ending_in_order(self._stop):
+                        await self._until_done()
+                        await self._finish()
+            except DeadlineExceeded as late:  # Other workers are killed or tried again: this was the trainer.
+                raise FleetFailed(str(late)) from late
 
     # ---- training ----------------------------------------------------------------------------------------
 

@@ -54,6 +54,19 @@ def test_a_generator_that_stops_for_good_is_replaced_within_the_publish_deadline
     run.leaves_nothing()
 
 
+def test_a_trainer_that_stops_for_good_ends_the_run_with_the_command_that_resumes(tmp_path: Path) -> None:
+    deadlines = ("--fleet.call_deadline", "2", "--generation.deadline", "2", "--reward.deadline", "1")
+    run = Run(tmp_path / "run", (*STEPS, *deadlines))
+    with run.running() as process:
+        run.until_step(process, 5)
+        os.kill(run.pid_of("training"), signal.SIGSTOP)
+        assert process.wait(PATIENCE) == 75, run.shown
+    one_line_error(run, r"^asyncrl: .*training0.* did not answer \w+ within")
+    run.leaves_nothing()
+    run.audited()
+    assert run.to_its_end() == 0, run.shown
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("service", ["controller", *WORKERS])
 def test_a_process_that_is_stopped_for_a_minute(service: str, tmp_path: Path) -> None:

@@ -12,7 +12,16 @@ import pytest
 from asyncrl import records, virtual
 from asyncrl.algorithms import grpo
 from asyncrl.controller import Controller, Page, Schedule
-from asyncrl.errors import DeadlineExceeded, FleetFailed, LostRows, NonFiniteLoss, PeerLost, Refused, RewardError
+from asyncrl.errors import (
+    DeadlineExceeded,
+    FleetFailed,
+    LostRows,
+    NonFiniteLoss,
+    PeerLost,
+    Refused,
+    RewardError,
+    WeightsError,
+)
 from asyncrl.events import AttemptFailed, Event, GroupDrawn, GroupPoisoned, SamplesDropped, StepBegan, StepDone
 from asyncrl.fleet import Fleet
 from asyncrl.ledger import Journal
@@ -260,6 +269,15 @@ def test_a_lost_trainer_ends_the_run_with_the_code_to_resume() -> None:
     assert caught.value.exit_code == 75
 
 
+def test_a_trainer_that_does_not_answer_is_lost_too() -> None:
+    scene = Scene()
+    late = DeadlineExceeded("training0.0 did not answer step within 600 s")
+    scene.training = FailingTraining(scene.generation, late)
+    with pytest.raises(FleetFailed, match=r"step from version 1: training0\.0 did not answer step") as caught:
+        scene.play()
+    assert caught.value.exit_code == 75
+
+
 def test_lost_rows_send_their_groups_back() -> None:
     scene = Scene()
     scene.training = FailingTraining(scene.generation, LostRows("slot 3 was freed"))
@@ -270,8 +288,8 @@ def test_lost_rows_send_their_groups_back() -> None:
 
 def test_another_error_of_a_step_is_the_runs_error() -> None:
     scene = Scene()
-    scene.training = FailingTraining(scene.generation, DeadlineExceeded("slot 0 is held by generation0.0"))
-    with pytest.raises(DeadlineExceeded, match="held by generation0"):
+    scene.training = FailingTraining(scene.generation, WeightsError("slot 0 does not match its digest"))
+    with pytest.raises(WeightsError, match="does not match its digest"):
         scene.play()
 
 
