@@ -1,7 +1,6 @@
 """Gate, journal and observers in step: every change of a sample's state is made here, in all of them, or nowhere."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from asyncrl import records
@@ -94,10 +93,10 @@ class Books:
         reward = score.reward
         if not self.gate.scored(row.group, row.member, row.attempt, reward):
             return
-        self._rows[row.group][row.member] = replace(row, reward=reward)
+        self._rows[row.group][row.member] = scored = row.with_reward(reward)
         if reward is not None:
             self.journal.append(records.Scored(row.group, row.member, reward))
-        self.observe(SampleScored(replace(row, reward=reward), score))
+        self.observe(SampleScored(scored, score))
         if reward is None:
             self._dropped(row.group, (row.member,), "unscorable")
             self._close(row.group)
@@ -123,6 +122,10 @@ class Books:
         if pick.dropped:
             self._changed()
         return pick.cuts
+
+    def foreseen(self) -> list[RowRef]:
+        """What would train next were no iteration running; [] while that is no full batch."""
+        return [row for group, members in self.gate.foreseen() for row in self.rows(group, members)]
 
     def rewarded(self, cuts: Iterable[Cut]) -> list[RewardedCut]:
         """The cuts with every reward of their groups that is known now."""

@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from asyncrl.books import Books, lies_at
@@ -20,6 +20,7 @@ from asyncrl.config import Config
 from asyncrl.errors import first
 from asyncrl.events import Observe
 from asyncrl.fleet import Fleet
+from asyncrl.foresight import Foresight
 from asyncrl.iteration import Iteration, Iterations
 from asyncrl.ledger import Journal
 from asyncrl.notices import Notices
@@ -106,6 +107,7 @@ class Controller:
             self._books, advantages, sampling.epoch, self._rows_lost, mask_truncated=schedule.mask_truncated
         )
         self.staleness = self._iterations.staleness
+        self._foresight = Foresight(fleet.training, self._books, lambda: self._iterations.running)
         self._drawable, self._pickable = asyncio.Event(), asyncio.Event()
         self._stopping = False
         self._dead: deque[str] = deque(maxlen=REMEMBERED_DEAD)
@@ -138,9 +140,10 @@ class Controller:
         beside = [
             tasks.create_task(self._publisher.run(), name="publish weights"),
             tasks.create_task(self._notices.run(), name="send notices"),
+            tasks.create_task(self._foresight.run(), name="foresee"),
             tasks.create_task(self._draw(), name="draw groups"),
         ]
-        await page.train(self._fleet, self)
+        await page.train(replace(self._fleet, training=self._foresight.training), self)
         self._rolling.stop()
         for task in beside:
             task.cancel()
@@ -170,6 +173,7 @@ class Controller:
         """Something changed: perhaps a group may be drawn, perhaps a batch is complete."""
         self._drawable.set()
         self._pickable.set()
+        self._foresight.moved()
 
     # ---- the page's side ---------------------------------------------------------------------------------
 
@@ -193,7 +197,9 @@ class Controller:
         await self._between(self.version)
         self._move()
         while (picked := await self._next_batch()) is not None:
-            yield self._iterations.begin(picked)
+            iteration = self._iterations.begin(picked)
+            self._foresight.began()
+            yield iteration
             assert not self._iterations.running, "end each iteration before the next: `with iteration as cuts`"
             await self._between(self.version)
 

@@ -1,11 +1,12 @@
 """What the controller tells its observers. Plain values; an observer must not block."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from asyncrl.protocols.batch import Cuts, RowRef
 from asyncrl.protocols.messages import PromptGroup, Score, StepReport
+from asyncrl.staleness_report import StepStaleness
 
 Prompt: TypeAlias = str | list[dict[str, Any]]
 """Text, or chat messages ({"role", "content"})."""
@@ -85,7 +86,7 @@ class StepDone:
 
     cuts: Cuts
     report: StepReport
-    staleness: Mapping[str, float]
+    staleness: StepStaleness
     waited: float
     seconds: float
 

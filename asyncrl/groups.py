@@ -90,6 +90,9 @@ class Stage(Enum):
     TRAINED = "trained"
     DROPPED = "dropped"
 
+    # Members are single objects: Enum's own hash, of the name, is a call of Python code at each look into a mapping.
+    __hash__ = object.__hash__
+
 
 OPEN = (Stage.RUNNING, Stage.SCORING)
 DROPPABLE = (*OPEN, Stage.READY)
@@ -109,6 +112,32 @@ class Sample:
     tokens: int = 0
     reward: float | None = None
     reason: str = ""
+
+
+class Tally:
+    """Samples by stage. running_since: RUNNING ones by the version at which their attempt began."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(Stage, 0)
+        self.running_since: dict[int, int] = {}
+
+    def __getitem__(self, stage: Stage) -> int:
+        return self._counts[stage]
+
+    def leave(self, sample: Sample) -> None:
+        """It is about to leave its stage."""
+        self._counts[sample.stage] -= 1
+        if sample.stage is Stage.RUNNING:
+            left = self.running_since.pop(sample.since) - 1
+            if left:
+                self.running_since[sample.since] = left
+
+    def enter(self, sample: Sample, stage: Stage) -> None:
+        """From here on it is in `stage`."""
+        self._counts[stage] += 1
+        if stage is Stage.RUNNING:
+            self.running_since[sample.since] = self.running_since.get(sample.since, 0) + 1
+        sample.stage = stage
 
 
 @dataclass(slots=True)

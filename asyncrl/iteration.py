@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 
 from asyncrl.books import Books
@@ -117,7 +117,7 @@ class Iterations:
     def _with_advantages(self, picked: tuple[Cut, ...]) -> list[RowRef]:
         advantages = self._advantages(self._books.rewarded(picked), self._gate.version)
         return [
-            replace(row, advantage=advantage)
+            row.with_advantage(advantage)
             for (group, members), of_cut in zip(picked, advantages, strict=True)
             for row, advantage in zip(self._books.rows(group, members), of_cut, strict=True)
         ]

@@ -31,6 +31,7 @@ from asyncrl.records import (
 )
 from asyncrl.store import Store
 
+ANY = tuple(Stage)
 MOST_MEMBERS = 1 << 16
 """Of one group: far more than anybody samples, so that a damaged record cannot ask for all memory."""
 
@@ -179,7 +180,7 @@ class Ledger:
 
     def _to_train(self, group: int, member: int) -> Sample:
         finished = group not in self.groups and group < self.next_group
-        if finished or self._sample(group, member, tuple(Stage), "trained").stage is Stage.TRAINED:
+        if finished or self._sample(group, member, ANY, "trained").stage is Stage.TRAINED:
             raise TrainedTwice(f"sample {(group, member)} cannot be trained: it was trained or dropped before")
         return self._sample(group, member, (Stage.READY,), "trained")
 

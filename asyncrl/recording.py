@@ -120,7 +120,7 @@ class Recorder:
     async def _step(self, done: StepDone) -> None:
         now = asyncio.get_running_loop().time()
         metrics: Metrics = {"step": done.report.version, "time": now - self._began, "epoch": self._epoch}
-        metrics |= done.staleness
+        metrics |= done.staleness.metrics()
         metrics |= batch_metrics(done.cuts.batch) | self._term_means(done.cuts.batch)
         metrics |= report_metrics(done.report, now - self._last_step)
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}

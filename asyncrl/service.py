@@ -202,7 +202,7 @@ class _Attended:
         bind_contextvars(call=call.method, span=call.span, **subject)
         self._number, self._running, self._booking = number, service.running, booking
         self._running[number] = (_label(call, subject), asyncio.get_running_loop().time())
-        self._span = service.context.tracer.span(call.method, call=call.method, span=call.span, **subject)
+        self._span = service.context.tracer.span(call.method, **subject)
 
     def __enter__(self) -> None:
         self._booking.__enter__()

@@ -28,6 +28,7 @@ from asyncrl.groups import (
     RestoredGroup,
     Sample,
     Stage,
+    Tally,
 )
 
 __all__ = [
@@ -70,7 +71,7 @@ class Gate:
         self.outcomes: deque[Outcome] = deque(maxlen=4 * config.cap * config.members)
         self.gaps: deque[float] = deque(maxlen=4 * config.cap)
         self._groups: dict[int, Group] = {}
-        self._counts: Counter[Stage] = Counter()
+        self._counts = Tally()
         self._stopped = False
         self._early: dict[int, float] = {}
 
@@ -80,10 +81,8 @@ class Gate:
         """Samples that hold a credit: all in flight, but for those that `mask` lets run past the limit."""
         running = self._counts[Stage.RUNNING]
         if self.config.policy == "mask":
-            running = sum(
-                sample.stage is Stage.RUNNING and live(sample.since, self.version, self.config.limit)
-                for _, sample in self._all()
-            )
+            since = self._counts.running_since.items()
+            running = sum([count for began, count in since if live(began, self.version, self.config.limit)])
         return self._counts[Stage.SCORING] + self._counts[Stage.READY] + self._counts[Stage.TRAINING] + running
 
     def may_draw(self) -> bool:
@@ -156,9 +155,10 @@ class Gate:
         entry.attempt += 1
         for member in members:
             sample = self._expect(group, member, IN_FLIGHT, "restarted")
-            self._move(sample, Stage.RUNNING)
             self.abandoned_tokens += sample.tokens
+            self._counts.leave(sample)
             sample.attempt, sample.since, sample.tokens, sample.reward = entry.attempt, self.version, 0, None
+            self._counts.enter(sample, Stage.RUNNING)
         return entry.attempt
 
     def drop(self, group: int, members: Iterable[int], reason: str) -> None:
@@ -209,6 +209,14 @@ class Gate:
                 self._groups[group].baselines.append(self._early[group])
             self._forget(group)
         self.version = version
+
+    def foreseen(self) -> tuple[Cut, ...]:
+        """What `pick` would take were no iteration running, () while that is no full batch. Promises nothing: at the
+        next version some of it may be too old, or others may have come that are more urgent."""
+        if self._counts[Stage.READY] < self.config.batch:
+            return ()
+        cuts = self._take(self.cuts())
+        return tuple(sorted(cuts)) if sum(len(members) for _, members in cuts) >= self.config.batch else ()
 
     # ---- the rules ---------------------------------------------------------------------------------------
 
@@ -304,12 +312,12 @@ class Gate:
 
     def _add(self, group: Group) -> None:
         self._groups[group.id] = group
-        self._counts[Stage.RUNNING] += len(group.members(Stage.RUNNING))
+        for member in group.members(Stage.RUNNING):
+            self._counts.enter(group.samples[member], Stage.RUNNING)
 
     def _move(self, sample: Sample, stage: Stage) -> None:
-        self._counts[sample.stage] -= 1
-        self._counts[stage] += 1
-        sample.stage = stage
+        self._counts.leave(sample)
+        self._counts.enter(sample, stage)
 
     def _current(self, group: int, member: int, attempt: int, stage: Stage) -> Sample | None:
         sample = self._groups[group].samples[member] if group in self._groups else None
@@ -343,20 +351,22 @@ class Gate:
         too_old = {"mask": self.expired, "drop": self.stale}.get(self.config.policy)
         if too_old is None:
             return []
-        return self._drop_ready("stale", lambda _, sample: too_old(sample))
+        return self._drop_ready("stale", self._groups.values(), too_old)
 
     def _drop_without_baseline(self) -> list[Drop]:
-        return self._drop_ready(
-            "no_baseline",
-            lambda group, _: not group.members(*OPEN) and len(group.rewards()) < self.config.baseline,
-        )
+        lacking = [
+            group
+            for group in self._groups.values()
+            if not group.members(*OPEN) and len(group.rewards()) < self.config.baseline
+        ]
+        return self._drop_ready("no_baseline", lacking, lambda _: True)
 
-    def _drop_ready(self, reason: str, condition: Callable[[Group, Sample], bool]) -> list[Drop]:
+    def _drop_ready(self, reason: str, groups: Iterable[Group], condition: Callable[[Sample], bool]) -> list[Drop]:
         drops = [
             Drop(group.id, member, reason)
-            for group in self._groups.values()
-            for member in group.members(Stage.READY)
-            if condition(group, group.samples[member])
+            for group in groups
+            for member, sample in enumerate(group.samples)
+            if sample.stage is Stage.READY and condition(sample)
         ]
         for out in drops:
             self.drop(out.group, [out.member], reason)

@@ -39,6 +39,27 @@ class LengthShare:
     tokens: float
 
 
+@dataclass(frozen=True, slots=True)
+class StepStaleness:
+    """What became of samples in one step. Figures are made when asked for: the next step does not wait for them.
+
+    fates: of those that ended in it; gaps: of the groups that finished; abandoned: tokens of attempts given up;
+    window: the last samples, for the shares by length.
+    """
+
+    fates: tuple[Fate, ...]
+    gaps: tuple[float, ...]
+    abandoned: int
+    window: tuple[Fate, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """`staleness/`: expired, cut_fraction, wasted_tokens, cut_baseline_gap (0 when no group that was cut finished),
+        trained_samples/d1..d10 and trained_tokens/d1..d10 (when there are ten samples)."""
+        metrics = step_metrics(self.fates, self.gaps)
+        metrics["staleness/wasted_tokens"] += self.abandoned
+        return metrics | _by_decile(shares_by_length(self.window))
+
+
 class StalenessReport:
     """Takes out of a gate, once a step, what became of its samples."""
 
@@ -47,22 +68,16 @@ class StalenessReport:
         self._window: deque[Fate] = deque(maxlen=WINDOW)
         self._abandoned = 0
 
-    def step(self, gate: Gate, trained: Iterable[TrainedSample]) -> dict[str, float]:
-        """Metrics since the last call; `trained`: what the trainer did with each sample of the step.
-
-        `staleness/`: expired, cut_fraction, wasted_tokens, cut_baseline_gap (0 when no group that was cut finished),
-        trained_samples/d1..d10 and trained_tokens/d1..d10 (when there are ten samples).
-        """
+    def step(self, gate: Gate, trained: Iterable[TrainedSample]) -> StepStaleness:
+        """Since the last call; `trained`: what the trainer did with each sample of the step."""
         tokens = {(sample.group, sample.member): sample.trained for sample in trained}
-        fates = [Fate(outcome, _trained_tokens(outcome, tokens)) for outcome in gate.outcomes]
-        gaps = list(gate.gaps)
+        fates = tuple([Fate(outcome, _trained_tokens(outcome, tokens)) for outcome in gate.outcomes])
+        gaps = tuple(gate.gaps)
         gate.outcomes.clear()
         gate.gaps.clear()
         abandoned, self._abandoned = gate.abandoned_tokens - self._abandoned, gate.abandoned_tokens
         self._window.extend(fate for fate in fates if fate.outcome.reason in ("", "stale"))
-        metrics = step_metrics(fates, gaps)
-        metrics["staleness/wasted_tokens"] += abandoned
-        return metrics | _by_decile(self.by_length())
+        return StepStaleness(fates, gaps, abandoned, tuple(self._window))
 
     def by_length(self) -> list[LengthShare]:
         """Shares by decile of length over the last samples; empty when there are fewer than ten."""

@@ -30,6 +30,7 @@ from asyncrl.protocols.messages import (
     Using,
 )
 from asyncrl.rows import RowStore
+from asyncrl.rows_ahead import RowsAhead
 from asyncrl.service import Service, WorkerContext
 
 TOKENS = 32
@@ -151,11 +152,14 @@ class Trainer(Sleeper, Training):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._version, self._chain = 0, GENESIS
+        columns = ["prompt_ids", "response_ids", "logprobs", "versions", "reference_logprobs"]
+        self._ahead = RowsAhead(context.reader, columns)
+
+    async def foresee(self, samples: BatchRef) -> list[bool]:
+        return await self._ahead.foresee(samples)
 
     async def step(self, cuts: Cuts) -> StepReport:
-        await self.context.reader.read(
-            cuts.batch, ["prompt_ids", "response_ids", "logprobs", "versions", "reference_logprobs"]
-        )
+        await self._ahead.read(cuts.batch)
         await self.sleep()
         self._version += 1
         self._chain = chain(self._chain, [(row.group, row.member, row.attempt) for row in cuts.batch])

@@ -43,6 +43,7 @@ from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator
 from asyncrl.events import Event, GroupFinished, SampleScored, StepDone
 from asyncrl.fleet import Fleet, RunningFleet, running_fleet
 from asyncrl.launch import RunFacts
+from asyncrl.long_lived import long_lived
 from asyncrl.models import is_complete, prepare
 from asyncrl.news import News
 from asyncrl.parts import missing_parts
@@ -119,7 +120,8 @@ async def _run(order: Order, directory: RunDirectory, store: FileStore, before: 
     facts = facts_of(order.config, directory, model, taken_up)
     async with _fleet(order, questions, facts) as running:
         before.begun = True
-        await _Training(order, taken_up, questions, running, interrupts).run()
+        with long_lived():
+            await _Training(order, taken_up, questions, running, interrupts).run()
 
 
 def _resumable(failed: Exception, command: str) -> str:

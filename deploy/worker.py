@@ -16,11 +16,12 @@ import traceback
 from asyncrl.compute import ThreadCompute
 from asyncrl.errors import lone
 from asyncrl.launch import WorkerSpec
+from asyncrl.long_lived import long_lived
 from asyncrl.wire.auth import CurveKeys
 from asyncrl.wire.ends import Wires
 from asyncrl.wire.inproc import InprocWire
 from asyncrl.wire.socket import ZmqWire
-from asyncrl.worker import run_worker
+from asyncrl.worker import load, run_worker
 
 PR_SET_PDEATHSIG = 1
 ORPHANED = 3
@@ -61,7 +62,9 @@ async def _run(spec: WorkerSpec) -> None:
     keys = CurveKeys(*spec.facts.curve) if spec.facts.curve else None
     wire = Wires(InprocWire(), ZmqWire(keys))
     try:
-        await run_worker(spec, wire, ThreadCompute, stop)
+        load(spec.implementation)
+        with long_lived():
+            await run_worker(spec, wire, ThreadCompute, stop)
     finally:
         wire.close()
 

@@ -8,6 +8,8 @@ import struct
 from collections.abc import Iterable
 from hashlib import sha256
 
+_KEY = struct.Struct(">qqq")
+
 GENESIS = bytes(32)
 """The chain before the first iteration."""
 
@@ -17,7 +19,5 @@ def chain(previous: bytes, keys: Iterable[tuple[int, int, int]]) -> bytes:
 
     Written in hex where it travels in a message, a record or a manifest.
     """
-    link = sha256(previous)
-    for key in sorted(keys):
-        link.update(struct.pack(">qqq", *key))
-    return link.digest()
+    packed = [_KEY.pack(*key) for key in sorted(keys)]
+    return sha256(previous + b"".join(packed)).digest()

@@ -163,8 +163,15 @@ class Training(Contract):
 
     @endpoint(THREE_D_PROTO, idempotent=Idempotent.BY_VERSION)
     async def step(self, cuts: Cuts) -> StepReport:
-        """Train one iteration. A compare-and-set on (cuts.epoch, cuts.version); raises Refused elsewhere."""
+        """Train one iteration. A compare-and-set on (cuts.epoch, cuts.version); raises Refused elsewhere, and LostRows,
+        with nothing changed, when rows are gone."""
         raise NotImplementedError
+
+    @endpoint(THREE_D_PROTO, idempotent=Idempotent.PURE)
+    async def foresee(self, samples: BatchRef) -> list[bool]:
+        """What the next `step` will probably train, told while this one runs. Of each sample whether its row is held
+        until the next `foresee`: if all are, that step may name them without their places. Here: none."""
+        return [False] * len(samples)
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
     async def published(self) -> Published:

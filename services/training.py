@@ -12,10 +12,11 @@ from asyncrl.engines.training.interface import StepOutcome, TrainingEngine, Trai
 from asyncrl.engines.training.state import digests
 from asyncrl.engines.training.torch import TorchTraining
 from asyncrl.errors import ConfigError, DeadlineExceeded, Refused
-from asyncrl.protocols.batch import BatchRef, Cuts
+from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.messages import Checkpointed, Published, StepReport, TrainedSample
+from asyncrl.rows_ahead import RowsAhead
 from asyncrl.service import Service, WorkerContext
 from asyncrl.weights.arena import Writer, open_writer
 
@@ -56,6 +57,8 @@ class TrainingService(Service, Training):
         self._iteration: Iteration | None = None
         self._last: Done | None = None
         self._turn = asyncio.Lock()
+        with_reference = context.config.algorithm.kl > 0
+        self._ahead = RowsAhead(context.reader, [*PLAIN, REFERENCE] if with_reference else PLAIN)
         self._leases_changed = asyncio.Event()
 
     async def start(self) -> None:
@@ -91,6 +94,9 @@ class TrainingService(Service, Training):
                 rows = await self._read(cuts.batch)
                 self._iteration = self._begin(cuts, digest, rows)
             return await self._complete(self._iteration)
+
+    async def foresee(self, samples: BatchRef) -> list[bool]:
+        return await self._ahead.foresee(samples)
 
     async def published(self) -> Published:
         return self._published
@@ -132,7 +138,7 @@ class TrainingService(Service, Training):
 
     async def _read(self, batch: BatchRef) -> list[TrainRow]:
         """Raises LostRows, with nothing changed, when rows are gone."""
-        rows = await read_train_rows(self.context, batch)
+        rows = train_rows(batch, await self._ahead.read(batch), self.context.config.generation.temperature)
         for row in batch:
             self.context.tracer.flow_end(f"sample {row.group}.{row.member}.{row.attempt}")
         return rows
@@ -230,12 +236,10 @@ class TrainingService(Service, Training):
         return digests(directory)
 
 
-async def read_train_rows(context: WorkerContext, refs: BatchRef) -> list[TrainRow]:
-    """The samples behind these references, in order. Raises LostRows when one is gone."""
-    with_reference = context.config.algorithm.kl > 0
-    batch = await context.reader.read(refs, [*PLAIN, REFERENCE] if with_reference else list(PLAIN))
+def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRow]:
+    """The samples of these references, whose rows these are."""
     prompts, responses, logprobs, versions = (batch[name] for name in PLAIN)
-    references = batch[REFERENCE] if with_reference else None
+    references = batch.columns.get(REFERENCE)
     rows = []
     for index, ref in enumerate(refs):
         assert ref.advantage is not None, f"sample {ref.key} reached the trainer without an advantage"
@@ -250,7 +254,7 @@ async def read_train_rows(context: WorkerContext, refs: BatchRef) -> list[TrainR
                 logprobs=logprobs[index],
                 versions=versions[index].astype(np.int64),
                 advantage=ref.advantage,
-                temperature=context.config.generation.temperature,
+                temperature=temperature,
                 truncated=ref.finish == "length",
                 reference_logprobs=references[index] if references is not None else None,
             )

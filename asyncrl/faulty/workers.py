@@ -25,6 +25,7 @@ from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.protocols.contracts import Generation, Reference, Reward, Training, endpoint
 from asyncrl.protocols.messages import Checkpointed, PromptGroup, Published, Score, StepReport, TrainedSample, Using
 from asyncrl.protocols.transfer import ONE_OF
+from asyncrl.rows_ahead import RowsAhead
 from asyncrl.service import Service, WorkerContext
 from asyncrl.simulated import Sequence, SimulatedGeneration, Spans
 from asyncrl.staleness import live
@@ -203,6 +204,8 @@ class FaultyTraining(Service, Training):
         self._leases, self._let_go = Leases(), asyncio.Event()
         self._turn = asyncio.Lock()
         self._work: tuple[str, asyncio.Task[StepReport]] | None = None
+        columns = [VERSIONS, KEY, *(("reference",) if trial.reference else ())]
+        self._ahead = RowsAhead(context.reader, columns)
 
     async def start(self) -> None:
         if self.context.checkpoint_dir is not None:
@@ -213,6 +216,9 @@ class FaultyTraining(Service, Training):
     @property
     def _published(self) -> Published:
         return Published(self.context.epoch, self._version, "arena", slot_of(self._version), "")
+
+    async def foresee(self, samples: BatchRef) -> list[bool]:
+        return await self._ahead.foresee(samples)
 
     async def published(self) -> Published:
         return self._published
@@ -248,8 +254,7 @@ class FaultyTraining(Service, Training):
             return report
 
     async def _read(self, batch: BatchRef) -> list[Any]:
-        columns = [VERSIONS, KEY, *(("reference",) if self._trial.reference else ())]
-        rows = await self.context.reader.read(batch, columns)
+        rows = await self._ahead.read(batch)
         check_keys(batch, rows[KEY])
         return list(rows[VERSIONS])
 

@@ -31,6 +31,7 @@ PURE = {
     "asyncrl/books.py",
     "asyncrl/checkpoint.py",
     "asyncrl/controller.py",
+    "asyncrl/foresight.py",
     "asyncrl/groups.py",
     "asyncrl/iteration.py",
     "asyncrl/ledger.py",

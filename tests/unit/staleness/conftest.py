@@ -227,7 +227,11 @@ class World:
         version, limit, policy = self.gate.version, self.config.limit, self.config.policy
         age = {"mask": lambda f: version - f.last, "drop": lambda f: version - f.first}.get(policy, lambda f: limit)
         old = [fact for fact in self.at(Stage.READY) if age(fact) > limit]
+        counted, foreseen = self.gate.counts(), self.gate.foreseen()
+        assert self.gate.counts() == counted, "foreseeing changes nothing"
         pick = self.gate.pick()
+        if foreseen and not pick.dropped and policy != "block":
+            assert pick.cuts == foreseen
         self.put(old, Stage.DROPPED, "stale")
         lone = [fact for fact in self.at(Stage.READY) if not self.of(fact.group, *OPEN) and self.scored(fact.group) < 2]
         self.put(lone, Stage.DROPPED, "no_baseline")

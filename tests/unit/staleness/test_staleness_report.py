@@ -57,14 +57,14 @@ def test_a_step_reports_what_left_the_gate_since_the_last() -> None:
     gate.draw()
     gate.generated(1, 0, 0, 1, 1, tokens=7)
     gate.restart(1, [0])
-    metrics = report.step(gate, [TrainedSample(0, 0, 0, 10, 0), TrainedSample(0, 1, 0, 6, 4, "stale")])
+    metrics = report.step(gate, [TrainedSample(0, 0, 0, 10, 0), TrainedSample(0, 1, 0, 6, 4, "stale")]).metrics()
     assert metrics == {
         "staleness/expired": 0,
         "staleness/cut_fraction": 0,
         "staleness/cut_baseline_gap": 0,
         "staleness/wasted_tokens": 4 + 7,
     }
-    assert report.step(gate, [])["staleness/wasted_tokens"] == 0
+    assert report.step(gate, []).metrics()["staleness/wasted_tokens"] == 0
 
 
 @pytest.mark.parametrize(("first", "told"), [(0, "staleness.limit = 2 is the smallest"), (3, None)])

@@ -1,0 +1,95 @@
+"""What trains next, told to the trainer while it still trains: it reads rows then that it would wait for later.
+
+A guess that binds nobody: what trains is what the gate picks once the iteration is over. When it is what was foreseen,
+the step is asked for without saying where its rows lie, for the trainer has them.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+from asyncrl.books import Books
+from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost
+from asyncrl.protocols.batch import BatchRef, Cuts
+from asyncrl.protocols.contracts import Training
+from asyncrl.protocols.messages import StepReport
+
+Held = tuple[tuple[int, int, int], ...]
+
+
+class Foresight:
+    """Foresees once in an iteration, as soon as enough samples are ready. running: whether an iteration runs.
+
+    training: the trainer for a page, whose `step` sends no more than is needed.
+    """
+
+    def __init__(self, training: Training, books: Books, running: Callable[[], bool]) -> None:
+        self.training = cast(Training, _Training(training, self))
+        self._trainer, self._books, self._running = training, books, running
+        self._changed = asyncio.Event()
+        self._waiting = False
+        self._held: Held = ()
+
+    def began(self) -> None:
+        """Another iteration: look out for the one after it."""
+        self._waiting = True
+        self._changed.set()
+
+    def moved(self) -> None:
+        """Perhaps enough samples are ready now."""
+        if self._waiting:
+            self._changed.set()
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._waiting and self._running() and (rows := self._books.foreseen()):
+                self._waiting = False
+                await self._tell(BatchRef(tuple(rows)))
+
+    async def _tell(self, samples: BatchRef) -> None:
+        self._held = ()
+        try:
+            held = await self._trainer.foresee(samples)
+        except (PeerLost, DeadlineExceeded):
+            return  # A trainer that is lost ends the run elsewhere; a slow one reads in its step.
+        if held and all(held):
+            self._held = _names(samples)
+
+    def known(self, cuts: Cuts) -> bool:
+        """Whether the trainer has read all of this batch."""
+        return bool(self._held) and _names(cuts.batch) == self._held
+
+    def forget(self) -> None:
+        """The trainer has not read anything ahead."""
+        self._held = ()
+
+
+class _Training:
+    """A trainer's handle with a `step` that knows what was foreseen."""
+
+    def __init__(self, trainer: Training, foresight: Foresight) -> None:
+        self._trainer, self._foresight = trainer, foresight
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._trainer, name)
+
+    async def step(self, cuts: Cuts) -> StepReport:
+        if not self._foresight.known(cuts):
+            return await self._trainer.step(cuts)
+        try:
+            return await self._trainer.step(_without_places(cuts))
+        except LostRows:
+            self._foresight.forget()
+            return await self._trainer.step(cuts)
+
+
+def _names(samples: BatchRef) -> Held:
+    return tuple([row.name for row in samples])
+
+
+def _without_places(cuts: Cuts) -> Cuts:
+    return replace(cuts, batch=BatchRef(tuple([row.lying_at(()) for row in cuts.batch])))
