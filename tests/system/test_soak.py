@@ -48,7 +48,7 @@ class Memory:
     """Samples of each service, and of the controller, by time. Young processes are left out."""
 
     def __init__(self, run: Run, controller: int, file: Path) -> None:
-        self._run, self._controller, self._file = run, controller, file.open("w")
+        self._run, self._controller, self._file = run, controller, file
         self._born: dict[int, float] = {}
         self.samples: Samples = defaultdict(list)
 
@@ -57,8 +57,8 @@ class Memory:
             age = now - self._born.setdefault(pid, now)
             if (resident := resident_mb(pid)) and age >= GROWN_UP:
                 self.samples[service].append((now, resident))
-                self._file.write(json.dumps({"time": now, "process": service, "pid": pid, "mb": resident}) + "\n")
-                self._file.flush()
+                with self._file.open("a") as file:
+                    file.write(json.dumps({"time": now, "process": service, "pid": pid, "mb": resident}) + "\n")
 
 
 def slope(samples: list[tuple[float, float]]) -> float:
