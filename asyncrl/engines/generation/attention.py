@@ -71,22 +71,28 @@ def flat_attention(
     """
     _refuse_unknown(module, settings, flat)
     assert flat is not None
-    new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    keys, values = flat.cache.write(int(module.layer_idx), flat.rows, flat.positions, new_keys, new_values)  # type: ignore[arg-type]
+    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    return attend(layer, query, key, value, flat, scaling)[None], None
+
+
+def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, flat: FlatTokens, scaling: float | None) -> Tensor:
+    """query [tokens, heads, size], key and value [tokens, kv heads, size] -> [tokens, heads, size]."""
+    keys, values = flat.cache.write(layer, flat.rows, flat.positions, key, value)
     parts = []
     if flat.decoding:
-        parts.append(_one_token_each(query[0, :, : flat.decoding], keys, values, flat, scaling))
+        parts.append(_one_token_each(query[: flat.decoding], keys, values, flat, scaling))
     if flat.whole is not None:
-        parts.append(_whole_sequences(query[0], key[0], value[0], flat.whole, scaling))
-    return torch.cat(parts)[None], None
+        parts.append(_whole_sequences(query, key, value, flat.whole, scaling))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _one_token_each(query: Tensor, keys: Tensor, values: Tensor, flat: FlatTokens, scaling: float | None) -> Tensor:
-    """query [heads, rows, size] against the cache, the heads that share keys as one query of several tokens."""
+    """query [rows, heads, size] against the cache, the heads that share keys as one query of several tokens."""
     assert flat.mask is not None
-    heads, rows, size = query.shape
+    rows, heads, size = query.shape
     length = flat.mask.shape[-1]
-    grouped = query.transpose(0, 1).reshape(rows, keys.shape[1], heads // keys.shape[1], size)
+    grouped = query.reshape(rows, keys.shape[1], heads // keys.shape[1], size)
     cached = keys[:rows, :, :length], values[:rows, :, :length]
     mixed = scaled_dot_product_attention(grouped, *cached, attn_mask=flat.mask, scale=scaling)
     return mixed.reshape(rows, heads, values.shape[-1])
@@ -94,8 +100,8 @@ def _one_token_each(query: Tensor, keys: Tensor, values: Tensor, flat: FlatToken
 
 def _whole_sequences(query: Tensor, key: Tensor, value: Tensor, whole: Padding, scaling: float | None) -> Tensor:
     """Causal attention inside each sequence; padding stands behind, where no real token looks."""
-    group = query.shape[0] // key.shape[0]
-    padded = [tokens[:, whole.index].transpose(0, 1) for tokens in (query, key, value)]
+    group = query.shape[1] // key.shape[1]
+    padded = [tokens[whole.index].transpose(1, 2) for tokens in (query, key, value)]
     queries, keys, values = padded[0], *(tokens.repeat_interleave(group, dim=1) for tokens in padded[1:])
     mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling)
     return mixed.transpose(1, 2)[whole.real]

@@ -1,4 +1,5 @@
-"""One forward of an unchanged transformers model over a flat row of tokens, with keys and values of our own."""
+"""One forward of a transformers model over a flat row of tokens, with keys and values of our own: by its unchanged
+modules, or written out where the model is one of those that direct.py knows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from asyncrl.engines.generation.attention import NAME, FlatTokens, Padding
 from asyncrl.engines.generation.cache import KVCache
+from asyncrl.engines.generation.direct import DirectForward
 
 Ints = NDArray[np.int64]
 NOTHING: Ints = np.zeros(0, np.int64)
@@ -26,6 +28,7 @@ class Whole:
 
 class FlatModel:
     """A causal LM whose attention is `flat_attention`. The model must be nobody else's: its config is changed.
+    direct: its forward written out; None: its modules compute.
 
     Args:
         model: a transformers causal LM in evaluation mode.
@@ -38,6 +41,7 @@ class FlatModel:
         self._vocabulary, self._fixed = vocabulary, fixed
         self.cache = KVCache(slots, limit, fixed=fixed)
         model.set_attn_implementation(NAME)
+        self.direct = DirectForward.of(model)
 
     @property
     def device(self) -> torch.device:
@@ -55,14 +59,15 @@ class FlatModel:
         flat = self._flat(positions, whole, lengths)
         ids = np.concatenate([tokens, *(sequence.tokens for sequence in whole)])
         last = np.concatenate([np.arange(len(tokens)), len(tokens) + np.cumsum(lengths, dtype=np.int64) - 1])
-        logits: Tensor = self.model(
-            input_ids=self.tensor(ids)[None],
-            position_ids=flat.positions[None],
-            logits_to_keep=self.tensor(last),
-            use_cache=False,
-            flat=flat,
-        ).logits[0]
+        forward = self._by_modules if self.direct is None else self.direct.logits
+        logits = forward(self.tensor(ids), flat, self.tensor(last))
         logits[:, self._vocabulary :] = -torch.inf
+        return logits
+
+    def _by_modules(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
+        logits: Tensor = self.model(
+            input_ids=ids[None], position_ids=flat.positions[None], logits_to_keep=last, use_cache=False, flat=flat
+        ).logits[0]
         return logits
 
     def tensor(self, values: NDArray[Any]) -> Tensor:

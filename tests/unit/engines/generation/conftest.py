@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
+    MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -31,6 +32,10 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama-tied": (LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {"head_dim": 24}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "llama-biased": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama-scaled": (LlamaConfig, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama-gelu": (LlamaConfig, {"hidden_act": "gelu"}),
     "smollm2": (LlamaConfig, {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
 MakeEngine = Callable[..., TorchEngine]
@@ -69,6 +74,8 @@ def make_model(family: str, folder: Path, seed: int = 0, **changes: Any) -> Path
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
             if parameter.ndim == 2:
                 parameter.mul_(4.0 if "embed" not in name else 8.0)  # logits that are not flat
     model.save_pretrained(folder)

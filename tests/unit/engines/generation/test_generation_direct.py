@@ -1,0 +1,84 @@
+"""The forward that is written out gives what the modules give; a model with anything else in it is left to them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.engines.generation import direct
+from asyncrl.engines.generation.forward import NOTHING, FlatModel, Whole
+from asyncrl.engines.generation.interface import Completion, Request
+from asyncrl.engines.generation.support import load_model, probe_logprobs, verify
+from asyncrl.engines.generation.torch import TorchEngine
+
+ModelFolder = Callable[[str], Path]
+WRITTEN_OUT = ["llama", "llama-tied", "llama-biased", "llama-scaled", "mistral", "qwen2", "qwen3", "smollm2"]
+PROMPTS = (7, 1, 30)
+
+
+def steps(flat: FlatModel) -> torch.Tensor:
+    """Log-probs of prompts together, of a step of all of them, and of one in which another prompt joins."""
+    random = np.random.default_rng(0)
+    prompts = [random.integers(5, 261, length) for length in PROMPTS]
+    found = [flat.logits(NOTHING, NOTHING, [Whole(row, ids) for row, ids in enumerate(prompts)])]
+    found.append(flat.logits(random.integers(5, 261, 3), np.array(PROMPTS)))
+    joining = [Whole(3, random.integers(5, 261, 12))]
+    found.append(flat.logits(random.integers(5, 261, 3), np.array(PROMPTS) + 1, joining))
+    return torch.cat(found).float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("family", WRITTEN_OUT)
+def test_logprobs_equal_those_of_the_modules(model_folder: ModelFolder, family: str) -> None:
+    flat = FlatModel(load_model(model_folder(family), torch.float32, "cpu"), 4, 64, 261)
+    assert flat.direct is not None
+    found = steps(flat)
+    flat.direct = None
+    torch.testing.assert_close(found, steps(flat), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_bfloat16_is_as_near_to_float32_as_the_modules_are(model_folder: ModelFolder, family: str) -> None:
+    exact = steps(FlatModel(load_model(model_folder(family), torch.float32, "cpu"), 4, 64, 261))[:, :261]
+    flat = FlatModel(load_model(model_folder(family), torch.bfloat16, "cpu"), 4, 64, 261)
+    ours = (steps(flat)[:, :261] - exact).abs().mean()
+    flat.direct = None
+    assert ours < 1.3 * (steps(flat)[:, :261] - exact).abs().mean()
+
+
+def test_a_layer_of_another_kind_is_left_to_the_modules(model_folder: ModelFolder) -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(states)
+
+    model = load_model(model_folder("llama"), torch.float32, "cpu")
+    assert direct.DirectForward.of(model) is not None
+    model.model.layers[1].mlp.up_proj.__class__ = Doubled
+    assert direct.DirectForward.of(model) is None
+    assert direct.DirectForward.of(load_model(model_folder("llama-gelu"), torch.float32, "cpu")) is None
+
+
+def test_one_that_differs_gives_way(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a later version of transformers changes what a model computes."""
+    model = load_model(model_folder("llama"), torch.float32, "cpu")
+    expected = probe_logprobs(model)
+    flat = FlatModel(model, 2, 32, 261)
+    verify(flat, expected)
+    assert flat.direct is not None
+    monkeypatch.setattr(direct.Rotation, "__call__", lambda self, states: states)
+    verify(flat, expected)
+    assert flat.direct is None
+
+
+def test_what_is_not_written_out_is_sampled_by_the_modules(
+    make_engine: Callable[..., TorchEngine],
+    requests: Callable[..., list[Request]],
+    drain: Callable[..., dict[object, Completion]],
+    plain_logprobs: Callable[..., np.ndarray],
+) -> None:
+    engine = make_engine("llama-gelu")
+    assert engine._flat.direct is None
+    for completion in drain(engine, requests(17)).values():
+        expected = plain_logprobs(completion, "llama-gelu")
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
