@@ -11,6 +11,9 @@ from asyncrl.protocols.batch import Place, RowRef
 from asyncrl.protocols.messages import Score
 from asyncrl.staleness import Cut, Gate, Stage
 
+POISON = "poison"
+"""The reason of a drop that is no progress of the run."""
+
 
 class Books:
     """What became of every sample in flight.
@@ -107,7 +110,7 @@ class Books:
         """These members leave untrained."""
         self.gate.drop(group, members, reason)
         self._dropped(group, tuple(members), reason)
-        self._close(group)
+        self._close(group, poison=reason == POISON)
         self._changed()
 
     # ---- training ----------------------------------------------------------------------------------------
@@ -166,11 +169,11 @@ class Books:
         rows = self._rows[group]
         self._release([place for member in members if member in rows for place in rows.pop(member).places])
 
-    def _close(self, group: int) -> None:
+    def _close(self, group: int, *, poison: bool = False) -> None:
         if self.gate.finished(group):
             self._free(group, sorted(self._rows[group]))
             del self._rows[group]
-            self.observe(GroupFinished(group))
+            self.observe(GroupFinished(group, poison))
 
 
 def lies_at(row: RowRef, instance: str) -> bool:

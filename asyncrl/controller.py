@@ -10,7 +10,7 @@ Waits of its own have no deadline: what they wait for is a call with one, and th
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, Self
@@ -30,6 +30,7 @@ from asyncrl.protocols.messages import Score, StepReport
 from asyncrl.publishing import Publisher
 from asyncrl.rolling import Attempt, Prompts, Rolling, Sampling
 from asyncrl.staleness import Cut, Gate, Stage
+from asyncrl.suspects import Suspects
 
 REMEMBERED_DEAD = 64
 """Instances whose rows may still be in a batch that is being trained: far more than die during one step."""
@@ -102,6 +103,7 @@ class Controller:
         self._schedule, self._between = schedule, between
         self._notices = Notices(fleet)
         self._books = Books(gate, journal, observe, self._notices.release, self._move)
+        self._suspects = Suspects()
         self._publisher = Publisher(fleet, schedule.publish_deadline, observe, evict)
         self._iterations = Iterations(
             self._books, advantages, sampling.epoch, self._rows_lost, mask_truncated=schedule.mask_truncated
@@ -134,7 +136,12 @@ class Controller:
 
     async def _run(self, page: Page, tasks: asyncio.TaskGroup) -> None:
         self._rolling = Rolling(
-            self._books, self._prompts, self._sampling, lambda group: page.roll_out(self._fleet, self, group), tasks
+            self._books,
+            self._prompts,
+            self._sampling,
+            self._suspects,
+            lambda group: page.roll_out(self._fleet, self, group),
+            tasks,
         )
         self._publisher.announce(await self._fleet.training.published())
         beside = [
@@ -230,10 +237,12 @@ class Controller:
 
     # ---- workers come and go -----------------------------------------------------------------------------
 
-    def worker_lost(self, instance: str, why: str) -> None:
-        """A worker died; what was read from it, or ran there, begins again."""
+    def worker_lost(self, instance: str, why: str, running: Iterable[int] = ()) -> None:
+        """A worker died while it worked for these groups; what was read from it, or ran there, begins again."""
         self._dead.append(instance)
         self._publisher.forget(instance)
+        if (guilty := self._suspects.died(running, self._gate.groups())) is not None:
+            self._rolling.poison(guilty, f"{instance}: {why}")
         for group in self._books.groups_at(instance):
             self._rolling.lost(group, f"{instance}: {why}")
 

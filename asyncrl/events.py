@@ -56,7 +56,7 @@ class SamplesDropped:
 
 @dataclass(frozen=True, slots=True)
 class GroupPoisoned:
-    """A group whose every attempt failed; its remaining members are dropped. reason: of the last failure."""
+    """A group whose attempts failed, or that kills workers; its remaining members are dropped. reason: the last one."""
 
     group: int
     prompt: Prompt
@@ -65,9 +65,10 @@ class GroupPoisoned:
 
 @dataclass(frozen=True, slots=True)
 class GroupFinished:
-    """Every member was trained or dropped; the group's rows are freed."""
+    """Every member was trained or dropped; the rows are freed. poison: the last members were dropped as that."""
 
     group: int
+    poison: bool = False
 
 
 @dataclass(frozen=True, slots=True)

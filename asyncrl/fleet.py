@@ -180,7 +180,7 @@ async def running_fleet(
         resume: the command that goes on with the run.
 
     Raises:
-        FleetFailed: the trainer died, or another worker three times without a finished group; also out of the block,
+        FleetFailed: the trainer died, or another worker six times without a finished group; also out of the block,
             whose tasks are cancelled first.
         AsyncrlError: what a worker raised while it started.
     """

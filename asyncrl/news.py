@@ -15,7 +15,7 @@ class News:
     """
 
     def __init__(self, running: RunningFleet, controller: Controller) -> None:
-        self._controller, self._training = controller, running.fleet.training
+        self._controller, self._training, self._workers = controller, running.fleet.training, running.workers
         self._waiting: asyncio.Queue[Item] = asyncio.Queue()
         for service, workers in running.workers.items():
             for worker in workers:
@@ -30,7 +30,7 @@ class News:
         self._waiting.put_nowait(("lives", service, instance))
 
     def _lost(self, service: str, instance: str, why: str) -> None:
-        self._controller.worker_lost(instance, why)
+        self._controller.worker_lost(instance, why, self._workers[service].groups_at(instance))
 
     async def follow(self) -> None:
         """For ever. Only a process that was waited for surely reads no weights any more."""

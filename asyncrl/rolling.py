@@ -1,8 +1,9 @@
 """The groups in flight: each is rolled out in a task of its own until no member of it runs any more.
 
 A group is the unit of retry. When a worker dies, what lay there is gone: the members of a group that are not trained
-yet are sampled again in a new attempt, with the same seeds. A group that fails three attempts is dropped as poison;
-losing samples that had been finished is no failure of theirs.
+yet are sampled again in a new attempt, with the same seeds. A group that fails three attempts by itself is dropped as
+poison, and so is one that is to blame for deaths of workers (suspects.py); an attempt that a death ended is no failure
+of the group.
 """
 
 import asyncio
@@ -10,12 +11,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from asyncrl.books import Books
+from asyncrl.books import POISON, Books
 from asyncrl.errors import Retryable, first
 from asyncrl.events import AttemptBegan, GroupPoisoned, Prompt
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.staleness import Stage
+from asyncrl.suspects import Suspects
 
 ATTEMPTS = 3
 """Failed attempts after which a group is dropped: one may be chance, two bad luck, a third one is its prompt."""
@@ -76,11 +78,12 @@ class Rolling:
         books: Books,
         prompts: Prompts,
         sampling: Sampling,
+        suspects: Suspects,
         roll_out: Callable[[Attempt], Awaitable[None]],
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._books, self._gate = books, books.gate
-        self._prompts, self._sampling = prompts, sampling
+        self._prompts, self._sampling, self._suspects = prompts, sampling, suspects
         self._roll_out, self._tasks = roll_out, tasks
         self._alive: dict[int, asyncio.Task[None]] = {}
         self._scopes: dict[int, asyncio.Timeout] = {}
@@ -99,15 +102,20 @@ class Rolling:
 
     def lost(self, group: int, reason: str) -> None:
         """Rows of this group are gone: a new attempt begins, and one that runs ends where it is."""
-        if group in self._scopes:
-            self._failed(group, reason)
-            if group not in self._overtaken:
-                self._overtaken[group] = None
-                self._scopes[group].reschedule(asyncio.get_running_loop().time())
-            return
         if self._open(group):
-            self._books.restart(group, reason, self._failures.get(group, 0))
-        self._again[group] = None
+            self._restart(group, reason)
+        if group in self._scopes:
+            self._end_attempt(group)
+        else:
+            self._again[group] = None
+
+    def poison(self, group: int, reason: str) -> None:
+        """What is left of this group is dropped, for good."""
+        prompt, _ = self._prompts(group)
+        self._books.observe(GroupPoisoned(group, prompt, reason))
+        self._books.drop(group, self._open(group), POISON)
+        if group in self._scopes:
+            self._end_attempt(group)
 
     def start_again(self) -> None:
         """Roll out those that lost rows after their attempt. Not at once: the news comes at any time, also when the run
@@ -119,10 +127,20 @@ class Rolling:
 
     async def _live(self, group: int) -> None:
         while self._gate.members(group, Stage.RUNNING, Stage.SCORING):
-            failure = await self._try(group)
-            if failure:
+            async with self._suspects.turn(group):
+                deaths = self._suspects.deaths
+                failure = await self._try(group)
+            if failure and self._suspects.deaths > deaths and self._open(group):
+                self._restart(group, failure)
+            elif failure:
                 self._failed(group, failure)
         del self._alive[group]
+
+    def _end_attempt(self, group: int) -> None:
+        """The one that runs; what ends it is known."""
+        if group not in self._overtaken:
+            self._overtaken[group] = None
+            self._scopes[group].reschedule(asyncio.get_running_loop().time())
 
     async def _try(self, group: int) -> str:
         """One attempt; returns why it failed, "" when it did not, or when another one overtook it."""
@@ -149,15 +167,15 @@ class Rolling:
         """Members that are neither trained nor dropped nor just being trained."""
         return self._gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
 
+    def _restart(self, group: int, reason: str) -> None:
+        self._books.restart(group, reason, self._failures.get(group, 0))
+
     def _failed(self, group: int, reason: str) -> None:
-        members = self._open(group)
-        if not members:
+        if not self._open(group):
             return
         self._failures = {known: count for known, count in self._failures.items() if not self._gate.finished(known)}
         self._failures[group] = failures = self._failures.get(group, 0) + 1
         if failures < ATTEMPTS:
-            self._books.restart(group, reason, failures)
-            return
-        prompt, _ = self._prompts(group)
-        self._books.observe(GroupPoisoned(group, prompt, reason))
-        self._books.drop(group, members, "poison")
+            self._restart(group, reason)
+        else:
+            self.poison(group, reason)

@@ -190,6 +190,10 @@ class SimulatedGeneration(Host, Generation):
         for answers in streams.values():
             answers.put_nowait(PeerLost(f"{self.instance} died"))
 
+    def works_for(self) -> list[int]:
+        """The group of each sample that waits here or is being sampled."""
+        return [sequence.prompts.id for sequence in (*self._waiting, *self._running)]
+
     def _length(self, prompts: PromptGroup, member: int) -> int:
         tokens = self.lengths(random.Random(member_seed(prompts.seed, member)))
         return min(tokens, prompts.max_new_tokens)

@@ -239,7 +239,8 @@ class Run:
         while True:
             await asyncio.sleep(chance.expovariate(1 / mean))
             instance = host.instance
-            self.controller.worker_lost(instance, "killed")
+            running = self.generation.works_for() if host is self.generation else ()
+            self.controller.worker_lost(instance, "killed", running)
             host.die()
             await self.training.detached(instance)
             await asyncio.sleep(self.scenario.faults.restart)

@@ -1,7 +1,7 @@
 """Keeps workers alive: starts them, learns of a death at once, restarts, or gives the fleet up.
 
     start ──> link ──> `started` ──> lives ──> dead ──> outstanding calls fail ──> back-off ──> start
-                                              └──> the trainer, or a third death without progress: FleetFailed
+                                              └──> the trainer, or a sixth death without progress: FleetFailed
 
 A worker that loads is starting, however long that takes within its deadline; only the kernel (or a broken link) says
 that one is dead. Leaving `run` by cancellation stops all workers.
@@ -19,8 +19,9 @@ from asyncrl.protocols.contracts import Lane
 from asyncrl.together import together
 from asyncrl.workers import DEATH_NOTICE, Channel, RemoteWorker
 
-LIVES = 3
-"""Deaths of one worker without a finished group in between that end the run: whatever kills it comes again."""
+LIVES = 6
+"""Deaths of one worker without a finished group in between that end the run: whatever kills it comes again. One more
+than it takes to find the group that is to blame."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0
 LONG_LIFE = 60.0
 """Seconds a worker takes calls before its death is a misfortune of its own, and no step of a loop of crashes."""

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
 
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
+from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.contracts import EndpointSpec, Lane
 from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.messages import PromptGroup
 from asyncrl.wire.ends import Signal
 
 Arguments = tuple[Any, ...]
@@ -32,11 +34,22 @@ class Channel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outstanding:
-    """A call that a worker has not answered yet; since: loop time."""
+    """A call that an instance of a worker has not answered yet; since: loop time."""
 
     method: str
     lane: Lane
     since: float
+    instance: str
+    args: Arguments
+
+    @property
+    def groups(self) -> Iterator[int]:
+        """Those it is about."""
+        for arg in self.args:
+            if isinstance(arg, PromptGroup):
+                yield arg.id
+            elif isinstance(arg, BatchRef):
+                yield from (row.group for row in arg)
 
 
 class RemoteWorker:
@@ -96,7 +109,7 @@ class RemoteWorker:
 
     async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
         """Call this worker alone; deadline in seconds. Raises PeerLost when it does not live, or dies meanwhile."""
-        number, instance, cause = self._note(spec), self.instance, self._cause
+        number, instance, cause = self._note(spec, args), self.instance, self._cause
         try:
             answer = await self._channel(spec.lane).call(spec.name, args, deadline)
         except PeerLost as lost:
@@ -109,7 +122,7 @@ class RemoteWorker:
 
     async def stream(self, spec: EndpointSpec, args: Arguments, deadline: float) -> AsyncIterator[Any]:
         """Items of a call; closing the iterator cancels it in the worker."""
-        number, instance, cause = self._note(spec), self.instance, self._cause
+        number, instance, cause = self._note(spec, args), self.instance, self._cause
         try:
             items = self._channel(spec.lane).stream(spec.name, args, deadline)
             async with aclosing(cast(Any, items)):
@@ -131,9 +144,9 @@ class RemoteWorker:
             raise PeerLost(self.condition)
         return self._channels[lane]
 
-    def _note(self, spec: EndpointSpec) -> int:
-        number = next(self._numbers)
-        self.outstanding[number] = Outstanding(spec.name, spec.lane, asyncio.get_running_loop().time())
+    def _note(self, spec: EndpointSpec, args: Arguments) -> int:
+        number, now = next(self._numbers), asyncio.get_running_loop().time()
+        self.outstanding[number] = Outstanding(spec.name, spec.lane, now, self.instance, args)
         return number
 
     async def _explained(self, lost: PeerLost, instance: str, cause: asyncio.Future[str]) -> PeerLost:
@@ -196,6 +209,11 @@ class Workers:
 
     def worker(self, replica: int, rank: int) -> RemoteWorker:
         return self.replicas[replica].workers[rank]
+
+    def groups_at(self, instance: str) -> list[int]:
+        """Groups that calls outstanding at this instance are about."""
+        calls = [call for worker in self for call in worker.outstanding.values() if call.instance == instance]
+        return [group for call in calls for group in call.groups]
 
     async def living(self, until: float) -> list[Replica]:
         """Replicas that live; waits for one that is being restarted.

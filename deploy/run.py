@@ -295,7 +295,7 @@ class _Training:
         match event:
             case SampleScored(score=score):
                 self._failures.observe(score)
-            case GroupFinished():
+            case GroupFinished(poison=False):
                 self._running.progressed()
             case StepDone(report=report) if report.published and self._evaluations is not None:
                 if report.version % self._config.evaluate.every == 0 and report.version < self._config.steps:

@@ -55,7 +55,8 @@ class Trial:
     """A run in the faulty world; times in virtual seconds.
 
     groups, members, limit, policy, slots, cut_at: of the gate. generators, scorers: replicas. remote: links have
-    heartbeats, and deaths may be known late. latency: mean of a message. reference: whether there is one.
+    heartbeats, and deaths may be known late. latency: mean of a message. reference: whether there is one. poison: the
+    group that kills the worker which samples it, each time.
     """
 
     seed: int = 0
@@ -78,6 +79,7 @@ class Trial:
     unscorable: float = 0.0
     finish: Literal["abandon", "drain"] = "abandon"
     checkpoint_every: int = 1
+    poison: int | None = None
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -122,8 +124,13 @@ def draw(seed: int) -> Trial:
         unscorable=chance.choice((0.0, 0.0, 0.2)),
         finish=chance.choice(("abandon", "abandon", "drain")),
         checkpoint_every=chance.randint(1, 2),
+        poison=_poison(random.Random(f"poison {seed}")),
         faults=tuple(_fault(chance, remote, reference) for _ in range(chance.choice((0, 1, 2, 3, 4, 6)))),
     )
+
+
+def _poison(chance: random.Random) -> int | None:
+    return chance.choice((0, 1, 2, 5)) if chance.random() < 0.1 else None
 
 
 DEATHS: tuple[Kind, ...] = ("cut", "kill", "kill", "kill", "controller")

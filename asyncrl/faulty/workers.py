@@ -35,6 +35,7 @@ VERSIONS, KEY = "versions", "key"
 SPARE_GROUPS = 2
 STATE = "state.txt"
 COUNTING_TIME = 1.0
+CRASH_TIME = 0.3
 PUBLISH_PATIENCE = 20.0
 """Seconds the trainer waits for readers to leave a slot: twice the controller's deadline for them."""
 
@@ -106,6 +107,8 @@ class FaultyGeneration(Service, Generation):
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         if prompts.epoch != self.context.epoch:
             raise Refused(f"group {prompts.id} is of epoch {prompts.epoch}")
+        if prompts.id == self._trial.poison:
+            self.context.tasks.create_task(self._crash(), name="crash")
         timer = asyncio.get_running_loop().call_later(prompts.deadline, self._slots.end, prompts)
         try:
             async with aclosing(cast(Any, self._slots.generate(prompts))) as items:
@@ -126,6 +129,10 @@ class FaultyGeneration(Service, Generation):
 
     async def release(self, places: list[Place]) -> None:
         self._slots.free(places)
+
+    async def _crash(self) -> None:
+        await asyncio.sleep(CRASH_TIME)
+        raise MemoryError("out of memory")
 
 
 class Counting(Reward):

@@ -66,7 +66,7 @@ class Wrong(AssertionError):
 @dataclass
 class Outcome:
     """What a trial did. digest: of all events, messages and the journal; lives: how often a controller was started;
-    eldest: seconds that a group was in flight at most; struck: faults that did."""
+    eldest: seconds that a group was in flight at most; struck: faults that did; poisoned: groups dropped as that."""
 
     digest: str = ""
     version: int = 0
@@ -75,6 +75,7 @@ class Outcome:
     seconds: float = 0.0
     eldest: float = 0.0
     struck: list[Fault] = field(default_factory=list)
+    poisoned: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
 
 
@@ -215,7 +216,7 @@ class Life:
         self.launcher = FaultyLauncher(wire, seed, remote=world.trial.remote, on_end=world.truth.ended)
         self.over, self.end = False, "finished"
         self._killed: bool | None = None
-        self._started, self._poisoned = False, 0
+        self._started = False
         self.task = asyncio.get_running_loop().create_task(self._run(), name="controller")
 
     def kill(self, *, power: bool) -> None:
@@ -355,13 +356,18 @@ class Life:
         if self.over:
             return
         if isinstance(event, GroupPoisoned):
-            self._poisoned += 1
-            most = len(self._world.weather.struck) * self._gate.config.cap
-            assert self._poisoned <= most, f"group {event.group} is poison for no fault of its own: {event.reason}"
+            self._check_poison(event)
         self._world.events.update(f"{self._world.loop.time()!r} {event!r}\n".encode())
-        if isinstance(event, GroupFinished):
+        if isinstance(event, GroupFinished) and not event.poison:
             self._progressed()
         self._checks.observe(event)
+
+    def _check_poison(self, event: GroupPoisoned) -> None:
+        poisoned = self._world.outcome.poisoned
+        poisoned.append(event.group)
+        healthy = sum(group != self._trial.poison for group in poisoned)
+        most = len(self._world.weather.struck) * self._gate.config.cap
+        assert healthy <= most, f"group {event.group} is poison for no fault of its own: {event.reason}"
 
     def _check_truth(self) -> None:
         if self._world.truth.problem:

@@ -215,7 +215,7 @@ def test_a_model_file_that_is_truncated_ends_in_one_clear_error_or_does_no_harm(
         run.until_step(process, run.version + 10)
         os.kill(run.pid_of("generation"), signal.SIGKILL)
         assert process.wait(PATIENCE) == 75, run.shown
-    one_line_error(run, "generation0.0 died 3 times .* could not start again")
+    one_line_error(run, "generation0.0 died 6 times .* could not start again")
     run.leaves_nothing()
     weights.write_bytes(whole)
     with run.running() as process:

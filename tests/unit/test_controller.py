@@ -232,6 +232,38 @@ def test_a_group_that_loses_finished_samples_over_and_over_is_not_poison() -> No
     assert scene.told(GroupPoisoned) == []
 
 
+async def die_three_times(scene: Scene) -> None:
+    """While the first groups run; each time for a while."""
+    for _ in range(3):
+        await asyncio.sleep(12)
+        instance = scene.generation.instance
+        scene.controller.worker_lost(instance, "killed", scene.generation.works_for())
+        scene.generation.die()
+        await scene.training.detached(instance)
+        await asyncio.sleep(1)
+        scene.generation.come_back()
+        scene.controller.worker_lives("generation", scene.generation.instance)
+        await scene.controller.worker_started("generation")
+
+
+def test_slow_groups_that_run_in_a_worker_which_dies_three_times_in_a_row_are_not_poison() -> None:
+    scene = Scene()
+    scene.generation = SimulatedGeneration(16, 1.0, constant(20))  # 20 seconds each
+    scene.training = SimulatedTraining(StepCost(1.0), 1, [scene.generation], seed=0)
+
+    async def train(fleet: Fleet, gate: Controller) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(die_three_times(scene))
+            await grpo.train(fleet, gate)
+
+    scene.page = Page(grpo.roll_out, train)
+    scene.play()
+    failed = Counter(event.group for event in scene.told(AttemptFailed))
+    assert max(failed.values()) >= 3
+    assert scene.told(GroupPoisoned) == []
+    assert scene.gate.version == 3
+
+
 async def forget_every_second_sample(fleet: Fleet, gate: Controller, group: Attempt) -> None:
     async for samples in fleet.generation.generate(group.prompts):
         gate.generated(samples)

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, UnknownEndpoint
 from asyncrl.handle import GROUP_MARGIN, connect
-from asyncrl.protocols.batch import Batch
+from asyncrl.protocols.batch import Batch, BatchRef, RowRef
 from asyncrl.protocols.contracts import Contract, Idempotent, Lane, endpoint
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup
@@ -143,6 +143,28 @@ async def test_a_call_to_one_replica_waits_for_no_other() -> None:
     workers.worker(1, 0).connected("its successor", {Lane.CONTROL: lives})
     with pytest.raises(PeerLost, match=f"{instance} is no worker of sums any more"):
         sums.replica_of(instance)
+
+
+async def test_a_dead_instance_is_asked_which_groups_it_worked_for() -> None:
+    answered = asyncio.Event()
+
+    async def wait(*_: Any) -> Any:
+        await answered.wait()
+
+    workers = fleet_of(ScriptedChannel(wait), answering("free"))
+    first, second = (worker.instance for worker in workers)
+    rows = BatchRef(tuple(RowRef(group, 0, 0, 0, 1, 1, 0, 0, "stop", ()) for group in (4, 4, 5)))
+    group = PromptGroup(7, 0, 0, "prompt", (0,), 1, 0, 1.0, 8, 30.0)
+    async with asyncio.TaskGroup() as tasks:
+        for args in ((rows, {}), (group,), ("neither",)):
+            tasks.create_task(workers.worker(0, 0).call(Sums.endpoints["ask"], args, 5.0))
+        await asyncio.sleep(0)
+        assert sorted(workers.groups_at(first)) == [4, 4, 5, 7]
+        assert workers.groups_at(second) == []
+        workers.worker(0, 0).connected("its successor", {Lane.WORK: answering("x")})
+        assert sorted(workers.groups_at(first)) == [4, 4, 5, 7], "its last calls end after its successor came"
+        answered.set()
+    assert workers.groups_at(first) == []
 
 
 async def test_a_pure_call_is_repeated_once_on_the_restarted_replica() -> None:

@@ -245,14 +245,14 @@ def test_a_link_that_broke_for_itself_is_the_cause() -> None:
     acting(play)
 
 
-def test_three_deaths_without_a_finished_group_end_the_fleet() -> None:
+def test_six_deaths_without_a_finished_group_end_the_fleet() -> None:
     async def play(stage: Stage) -> None:
         for _ in range(LIVES):
             await stage.living()
             await stage.kill()
         await asyncio.Event().wait()
 
-    with pytest.RaisesGroup(pytest.RaisesExc(FleetFailed, match="echo0.0 died 3 times .* Resume with: asyncrl run")):
+    with pytest.RaisesGroup(pytest.RaisesExc(FleetFailed, match="echo0.0 died 6 times .* Resume with: asyncrl run")):
         acting(play)
 
 

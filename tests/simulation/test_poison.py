@@ -1,0 +1,61 @@
+"""A group that kills its workers is dropped; groups whose workers are killed from outside are not."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.faulty.plan import Fault, Trial, draw
+from asyncrl.faulty.world import endure
+from asyncrl.simulated import Lengths, StepCost, lognormal, stragglers
+from asyncrl.simulation import Faults, Scenario, simulate
+
+
+@pytest.mark.parametrize("generators", [1, 2])
+@pytest.mark.parametrize("poison", [0, 1, 3])
+def test_a_group_that_kills_its_worker_each_time_is_dropped_and_no_other(poison: int, generators: int) -> None:
+    outcome = endure(Trial(poison=poison, generators=generators, groups=2, steps=4))
+    assert outcome.poisoned == [poison]
+    assert (outcome.version, outcome.lives) == (4, 1)
+
+
+def test_a_group_that_is_alone_in_flight_is_dropped_before_the_fleet_gives_up() -> None:
+    outcome = endure(Trial(poison=0, groups=1, limit=0, cut_at=None))
+    assert (outcome.poisoned, outcome.lives) == ([0], 1)
+
+
+def test_a_group_that_kills_its_worker_is_found_among_other_deaths() -> None:
+    kills = tuple(Fault("kill", at, service) for at in (80, 400) for service in ("generation", "reward"))
+    outcome = endure(Trial(poison=1, generators=2, groups=2, steps=6, faults=kills))
+    assert outcome.struck
+    assert outcome.poisoned == [1]
+
+
+def test_the_trials_know_poison() -> None:
+    poisonous = [trial for trial in map(draw, range(500)) if trial.poison is not None]
+    assert 20 < len(poisonous) < 80
+    for trial in poisonous[:5]:
+        healthy = endure(replace(trial, poison=None, faults=()))
+        assert healthy.poisoned == []
+
+
+@pytest.mark.parametrize("lengths", [lambda: stragglers(50, 0.05, 5), lambda: lognormal(80, 0.5)])
+@pytest.mark.parametrize("seed", range(2))
+def test_healthy_groups_outlive_a_kill_every_twenty_seconds(lengths: Callable[[], Lengths], seed: int) -> None:
+    """Groups of five to forty seconds; one of three workers is killed each time."""
+    scenario = Scenario(
+        seed=seed,
+        groups=4,
+        members=4,
+        slots=48,
+        cut_at=2,
+        steps=100,
+        lengths=lengths(),
+        reference=0.1,
+        cost=StepCost(1.0),
+        faults=Faults(generation=60.0, reward=60.0, reference=60.0, restart=3.0),
+        thorough=False,
+    )
+    result = simulate(scenario)
+    assert result.attempts_failed > 20
+    assert "poison" not in result.dropped.values()
