@@ -2,9 +2,10 @@
 
 import asyncio
 import shlex
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from concurrent.futures import Future, wait
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import strftime
@@ -221,18 +222,35 @@ def _run_here_or_beside(work: Coroutine[Any, Any, T]) -> T:
 
 def _run_beside(work: Coroutine[Any, Any, T]) -> T:
     """A notebook's interrupt reaches only the thread that waits: it passes it on, and waits until all is stopped."""
+    outcome, interrupted = Future[T](), threading.Event()
     begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
 
     async def cancellable() -> T:
         task = asyncio.current_task()
         assert task is not None
         begun.append((asyncio.get_running_loop(), task))
+        if interrupted.is_set():  # before there was anything to cancel
+            task.cancel()
         return await work
 
-    with ThreadPoolExecutor(1, thread_name_prefix="asyncrl.train") as beside:
+    def run() -> None:
+        if not outcome.set_running_or_notify_cancel():
+            return work.close()
         try:
-            return beside.submit(asyncio.run, cancellable()).result()
-        except KeyboardInterrupt:
-            for loop, task in begun:
+            outcome.set_result(asyncio.run(cancellable()))
+        except BaseException as error:  # raised where the outcome is waited for
+            outcome.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="asyncrl.train").start()
+        return outcome.result()
+    except KeyboardInterrupt:
+        interrupted.set()
+        for loop, task in begun:
+            with suppress(RuntimeError):  # its loop is closed: it has ended
                 loop.call_soon_threadsafe(task.cancel)
-            raise
+        if outcome.cancel():  # it had not begun, and never will
+            work.close()
+        else:
+            wait([outcome])
+        raise

@@ -29,6 +29,9 @@ from asyncrl.wire.auth import CurveKeys
 LONGEST = "longest_prompts.jsonl"
 """In the run's logs: the prompts whose tokens are counted before anything is trained."""
 
+HEARTBEAT = 10.0
+"""Seconds. A worker whose host is gone is noticed after three; loading a model must not silence its loop as long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -153,4 +156,5 @@ def facts_of(config: Config, directory: RunDirectory, model: Path, taken_up: Tak
         config=config,
         checkpoint_dir=taken_up.plan.directory if taken_up.plan else None,
         curve=(keys.public, keys.secret),
+        heartbeat=HEARTBEAT if config.fleet.wire == "tcp" else None,
     )

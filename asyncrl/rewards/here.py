@@ -38,7 +38,7 @@ class HerePool:
 
     def __init__(self, functions: Sequence[Function], deadline: float) -> None:
         self._functions, self._deadline = list(functions), deadline
-        self.specs = tuple(FunctionSpec(name, name) for name in map(_name, functions))
+        self.specs = tuple(FunctionSpec(name, name) for name in _names(functions))
         self._places = asyncio.Semaphore(THREADS)
         self.queued = 0
 
@@ -82,3 +82,16 @@ class HerePool:
 
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
+
+
+def _names(functions: Sequence[Function]) -> list[str]:
+    """One each: of two lambdas the second is `lambda_2`, or they would share a term."""
+    names: list[str] = []
+    for function in functions:
+        name = base = _name(function)
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{base}_{number}"
+        names.append(name)
+    return names

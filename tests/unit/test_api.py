@@ -1,6 +1,7 @@
 """Training from Python, where an event loop may run already."""
 
 import asyncio
+import inspect
 import os
 import signal
 import sys
@@ -58,3 +59,29 @@ async def test_an_interrupt_of_the_thread_that_waits_stops_what_runs_beside() ->
     finally:
         signal.signal(signal.SIGINT, before)
     assert stopped == [True]
+
+
+class InterruptedStart(threading.Thread):
+    """The interrupt comes while the thread is being started: when it runs, or before it does."""
+
+    runs = True
+
+    def start(self) -> None:
+        if self.runs:
+            super().start()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("runs", [True, False])
+async def test_an_interrupt_while_the_thread_is_started_leaves_nothing_running(
+    runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def until_cancelled() -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(InterruptedStart, "runs", runs)
+    monkeypatch.setattr(threading, "Thread", InterruptedStart)
+    work = until_cancelled()
+    with pytest.raises(KeyboardInterrupt):
+        _run_here_or_beside(work)
+    assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.algorithms.grpo import PAGE
 from asyncrl.checkpoint import ResumePlan
 from asyncrl.config import Config
-from asyncrl.deploy.beginning import LONGEST, Order, load_questions, nothing_left, settle_config
+from asyncrl.deploy.beginning import LONGEST, Order, facts_of, load_questions, nothing_left, settle_config, take_up
 from asyncrl.deploy.run import naming_rows
 from asyncrl.errors import TaskError
 from asyncrl.rundir import RunDirectory, open_run_directory
@@ -94,3 +94,12 @@ def test_a_run_whose_last_version_was_not_evaluated_is_not_done(directory: RunDi
     assert not nothing_left(asked, directory, PLAN)
     directory.evaluations.write_text('{"version": 5}\n')
     assert nothing_left(asked, directory, PLAN)
+
+
+@pytest.mark.parametrize(("wire", "beats"), [("tcp", True), ("ipc", False), ("inproc", False)])
+def test_links_between_hosts_have_heartbeats(
+    wire: str, beats: bool, directory: RunDirectory, store: FileStore, tmp_path: Path
+) -> None:
+    config = order(tmp_path, fleet={"wire": wire}).config
+    facts = facts_of(config, directory, tmp_path / "model", take_up(config, directory, store, None))
+    assert (facts.heartbeat is not None) == beats
