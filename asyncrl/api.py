@@ -4,7 +4,7 @@ import asyncio
 import shlex
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -222,7 +222,7 @@ def _run_here_or_beside(work: Coroutine[Any, Any, T]) -> T:
 
 def _run_beside(work: Coroutine[Any, Any, T]) -> T:
     """A notebook's interrupt reaches only the thread that waits: it passes it on, and waits until all is stopped."""
-    outcome, interrupted = Future[T](), threading.Event()
+    interrupted = threading.Event()
     begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
 
     async def cancellable() -> T:
@@ -233,24 +233,18 @@ def _run_beside(work: Coroutine[Any, Any, T]) -> T:
             task.cancel()
         return await work
 
-    def run() -> None:
-        if not outcome.set_running_or_notify_cancel():
-            return work.close()
-        try:
-            outcome.set_result(asyncio.run(cancellable()))
-        except BaseException as error:  # raised where the outcome is waited for
-            outcome.set_exception(error)
-
+    supervised = cancellable()
     try:
-        threading.Thread(target=run, name="asyncrl.train").start()
-        return outcome.result()
-    except KeyboardInterrupt:
-        interrupted.set()
-        for loop, task in begun:
-            with suppress(RuntimeError):  # its loop is closed: it has ended
-                loop.call_soon_threadsafe(task.cancel)
-        if outcome.cancel():  # it had not begun, and never will
-            work.close()
-        else:
-            wait([outcome])
-        raise
+        with ThreadPoolExecutor(1, thread_name_prefix="asyncrl.train") as beside:
+            beside.submit(int).result()  # The thread is there before its work: an executor joins those it has noted.
+            try:
+                return beside.submit(asyncio.run, supervised).result()
+            except KeyboardInterrupt:
+                interrupted.set()
+                for loop, task in begun:
+                    with suppress(RuntimeError):  # its loop is closed: it has ended
+                        loop.call_soon_threadsafe(task.cancel)
+                raise
+    finally:
+        for each in (supervised, work):  # they may not have begun
+            each.close()

@@ -6,9 +6,12 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+import asyncrl.api
 from asyncrl.api import _run_here_or_beside
 
 
@@ -61,27 +64,30 @@ async def test_an_interrupt_of_the_thread_that_waits_stops_what_runs_beside() ->
     assert stopped == [True]
 
 
-class InterruptedStart(threading.Thread):
-    """The interrupt comes while the thread is being started: when it runs, or before it does."""
+class InterruptedSubmit(ThreadPoolExecutor):
+    """The interrupt comes while the work is handed over: once it is queued, or before."""
 
-    runs = True
+    queued = True
 
-    def start(self) -> None:
-        if self.runs:
-            super().start()
-        raise KeyboardInterrupt
+    def submit(self, function: Any, /, *args: Any, **named: Any) -> Any:
+        if not args or self.queued:
+            future = super().submit(function, *args, **named)
+        if args:
+            raise KeyboardInterrupt
+        return future
 
 
-@pytest.mark.parametrize("runs", [True, False])
-async def test_an_interrupt_while_the_thread_is_started_leaves_nothing_running(
-    runs: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("queued", [True, False])
+async def test_an_interrupt_while_work_is_handed_over_leaves_nothing_running(
+    queued: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def until_cancelled() -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(InterruptedStart, "runs", runs)
-    monkeypatch.setattr(threading, "Thread", InterruptedStart)
+    monkeypatch.setattr(InterruptedSubmit, "queued", queued)
+    monkeypatch.setattr(asyncrl.api, "ThreadPoolExecutor", InterruptedSubmit)
     work = until_cancelled()
     with pytest.raises(KeyboardInterrupt):
         _run_here_or_beside(work)
     assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncrl.train")]
