@@ -38,15 +38,12 @@ class FlatModel:
 
     def __init__(self, model: Any, slots: int, limit: int, vocabulary: int, *, fixed: bool = False) -> None:
         self.model, self.slots = model, slots
+        self.device: torch.device = model.device  # asking the model walks through its parameters
+        self.dtype: torch.dtype = model.dtype
         self._vocabulary, self._fixed = vocabulary, fixed
         self.cache = KVCache(slots, limit, fixed=fixed)
         model.set_attn_implementation(NAME)
         self.direct = DirectForward.of(model)
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
 
     @torch.no_grad()
     def logits(self, tokens: Ints, positions: Ints, whole: Sequence[Whole] = ()) -> Tensor:
@@ -90,5 +87,5 @@ class FlatModel:
         """Additive, built once for all layers: row i sees positions 0 to positions[i]."""
         seen = self.cache.limit if self._fixed else int(positions.max()) + 1
         hidden = torch.arange(seen, device=self.device) > self.tensor(positions)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(hidden, -torch.inf)[:, None, None]

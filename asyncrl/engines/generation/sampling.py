@@ -25,11 +25,12 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
     greedy = temperatures == 0
     scaled = logits.float() / temperatures.masked_fill(greedy, 1.0)[:, None]
     peak = scaled.amax(-1, keepdim=True)
-    mass = (scaled - peak).exp().double().cumsum(-1)
+    mass = (scaled - peak).exp_().cumsum(-1, dtype=torch.float64)
     total = mass[:, -1:].contiguous()
     if not bool(torch.isfinite(total).all()):
         raise WeightsError("the model's logits are not finite: its weights are damaged or its precision is too small")
-    drawn = torch.searchsorted(mass, uniforms[:, None] * total, right=True)
-    tokens = torch.where(greedy[:, None], scaled.argmax(-1, keepdim=True), drawn)
+    tokens = torch.searchsorted(mass, uniforms[:, None] * total, right=True)
+    if bool(greedy.any()):
+        tokens = torch.where(greedy[:, None], scaled.argmax(-1, keepdim=True), tokens)
     logprobs = (scaled.gather(-1, tokens) - peak).double() - total.log()
     return tokens[:, 0], logprobs[:, 0].float()

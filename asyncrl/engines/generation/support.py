@@ -56,7 +56,7 @@ def verify(flat: FlatModel, expected: torch.Tensor) -> None:
     Raises:
         ConfigError: that one differs too, by more than rounding does.
     """
-    tolerance = PROBE_TOLERANCE[flat.model.dtype]
+    tolerance = PROBE_TOLERANCE[flat.dtype]
     found = _spread(flat, expected)
     if not found <= tolerance and flat.direct is not None:
         flat.direct = None

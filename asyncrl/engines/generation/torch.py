@@ -165,13 +165,14 @@ class TorchEngine:
         return self.version != NO_WEIGHTS and request.not_before <= self.version
 
     def _admit(self) -> None:
-        kept: deque[Request] = deque()
-        for request in self._waiting:
-            if self.running < self._settings.slots and self._may_start(request):
+        early: list[Request] = []  # their weights have not come yet
+        while self._waiting and self.running < self._settings.slots:
+            request = self._waiting.popleft()
+            if self._may_start(request):
                 self._table.add(request)
             else:
-                kept.append(request)
-        self._waiting = kept
+                early.append(request)
+        self._waiting.extendleft(reversed(early))
 
     def _forwards(self) -> Iterator[tuple[int, list[list[int]]]]:
         """The forwards of a step: rows that decode, and families of rows whose sequences are not cached."""
@@ -215,7 +216,8 @@ class TorchEngine:
         singles = len(logits) - len(whole)
         copies = [singles + index for index, family in enumerate(families) for _ in family]
         rows = np.array([*range(decoding), *(row for family in families for row in family)], np.int64)
-        logits = logits[self._flat.tensor(np.array([*range(decoding), *copies], np.int64))]
+        if len(rows) != len(logits):
+            logits = logits[self._flat.tensor(np.array([*range(decoding), *copies], np.int64))]
         tokens, logprobs = self._draw(logits, rows)
         for family, sequence in zip(families, whole, strict=True):
             for row in family[1:]:

@@ -241,6 +241,17 @@ def test_no_sequence_starts_with_weights_that_are_too_old(
     assert set(done[late.key].versions) == {1}
 
 
+def test_who_waits_for_newer_weights_keeps_the_place_in_the_queue(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, model_folder: Callable[[str], Path]
+) -> None:
+    weights = new_weights(model_folder("llama"), 1)
+    late, first, second = requests(3, max_new_tokens=4)
+    late = Request(late.key, late.prompt, late.seed, 1.0, 4, not_before=1)
+    engine = make_engine(slots=1)
+    swap = lambda step: engine.load(weights, 1, share=False) if step == 3 else None  # noqa: E731
+    assert list(drain(engine, [late, first, second], swap)) == [first.key, late.key, second.key]
+
+
 def test_an_engine_without_weights_samples_nothing(make_engine: MakeEngine, requests: MakeRequests) -> None:
     engine = make_engine(version=-1)
     engine.submit(requests(1, not_before=-3)[0])
