@@ -104,6 +104,20 @@ def _updates(config: "Config") -> Iterator[Contradiction]:
         )
 
 
+def _ranks(config: "Config") -> Iterator[Contradiction]:
+    ranks, samples = config.training.layout_dp, config.task.prompts_per_step * config.task.samples_per_prompt
+    if ranks > samples:
+        yield Contradiction(
+            ("training.layout_dp", "task.prompts_per_step", "task.samples_per_prompt"),
+            f"a step has {samples} samples, which leaves some of {ranks} ranks without any; write {samples} or fewer",
+        )
+    if ranks > 1 and config.fleet.wire == "inproc":
+        yield Contradiction(
+            ("training.layout_dp", "fleet.wire"),
+            'ranks of the trainer are processes, and "inproc" has only one; write layout_dp = 1 or wire = "ipc"',
+        )
+
+
 def _evaluation(config: "Config") -> Iterator[Contradiction]:
     if config.evaluate.samples > 1 and config.evaluate.temperature == 0:
         yield Contradiction(
@@ -132,4 +146,4 @@ def _rewards(config: "Config") -> Iterator[Contradiction]:
         )
 
 
-_RULES: tuple[Rule, ...] = (_group, _cut, _ratio, _kl, _updates, _evaluation, _deadlines, _rewards)
+_RULES: tuple[Rule, ...] = (_group, _cut, _ratio, _kl, _updates, _ranks, _evaluation, _deadlines, _rewards)

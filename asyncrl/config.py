@@ -111,7 +111,7 @@ class Training(Section):
     keep_checkpoints: Positive = 2
     device: str = "cpu"
     layout_dp: Positive = 1
-    """Data-parallel ranks of the trainer."""
+    """Data-parallel ranks of the trainer, a process each; a step's samples are shared out by their tokens."""
 
 
 class Algorithm(Section):

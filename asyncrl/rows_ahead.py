@@ -32,7 +32,7 @@ class RowsAhead:
         """Copies, in the order of `samples`. Raises LostRows when a row is gone, or one without a place is not held."""
         async with self._reading:
             numbers = [self._numbers.get(row.name, -1) for row in samples]
-            if -1 not in numbers:
+            if numbers and -1 not in numbers:
                 return self._rows if numbers == list(range(len(self._rows))) else self._rows.take(numbers)
         strange = next((row for row in samples if not row.places), None)
         if strange is not None:

@@ -35,11 +35,16 @@ LAST_WORDS = 300
 """Characters of a dead worker's output that its cause of death quotes."""
 
 
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+RANKS_MEET = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+"""torch.distributed would listen where the host's name leads, which may be the network."""
+
+
 def worker_environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
     """What a worker's process finds in its environment."""
     threads = {"OMP_NUM_THREADS": str(config.fleet.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     malloc = FRAME_MALLOC if config.fleet.wire == "tcp" else {}
-    return {**malloc, **inherited, **threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    return {**malloc, **RANKS_MEET, **inherited, **threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 
 
 SWEEPING = 5.0

@@ -145,16 +145,17 @@ def _left_off(order: Order, store: FileStore, why: str) -> str:
 @asynccontextmanager
 async def _fleet(order: Order, questions: Questions, facts: RunFacts) -> AsyncIterator[RunningFleet]:
     config = order.config
-    longest = str(Path(facts.run_dir) / "logs" / LONGEST)
+    options = {"generation": {"longest_prompts": str(Path(facts.run_dir) / "logs" / LONGEST)}}
     asked_for = service_specs(config, evaluation=bool(questions.held_out))
-    specs = [
-        replace(spec, options={**spec.options, "longest_prompts": longest}) if spec.name == "generation" else spec
-        for spec in (order.services.get(each.name, each) for each in asked_for)
-    ]
     async with AsyncExitStack() as scope:
         launcher = None
         if config.fleet.wire != "inproc":
             launcher = scope.enter_context(LocalLauncher(facts.run, config.fleet.wire))
+            options["training"] = {"meeting": str(launcher.sockets / "training.meeting")}
+        specs = [
+            replace(spec, options={**spec.options, **options.get(spec.name, {})})
+            for spec in (order.services.get(each.name, each) for each in asked_for)
+        ]
         order.display.say(f"starting {', '.join(spec.name for spec in specs)}")
         yield await scope.enter_async_context(
             running_fleet(specs, facts, launcher=launcher, report=order.display.say, resume=order.command)

@@ -21,7 +21,7 @@ from asyncrl.protocols.messages import (
     StepReport,
     Using,
 )
-from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL, THREE_D_PROTO, Transfer
+from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL, THREE_D_PROTO, Transfer, balanced
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -161,13 +161,13 @@ class Reference(Contract):
 class Training(Contract):
     """Trains the policy; publishes each new version into the weight arena."""
 
-    @endpoint(THREE_D_PROTO, idempotent=Idempotent.BY_VERSION)
+    @endpoint(balanced(THREE_D_PROTO), idempotent=Idempotent.BY_VERSION)
     async def step(self, cuts: Cuts) -> StepReport:
-        """Train one iteration. A compare-and-set on (cuts.epoch, cuts.version); raises Refused elsewhere, and LostRows,
-        with nothing changed, when rows are gone."""
+        """Train one iteration, each rank on rows of about as many tokens. A compare-and-set on (cuts.epoch,
+        cuts.version); raises Refused elsewhere, and LostRows, with nothing changed, when rows are gone."""
         raise NotImplementedError
 
-    @endpoint(THREE_D_PROTO, idempotent=Idempotent.PURE)
+    @endpoint(balanced(THREE_D_PROTO), idempotent=Idempotent.PURE)
     async def foresee(self, samples: BatchRef) -> list[bool]:
         """What the next `step` will probably train, told while this one runs. Of each sample whether its row is held
         until the next `foresee`: if all are, that step may name them without their places. Here: none."""
@@ -190,5 +190,6 @@ class Training(Contract):
 
     @endpoint(ONE_TO_ALL, idempotent=Idempotent.BY_VERSION)
     async def checkpoint(self, directory: str, epoch: int, version: int) -> Checkpointed:
-        """Write model/, optimizer and RNG state of `version` into `directory`, fsynced; answers with file digests."""
+        """Write model/, optimizer and RNG state of `version` into `directory`, fsynced; answers with file digests.
+        What all ranks share is written by the first."""
         raise NotImplementedError

@@ -245,8 +245,10 @@ class StepReport:
 
     @classmethod
     def merge(cls, parts: "list[StepReport]") -> "StepReport":
-        """Ranks agree on everything but the samples each held."""
+        """Ranks agree on everything but the samples each held; the first published."""
         head = parts[0]
+        facts = {(part.epoch, part.version, part.updates, part.skipped, part.chain) for part in parts}
+        assert len(facts) == 1, f"ranks that trained together report different steps: {sorted(facts)}"
         samples = tuple(sorted((s for p in parts for s in p.samples), key=lambda s: (s.group, s.member)))
         return cls(
             head.epoch, head.version, head.updates, head.skipped, head.chain, head.metrics, samples, head.published

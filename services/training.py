@@ -2,16 +2,19 @@
 
 import asyncio
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from asyncrl.engines.training.interface import StepOutcome, TrainingEngine, TrainRow
+from asyncrl.engines.training.ranks import Alone, Meeting, Processes, Ranks
 from asyncrl.engines.training.state import digests
 from asyncrl.engines.training.torch import TorchTraining
-from asyncrl.errors import ConfigError, DeadlineExceeded, Refused
+from asyncrl.errors import DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.protocols.contracts import Training
@@ -19,18 +22,22 @@ from asyncrl.protocols.messages import Checkpointed, Published, StepReport, Trai
 from asyncrl.rows_ahead import RowsAhead
 from asyncrl.service import Service, WorkerContext
 from asyncrl.weights.arena import Writer, open_writer
+from asyncrl.weights.session import slot_of
+from asyncrl.workers import DEATH_NOTICE
 
 PLAIN = ("prompt_ids", "response_ids", "logprobs", "versions")
 REFERENCE = "reference_logprobs"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Iteration:
-    """A step whose batch was read. work: the engine's part, which no cancelled call interrupts."""
+    """A step under way. read: set once all ranks have read their rows, or have said that some are gone. lost: these.
+    work: all of it up to the engine's outcome, None where rows are gone."""
 
-    cuts: Cuts
     digest: str
-    work: "asyncio.Task[StepOutcome]"
+    read: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: LostRows | None = None
+    work: "asyncio.Task[StepOutcome | None] | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +49,19 @@ class Done:
 
 
 class TrainingService(Service, Training):
-    """One rank, one engine. `step` is a compare-and-set on (epoch, version).
+    """One rank, one engine. `step` is a compare-and-set on (epoch, version), on every rank with the rows of its share.
 
-    Once the engine has begun on a batch it is finished whatever becomes of the call: half a step would be weights
-    of no version. A repeated call with the same batch waits for it, or gets the stored report.
+    A step that has begun is finished whatever becomes of the call: half a step would be weights of no version, and
+    other ranks wait for this one. A repeated call with the same batch waits for it, or gets the stored report. Whether
+    all rows are there is decided together; so is, in the engine, whether there is an update.
+
+    All ranks hold the same weights. The first publishes them and keeps the readers' leases.
     """
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._engine: TrainingEngine
+        self._ranks: Ranks
         self._writer: Writer | None = None
         self._published: Published
         self._version, self._chain = 0, GENESIS
@@ -65,14 +76,10 @@ class TrainingService(Service, Training):
         """Load the model, or the checkpoint the run resumes from, and publish its version.
 
         Raises:
-            ConfigError: the model or layout is none that the engine trains.
+            ConfigError: the model is none that the engine trains, or the checkpoint is of other ranks.
             ArenaFull: there is no room for two versions of the weights.
+            PeerLost: another rank did not come.
         """
-        if self.context.layout.size > 1:
-            raise ConfigError(
-                f"training.layout_dp = {self.context.config.training.layout_dp}: the trainer runs on one rank so far; "
-                "write 1"
-            )
         await self.context.compute.run(self._load)
         self._published = await self.context.compute.run(self._write, self._version)
 
@@ -89,11 +96,9 @@ class TrainingService(Service, Training):
             stored = self._stored(cuts, digest)
             if stored is not None:
                 return stored
-            self._refuse_elsewhere(cuts, digest)
-            if self._iteration is None:
-                rows = await self._read(cuts.batch)
-                self._iteration = self._begin(cuts, digest, rows)
-            return await self._complete(self._iteration)
+            iteration = await self._under_way()
+            self._refuse_elsewhere(cuts, digest, iteration)
+            return await self._complete(iteration or self._begin(cuts, digest))
 
     async def foresee(self, samples: BatchRef) -> list[bool]:
         return await self._ahead.foresee(samples)
@@ -102,20 +107,26 @@ class TrainingService(Service, Training):
         return self._published
 
     async def using(self, reader: str, version: int) -> None:
-        self._writing.leases.using(reader, version)
-        self._leases_changed.set()
+        if self._publishes:
+            self._writing.leases.using(reader, version)
+            self._leases_changed.set()
 
     async def detached(self, reader: str) -> None:
-        self._writing.leases.detach(reader)
-        self._leases_changed.set()
+        if self._publishes:
+            self._writing.leases.detach(reader)
+            self._leases_changed.set()
 
     async def checkpoint(self, directory: str, epoch: int, version: int) -> Checkpointed:
         async with self._turn:
-            if (epoch, version) != self._at or self._iteration is not None:
+            if (epoch, version) != self._at or await self._under_way() is not None:
                 raise Refused(
                     f"a checkpoint of {_named((epoch, version))} was asked for; the trainer is at {self._state}"
                 )
-            files = await self.context.compute.run(self._save, Path(directory))
+            try:
+                files = await self.context.compute.run(self._save, Path(directory))
+            except PeerLost as lost:
+                await asyncio.sleep(DEATH_NOTICE)
+                raise FleetFailed(str(lost)) from lost  # To ask again would not help: ranks exchange nothing any more.
             return Checkpointed(version, self._chain.hex(), files)
 
     # ---- a step ------------------------------------------------------------------------------------------
@@ -125,28 +136,58 @@ class TrainingService(Service, Training):
         repeated = (cuts.epoch, cuts.version + 1) == self._at and self._last is not None
         return self._last.report if repeated and self._last is not None and self._last.digest == digest else None
 
-    def _refuse_elsewhere(self, cuts: Cuts, digest: str) -> None:
+    async def _under_way(self) -> Iteration | None:
+        """The iteration that an earlier call left behind; none, if rows of it were gone."""
+        iteration = self._iteration
+        if iteration is None:
+            return None
+        await iteration.read.wait()
+        return None if iteration.lost else iteration
+
+    def _refuse_elsewhere(self, cuts: Cuts, digest: str, iteration: Iteration | None) -> None:
         if (cuts.epoch, cuts.version) != self._at:
             raise Refused(
                 f"a step from {_named((cuts.epoch, cuts.version))} was asked for; the trainer is at {self._state}"
             )
-        if self._iteration is not None and self._iteration.digest != digest:
+        if iteration is not None and iteration.digest != digest:
             raise Refused(
                 f"a step from {self._state} was asked for with batch {digest[:16]}, but batch "
-                f"{self._iteration.digest[:16]} is being trained from there"
+                f"{iteration.digest[:16]} is being trained from there"
             )
 
+    def _begin(self, cuts: Cuts, digest: str) -> Iteration:
+        """As a task of the worker: what it raises ends the worker, whose weights are unknown then."""
+        self._iteration = iteration = Iteration(digest)
+        name = f"step from version {cuts.version}"
+        iteration.work = self.context.tasks.create_task(self._work(iteration, cuts), name=name)
+        return iteration
+
+    async def _work(self, iteration: Iteration, cuts: Cuts) -> StepOutcome | None:
+        try:
+            rows = await self._read(cuts.batch)
+        except LostRows as lost:
+            rows, iteration.lost = [], lost
+        try:
+            if await self.context.compute.run(self._any_lost, iteration.lost is not None):
+                iteration.lost = iteration.lost or LostRows("another rank of the trainer found rows of its share gone")
+                return None
+            iteration.read.set()
+            return await self._run_engine(cuts, rows)
+        except PeerLost:
+            await asyncio.sleep(DEATH_NOTICE)  # Whoever died is told of before those that miss it.
+            raise
+        finally:
+            iteration.read.set()
+
     async def _read(self, batch: BatchRef) -> list[TrainRow]:
-        """Raises LostRows, with nothing changed, when rows are gone."""
         rows = train_rows(batch, await self._ahead.read(batch), self.context.config.generation.temperature)
         for row in batch:
             self.context.tracer.flow_end(f"sample {row.group}.{row.member}.{row.attempt}")
         return rows
 
-    def _begin(self, cuts: Cuts, digest: str, rows: list[TrainRow]) -> Iteration:
-        """The engine's work as a task of the worker: what it raises ends the worker, whose weights are unknown then."""
-        work = self.context.tasks.create_task(self._run_engine(cuts, rows), name=f"step from version {cuts.version}")
-        return Iteration(cuts, digest, work)
+    def _any_lost(self, lost: bool) -> bool:
+        """On the compute thread: whether any rank misses rows of its share."""
+        return bool(self._ranks.largest(torch.tensor([float(lost)])).item())
 
     async def _run_engine(self, cuts: Cuts, rows: list[TrainRow]) -> StepOutcome:
         """A micro-batch at a time, so that other work of this thread gets its turn between them."""
@@ -156,16 +197,23 @@ class TrainingService(Service, Training):
         return run.outcome
 
     async def _complete(self, iteration: Iteration) -> StepReport:
+        """Raises LostRows, with nothing changed, when rows of any rank are gone."""
+        assert iteration.work is not None
         outcome = await asyncio.shield(iteration.work)
+        if outcome is None:
+            assert iteration.lost is not None
+            self._iteration = None
+            raise iteration.lost
         if outcome.skipped:
             self._iteration = None
             self.context.log.warning("step skipped", reason=outcome.skipped, samples=outcome.culprits)
             return self._report(outcome, None)
         version = self._version + 1
-        await self._slot_free(version)
+        if self._publishes:
+            await self._slot_free(version)
         self._published = await self.context.compute.run(self._write, version)
-        self._version, self._chain = version, chain(self._chain, [sample.key for sample in outcome.samples])
-        report = self._report(outcome, self._published)
+        self._version, self._chain = version, chain(self._chain, outcome.batch)
+        report = self._report(outcome, self._published if self._publishes else None)
         self._iteration, self._last = None, Done(iteration.digest, report)
         return report
 
@@ -205,26 +253,43 @@ class TrainingService(Service, Training):
         return _named(self._at)
 
     @property
+    def _publishes(self) -> bool:
+        return self.context.rank == 0
+
+    @property
     def _writing(self) -> Writer:
         assert self._writer is not None, "calls come after start"
         return self._writer
 
     def _load(self) -> None:
         """On the compute thread."""
-        self._engine, extra = self.open_engine()
+        self._ranks = self.open_ranks()
+        self._engine, extra = self.open_engine(self._ranks)
         self._version, self._chain = extra.get("version", 0), bytes.fromhex(extra.get("chain", GENESIS.hex()))
-        wire = self.context.config.fleet.wire
-        self._writer = open_writer(self.context.weights_arena, self._engine.weights_spec, wire)
+        if self._publishes:
+            wire = self.context.config.fleet.wire
+            self._writer = open_writer(self.context.weights_arena, self._engine.weights_spec, wire)
 
-    def open_engine(self) -> tuple[TrainingEngine, dict[str, Any]]:
+    def open_ranks(self) -> Ranks:
+        """The other ranks. option `meeting`: the file where they meet."""
+        context, fleet = self.context, self.context.config.fleet
+        if context.layout.size == 1:
+            return Alone()
+        meeting = Meeting(Path(context.options["meeting"]), fleet.start_deadline, fleet.call_deadline)
+        waiting = partial(context.clock.state, "sync")
+        return Processes(meeting, context.rank, context.layout.size, context.config.training.device, waiting)
+
+    def open_engine(self, ranks: Ranks) -> tuple[TrainingEngine, dict[str, Any]]:
         """The engine and what was saved beside its state; of a first start: nothing."""
         context = self.context
         if context.checkpoint_dir is None:
-            return TorchTraining(context.config, context.model_dir), {}
-        return TorchTraining.resume(context.config, context.checkpoint_dir)
+            return TorchTraining(context.config, context.model_dir, ranks), {}
+        return TorchTraining.resume(context.config, context.checkpoint_dir, ranks)
 
     def _write(self, version: int) -> Published:
-        """On the compute thread."""
+        """On the compute thread. Ranks but the first only note the version: they have no arena."""
+        if not self._publishes:
+            return Published(self.context.epoch, version, "", slot_of(version), "")
         with self.context.clock.state("sync"):
             return self._writing.write(self.context.epoch, version, self._engine.named_tensors())
 
@@ -233,7 +298,7 @@ class TrainingService(Service, Training):
         directory.mkdir(parents=True, exist_ok=True)
         extra: dict[str, Any] = {"version": self._version, "epoch": self.context.epoch, "chain": self._chain.hex()}
         self._engine.save(directory, extra)
-        return digests(directory)
+        return digests(directory, self.context.rank)
 
 
 def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRow]:

@@ -30,6 +30,7 @@ MAY_CHANGE = (
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "training.device",
+    "training.layout_dp",
     "staleness.publish_deadline",
     "evaluate.",
     "telemetry.",

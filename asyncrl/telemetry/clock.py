@@ -27,8 +27,9 @@ class Spent:
 class StateClock:
     """Books every second of one thread of work (a worker's compute thread) under exactly one state.
 
-    busy: computing; starved: no input; blocked: held back by the gate; sync: exchanging weights; overhead: our own
-    bookkeeping. Time before the first `enter` is `unaccounted`. Methods may be called from any thread.
+    busy: computing; starved: no input; blocked: held back by the gate; sync: exchanging weights or gradients, the wait
+    for who takes part included; overhead: our own bookkeeping. Time before the first `enter` is `unaccounted`. Methods
+    may be called from any thread.
 
     Args:
         now: a clock in seconds that never goes back.

@@ -62,9 +62,9 @@ def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
     return process.returncode, shown
 
 
-def pid_of(run_dir: Path, service: str) -> int:
+def pid_of(run_dir: Path, service: str, rank: int = 0) -> int:
     workers = json.loads((run_dir / "fleet.json").read_text())["workers"]
-    (found,) = [worker["pid"] for worker in workers if worker["service"] == service]
+    (found,) = [worker["pid"] for worker in workers if (worker["service"], worker["rank"]) == (service, rank)]
     return int(found)
 
 
@@ -107,13 +107,15 @@ def test_the_run_goes_on_by_itself_when_a_worker_is_killed(service: str, model: 
     audited(run_dir)
 
 
-def test_one_command_resumes_when_the_trainer_is_killed(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "victim"), [("1", 0), ("2", 1)])
+def test_one_command_resumes_when_the_trainer_is_killed(ranks: str, victim: int, model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with running(command(model, run_dir)) as process:
+    with running(command(model, run_dir, "--training.layout_dp", ranks)) as process:
         until_step(process, 7)
-        os.kill(pid_of(run_dir, "training"), signal.SIGKILL)
+        os.kill(pid_of(run_dir, "training", victim), signal.SIGKILL)
         code, shown = ended(process)
     assert code == 75, shown
+    assert f"training0.{victim} died: killed by SIGKILL" in shown
     resume = re.search(r"Resume with: asyncrl (run .*)$", shown, re.MULTILINE)
     assert resume, shown
     audited(run_dir)

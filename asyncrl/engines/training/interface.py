@@ -60,19 +60,21 @@ class SampleOutcome:
 class StepOutcome:
     """What one step did.
 
-    updates: optimizer steps taken. skipped: "" | "stale" | "not finite", why updates is 0. culprits: samples
-    whose own terms were not finite. metrics: see `statistics.py`.
+    updates: optimizer steps taken. skipped: "" | "stale" | "not finite", why updates is 0. samples: of this rank.
+    batch: keys of the samples of all ranks, sorted. metrics: of all ranks, see `statistics.py`. culprits: samples of
+    this rank whose own terms were not finite.
     """
 
     updates: int
     skipped: str
     samples: tuple[SampleOutcome, ...]
+    batch: tuple[tuple[int, int, int], ...]
     metrics: dict[str, float]
     culprits: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def keys(self) -> list[tuple[int, int, int]]:
-        """Samples that entered the loss, sorted."""
+        """Samples of this rank that entered the loss, sorted."""
         return sorted(sample.key for sample in self.samples if sample.trained)
 
 
@@ -98,7 +100,7 @@ class TrainingEngine(Protocol):
     """Implemented by `TorchTraining`. Not thread-safe: all calls from one thread."""
 
     def begin(self, rows: Sequence[TrainRow], epoch: int, version: int) -> StepRun:
-        """Start a step on rows sorted by (group, member); nothing is computed yet."""
+        """Start a step on this rank's rows, sorted by (group, member); nothing is computed yet."""
         ...
 
     @property
@@ -111,7 +113,8 @@ class TrainingEngine(Protocol):
         ...
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        """Write model/ and trainer.pt below `directory`; extra: plain values kept beside the state."""
+        """Write model/ and trainer.pt below `directory`; extra: plain values kept beside the state. Ranks but the first
+        write what is theirs alone. Raises WeightsError when ranks do not hold the same weights."""
         ...
 
 

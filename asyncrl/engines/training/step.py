@@ -22,6 +22,8 @@ from asyncrl.engines.training.ranks import Ranks, sum_gradients
 from asyncrl.engines.training.statistics import Totals, mask_counts, mask_metrics, policy_metrics
 from asyncrl.objectives.losses import row_weights
 
+Key = tuple[int, int, int]  # group, member, attempt
+
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
@@ -34,7 +36,7 @@ class Trainer:
 
 
 class TorchStep:
-    """The batch is split into `training.updates` consecutive parts, one optimizer step each.
+    """The batch, the rows of all ranks, is split into `training.updates` consecutive parts, one optimizer step each.
 
     Each part has one denominator over all its rows, micro-batches and ranks, fixed before its first backward
     pass. A part whose loss or gradient is not finite takes no optimizer step, and its samples do not count as
@@ -50,8 +52,8 @@ class TorchStep:
         )
         self._totals = Totals(trainer.model.device)
         self._norms: list[float] = []
-        self._lost: dict[tuple[int, int, int], str] = {}
-        self._culprits: list[tuple[int, int, int]] = []
+        self._lost: dict[Key, str] = {}
+        self._culprits: list[Key] = []
         self._outcome: StepOutcome | None = None
         self._work = self._run()
 
@@ -64,16 +66,17 @@ class TorchStep:
         return next(self._work, False)
 
     def _run(self) -> Iterator[bool]:
+        batch = gather_keys(self._trainer.ranks, [item.row.key for item in self._masked])
         counts = self._trainer.ranks.sum(mask_counts(self._masked))
         proximal = yield from self._proximal()
         rows = [PartRow(item, 0.0, proximal.get(index)) for index, item in enumerate(self._masked)]
-        updates = self._trainer.config.training.updates
-        for index in range(updates):
-            yield from self._update(rows[index * len(rows) // updates : (index + 1) * len(rows) // updates])
+        for part in parts_of(rows, batch, self._trainer.config.training.updates):
+            yield from self._update(part)
         self._outcome = StepOutcome(
             updates=len(self._norms),
             skipped="" if self._norms else "not finite" if counts[1] > 0 else "stale",
             samples=tuple(item.outcome(self._lost.get(item.row.key, "")) for item in self._masked),
+            batch=tuple(batch),
             metrics=self._metrics() | mask_metrics(counts),
             culprits=tuple(self._culprits),
         )
@@ -162,6 +165,20 @@ class TorchStep:
         return {"grad_norm": norm, "learning_rate": rate, **policy_metrics(sums, largest, len(self._norms), planned)}
 
 
+def gather_keys(ranks: Ranks, keys: Sequence[Key]) -> list[Key]:
+    """Of the samples of all ranks, sorted."""
+    rows = ranks.gather(torch.tensor(keys, dtype=torch.int64).reshape(-1, 3))
+    return sorted((group, member, attempt) for group, member, attempt in rows.tolist())
+
+
+def parts_of(rows: Sequence[PartRow], batch: Sequence[Key], updates: int) -> Iterator[list[PartRow]]:
+    """This rank's rows of each update, whatever else it holds: the batch is split as one rank would split it."""
+    place = {key: index for index, key in enumerate(batch)}
+    for update in range(updates):
+        own = range(update * len(batch) // updates, (update + 1) * len(batch) // updates)
+        yield [row for row in rows if place[row.masked.row.key] in own]
+
+
 def denominators(part: Sequence[PartRow]) -> Tensor:
     """float64 [3]: response tokens and samples in the denominators, live tokens."""
     counted = [row.masked for row in part if row.masked.counted]
@@ -169,7 +186,7 @@ def denominators(part: Sequence[PartRow]) -> Tensor:
     return torch.tensor([tokens, len(counted), live], dtype=torch.float64)
 
 
-def culprits(terms: Terms, batch: MicroBatch) -> list[tuple[int, int, int]]:
+def culprits(terms: Terms, batch: MicroBatch) -> list[Key]:
     """Samples with a term that is not finite; all of the micro-batch when only their sum is not."""
     ends = np.cumsum([item.trained for item in batch.masked])
     parts = np.split((terms.policy + terms.kl).detach().cpu().numpy(), ends[:-1])

@@ -1,4 +1,4 @@
-"""The engine on plain PyTorch: any causal language model of transformers, CPU or CUDA, one device."""
+"""The engine on plain PyTorch: any causal language model of transformers, CPU or CUDA, one device a rank."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +10,8 @@ from asyncrl.config import Config
 from asyncrl.engines.training.interface import TrainRow
 from asyncrl.engines.training.model import load_causal_model
 from asyncrl.engines.training.optimizer import Optimizer
-from asyncrl.engines.training.ranks import Alone, Ranks
-from asyncrl.engines.training.state import MODEL, read_state, write_state
+from asyncrl.engines.training.ranks import Alone, Ranks, check_same, own_device
+from asyncrl.engines.training.state import MODEL, read_state, write_own_state, write_state
 from asyncrl.engines.training.step import TorchStep, Trainer
 from asyncrl.weights.spec import WeightsSpec, spec_of
 
@@ -21,13 +21,13 @@ class TorchTraining:
 
     def __init__(self, config: Config, folder: Path, ranks: Ranks | None = None) -> None:
         """folder: a model in the layout of `save_pretrained`."""
-        settings = config.training
-        model = load_causal_model(folder, settings.device, settings.precision)
+        settings, ranks = config.training, ranks or Alone()
+        model = load_causal_model(folder, own_device(settings.device, ranks.rank, ranks.size), settings.precision)
         model.whole.train()
         if settings.gradient_checkpointing:
             _checkpoint_activations(model.whole)
         optimizer = Optimizer.of(model.whole, settings, config.steps * settings.updates)
-        self._trainer = Trainer(model, optimizer, config, ranks or Alone())
+        self._trainer = Trainer(model, optimizer, config, ranks)
 
     @classmethod
     def resume(
@@ -35,7 +35,7 @@ class TorchTraining:
     ) -> tuple["TorchTraining", dict[str, Any]]:
         """The engine that `save` left in `directory`, bit for bit, and the `extra` given then."""
         engine = cls(config, directory / MODEL, ranks)
-        return engine, read_state(directory, engine._trainer.optimizer)
+        return engine, read_state(directory, engine._trainer.optimizer, engine._trainer.ranks)
 
     def begin(self, rows: Sequence[TrainRow], epoch: int, version: int) -> TorchStep:
         return TorchStep(self._trainer, rows, epoch, version)
@@ -50,7 +50,12 @@ class TorchTraining:
         return {name: parameter.detach() for name, parameter in parameters}
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        write_state(directory, self._trainer.model, self._trainer.optimizer, extra)
+        trainer = self._trainer
+        check_same(trainer.ranks, trainer.optimizer.parameters)
+        if trainer.ranks.rank == 0:
+            write_state(directory, trainer.model, trainer.optimizer, extra, trainer.ranks.size)
+        else:
+            write_own_state(directory, trainer.ranks.rank)
 
 
 def _checkpoint_activations(model: Any) -> None:

@@ -1,121 +1,32 @@
 """The training service around an engine of a few lines: compare-and-set, chain, leases, cancellation, checkpoints."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from asyncrl.compute import InlineCompute
-from asyncrl.config import Config
-from asyncrl.engines.training.interface import SampleOutcome, StepOutcome, TrainingEngine, TrainRow
-from asyncrl.errors import ConfigError, DeadlineExceeded, LostRows, Refused
-from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
+from asyncrl.errors import DeadlineExceeded, LostRows, Refused
 from asyncrl.protocols.chain import GENESIS, chain
-from asyncrl.protocols.layout import Layout
-from asyncrl.rows import HeapRows
 from asyncrl.service import WorkerContext
-from asyncrl.services.training import TrainingService
 from asyncrl.virtual import run
-from asyncrl.weights.arena import open_reader
-from asyncrl.weights.spec import WeightsSpec
 
-EPOCH = 3
-SPEC = WeightsSpec.of({"w": (1,)}, "float32")
-
-
-class CountingRun:
-    """Two passes; then the weight is the sum of all advantages so far. An infinite one is trouble."""
-
-    def __init__(self, engine: "CountingEngine", rows: Sequence[TrainRow]) -> None:
-        self._engine, self._rows = engine, rows
-        self.passes = 0
-
-    def advance(self) -> bool:
-        self.passes += 1
-        if self.passes == 2 and not self._skipped:
-            self._engine.weight += sum(row.advantage for row in self._rows)
-        return self.passes < 3
-
-    @property
-    def _skipped(self) -> str:
-        return "not finite" if any(np.isinf(row.advantage) for row in self._rows) else ""
-
-    @property
-    def outcome(self) -> StepOutcome:
-        trained = 0 if self._skipped else 1
-        samples = tuple(SampleOutcome(row.key, trained * len(row.response_ids), 0) for row in self._rows)
-        return StepOutcome(trained, self._skipped, samples, {"grad_norm": 1.0})
-
-
-class CountingEngine:
-    weights_spec = SPEC
-
-    def __init__(self, weight: float = 0.0) -> None:
-        self.weight = weight
-
-    def begin(self, rows: Sequence[TrainRow], epoch: int, version: int) -> CountingRun:
-        return CountingRun(self, rows)
-
-    def named_tensors(self) -> dict[str, torch.Tensor]:
-        return {"w": torch.tensor([self.weight])}
-
-    def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        (directory / "state").write_text(json.dumps({"weight": self.weight, "extra": extra}))
-
-
-class CountingService(TrainingService):
-    def open_engine(self) -> tuple[TrainingEngine, dict[str, Any]]:
-        if self.context.checkpoint_dir is None:
-            return CountingEngine(), {}
-        state = json.loads((self.context.checkpoint_dir / "state").read_text())
-        return CountingEngine(state["weight"]), state["extra"]
-
-
-class PatientCompute(InlineCompute):
-    """Lets the loop turn before each function, as a thread does."""
-
-    async def run(self, function: Any, *args: Any) -> Any:
-        await asyncio.sleep(0)
-        return await super().run(function, *args)
-
-
-def config(**sections: Any) -> Config:
-    plain = {"model": {"name": "tiny"}, "task": {"prompts": "none"}, "fleet": {"wire": "inproc"}}
-    return Config.model_validate(plain | sections)
-
-
-@pytest.fixture
-def context_of(worker_context: Callable[..., WorkerContext]) -> Callable[..., WorkerContext]:
-    def make(tasks: asyncio.TaskGroup, tmp_path: Path, **changes: Any) -> WorkerContext:
-        store = HeapRows("inproc://rows", 64, 4096)
-        values: dict[str, Any] = {
-            "config": config(),
-            "epoch": EPOCH,
-            "weights_arena": f"asyncrl-cafe0123-{tmp_path.name}",
-            "row_store": lambda slots, slot_bytes: store,
-        }
-        parts = values | changes
-        return worker_context("training", tasks=tasks, source=store, make_compute=PatientCompute, **parts)
-
-    return make
-
+sys.path.insert(0, str(Path(__file__).parent))
+from counting import EPOCH, CountingService, config, context_maker, cuts, published_weight
 
 Serving = Callable[..., AbstractAsyncContextManager[CountingService]]
 
 
 @pytest.fixture
-def serving(context_of: Callable[..., WorkerContext]) -> Serving:
+def serving(worker_context: Callable[..., WorkerContext]) -> Serving:
     @asynccontextmanager
     async def serve(tmp_path: Path, **changes: Any) -> AsyncIterator[CountingService]:
         async with asyncio.TaskGroup() as tasks:
-            service = CountingService(context_of(tasks, tmp_path, **changes))
+            service = CountingService(context_maker(worker_context)(tasks, tmp_path, **changes))
             await service.start()
             try:
                 yield service
@@ -123,32 +34,6 @@ def serving(context_of: Callable[..., WorkerContext]) -> Serving:
                 await service.stop()
 
     return serve
-
-
-def put(service: CountingService, group: int, advantage: float = 1.0) -> RowRef:
-    store = service.context.row_store(0, 0)
-    row = {
-        "prompt_ids": np.array([1, 2], np.int32),
-        "response_ids": np.array([3, 4, 5], np.int32),
-        "logprobs": np.zeros(3, np.float32),
-        "versions": np.zeros(3, np.int32),
-    }
-    place = store.put(row)
-    return RowRef(group, 0, 0, EPOCH, 2, 3, 0, 0, "stop", (place,), 1.0, advantage)
-
-
-def cuts(service: CountingService, version: int, *groups: int, advantage: float = 1.0) -> Cuts:
-    rows = tuple(put(service, group, advantage) for group in groups)
-    return Cuts(EPOCH, version, BatchRef(rows), 3 * len(rows), len(rows))
-
-
-async def published_weight(service: CountingService) -> float:
-    published = await service.published()
-    reader = open_reader(published, SPEC)
-    try:
-        return float(reader.tensors(published)["w"])
-    finally:
-        reader.close()
 
 
 async def test_version_zero_lies_in_the_arena_before_the_first_step(tmp_path: Path, serving: Serving) -> None:
@@ -315,10 +200,3 @@ async def test_a_checkpoint_is_of_the_named_version_and_resumes(tmp_path: Path, 
         assert await published_weight(resumed) == 1.0
         next_cuts = replace(cuts(resumed, 1, 5), epoch=EPOCH + 1)
         assert (await resumed.step(next_cuts)).chain == chain(bytes.fromhex(report.chain), [(5, 0, 0)]).hex()
-
-
-async def test_several_ranks_are_refused_at_start(tmp_path: Path, context_of: Callable[..., WorkerContext]) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        service = CountingService(context_of(tasks, tmp_path, layout=Layout(dp=2)))
-        with pytest.raises(ConfigError, match="layout_dp"):
-            await service.start()

@@ -1,84 +1,97 @@
 """Data-parallel ranks: gradients as of one rank; the real collective in real processes."""
 
+import random
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.config import Config
+from asyncrl.engines.training import ranks
 from asyncrl.engines.training.interface import StepOutcome, TrainRow, run_step
+from asyncrl.engines.training.masking import Masked
+from asyncrl.engines.training.microbatch import PartRow
+from asyncrl.engines.training.ranks import Meeting, Processes, Ranks
+from asyncrl.engines.training.step import parts_of
 from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.errors import PeerLost, WeightsError
 
-DEADLINE = 30.0
+PATIENCE = 30.0
 
-TWO_SUMS = """
+EXCHANGES = """
 import sys, torch
+from contextlib import nullcontext
 from pathlib import Path
-from asyncrl.engines.training.ranks import Gloo
+from asyncrl.engines.training.ranks import Meeting, Processes, Ranks
 rank = int(sys.argv[2])
-ranks = Gloo(Path(sys.argv[1]), rank, 2, 30.0)
+ranks = Processes(Meeting(Path(sys.argv[1]), 30.0, 30.0), rank, 2, "cpu", nullcontext)
 print(ranks.sum(torch.tensor([1.0, rank])).tolist(), ranks.largest(torch.tensor([-rank, 5 * rank])).tolist())
-ranks.close()
+print(ranks.gather(torch.full((2 * rank, 3), rank)).tolist())
 """
 
 
-class ThreadRanks:
-    """Ranks that are threads of this process."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=DEADLINE)
-        self._given: dict[int, torch.Tensor] = {}
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._exchange(values)).sum(0)
-
-    def largest(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._exchange(values)).amax(0)
-
-    def _exchange(self, values: torch.Tensor) -> list[torch.Tensor]:
-        self._given[threading.get_ident()] = values.clone()
-        self._barrier.wait()
-        everything = [self._given[thread] for thread in sorted(self._given)]
-        self._barrier.wait()
-        return everything
+OnRanks = Callable[..., list[tuple[TorchTraining, StepOutcome]]]
 
 
-def on_ranks(config: Config, folder: Path, shares: list[list[TrainRow]]) -> list[tuple[TorchTraining, StepOutcome]]:
-    ranks, results = ThreadRanks(len(shares)), {}
-    # Loaded one after the other: transformers patches global state while it loads.
-    engines = [TorchTraining(config, folder, ranks) for _ in shares]
+@pytest.fixture
+def on_ranks(thread_ranks: Callable[[int], list[Ranks]]) -> OnRanks:
+    def run(config: Config, folder: Path, shares: list[list[TrainRow]]) -> list[tuple[TorchTraining, StepOutcome]]:
+        # Loaded one after the other: transformers patches global state while it loads.
+        engines = [TorchTraining(config, folder, rank) for rank in thread_ranks(len(shares))]
+        return side_by_side([lambda e=e, s=s: (e, run_step(e, s, 1, 5)) for e, s in zip(engines, shares, strict=True)])
 
-    def work(rank: int) -> None:
-        results[rank] = (engines[rank], run_step(engines[rank], shares[rank], 1, 5))
+    return run
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(shares))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * DEADLINE)
-    return [results[rank] for rank in range(len(shares))]
+
+def side_by_side(work: list[Callable[[], Any]]) -> list[Any]:
+    with ThreadPoolExecutor(len(work)) as threads:
+        return [done.result(PATIENCE) for done in [threads.submit(each) for each in work]]
 
 
 @pytest.mark.parametrize("first", [4, 7, 0])
-def test_t13_two_ranks_train_what_one_does(first: int, tiny: Path, make_rows: Callable, make_config: Callable) -> None:
+def test_t13_two_ranks_train_what_one_does(
+    first: int, tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
+) -> None:
     """Ragged rows in uneven shares; one rank may have none at all."""
     rows, config = make_rows(10), make_config(training={"max_grad_norm": 1e9})
     alone = TorchTraining(config, tiny)
     expected = run_step(alone, rows, 1, 5)
-    (one, report), (other, _) = on_ranks(config, tiny, [rows[:first], rows[first:]])
+    (one, report), (other, second) = on_ranks(config, tiny, [rows[:first], rows[first:]])
     assert report.metrics == pytest.approx(expected.metrics, abs=1e-6)
+    assert second.metrics == report.metrics
+    assert report.batch == second.batch == expected.batch
+    assert (*report.samples, *second.samples) == expected.samples
     for name in alone.named_tensors():
         assert torch.equal(one.named_tensors()[name], other.named_tensors()[name]), "ranks must not drift apart"
     for ours, whole in zip(_moments(one), _moments(alone), strict=True):
         torch.testing.assert_close(ours, whole, atol=1e-7, rtol=1e-4)
 
 
+def test_several_updates_on_three_ranks_are_those_of_one(
+    tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
+) -> None:
+    rows, config = make_rows(11), make_config(training={"updates": 3})
+    alone = TorchTraining(config, tiny)
+    expected = run_step(alone, rows, 1, 5)
+    found = on_ranks(config, tiny, [rows[::2], rows[1:4:2], rows[5::2]])
+    for engine, outcome in found:
+        assert (outcome.updates, outcome.batch) == (3, expected.batch)
+        assert outcome.metrics == pytest.approx(expected.metrics, abs=1e-5)
+        for name, weights in alone.named_tensors().items():
+            torch.testing.assert_close(engine.named_tensors()[name], weights, atol=1e-5, rtol=1e-4)
+
+
 def test_t30_one_rank_with_a_broken_loss_stops_the_step_of_all(
-    tiny: Path, make_rows: Callable, make_config: Callable
+    tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
 ) -> None:
     good, bad = make_rows(4), make_rows(4, advantage=float("nan"))
     outcomes = [outcome for _, outcome in on_ranks(make_config(), tiny, [good, bad])]
@@ -91,8 +104,67 @@ def _moments(engine: TorchTraining) -> list[torch.Tensor]:
     return [state[parameter]["exp_avg"] for parameter in engine._trainer.optimizer.parameters]
 
 
-def test_gloo_sums_over_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TWO_SUMS, str(tmp_path / "meeting")]
+def test_processes_exchange(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EXCHANGES, str(tmp_path / "meeting")]
     processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    answers = [process.communicate(timeout=60)[0].strip() for process in processes]
-    assert answers == ["[2.0, 1.0] [0, 5]"] * 2
+    answers = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+    assert answers == [["[2.0, 1.0] [0, 5]", "[[1, 1, 1], [1, 1, 1]]"]] * 2
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said(tmp_path: Path) -> None:
+    with pytest.raises(PeerLost, match=r"2 training ranks did not all meet within 0\.2 s \(seen by rank 0"):
+        Processes(Meeting(tmp_path / "meeting", 0.2, 30.0), 0, 2, "cpu", nullcontext)
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_updates_hold_the_same_rows_however_many_ranks_there_are(
+    count: int, size: int, updates: int, chance: random.Random
+) -> None:
+    batch = [(index // 4, index % 4, 0) for index in range(count)]
+    rank_of = {key: chance.randrange(size) for key in batch}
+    shares = [[part_row(key) for key in batch if rank_of[key] == rank] for rank in range(size)]
+    split = [list(parts_of(share, batch, updates)) for share in shares]
+    assert all(len(parts) == updates for parts in split)
+    for update in range(updates):
+        found = sorted(row.masked.row.key for parts in split for row in parts[update])
+        assert found == batch[update * count // updates : (update + 1) * count // updates]
+
+
+def part_row(key: tuple[int, int, int]) -> PartRow:
+    tokens = np.zeros(1, np.int64)
+    row = TrainRow(*key, 1, tokens, tokens, tokens.astype(np.float32), tokens, 0.0)
+    return PartRow(Masked(row, np.ones(1, np.bool_), True, tokens), 0.0)
+
+
+@pytest.mark.parametrize("bucket", [1, 100, 10**9])
+def test_gradients_are_summed_whatever_the_bucket(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "BUCKET", bucket)
+    sizes = [(3, 40), (7,), (2, 2), (90,)]
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    given = [torch.randn(size) for size in sizes]
+    for parameter, gradient in zip(parameters[:-1], given, strict=False):
+        parameter.grad = gradient.clone()
+    ranks.sum_gradients(Doubling(), parameters)
+    for parameter, gradient in zip(parameters[:-1], given, strict=False):
+        assert torch.equal(parameter.grad, 2 * gradient)
+    assert torch.equal(parameters[-1].grad, torch.zeros(90))
+
+
+class Doubling(ranks.Alone):
+    """As if a second rank had the same."""
+
+    size = 2
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return 2 * values
+
+
+def test_ranks_that_drift_apart_write_no_checkpoint(
+    tiny: Path, make_config: Callable, make_rows: Callable, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    (one, _), (other, _) = on_ranks(make_config(), tiny, [make_rows(2), make_rows(4)[2:]])
+    with torch.no_grad():
+        other.named_tensors()["model.norm.weight"][0] += 1e-6
+    with pytest.raises(WeightsError, match="no longer hold the same weights"):
+        side_by_side([lambda: one.save(tmp_path, {}), lambda: other.save(tmp_path, {})])
+    assert not list(tmp_path.iterdir())

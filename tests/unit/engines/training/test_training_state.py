@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config import Training
+from asyncrl.config import Config, Training
 from asyncrl.engines.training.interface import run_step
 from asyncrl.engines.training.optimizer import learning_rate
-from asyncrl.engines.training.state import digests
+from asyncrl.engines.training.ranks import Alone, Ranks
+from asyncrl.engines.training.state import digests, write_own_state
 from asyncrl.engines.training.torch import TorchTraining
-from asyncrl.errors import JournalError
+from asyncrl.errors import ConfigError, JournalError
 
 SETTINGS = {"schedule": "cosine", "warmup_steps": 2, "updates": 2, "weight_decay": 0.1}
 
@@ -81,7 +83,7 @@ def test_the_state_holds_no_code(tiny: Path, tmp_path: Path, make_config: Callab
     engine = TorchTraining(make_config(), tiny)
     engine.save(tmp_path, {"chain": "00"})
     state = torch.load(tmp_path / "trainer.pt", weights_only=True)
-    assert set(state) == {"optimizer", "rng", "extra"}
+    assert set(state) == {"optimizer", "rng", "extra", "ranks"}
 
 
 def test_digests_name_every_file_and_see_a_changed_byte(tmp_path: Path) -> None:
@@ -112,3 +114,40 @@ def test_weight_decay_spares_norms_and_biases(make_model: Callable, make_config:
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.5, 0.0)
     assert {p.ndim for p in decayed["params"]} == {2}
     assert {p.ndim for p in spared["params"]} == {1}
+
+
+def test_a_checkpoint_of_two_ranks_is_taken_up_by_one_two_or_three(
+    tiny: Path, tmp_path: Path, make_config: Callable, thread_ranks: Callable[[int], list[Ranks]]
+) -> None:
+    two = save_on_two_ranks(make_config(), tiny, tmp_path, thread_ranks)
+    made = {**digests(tmp_path), **digests(tmp_path, 1)}
+    assert {"trainer.pt", "rank-1.pt", "model/model.safetensors"} <= made.keys()
+    assert "rank-1.pt" not in digests(tmp_path), "it may not be whole yet when the first rank is done"
+    for ranks in (two, thread_ranks(3), [Alone()]):
+        for rank in ranks:
+            _, extra = TorchTraining.resume(make_config(), tmp_path, rank)
+            assert extra == {"version": 3}
+
+
+def test_ranks_with_random_numbers_of_their_own_get_them_back_and_others_are_refused(
+    tiny: Path, tmp_path: Path, make_config: Callable, thread_ranks: Callable[[int], list[Ranks]]
+) -> None:
+    two = save_on_two_ranks(make_config(), tiny, tmp_path, thread_ranks)
+    torch.manual_seed(5)
+    write_own_state(tmp_path, 1)
+    expected = torch.rand(3)
+    TorchTraining.resume(make_config(), tmp_path, two[1])
+    assert torch.equal(torch.rand(3), expected)
+    with pytest.raises(ConfigError, match=r"layout_dp = 1: .* is of 2 ranks, .* write 2"):
+        TorchTraining.resume(make_config(), tmp_path)
+
+
+def save_on_two_ranks(
+    config: Config, model: Path, folder: Path, thread_ranks: Callable[[int], list[Ranks]]
+) -> list[Ranks]:
+    two = thread_ranks(2)
+    engines = [TorchTraining(config, model, rank) for rank in two]
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(engine.save, folder, {"version": 3}) for engine in engines]:
+            done.result(30.0)
+    return two

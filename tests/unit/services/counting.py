@@ -1,0 +1,134 @@
+"""A training service around an engine of a few lines, for the tests of one rank and of several."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from asyncrl.compute import InlineCompute
+from asyncrl.config import Config
+from asyncrl.engines.training.interface import SampleOutcome, StepOutcome, TrainingEngine, TrainRow
+from asyncrl.engines.training.ranks import Alone, Ranks
+from asyncrl.engines.training.step import gather_keys
+from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
+from asyncrl.rows import HeapRows
+from asyncrl.service import WorkerContext
+from asyncrl.services.training import TrainingService
+from asyncrl.weights.arena import open_reader
+from asyncrl.weights.spec import WeightsSpec
+
+EPOCH = 3
+SPEC = WeightsSpec.of({"w": (1,)}, "float32")
+
+
+class CountingRun:
+    """Two passes; then the weight is the sum of all advantages so far, over all ranks. An infinite one is trouble."""
+
+    def __init__(self, engine: "CountingEngine", rows: Sequence[TrainRow]) -> None:
+        self._engine, self._rows = engine, rows
+        self.passes = 0
+
+    def advance(self) -> bool:
+        self.passes += 1
+        ranks = self._engine.ranks
+        if self.passes == 1:
+            self._batch = gather_keys(ranks, [row.key for row in self._rows])
+        if self.passes == 2 and not self._skipped:
+            self._engine.weight += ranks.sum(torch.tensor([sum(row.advantage for row in self._rows)])).item()
+        return self.passes < 3
+
+    @property
+    def _skipped(self) -> str:
+        return "not finite" if any(np.isinf(row.advantage) for row in self._rows) else ""
+
+    @property
+    def outcome(self) -> StepOutcome:
+        trained = 0 if self._skipped else 1
+        samples = tuple(SampleOutcome(row.key, trained * len(row.response_ids), 0) for row in self._rows)
+        return StepOutcome(trained, self._skipped, samples, tuple(self._batch), {"grad_norm": 1.0})
+
+
+class CountingEngine:
+    weights_spec = SPEC
+
+    def __init__(self, ranks: Ranks, weight: float = 0.0) -> None:
+        self.ranks, self.weight = ranks, weight
+
+    def begin(self, rows: Sequence[TrainRow], epoch: int, version: int) -> CountingRun:
+        return CountingRun(self, rows)
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.tensor([self.weight])}
+
+    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+        name = "state" if self.ranks.rank == 0 else f"rank-{self.ranks.rank}.pt"
+        (directory / name).write_text(json.dumps({"weight": self.weight, "extra": extra}))
+
+
+class CountingService(TrainingService):
+    def open_engine(self, ranks: Ranks) -> tuple[TrainingEngine, dict[str, Any]]:
+        if self.context.checkpoint_dir is None:
+            return CountingEngine(ranks), {}
+        state = json.loads((self.context.checkpoint_dir / "state").read_text())
+        return CountingEngine(ranks, state["weight"]), state["extra"]
+
+    def open_ranks(self) -> Ranks:
+        return cast(Ranks, self.context.options.get("ranks", Alone()))
+
+
+class PatientCompute(InlineCompute):
+    """Lets the loop turn before each function, as a thread does."""
+
+    async def run(self, function: Any, *args: Any) -> Any:
+        await asyncio.sleep(0)
+        return await super().run(function, *args)
+
+
+def config(**sections: Any) -> Config:
+    plain = {"model": {"name": "tiny"}, "task": {"prompts": "none"}, "fleet": {"wire": "inproc"}}
+    return Config.model_validate(plain | sections)
+
+
+def context_maker(worker_context: Callable[..., WorkerContext]) -> Callable[..., WorkerContext]:
+    def make(tasks: asyncio.TaskGroup, tmp_path: Path, **changes: Any) -> WorkerContext:
+        store = HeapRows("inproc://rows", 64, 4096)
+        values: dict[str, Any] = {
+            "config": config(),
+            "epoch": EPOCH,
+            "weights_arena": f"asyncrl-cafe0123-{tmp_path.name}",
+            "row_store": lambda slots, slot_bytes: store,
+        }
+        parts = {"source": store, "make_compute": PatientCompute, **values, **changes}
+        return worker_context("training", tasks=tasks, **parts)
+
+    return make
+
+
+def put(service: CountingService, group: int, advantage: float = 1.0) -> RowRef:
+    store = service.context.row_store(0, 0)
+    row = {
+        "prompt_ids": np.array([1, 2], np.int32),
+        "response_ids": np.array([3, 4, 5], np.int32),
+        "logprobs": np.zeros(3, np.float32),
+        "versions": np.zeros(3, np.int32),
+    }
+    place = store.put(row)
+    return RowRef(group, 0, 0, EPOCH, 2, 3, 0, 0, "stop", (place,), 1.0, advantage)
+
+
+def cuts(service: CountingService, version: int, *groups: int, advantage: float = 1.0) -> Cuts:
+    rows = tuple(put(service, group, advantage) for group in groups)
+    return Cuts(EPOCH, version, BatchRef(rows), 3 * len(rows), len(rows))
+
+
+async def published_weight(service: CountingService) -> float:
+    published = await service.published()
+    reader = open_reader(published, SPEC)
+    try:
+        return float(reader.tensors(published)["w"])
+    finally:
+        reader.close()

@@ -1,0 +1,201 @@
+"""Two ranks of the training service: they decide together, and whoever calls them sees one trainer."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.compute import ThreadCompute
+from asyncrl.engines.training.ranks import Ranks
+from asyncrl.errors import LostRows, Refused
+from asyncrl.protocols.batch import BatchRef, Cuts
+from asyncrl.protocols.chain import GENESIS, chain
+from asyncrl.protocols.contracts import Training
+from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.messages import Checkpointed, StepReport
+from asyncrl.protocols.transfer import fan_out
+from asyncrl.rows import HeapRows
+from asyncrl.service import WorkerContext
+
+sys.path.insert(0, str(Path(__file__).parent))
+from counting import EPOCH, CountingService, context_maker, cuts, published_weight, put
+
+
+class Two:
+    """Ranks in this process, two mostly, each with a compute thread of its own, called as a handle calls them."""
+
+    def __init__(self, ranks: list[CountingService]) -> None:
+        self.ranks = ranks
+
+    def calls(self, cuts: Cuts) -> list[Cuts]:
+        """Each rank's share."""
+        transfer = Training.endpoints["step"].transfer
+        return [args[0] for args in fan_out(transfer, (cuts,), Layout(dp=len(self.ranks)))[1]]
+
+    async def step(self, cuts: Cuts) -> StepReport:
+        shares = zip(self.ranks, self.calls(cuts), strict=True)
+        return StepReport.merge(await together(rank.step(share) for rank, share in shares))
+
+
+async def together(calls: Any) -> list[Any]:
+    """Answers of all; an error only when nobody is at work any more, and in PATIENCE at most."""
+    async with asyncio.timeout(PATIENCE):
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+    if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
+        assert len({type(error) for error in errors}) == 1
+        assert len(errors) == len(answers), f"ranks must agree: {answers}"
+        raise errors[0]
+    return answers
+
+
+PATIENCE = 20.0
+
+ServingTwo = Callable[..., AbstractAsyncContextManager[Two]]
+
+
+@pytest.fixture
+def serving_two(worker_context: Callable[..., WorkerContext], thread_ranks: Callable[[int], list[Ranks]]) -> ServingTwo:
+    @asynccontextmanager
+    async def serve(tmp_path: Path, size: int = 2) -> AsyncIterator[Two]:
+        store = HeapRows("inproc://rows", 64, 4096)
+        async with asyncio.TaskGroup() as tasks:
+            services = [
+                CountingService(
+                    context_maker(worker_context)(
+                        tasks,
+                        tmp_path,
+                        rank=ranks.rank,
+                        layout=Layout(dp=size),
+                        options={"ranks": ranks},
+                        make_compute=ThreadCompute,
+                        source=store,
+                        row_store=lambda slots, slot_bytes: store,
+                    )
+                )
+                for ranks in thread_ranks(size)
+            ]
+            await together(service.start() for service in services)
+            try:
+                yield Two(services)
+            finally:
+                for service in services:
+                    await service.stop()
+                    service.context.compute.close()
+
+    return serve
+
+
+async def test_two_ranks_report_the_step_and_the_chain_of_one(tmp_path: Path, serving_two: ServingTwo) -> None:
+    async with serving_two(tmp_path, 1) as one:
+        expected = [await one.step(cuts(one.ranks[0], 0, 1, 2, 5)), await one.step(cuts(one.ranks[0], 1, 6))]
+    async with serving_two(tmp_path) as two:
+        batch = cuts(two.ranks[0], 0, 1, 2, 5)
+        assert [len(share) for share in two.calls(batch)] == [2, 1]
+        found = [await two.step(batch), await two.step(cuts(two.ranks[0], 1, 6))]
+        assert found == expected
+        assert await published_weight(two.ranks[0]) == 4.0
+
+
+async def test_rows_that_one_rank_misses_stop_the_step_of_both_and_the_next_is_trained(
+    tmp_path: Path, serving_two: ServingTwo
+) -> None:
+    async with serving_two(tmp_path) as two:
+        first = two.ranks[0]
+        batch = cuts(first, 0, 1, 2)
+        first.context.row_store(0, 0).free([two.calls(batch)[1].batch.only.places[0]])
+        with pytest.raises(LostRows):
+            await two.step(batch)
+        assert (await two.step(cuts(first, 0, 1, 3))).chain == chain(GENESIS, [(1, 0, 0), (3, 0, 0)]).hex()
+
+
+async def test_what_was_foreseen_lies_where_the_step_then_asks_for_it(tmp_path: Path, serving_two: ServingTwo) -> None:
+    async with serving_two(tmp_path) as two:
+        batch = cuts(two.ranks[0], 0, 1, 2, 5)
+        shares = fan_out(Training.endpoints["foresee"].transfer, (batch.batch,), Layout(dp=2))[1]
+        held = await together(rank.foresee(share) for rank, (share,) in zip(two.ranks, shares, strict=True))
+        assert held == [[True, True], [True]]
+        placeless = replace(batch, batch=BatchRef(tuple(row.lying_at(()) for row in batch.batch)))
+        assert [sample.group for sample in (await two.step(placeless)).samples] == [1, 2, 5]
+
+
+async def test_a_step_whose_rows_were_not_read_ahead_is_asked_for_again_with_their_places(
+    tmp_path: Path, serving_two: ServingTwo
+) -> None:
+    async with serving_two(tmp_path) as two:
+        batch = cuts(two.ranks[0], 0, 1, 2, 5)
+        await two.ranks[0].foresee(two.calls(batch)[0].batch)
+        placeless = replace(batch, batch=BatchRef(tuple(row.lying_at(()) for row in batch.batch)))
+        with pytest.raises(LostRows):
+            await two.step(placeless)
+        assert (await two.step(batch)).version == 1
+
+
+async def test_a_share_that_comes_again_after_others_lost_rows_is_trained_and_not_taken_for_the_lost_one(
+    tmp_path: Path, serving_two: ServingTwo
+) -> None:
+    """A handle cancels the other ranks' calls on the first error; the next batch may have the same share for them."""
+    async with serving_two(tmp_path) as two:
+        one, other = two.ranks
+        kept, gone, instead = put(one, 1), put(one, 2), put(one, 3)
+        one.context.row_store(0, 0).free([gone.places[0]])
+        left_behind = asyncio.ensure_future(one.step(Cuts(EPOCH, 0, BatchRef((kept,)), 6, 2)))
+        lost = asyncio.ensure_future(other.step(Cuts(EPOCH, 0, BatchRef((gone,)), 6, 2)))
+        await asyncio.sleep(0)
+        left_behind.cancel()
+        await asyncio.wait([left_behind])
+        report = asyncio.ensure_future(two.step(Cuts(EPOCH, 0, BatchRef((kept, instead)), 6, 2)))
+        with pytest.raises(LostRows):
+            await lost
+        assert [sample.group for sample in (await report).samples] == [1, 3]
+
+
+async def test_a_repeated_call_is_answered_by_each_rank_from_its_report(
+    tmp_path: Path, serving_two: ServingTwo
+) -> None:
+    async with serving_two(tmp_path) as two:
+        batch = cuts(two.ranks[0], 0, 1, 2)
+        first = await two.step(batch)
+        for row in batch.batch:
+            two.ranks[0].context.row_store(0, 0).free([row.places[0]])
+        assert await two.step(batch) == first
+        with pytest.raises(Refused, match="version 0 of epoch 3"):
+            await two.step(cuts(two.ranks[0], 0, 4, 5))
+
+
+async def test_a_rank_without_rows_takes_part(tmp_path: Path, serving_two: ServingTwo) -> None:
+    async with serving_two(tmp_path) as two:
+        batch = cuts(two.ranks[0], 0, 7)
+        assert [len(share) for share in two.calls(batch)] == [1, 0]
+        assert [sample.group for sample in (await two.step(batch)).samples] == [7]
+        assert [await rank.step(share) for rank, share in zip(two.ranks, two.calls(batch), strict=True)]
+
+
+async def test_only_the_first_rank_publishes_and_keeps_leases(tmp_path: Path, serving_two: ServingTwo) -> None:
+    async with serving_two(tmp_path) as two:
+        one, other = two.ranks
+        for rank in two.ranks:
+            await rank.using("slow", 0)
+        await two.step(cuts(one, 0, 1, 2))
+        shares = two.calls(cuts(one, 1, 3, 4))
+        waiting = asyncio.ensure_future(one.step(shares[0]))
+        assert (await other.step(shares[1])).published is None
+        assert not waiting.done(), "slow still reads version 0, whose slot version 2 needs"
+        for rank in two.ranks:
+            await rank.using("slow", 1)
+        assert (await waiting).published == await one.published()
+
+
+async def test_a_checkpoint_of_two_ranks_names_the_files_of_both(tmp_path: Path, serving_two: ServingTwo) -> None:
+    folder = tmp_path / "tmp-1"
+    async with serving_two(tmp_path) as two:
+        report = await two.step(cuts(two.ranks[0], 0, 1, 2))
+        with pytest.raises(Refused, match="version 0 of epoch 3"):
+            await together(rank.checkpoint(str(folder), EPOCH, 0) for rank in two.ranks)
+        made = await together(rank.checkpoint(str(folder), EPOCH, 1) for rank in two.ranks)
+        assert Checkpointed.merge(made).chain == report.chain
+        assert Checkpointed.merge(made).files.keys() == {"state", "rank-1.pt"}
