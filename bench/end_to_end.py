@@ -2,10 +2,11 @@
 
 All sides train the same model of three million random weights in float32 with the same optimizer, reward, batch of
 64 x 8 samples, prescribed lengths and environment, no KL; in turn, so that what the machine does meanwhile hits all.
-TRL runs as given (its defaults but for the precision) and at the best of a grid; ours at limit 2 and at limit 0. TRL
+TRL runs as given (its defaults but for the precision) and at the best of a grid; ours at limit 2 and at limit 0, each
+with one and with two ranks of the trainer. Ours are compared with ours of as many ranks, TRL with our fastest. TRL
 needs an interpreter of its own: bench/peers/setup trl, or TRL_PYTHON.
 
-The default looks at one workload once, in some five minutes; in full: --workload all --rounds 5 --search.
+The default looks at one workload once, in some six minutes; in full: --workload all --rounds 5 --search.
 """
 
 import argparse
@@ -40,6 +41,7 @@ GRID = [
 ]
 """TRL pads a batch to its longest completion, whatever the micro-batch."""
 OURS, OFF, GIVEN, TUNED = "asyncrl", "asyncrl, limit 0", "TRL as given", "TRL at its best"
+OURS_TWO, OFF_TWO = "asyncrl, 2 ranks", "asyncrl, limit 0, 2 ranks"
 STAGES = ("generation", "reward", "training")
 
 
@@ -88,7 +90,9 @@ def measure(workload: Workload, asked: argparse.Namespace, folder: Path) -> None
     best = BEST if not asked.search or asked.without_trl else search(workload, folder)
     sides: dict[str, Callable[[], Outcome]] = {
         OURS: lambda: run_own(Own(LIMIT), workload, 2 * asked.steps, WARM, folder),
+        OURS_TWO: lambda: run_own(Own(LIMIT, ranks=2), workload, 2 * asked.steps, WARM, folder),
         OFF: lambda: run_own(Own(0), workload, 2 * asked.steps, WARM, folder),
+        OFF_TWO: lambda: run_own(Own(0, ranks=2), workload, 2 * asked.steps, WARM, folder),
     }
     if not asked.without_trl:
         sides[TUNED] = lambda: run_trl(best, workload, asked.steps, TRL_WARM, folder)
@@ -119,12 +123,13 @@ def report(workload: Workload, found: Mapping[str, Sequence[Outcome]]) -> None:
     rates = {name: Seen(tuple(each.rate for each in outcomes)) for name, outcomes in found.items()}
     rows = [(name, str(rates[name]), *_medians(outcomes)) for name, outcomes in found.items()]
     print(table(("", "trained tokens/s", "s a step", *(f"{stage}, s" for stage in STAGES), "reward"), rows))
-    goals = {OFF: workload.over_synchronous, TUNED: workload.over_trl}
-    for name in (OFF, TUNED, GIVEN):
-        if name in found:
-            ratio = ratios(rates[OURS], rates[name])
-            line = f"asyncrl over {name} {ratio}"
-            print(verdict(line, ratio.median, goals[name]) if name in goals else f"  {line}")
+    best = max((OURS, OURS_TWO), key=lambda name: rates[name].median)
+    goals = {OFF: workload.over_synchronous, OFF_TWO: workload.over_synchronous, TUNED: workload.over_trl}
+    for ours, other in ((OURS, OFF), (OURS_TWO, OFF_TWO), (best, TUNED), (best, GIVEN)):
+        if other in found:
+            ratio = ratios(rates[ours], rates[other])
+            line = f"{ours} over {other} {ratio}"
+            print(verdict(line, ratio.median, goals[other]) if other in goals else f"  {line}")
     explain(found)
 
 

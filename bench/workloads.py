@@ -78,9 +78,10 @@ def environment(threads: int) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """How ours runs. limit: of staleness, 0 is asynchrony off."""
+    """How ours runs. limit: of staleness, 0 is asynchrony off. ranks: of the trainer."""
 
     limit: int
+    ranks: int = 1
     slots: int = 256
     micro_batch_tokens: int = 1312
     threads: int = 1
@@ -113,6 +114,7 @@ def own_values(own: Own, workload: Workload, steps: int, folder: Path) -> dict[s
         "training.learning_rate": LEARNING_RATE,
         "training.micro_batch_tokens": own.micro_batch_tokens,
         "training.checkpoint_every": 0,
+        "training.layout_dp": own.ranks,
         "staleness.limit": own.limit,
         "fleet.threads": own.threads,
     }
