@@ -11,9 +11,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+
+import numpy as np
 
 from asyncrl.bench.emulated import stages
 from asyncrl.bench.figures import Load, Seen, in_turn, number, ratios, table, verdict
@@ -23,12 +27,18 @@ from asyncrl.deploy.run import run
 from asyncrl.models import Show
 from asyncrl.settings import load as load_config
 from asyncrl.telemetry.display import LineDisplay
+from asyncrl.telemetry.trace import Tracer
+from asyncrl.telemetry.trace_merge import SUFFIX, merge
 
 WARM = 3
 """Steps at the start that count for nothing: the pipeline fills."""
 GROUPS, MEMBERS, LIMIT = 8, 8, 2
 SETTINGS = {"200/40/40/200 ms": ((0.2, 0.04, 0.04, 0.2), 0.99), "50/10/10/50 ms": ((0.05, 0.01, 0.01, 0.05), 0.97)}
 TRACING = 0.01
+EVENT_ROUNDS, TRACED_CALLS, ARROWS = 5, 400, 16
+CACHED_BYTES = 8 << 20
+"""More than the caches of a core hold for itself."""
+
 STAGES = ("generation", "reward", "reference", "training")
 
 
@@ -149,20 +159,52 @@ def _cpu() -> float:
 
 
 def cost_of_tracing(steps: int, rounds: int, folder: Path) -> None:
-    """The same runs with and without `telemetry.trace`, whole process trees."""
+    """The same runs with and without `telemetry.trace`, whole process trees. Two runs of the same order differ by
+    more than tracing may cost, so the events of a run are counted too, times what one costs."""
     watched = Load()
     model = _warmed_model(folder)
+    events: list[int] = []
 
     def cpu_of(*, trace: bool) -> float:
-        return quickstart(steps, trace, model, folder)
+        run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
+        seconds = quickstart(steps, trace, model, run_dir)
+        if trace:
+            events.append(events_in(run_dir))
+        return seconds
 
     seen = in_turn({"traced": lambda: cpu_of(trace=True), "untraced": lambda: cpu_of(trace=False)}, rounds)
     print(f"tracing the quickstart, {steps} steps: CPU-seconds of all processes, start included, {rounds} rounds")
     print(table(("", "CPU-seconds"), [(side, str(values)) for side, values in seen.items()]))
-    share = Seen(tuple(traced - 1 for traced in ratios(seen["traced"], seen["untraced"]).values))
-    print(f"  share of each round: {share}")
-    print(verdict("tracing's share of CPU", share.median, TRACING, most=True))
+    difference = Seen(tuple(traced - 1 for traced in ratios(seen["traced"], seen["untraced"]).values))
+    print(f"  difference of each round: {difference}, of which nobody knows what is tracing")
+    cost = Seen(tuple(seconds_of_event(folder) for _ in range(EVENT_ROUNDS)))
+    print(f"  {median(events):,.0f} events of {number(1e6 * cost.median)} µs each")
+    share = median(events) * cost.median / seen["untraced"].median
+    print(verdict("tracing's share of CPU, counted", share, TRACING, most=True))
     print(f"  {watched}")
+
+
+def events_in(run_dir: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in (run_dir / "logs").glob(f"*{SUFFIX}"))
+
+
+def seconds_of_event(folder: Path) -> float:
+    """From being recorded to lying in the merged file. Other work empties the caches between two calls, as it does in a
+    worker; each is a span in which the arrows of a group leave."""
+    run_dir = Path(tempfile.mkdtemp(dir=folder))
+    tracer = Tracer(run_dir / "logs" / f"generation0.0{SUFFIX}", "generation0.0")
+    other, spent = np.zeros(CACHED_BYTES, np.uint8), 0.0
+    for group in range(TRACED_CALLS):
+        other += 1
+        began = time.perf_counter()
+        with tracer.span("generate", group=group):
+            for member in range(ARROWS):
+                tracer.flow_start(f"sample {group}.{member}.0")
+        spent += time.perf_counter() - began
+    began = time.perf_counter()
+    tracer.close()
+    merge(run_dir)
+    return (spent + time.perf_counter() - began) / (TRACED_CALLS * (1 + ARROWS))
 
 
 def _warmed_model(folder: Path) -> Path:
@@ -172,10 +214,10 @@ def _warmed_model(folder: Path) -> Path:
     return asyncio.run(prepare(load_config("quickstart", ()).config, folder / "quickstart", quiet))
 
 
-def quickstart(steps: int, trace: bool, model: Path, folder: Path) -> float:
+def quickstart(steps: int, trace: bool, model: Path, run_dir: Path) -> float:
     flags = {"steps": steps, "telemetry.trace": str(trace).lower(), "model.name": model, "evaluate.prompts": ""}
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart"]
-    command += ["--run-dir", str(Path(tempfile.mkdtemp(dir=folder)) / "run")]
+    command += ["--run-dir", str(run_dir)]
     command += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
     before = _cpu()
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
