@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar, TypeVarTuple, Unpack
+from typing import Literal, Protocol, TypeVar, TypeVarTuple, Unpack
 
-from asyncrl.telemetry.clock import StateClock
+from asyncrl.telemetry.clock import State, StateClock
 
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
@@ -20,6 +20,7 @@ class Occupancy:
         self._clock = clock
         self._lock = threading.Lock()
         self._computing = self._calls = 0
+        self._state: State | Literal["idle"] = "idle"
         clock.idle()
 
     def computing(self) -> AbstractContextManager[None]:
@@ -32,24 +33,12 @@ class Occupancy:
 
     def _count(self, computing: int = 0, calls: int = 0) -> None:
         with self._lock:
-            before = self._state
             self._computing += computing
             self._calls += calls
-            if self._state != before:
-                self._book()
-
-    @property
-    def _state(self) -> str:
-        return "busy" if self._computing else "overhead" if self._calls else "idle"
-
-    def _book(self) -> None:
-        match self._state:
-            case "busy":
-                self._clock.enter("busy")
-            case "overhead":
-                self._clock.enter("overhead")
-            case _:
-                self._clock.idle()
+            state: State | Literal["idle"] = "busy" if self._computing else "overhead" if self._calls else "idle"
+            if state != self._state:
+                self._state = state
+                self._clock.idle() if state == "idle" else self._clock.enter(state)
 
 
 class _Counted:

@@ -92,7 +92,7 @@ class Handle:
         if not spec.transfer.one_of:
             return await self._on(await self._workers.living(until), spec, args, until)
         replica = await self._workers.freest(until)
-        with replica.taken():
+        with replica:
             return await self._on([replica], spec, args, until)
 
     async def _on(self, replicas: list[Replica], spec: EndpointSpec, args: Arguments, until: float) -> Any:
@@ -120,7 +120,7 @@ class Handle:
         until = self._until(args)
         replica = await self._workers.freest(until)
         lead, *_ = spec.transfer.collect(self._workers.layout)
-        with replica.taken():
+        with replica:
             items = replica.workers[lead].stream(spec, args, _left(until))
             async with aclosing(cast(Any, items)):
                 async for item in items:
@@ -132,8 +132,8 @@ class Handle:
         return replace(self._workers.layout, dp=self._workers.layout.dp * replicas)
 
     def _until(self, args: Arguments) -> float:
-        groups = [arg.deadline + GROUP_MARGIN for arg in args if isinstance(arg, PromptGroup)]
-        return asyncio.get_running_loop().time() + max(groups, default=self._call_deadline)
+        seconds = [arg.deadline + GROUP_MARGIN for arg in args if isinstance(arg, PromptGroup)]
+        return asyncio.get_running_loop().time() + (max(seconds) if seconds else self._call_deadline)
 
 
 def _unknown(contract: type[Contract], name: str) -> str:

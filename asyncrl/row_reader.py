@@ -62,6 +62,7 @@ class _Share:
     places: list[Place] = field(default_factory=list)
 
 
+_NOTHING: Array = np.empty(0, np.uint8)
 Cells = dict[str, list[Array]]
 """column -> its values in each row of the read."""
 
@@ -107,7 +108,7 @@ class RowReader:
 
         Raises what `read` raises; also at the end of the block, and then nothing seen inside counts.
         """
-        cells: Cells = {name: [np.empty(0, np.uint8)] * len(refs) for name in columns}
+        cells: Cells = {name: [_NOTHING] * len(refs) for name in columns}
         shares = _shares(refs, columns)
         for owner, share in shares:
             if not owner.startswith(SHARED_SCHEME):

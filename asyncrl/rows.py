@@ -24,7 +24,7 @@ import structlog
 from numpy.typing import NDArray
 
 from asyncrl.errors import ArenaFull, LostRows
-from asyncrl.memory import SHARED_MEMORY, Segment
+from asyncrl.memory import COPY_ALONE, SHARED_MEMORY, Segment, copy_by_two
 from asyncrl.protocols.batch import Array, Batch, Column, Place
 
 ROW_DTYPES = tuple(np.dtype(name) for name in ("<f4", "<i4", "u1", "<i8"))
@@ -163,9 +163,11 @@ class SharedTable:
         offset, table = start + 8 * _SLOT_WORDS, [len(columns)]
         for values in columns:
             table += (_CODES[values.dtype], len(values))
-            data = np.ascontiguousarray(values).data.cast("B") if len(values) else b""
-            self._bytes[offset : offset + len(data)] = data
-            offset += _aligned(len(data))
+            if values.nbytes >= COPY_ALONE:
+                copy_by_two(self.segment.array(offset, values.dtype, len(values)), values)
+            elif len(values):
+                self._bytes[offset : offset + values.nbytes] = np.ascontiguousarray(values).data.cast("B")
+            offset += _aligned(values.nbytes)
         _TABLES[len(columns)].pack_into(self._bytes, start + 8, *table)
         generation = self._generation(slot) + 1
         _WORD.pack_into(self._bytes, start, generation)
@@ -183,20 +185,16 @@ class SharedTable:
         self.check(place)
         start = self._start(place.slot)
         count, *table = _TABLES[min(len(place.columns), MAX_COLUMNS)].unpack_from(self._bytes, start + 8)
-        found, offset = {}, start + 8 * _SLOT_WORDS
+        found, offset, most = {}, start + 8 * _SLOT_WORDS, self.slot_bytes
         for name, code, length in zip(place.columns, table[::2], table[1::2], strict=False):
-            self._check_table(place, count, code, length)
-            dtype = ROW_DTYPES[code]
+            # A table that is being written while we look must not lead us astray.
+            dtype = ROW_DTYPES[code] if count == len(place.columns) and 0 <= code < len(ROW_DTYPES) else None
+            if dtype is None or not 0 <= (size := length * dtype.itemsize) <= most:
+                raise LostRows(f"slot {place.slot} of {place.owner} was overwritten while it was read")
             if name in columns:
                 found[name] = np.frombuffer(self._bytes, dtype, length, offset)
-            offset += _aligned(length * dtype.itemsize)
+            offset += -(-size // 8) * 8
         return [found[name] for name in columns]
-
-    def _check_table(self, place: Place, columns: int, code: int, length: int) -> None:
-        """A table that is being written while we look must not lead us astray."""
-        sound = columns == len(place.columns) and 0 <= code < len(ROW_DTYPES)
-        if not sound or not 0 <= length * ROW_DTYPES[code].itemsize <= self.slot_bytes:
-            raise LostRows(f"slot {place.slot} of {place.owner} was overwritten while it was read")
 
     def close(self) -> None:
         """What somebody borrows stays mapped until it is given back."""

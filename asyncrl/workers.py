@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
@@ -174,14 +174,12 @@ class Replica:
     def lives(self) -> bool:
         return all([worker.lives for worker in self.workers])
 
-    @contextmanager
-    def taken(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Counts in `load` a call that chose this replica, from the choice on: others choose before it is sent."""
         self.load += 1
-        try:
-            yield
-        finally:
-            self.load -= 1
+
+    def __exit__(self, *_: object) -> None:
+        self.load -= 1
 
 
 class Workers:
@@ -243,7 +241,8 @@ class Workers:
 
     async def freest(self, until: float) -> Replica:
         """The living replica that the fewest calls chose, the first of equals. Raises as `living`."""
-        return min(await self.living(until), key=lambda replica: replica.load)
+        living = self._living() or await self.living(until)
+        return living[0] if len(living) == 1 else min(living, key=lambda replica: replica.load)
 
     def _conditions(self) -> str:
         return "; ".join(worker.condition for worker in self if not worker.lives)

@@ -40,10 +40,15 @@ def _send_messages(socket: "zmq.Socket[bytes]", count: int) -> None:
 
 def _make_calls(socket: "zmq.Socket[bytes]", count: int) -> None:
     number = struct.Struct("<Q")
-    socket.send_multipart([number.pack(0), *encode(RUN)])
+
+    def send(count: int, message: object) -> None:
+        header, *rest = encode(message)
+        socket.send_multipart([number.pack(count) + bytes(header), *rest])
+
+    send(0, RUN)
     socket.recv_multipart()
     for call in range(count):
-        socket.send_multipart([number.pack(call + 1), *encode(Call(call, "echo", (call,), 60.0))])
+        send(call + 1, Call(call, "echo", (call,), 60.0))
         if call >= CREDIT:
             socket.recv_multipart()
     for _ in range(min(count, CREDIT)):

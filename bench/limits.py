@@ -1,4 +1,5 @@
-"""What the machine itself can do: memcpy, a bare asyncio echo, a Unix socket, and ZeroMQ as it comes."""
+"""What the machine itself can do: memcpy, a bare asyncio echo, a Unix socket, ZeroMQ as it comes, and its sockets with
+nothing around them."""
 
 import asyncio
 import socket
@@ -15,7 +16,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from asyncrl.bench.bare_peer import CHUNK, LARGE
+from asyncrl.bench.bare_peer import CHUNK, LARGE, BareSocket
 from asyncrl.bench.peers import rounds
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.wire.ends import pour
@@ -45,6 +46,27 @@ class _Answers(asyncio.Protocol):
         return await self._answer
 
 
+class _Dealer:
+    """The asking end of an echo over ZeroMQ."""
+
+    _answer: asyncio.Future[list[bytes]]
+
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = self._context.socket(zmq.DEALER)
+        socket.connect(address)
+        self._socket = BareSocket(socket, 1, lambda message: self._answer.set_result(message))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.destroy(linger=0)
+
+    async def ask(self, payload: bytes) -> list[bytes]:
+        self._answer = asyncio.get_running_loop().create_future()
+        self._socket.send([payload])
+        return await self._answer
+
+
 class Limits:
     """Processes to measure against, alive while it is entered. environment: theirs."""
 
@@ -54,7 +76,7 @@ class Limits:
         self._source, self._target = np.ones(LARGE, np.uint8), np.zeros(LARGE, np.uint8)
 
     async def __aenter__(self) -> Self:
-        paths = {kind: self._start(kind) for kind in ("echo", "sink", "zmq")}
+        paths = {kind: self._start(kind) for kind in ("echo", "sink", "zmq", "router")}
         for path in paths.values():
             _wait_for(path)
         loop = asyncio.get_running_loop()
@@ -66,6 +88,8 @@ class Limits:
         self._scope.callback(context.destroy, linger=0)
         self._zmq = context.socket(zmq.REQ)
         self._zmq.connect(f"ipc://{paths['zmq']}")
+        self._dealer = _Dealer(f"ipc://{paths['router']}")
+        self._scope.callback(self._dealer.close)
         return self
 
     async def __aexit__(
@@ -83,8 +107,10 @@ class Limits:
 
     async def measure(self) -> dict[str, float]:
         echoes = await rounds.percentiles_async(lambda: self._echo.ask(b"x" * 64), ECHOES)
+        over_zmq = await rounds.percentiles_async(lambda: self._dealer.ask(b"x" * 64), ECHOES)
         return {
             **echoes,
+            **{f"zmq_{name}": value for name, value in over_zmq.items()},
             "memcpy_gb_s": LARGE / rounds.milliseconds(lambda: np.copyto(self._target, self._source), 5) / 1e6,
             "memcpy_hot_gb_s": _hot_copies(),
             "unix_gb_s": LARGE / rounds.milliseconds(self._through_socket, 3) / 1e6,

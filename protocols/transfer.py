@@ -32,7 +32,7 @@ Distribute = Callable[[Sequence[int], Layout], list[Rows]]
 Collect = Callable[[Layout], list[int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
     """distribute(row weights, layout) -> rows of each rank; collect(layout) -> ranks whose answers are kept, in order.
 
@@ -73,6 +73,8 @@ class Fan:
         first = answers[0]
         if self.gather:
             return list(answers)
+        if len(answers) == 1 and not hasattr(type(first), "merge"):
+            return first
         if all(answer is None for answer in answers):
             return None
         if hasattr(type(first), "merge"):
@@ -81,8 +83,6 @@ class Fan:
             return self._in_order([row for answer in answers for row in answer], answers, _take_from_list)
         if is_divisible(first):
             return self._in_order(type(first).join(answers), answers, type(first).take)
-        if len(answers) == 1:
-            return first
         raise TypeError(f"answers of type {type(first).__name__} cannot be joined: give it a class method `merge`")
 
     def _in_order(self, joined: Any, answers: Sequence[Any], take: Callable[[Any, Rows], Any]) -> Any:
@@ -107,9 +107,9 @@ def fan_out(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fa
     if transfer.per_rank:
         return _per_rank(transfer, args, layout)
     divisible = [argument for argument in args if is_divisible(argument)]
-    if len({len(argument) for argument in divisible}) > 1:
+    if len(divisible) > 1 and len({len(argument) for argument in divisible}) > 1:
         raise ValueError(f"arguments to split differ in their rows: {[len(argument) for argument in divisible]}")
-    if not divisible:
+    if not divisible or (transfer.one_of and layout.size == 1):
         return _undivided(transfer, layout), [tuple(args)] * layout.size
     weights = divisible[0].row_weights()
     fan = _fan(transfer, weights, layout, len(weights))
@@ -124,7 +124,7 @@ def _fan(transfer: Transfer, weights: Sequence[int], layout: Layout, count: int 
 
 @lru_cache(maxsize=256)
 def _undivided(transfer: Transfer, layout: Layout) -> Fan:
-    """Of a call without rows; there are as many as protocols and layouts in use."""
+    """Of a call that is not split; there are as many as protocols and layouts in use."""
     return _fan(transfer, (), layout, None)
 
 

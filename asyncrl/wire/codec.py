@@ -35,6 +35,8 @@ _SCALARS = (type(None), bool, int, float, str, bytes)
 _CHECKS = tuple(field_checks(cls) for cls in WIRE_TYPES)
 _TAG_OF = {cls: _FIRST_TYPE + index for index, cls in enumerate(WIRE_TYPES)}
 _PLAIN = frozenset(_SCALARS)
+_pack = msgpack.Packer(strict_types=True).pack
+"""One packer for all messages; to make one costs more than a small message does."""
 
 MAX_PLANS = 256
 """Combinations of field types remembered for sending one type of message, whatever callers put into its fields."""
@@ -48,10 +50,10 @@ def encode(value: Any, limit_bytes: int = LIMIT_BYTES) -> list[Frame]:
     frames: list[Frame] = []
     tree = _lower(value, frames, 0)
     try:
-        header: bytes = msgpack.packb([[len(frame) for frame in frames], tree], strict_types=True)
+        header: bytes = _pack([list(map(len, frames)), tree])
     except (OverflowError, ValueError) as error:
         raise WireError(f"{type(value).__name__} cannot travel: {error}") from error
-    size = len(header) + sum(len(frame) for frame in frames)
+    size = len(header) + sum(map(len, frames))
     if size > limit_bytes:
         raise WireError(f"{type(value).__name__} has {size} bytes, more than the {limit_bytes} of one message")
     return [header, *frames]
@@ -127,16 +129,18 @@ def _lower_array(array: NDArray[Any], frames: list[Frame]) -> list[Any]:
 
 def decode(frames: Sequence[Frame], limit_bytes: int = LIMIT_BYTES) -> Any:
     """The value of these frames. Raises WireError for any bytes that `encode` would not have made."""
-    size = sum(len(frame) for frame in frames)
-    if not frames or size > limit_bytes:
-        raise WireError(f"a message of {len(frames)} frames and {size} bytes; at most {limit_bytes} bytes are taken")
+    lengths = list(map(len, frames))
+    if not frames or sum(lengths) > limit_bytes:
+        raise WireError(
+            f"a message of {len(frames)} frames and {sum(lengths)} bytes; at most {limit_bytes} bytes are taken"
+        )
     sizes, tree = _unpack(frames[0])
-    if sizes != [len(frame) for frame in frames[1:]]:
+    if sizes != lengths[1:]:
         raise WireError("the frames of a message do not have the sizes that its header declares")
     reader = _Reader(frames[1:])
     value = reader.read(tree, 0)
-    if reader.expected != len(frames) - 1:
-        raise WireError(f"{len(frames) - 1} frames came, {reader.expected} are used")
+    if reader.expected != len(sizes):
+        raise WireError(f"{len(sizes)} frames came, {reader.expected} are used")
     return value
 
 
@@ -209,12 +213,11 @@ class _Reader:
         checks = _CHECKS[index]
         if len(values) != len(checks):
             raise WireError(f"a {WIRE_TYPES[index].__name__} with {len(values)} fields; it has {len(checks)}")
-        for place in places:
-            name, check = checks[place]
-            try:
-                values[place] = check(self.read(values[place], depth + 1))
-            except WireError as error:
-                raise WireError(f"{WIRE_TYPES[index].__name__}.{name}: {error}") from error
+        try:
+            for place in places:
+                values[place] = checks[place][1](self.read(values[place], depth + 1))
+        except WireError as error:
+            raise WireError(f"{WIRE_TYPES[index].__name__}.{checks[place][0]}: {error}") from error
 
     def _array(self, node: list[Any]) -> NDArray[Any]:
         if len(node) != 4 or type(node[1]) is not int or not 0 <= node[1] < len(DTYPES):

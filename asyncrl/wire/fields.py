@@ -31,7 +31,12 @@ def check_for(hint: Any) -> Check:
     if origin is tuple and get_args(hint)[-1] is not Ellipsis:
         return _record([check_for(item) for item in get_args(hint)])
     if origin in (list, tuple):
-        return _sequence(origin, check_for(get_args(hint)[0]))
+        item = get_args(hint)[0]
+        if item is Any:
+            return _exactly(origin)
+        if isinstance(item, type) and item is not float:
+            return _uniform(origin, item)
+        return _sequence(origin, check_for(item))
     if origin in (dict, Mapping):
         return _mapping(check_for(get_args(hint)[1]))
     assert isinstance(hint, type), f"no rule for a field of type {hint}"
@@ -73,6 +78,21 @@ def _sequence(cls: type[list[Any]] | type[tuple[Any, ...]], item: Check) -> Chec
         if type(value) is not cls:
             raise WireError(f"expected {cls.__name__}, got {type(value).__name__}")
         return cls(item(element) for element in value)
+
+    return check
+
+
+def _uniform(cls: type[list[Any]] | type[tuple[Any, ...]], item: type) -> Check:
+    """A sequence of values of one plain type or message, which stay as they are."""
+    allowed = frozenset((item,))
+
+    def check(value: Any) -> Any:
+        if type(value) is not cls:
+            raise WireError(f"expected {cls.__name__}, got {type(value).__name__}")
+        if not allowed.issuperset(map(type, value)):
+            wrong = next(type(element) for element in value if type(element) is not item)
+            raise WireError(f"expected {item.__name__}, got {wrong.__name__}")
+        return value
 
     return check
 

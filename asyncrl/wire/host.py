@@ -1,6 +1,7 @@
 """The worker's side of links: greets callers, runs one task a call, answers with its result or its error."""
 
 import asyncio
+import itertools
 import math
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -11,6 +12,7 @@ from typing import Any
 from asyncrl.errors import DeadlineExceeded, PeerLost, WireError, lone
 from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
 from asyncrl.wire.answers import STREAM_WINDOW
+from asyncrl.wire.deadlines import Deadlines
 from asyncrl.wire.ends import CREDIT, Frame, Listener, Signal, pour
 from asyncrl.wire.line import Line
 from asyncrl.wire.link import LIVENESS
@@ -50,26 +52,26 @@ class Window:
 
 
 class Expiry:
-    """Cancels the task inside, `seconds` after it came in, and raises TimeoutError there: asyncio.timeout at half its
-    price, for every call has one. reached: whether that happened."""
+    """Cancels the task inside at `end`, in loop time, and raises TimeoutError there: asyncio.timeout at a fraction of
+    its price, for every call has one. reached: whether that happened."""
 
-    __slots__ = ("_before", "_seconds", "_task", "_timer", "reached")
+    __slots__ = ("_before", "_deadlines", "_end", "_number", "_task", "reached")
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self.reached = seconds, False
+    def __init__(self, deadlines: Deadlines, number: int, end: float) -> None:
+        self._deadlines, self._number, self._end, self.reached = deadlines, number, end, False
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None, "calls are served by tasks"
         self._task, self._before = task, task.cancelling()
-        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._reach)
+        self._deadlines.add(self._number, self._end, self._reach)
 
     def _reach(self) -> None:
         self.reached = True
         self._task.cancel()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._timer.cancel()
+        self._deadlines.discard(self._number)
         if self.reached and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
@@ -106,6 +108,7 @@ class Host:
         self._listener, self._dispatch, self._identity = listener, dispatch, identity
         self._credit, self._heartbeat = credit, heartbeat
         self._sessions: dict[bytes, Session] = {}
+        self._deadlines, self._numbers = Deadlines(), itertools.count()
 
     @property
     def running(self) -> int:
@@ -120,6 +123,7 @@ class Host:
                 await self._receive(tasks)
                 beat.cancel()
         finally:
+            self._deadlines.close()
             self._listener.close()
 
     async def _receive(self, tasks: asyncio.TaskGroup) -> None:
@@ -231,7 +235,8 @@ class Host:
 
     async def _outcome(self, session: Session, call: Call) -> Reply | Failure:
         """The supervised boundary: whatever a call raises becomes its answer."""
-        expiry = Expiry(call.deadline)
+        end = asyncio.get_running_loop().time() + call.deadline
+        expiry = Expiry(self._deadlines, next(self._numbers), end)
         try:
             with expiry:
                 return Reply(call.call, await self._result(session, call))

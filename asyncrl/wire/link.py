@@ -9,6 +9,7 @@ from typing import Any, Self
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WireError
 from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
 from asyncrl.wire.answers import Items, Single, error_of
+from asyncrl.wire.deadlines import Deadlines
 from asyncrl.wire.ends import Caller, Frame, Signal, pour
 from asyncrl.wire.line import Line
 
@@ -35,6 +36,7 @@ class Link:
         self._caller, self._hello, self._instance, self._heartbeat = caller, hello, instance, heartbeat
         self._line = Line(caller.offer, caller.send)
         self._answers: dict[int, Single | Items] = {}
+        self._deadlines = Deadlines()
         self._abandoned: list[int] = []
         self._calls = self._credit = 0
         self._room = Signal()
@@ -89,6 +91,7 @@ class Link:
         self.fail("the link was closed")
         for task in self._tasks:
             task.cancel()
+        self._deadlines.close()
         self._caller.close()
 
     def _check(self) -> None:
@@ -100,17 +103,16 @@ class Link:
     async def call(self, method: str, args: tuple[Any, ...], deadline: float, span: str = "") -> Any:
         """The worker's reply. Raises DeadlineExceeded after `deadline` seconds, PeerLost, WireError for arguments that
         may not travel, and what the worker raised: the class of asyncrl.errors by that name, or RemoteError."""
-        loop = asyncio.get_running_loop()
         answer, call = Single(), self._new_call(method, args, deadline, span)
-        end = loop.time() + deadline
-        expiry = loop.call_at(end, self._expire, call, answer)
+        end = asyncio.get_running_loop().time() + deadline
+        self._deadlines.add(call.call, end, lambda: answer.expire(self._overdue(method, deadline)))
         try:
             if not self._start_at_once(call, answer):
                 async with self._until(end, method, deadline):
                     await self._start(call, answer)
             return await answer.future
         finally:
-            expiry.cancel()
+            self._deadlines.discard(call.call)
             self._finish(call.call, answer)
 
     async def stream(
@@ -146,9 +148,6 @@ class Link:
         return DeadlineExceeded(
             f"{self.peer} did not answer {method} within {seconds:g} s; {len(self._answers)} calls wait there"
         )
-
-    def _expire(self, call: Call, answer: Single) -> None:
-        answer.expire(self._overdue(call.method, call.deadline))
 
     def _start_at_once(self, call: Call, answer: Single) -> bool:
         """The common case, without a scope for waiting: there is credit and room."""

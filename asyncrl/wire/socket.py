@@ -46,7 +46,7 @@ _Backend: Any = zmq.backend.Socket
 """The compiled class under zmq.Socket: its methods cost a fifth of those that wrap them."""
 
 _get, _send, _recv = _Backend.get, _Backend.send, _Backend.recv
-_EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 MadeEnd = TypeVar("MadeEnd", "ZmqCaller", "ZmqListener")
 
@@ -80,6 +80,7 @@ class _End:
         self._socket, self._loop = socket, asyncio.get_running_loop()
         self._readable, self._writable, self._turn = Signal(), Signal(), Turn()
         self._ended = ""
+        self._closed = False
         self._pouring: _Pouring | None = None
         self._loop.add_reader(socket.fileno(), self._look)
         self._watch = self._loop.call_later(WATCHDOG_SECONDS, self._look_again)
@@ -133,10 +134,16 @@ class _End:
             return
         pouring.due = False
         with pouring:
-            for _ in range(DRAIN_BUDGET):
-                if self._socket.closed or not _has_input(self._socket):
+            for taken in range(DRAIN_BUDGET):
+                # To be told that there is nothing costs as much as three looks at EVENTS, each as much as a message:
+                # one look where a single message is likely, none in a flood.
+                if self._closed or (taken == 1 and not _has_input(self._socket)):
                     break
-                pouring.take(self._message())
+                try:
+                    message = self._message()
+                except zmq.Again:
+                    break
+                pouring.take(message)
             else:
                 return self._call_in()
             if self._ended:
@@ -146,22 +153,22 @@ class _End:
         """What `receive` returns."""
         return self._take()
 
-    async def _receive(self) -> list[Frame]:
+    async def _receive(self) -> Any:
         await self._turn.next()
         while True:
-            if self._socket.closed:
+            if self._closed:
                 raise PeerLost(self._ended)
             if _has_input(self._socket):
-                return self._take()
+                return self._message()
             if self._ended:
                 raise PeerLost(self._ended)
             self._turn.rest()
             await self._readable.wait()
 
     def _take(self) -> list[Frame]:
-        """Small frames copied, large ones as views."""
-        frames: list[Frame] = [_recv(self._socket, _NOBLOCK)]
-        more = _get(self._socket, _RCVMORE)
+        """Small frames copied, large ones as views. Raises zmq.Again when there is none."""
+        frames: list[Frame] = []
+        more = True
         while more:
             part = _recv(self._socket, _NOBLOCK, False)
             more = part.more
@@ -175,8 +182,9 @@ class _End:
         self._writable.wake()
 
     def close(self) -> None:
-        if self._socket.closed:
+        if self._closed:
             return
+        self._closed = True
         self._watch.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close(linger=0)
@@ -214,10 +222,11 @@ class ZmqCaller(_End):
             await send_when_room(partial(self._offer, frames), self._writable, self.address)
 
     async def receive(self) -> list[Frame]:
-        return await self._receive()
+        frames: list[Frame] = await self._receive()
+        return frames
 
     def close(self) -> None:
-        if not self._socket.closed:
+        if not self._closed:
             self._loop.remove_reader(self._monitor.fileno())
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
@@ -240,14 +249,12 @@ class ZmqListener(_End):
             await send_when_room(partial(self.offer, peer, frames), self._writable, f"caller {peer.hex()}")
 
     async def receive(self) -> tuple[bytes, list[Frame]]:
-        return _from_peer(await self._receive())
+        message: tuple[bytes, list[Frame]] = await self._receive()
+        return message
 
     def _message(self) -> tuple[bytes, list[Frame]]:
-        return _from_peer(self._take())
-
-
-def _from_peer(message: list[Frame]) -> tuple[bytes, list[Frame]]:
-    return bytes(message[0]), message[1:]
+        """The first frame, never the last, is who sent the others: ROUTER puts it there."""
+        return _recv(self._socket, _NOBLOCK), self._take()
 
 
 class ZmqWire:
@@ -265,7 +272,7 @@ class ZmqWire:
 
     @property
     def open_ends(self) -> int:
-        return sum(not end._socket.closed for end in self._ends)
+        return sum(not end._closed for end in self._ends)
 
     def connect(self, address: str) -> ZmqCaller:
         keys = self._keys_for(address)
@@ -306,7 +313,7 @@ class ZmqWire:
         return self._keys
 
     def _kept(self, end: MadeEnd) -> MadeEnd:
-        self._ends = [other for other in self._ends if not other._socket.closed]
+        self._ends = [other for other in self._ends if not other._closed]
         self._ends.append(end)
         return end
 

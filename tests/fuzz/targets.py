@@ -112,7 +112,10 @@ def split(data: bytes) -> list[Frames]:
 
 def numbered(messages: Sequence[Frames], first: int) -> list[Frames]:
     """As the sender of a link numbers them, so that an input gets past the numbers."""
-    return [[struct.pack("<Q", first + index), *frames] for index, frames in enumerate(messages)]
+    return [
+        [struct.pack("<Q", first + index) + b"".join(bytes(frame) for frame in frames[:1]), *frames[1:]]
+        for index, frames in enumerate(messages)
+    ]
 
 
 def frames_of(message: Any) -> Frames:

@@ -43,6 +43,7 @@ PURE = {
     "asyncrl/staleness_report.py",
     "asyncrl/supervisor.py",
     "asyncrl/wire/answers.py",
+    "asyncrl/wire/deadlines.py",
     "asyncrl/wire/host.py",
     "asyncrl/wire/line.py",
     "asyncrl/wire/link.py",

@@ -41,7 +41,7 @@ Patch = pytest.MonkeyPatch
 
 
 def a_gap_in_the_numbers_is_ignored(patch: Patch) -> None:
-    patch.setattr(Line, "accept", lambda line, frames, *limits: decode(frames[1:], *limits))
+    patch.setattr(Line, "accept", lambda line, frames, *limits: decode([frames[0][8:], *frames[1:]], *limits))
 
 
 def heartbeats_never_fire(patch: Patch) -> None:

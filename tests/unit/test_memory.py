@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ArenaFull
-from asyncrl.memory import Segment, segment_name, sweep, sweep_instance
+from asyncrl.memory import Segment, copy_by_two, segment_name, sweep, sweep_instance
 
 
 def test_what_one_maps_the_other_sees(tmp_path: Path) -> None:
@@ -96,3 +96,10 @@ def test_a_dead_worker_leaves_nothing(tmp_path: Path) -> None:
             (tmp_path / segment_name("aa", 1, instance, kind)).touch()
     assert len(sweep_instance("aa", 1, "w0.0-1-ab", tmp_path)) == 2
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_copy_by_two_threads_is_whole() -> None:
+    source = np.arange(100_001, dtype=np.int32)
+    target = np.zeros_like(source)
+    copy_by_two(target, source)
+    assert np.array_equal(target, source)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ArenaFull, LostRows
-from asyncrl.memory import segment_name
+from asyncrl.memory import COPY_ALONE, segment_name
 from asyncrl.protocols.batch import Place
 from asyncrl.rows import HeapRows, SharedRows, SharedTable, bytes_of_slot, open_rows
 
@@ -203,3 +203,14 @@ TestHeapRows = RowsModel.TestCase
 TestSharedRows = SharedRowsModel.TestCase
 for case in (TestHeapRows, TestSharedRows):
     case.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+
+
+def test_a_long_column_between_others_is_stored_whole(tmp_path: Path) -> None:
+    long = np.arange(COPY_ALONE // 4 + 3, dtype=np.int32)
+    columns = {"before": np.full(3, 7, np.uint8), "long": long, "after": np.arange(5)}
+    size = bytes_of_slot({name: (values.dtype, len(values)) for name, values in columns.items()})
+    store = SharedRows(NAME, 2, size, tmp_path)
+    found = store.read(store.put(columns), list(columns))
+    for values, expected in zip(found, columns.values(), strict=True):
+        assert np.array_equal(values, expected)
+    store.close()

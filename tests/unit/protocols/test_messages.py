@@ -4,8 +4,8 @@ from typing import Any
 
 from asyncrl.protocols.messages import PROTOCOL, WIRE_TYPES
 
-DIGESTS = {1: "14d53b9552037f10"}
-"""Of what the messages of each protocol are made of."""
+DIGESTS = {2: "14d53b9552037f10"}
+"""Of what the messages of each protocol are made of. 2: as in 1, which had the number in a frame of its own."""
 
 
 def described(field: "Field[Any]") -> str:

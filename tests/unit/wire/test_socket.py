@@ -12,8 +12,10 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError, PeerLost
+from asyncrl.protocols.messages import Ping
 from asyncrl.wire.auth import CurveKeys
 from asyncrl.wire.ends import DRAIN_BUDGET, HIGH_WATER, pour
+from asyncrl.wire.line import Line
 from asyncrl.wire.socket import ZmqWire
 
 TCP = "tcp://127.0.0.1:*"
@@ -268,3 +270,13 @@ async def test_pouring_hands_over_what_came_before_and_ends_with_the_end(wire: Z
         with pytest.raises(PeerLost, match="was closed here"):
             await pour(listener, take)
     assert taken == [b"%d" % number for number in range(total)]
+
+
+async def test_a_small_message_is_one_frame(wire: ZmqWire) -> None:
+    listener = wire.listen(TCP)
+    caller = wire.connect(listener.address)
+    await Line(caller.offer, caller.send).send(Ping(7))
+    async with asyncio.timeout(5):
+        _, frames = await listener.receive()
+    assert len(frames) == 1
+    assert Line(caller.offer, caller.send).accept(frames) == Ping(7)
