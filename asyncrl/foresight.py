@@ -9,27 +9,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
-from asyncrl.books import Books
+from asyncrl.a_moment import a_moment
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.messages import StepReport
 
-Held = tuple[tuple[int, int, int], ...]
+Held = tuple[BatchRef, BatchRef]
+"""A batch that the trainer has read, and the same without places."""
 
 
 class Foresight:
-    """Foresees once in an iteration, as soon as enough samples are ready. running: whether an iteration runs.
+    """Foresees once in an iteration, as soon as enough samples are ready. foresee: see Iterations.
 
     training: the trainer for a page, whose `step` sends no more than is needed.
     """
 
-    def __init__(self, training: Training, books: Books, running: Callable[[], bool]) -> None:
+    def __init__(self, training: Training, foresee: Callable[[], BatchRef | None]) -> None:
         self.training = cast(Training, _Training(training, self))
-        self._trainer, self._books, self._running = training, books, running
+        self._trainer, self._foresee = training, foresee
         self._changed = asyncio.Event()
         self._waiting = False
-        self._held: Held = ()
+        self._held: Held | None = None
 
     def began(self) -> None:
         """Another iteration: look out for the one after it."""
@@ -45,27 +46,26 @@ class Foresight:
         """For ever."""
         while True:
             await self._changed.wait()
+            await a_moment()
             self._changed.clear()
-            if self._waiting and self._running() and (rows := self._books.foreseen()):
+            if self._waiting and (batch := self._foresee()) is not None:
                 self._waiting = False
-                await self._tell(BatchRef(tuple(rows)))
+                await self._tell(batch)
 
-    async def _tell(self, samples: BatchRef) -> None:
-        self._held = ()
+    async def _tell(self, batch: BatchRef) -> None:
+        self._held = None
         try:
-            held = await self._trainer.foresee(samples)
+            held = await self._trainer.foresee(batch)
         except (PeerLost, DeadlineExceeded):
             return  # A trainer that is lost ends the run elsewhere; a slow one reads in its step.
-        if held and all(held):
-            self._held = _names(samples)
+        if all(held):
+            self._held = batch, BatchRef(tuple([row.lying_at(()) for row in batch]))
 
-    def known(self, cuts: Cuts) -> bool:
-        """Whether the trainer has read all of this batch."""
-        return bool(self._held) and _names(cuts.batch) == self._held
-
-    def forget(self) -> None:
-        """The trainer has not read anything ahead."""
-        self._held = ()
+    def shortened(self, cuts: Cuts) -> Cuts | None:
+        """The cuts by name, if the trainer has read this batch."""
+        if self._held is None or cuts.batch is not self._held[0]:
+            return None
+        return replace(cuts, batch=self._held[1])
 
 
 class _Training:
@@ -78,18 +78,9 @@ class _Training:
         return getattr(self._trainer, name)
 
     async def step(self, cuts: Cuts) -> StepReport:
-        if not self._foresight.known(cuts):
+        if (shortened := self._foresight.shortened(cuts)) is None:
             return await self._trainer.step(cuts)
         try:
-            return await self._trainer.step(_without_places(cuts))
+            return await self._trainer.step(shortened)
         except LostRows:
-            self._foresight.forget()
             return await self._trainer.step(cuts)
-
-
-def _names(samples: BatchRef) -> Held:
-    return tuple([row.name for row in samples])
-
-
-def _without_places(cuts: Cuts) -> Cuts:
-    return replace(cuts, batch=BatchRef(tuple([row.lying_at(()) for row in cuts.batch])))
