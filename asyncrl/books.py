@@ -126,6 +126,10 @@ class Books:
             self._changed()
         return pick.cuts
 
+    def foreseen(self) -> list[RowRef]:
+        """What would train next were no iteration running; [] while that is no full batch."""
+        return [row for group, members in self.gate.foreseen() for row in self.rows(group, members)]
+
     def rewarded(self, cuts: Iterable[Cut]) -> list[RewardedCut]:
         """The cuts with every reward of their groups that is known now."""
         return [RewardedCut(group, members, self.gate.rewards(group)) for group, members in cuts]

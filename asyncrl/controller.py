@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from asyncrl.a_moment import a_moment
 from asyncrl.books import Books, lies_at
 from asyncrl.config import Config
 from asyncrl.errors import first
@@ -110,7 +109,7 @@ class Controller:
             self._books, advantages, sampling.epoch, self._rows_lost, mask_truncated=schedule.mask_truncated
         )
         self.staleness = self._iterations.staleness
-        self._foresight = Foresight(fleet.training, self._iterations.foresee)
+        self._foresight = Foresight(fleet.training, self._books, lambda: self._iterations.running)
         self._drawable, self._pickable = asyncio.Event(), asyncio.Event()
         self._stopping = False
         self._dead: deque[str] = deque(maxlen=REMEMBERED_DEAD)
@@ -176,8 +175,6 @@ class Controller:
             self._notices.idle_because("blocked")
             self._drawable.clear()
             await self._drawable.wait()
-            if self._gate.counts()[Stage.RUNNING]:
-                await a_moment()  # generation has work
 
     def _move(self) -> None:
         """Something changed: perhaps a group may be drawn, perhaps a batch is complete."""

@@ -9,28 +9,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
-from asyncrl.a_moment import a_moment
+from asyncrl.books import Books
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.messages import StepReport
 
-Held = tuple[BatchRef, BatchRef]
-"""A batch that the trainer has read, and the same without places."""
+Held = tuple[tuple[int, int, int], ...]
 
 
 class Foresight:
-    """Foresees once in an iteration, as soon as enough samples are ready. foresee: see Iterations.
+    """Foresees once in an iteration, as soon as enough samples are ready. running: whether an iteration runs.
 
     training: the trainer for a page, whose `step` sends no more than is needed.
     """
 
-    def __init__(self, training: Training, foresee: Callable[[], BatchRef | None]) -> None:
+    def __init__(self, training: Training, books: Books, running: Callable[[], bool]) -> None:
         self.training = cast(Training, _Training(training, self))
-        self._trainer, self._foresee = training, foresee
+        self._trainer, self._books, self._running = training, books, running
         self._changed = asyncio.Event()
         self._waiting = False
-        self._held: Held | None = None
+        self._held: Held = ()
 
     def began(self) -> None:
         """Another iteration: look out for the one after it."""
@@ -46,26 +45,27 @@ class Foresight:
         """For ever."""
         while True:
             await self._changed.wait()
-            await a_moment()
             self._changed.clear()
-            if self._waiting and (batch := self._foresee()) is not None:
+            if self._waiting and self._running() and (rows := self._books.foreseen()):
                 self._waiting = False
-                await self._tell(batch)
+                await self._tell(BatchRef(tuple(rows)))
 
-    async def _tell(self, batch: BatchRef) -> None:
-        self._held = None
+    async def _tell(self, samples: BatchRef) -> None:
+        self._held = ()
         try:
-            held = await self._trainer.foresee(batch)
+            held = await self._trainer.foresee(samples)
         except (PeerLost, DeadlineExceeded):
             return  # A trainer that is lost ends the run elsewhere; a slow one reads in its step.
-        if all(held):
-            self._held = batch, BatchRef(tuple([row.lying_at(()) for row in batch]))
+        if held and all(held):
+            self._held = _names(samples)
 
-    def shortened(self, cuts: Cuts) -> Cuts | None:
-        """The cuts by name, if the trainer has read this batch."""
-        if self._held is None or cuts.batch is not self._held[0]:
-            return None
-        return replace(cuts, batch=self._held[1])
+    def known(self, cuts: Cuts) -> bool:
+        """Whether the trainer has read all of this batch."""
+        return bool(self._held) and _names(cuts.batch) == self._held
+
+    def forget(self) -> None:
+        """The trainer has not read anything ahead."""
+        self._held = ()
 
 
 class _Training:
@@ -78,9 +78,18 @@ class _Training:
         return getattr(self._trainer, name)
 
     async def step(self, cuts: Cuts) -> StepReport:
-        if (shortened := self._foresight.shortened(cuts)) is None:
+        if not self._foresight.known(cuts):
             return await self._trainer.step(cuts)
         try:
-            return await self._trainer.step(shortened)
+            return await self._trainer.step(_without_places(cuts))
         except LostRows:
+            self._foresight.forget()
             return await self._trainer.step(cuts)
+
+
+def _names(samples: BatchRef) -> Held:
+    return tuple([row.name for row in samples])
+
+
+def _without_places(cuts: Cuts) -> Cuts:
+    return replace(cuts, batch=BatchRef(tuple([row.lying_at(()) for row in cuts.batch])))

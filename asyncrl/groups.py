@@ -154,7 +154,7 @@ class Group:
     baselines: list[float] = field(default_factory=list)
 
     def members(self, *stages: Stage) -> tuple[int, ...]:
-        return tuple([member for member, sample in enumerate(self.samples) if sample.stage in stages])
+        return tuple(member for member, sample in enumerate(self.samples) if sample.stage in stages)
 
     def rewards(self) -> dict[int, float]:
         """Of every member in the baseline; a sample dropped as stale stays in it, an unscorable one never was."""

@@ -8,7 +8,7 @@ from types import TracebackType
 from asyncrl.books import Books
 from asyncrl.errors import DeadlineExceeded, FleetFailed, LostRows, NonFiniteLoss, PeerLost, Refused
 from asyncrl.events import StepBegan, StepDone, StepLost
-from asyncrl.objectives.advantages import Advantages, RewardedCut
+from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import StepReport
 from asyncrl.staleness import Cut
@@ -51,15 +51,6 @@ class Running:
     began: float
 
 
-@dataclass(frozen=True, slots=True)
-class Basis:
-    """What a batch follows from, and nothing else: equal ones have equal batches."""
-
-    version: int
-    rewarded: list[RewardedCut]
-    rows: list[RowRef]
-
-
 class Iterations:
     """Begins and ends iterations, at most one at a time.
 
@@ -81,7 +72,6 @@ class Iterations:
         self._advantages, self._epoch, self._mask_truncated = advantages, epoch, mask_truncated
         self._rows_lost = rows_lost
         self._running: Running | None = None
-        self._foreseen: tuple[Basis, BatchRef] | None = None
         self._ended = asyncio.get_running_loop().time()
         self._not_finite: list[Cuts] = []
 
@@ -91,11 +81,10 @@ class Iterations:
 
     def begin(self, picked: tuple[Cut, ...]) -> Iteration:
         """The picked samples with their advantages, sorted by (group, member)."""
-        basis, foreseen = self._basis(picked, self._gate.version), self._foreseen
-        batch = foreseen[1] if foreseen is not None and foreseen[0] == basis else self._with_advantages(basis)
-        counted = [row for row in batch if not (self._mask_truncated and row.finish == "length")]
-        tokens = sum([row.tokens for row in counted])
-        cuts = Cuts(self._epoch, self._gate.version, batch, tokens, len(counted))
+        rows = self._with_advantages(picked)
+        counted = [row for row in rows if not (self._mask_truncated and row.finish == "length")]
+        tokens = sum(row.tokens for row in counted)
+        cuts = Cuts(self._epoch, self._gate.version, BatchRef(tuple(rows)), tokens, len(counted))
         self._running = Running(picked, cuts, asyncio.get_running_loop().time())
         self._books.observe(StepBegan(cuts))
         return Iteration(cuts, self.lost)
@@ -125,27 +114,13 @@ class Iterations:
         self._books.requeue(running.picked)
         self._rows_lost(running.cuts, str(error))
 
-    def foresee(self) -> BatchRef | None:
-        """While an iteration runs: the batch that comes next as far as one can tell; None while none is complete.
-
-        When the gate picks it at the next version with the same rewards, `begin` gives this very object.
-        """
-        picked = self._gate.foreseen() if self.running else ()
-        if not picked:
-            return None
-        basis = self._basis(picked, self._gate.version + 1)
-        batch = self._with_advantages(basis)
-        self._foreseen = (basis, batch)
-        return batch
-
-    def _basis(self, picked: tuple[Cut, ...], version: int) -> Basis:
-        rows = [row for group, members in picked for row in self._books.rows(group, members)]
-        return Basis(version, self._books.rewarded(picked), rows)
-
-    def _with_advantages(self, basis: Basis) -> BatchRef:
-        of_cuts = self._advantages(basis.rewarded, basis.version)
-        pairs = zip(basis.rows, [advantage for of_cut in of_cuts for advantage in of_cut], strict=True)
-        return BatchRef(tuple([row.with_advantage(advantage) for row, advantage in pairs]))
+    def _with_advantages(self, picked: tuple[Cut, ...]) -> list[RowRef]:
+        advantages = self._advantages(self._books.rewarded(picked), self._gate.version)
+        return [
+            row.with_advantage(advantage)
+            for (group, members), of_cut in zip(picked, advantages, strict=True)
+            for row, advantage in zip(self._books.rows(group, members), of_cut, strict=True)
+        ]
 
     def _end(self) -> Running:
         assert self._running is not None, "an iteration ends once, after it began"

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Literal
 
-from asyncrl.a_moment import a_moment
 from asyncrl.errors import Retryable
 from asyncrl.evaluation import Evaluation
 from asyncrl.events import Event, SampleScored, SamplesDropped, StepBegan, StepDone
@@ -125,7 +124,6 @@ class Recorder:
         metrics |= batch_metrics(done.cuts.batch) | self._term_means(done.cuts.batch)
         metrics |= report_metrics(done.report, now - self._last_step)
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
-        await a_moment()
         metrics |= self._shares.since_last(await self._healths()) | self._evaluated
         records = self._records(done)
         self._metrics.write(metrics)

@@ -215,7 +215,7 @@ class Gate:
         next version some of it may be too old, or others may have come that are more urgent."""
         if self._counts[Stage.READY] < self.config.batch:
             return ()
-        cuts = self._take(cut for cut in self.cuts() if len(self.rewards(cut[0])) >= self.config.baseline)
+        cuts = self._take(self.cuts())
         return tuple(sorted(cuts)) if sum(len(members) for _, members in cuts) >= self.config.batch else ()
 
     # ---- the rules ---------------------------------------------------------------------------------------
@@ -235,9 +235,8 @@ class Gate:
 
     def cuts(self) -> list[Cut]:
         """What could be trained now, most urgent first."""
-        ready = [(group, group.members(Stage.READY)) for group in self._groups.values()]
-        offered = [(self._urgency(group, m), m) for group, m in ready if m and self.may_cut(group)]
-        return [(group, members) for (_, group), members in sorted(offered)]
+        ready = [group for group in self._groups.values() if group.members(Stage.READY) and self.may_cut(group)]
+        return [(group.id, group.members(Stage.READY)) for group in sorted(ready, key=self._urgency)]
 
     def may_cut(self, group: Group) -> bool:
         """Whether the READY members of this group may train without waiting for the others."""
@@ -383,10 +382,10 @@ class Gate:
             samples += len(cut[1])
         return taken
 
-    def _urgency(self, group: Group, members: Iterable[int]) -> tuple[int, int]:
+    def _urgency(self, group: Group) -> tuple[int, int]:
         if self.config.policy == "block":
             return (group.drawn_at, group.id)
-        return (min([group.samples[member].last for member in members]), group.id)
+        return (min(group.samples[member].last for member in group.members(Stage.READY)), group.id)
 
     def _must_wait(self, cuts: Sequence[Cut]) -> bool:
         waiting_helps = self.config.policy == "block" and not self.exhausted

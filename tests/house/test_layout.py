@@ -28,7 +28,6 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/telemetry/sinks/worker.py",
 }
 PURE = {
-    "asyncrl/a_moment.py",
     "asyncrl/books.py",
     "asyncrl/checkpoint.py",
     "asyncrl/controller.py",

@@ -91,18 +91,6 @@ def test_a_complete_group_with_one_reward_has_no_baseline() -> None:
     assert gate.finished(0)
 
 
-def test_groups_without_a_baseline_are_not_foreseen_for_they_will_be_dropped() -> None:
-    gate = one_group(members=2, limit=3)
-    gate.draw()
-    ready(gate, 0, 0, 1.0)
-    assert gate.generated(0, 1, 0, 0, 0)
-    assert gate.scored(0, 1, 0, None)
-    ready(gate, 1, 0, 1.0)
-    assert gate.foreseen() == ()
-    ready(gate, 1, 1, 0.0)
-    assert gate.foreseen() == ((1, (0, 1)),) == gate.pick().cuts
-
-
 def test_the_gap_of_an_early_cut_is_known_when_its_group_is_finished() -> None:
     gate = one_group(members=3, cut_at=2, slots=3)
     ready(gate, 0, 0, 1.0)

@@ -115,8 +115,8 @@ class ShortBatchTooSoon(Gate):
 
 
 class NewestFirst(Gate):
-    def _urgency(self, group: Group, members: Iterable[int]) -> tuple[int, int]:
-        last, number = super()._urgency(group, members)
+    def _urgency(self, group: Group) -> tuple[int, int]:
+        last, number = super()._urgency(group)
         return (-last, number)
 
 
