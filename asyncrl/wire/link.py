@@ -131,6 +131,8 @@ class Link:
             self._finish(call.call, answer)
 
     def _new_call(self, method: str, args: tuple[Any, ...], deadline: float, span: str) -> Call:
+        if deadline <= 0:
+            raise DeadlineExceeded(f"{self.peer} was not asked for {method}: its deadline passed {-deadline:g} s ago")
         self._calls += 1
         return Call(self._calls - 1, method, args, deadline, span)
 

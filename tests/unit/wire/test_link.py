@@ -52,6 +52,21 @@ async def test_the_deadline_names_method_peer_and_seconds_and_ends_the_call_ther
         await eventually(lambda: worker.cancelled == ["hang"] and worker.host.running == 0)
 
 
+async def test_a_call_whose_deadline_has_passed_already_fails_alone(site: Any) -> None:
+    """The second try of a call may come that late; the worker would take such a deadline for strange bytes."""
+    async with site.serving() as worker, site.link(worker) as link, asyncio.TaskGroup() as tasks:
+        hanging = tasks.create_task(link.call("hang", (), 60.0))
+        await worker.started.wait()
+        for seconds in (0.0, -1.5):
+            with pytest.raises(DeadlineExceeded, match=r"generation0\[1\] was not asked for echo"):
+                await link.call("echo", (), seconds)
+            with pytest.raises(DeadlineExceeded, match=r"generation0\[1\] was not asked for count"):
+                await anext(link.stream("count", (3,), seconds))
+        assert await link.call("echo", (1,), 5.0) == (1,)
+        assert [call.method for call in worker.calls] == ["hang", "echo"]
+        hanging.cancel()
+
+
 async def test_closing_a_stream_cancels_the_call(site: Any, eventually: Eventually) -> None:
     async with site.serving() as worker, site.link(worker) as link:
         async with aclosing(link.stream("count", (10_000_000,), 5.0)) as items:
