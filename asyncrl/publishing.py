@@ -73,8 +73,9 @@ class Publisher:
             using = await self._told(reader, published)
             if using is None:
                 return self._overdue(reader, published, asyncio.get_running_loop().time() - began)
-            if reader in using.readers:
-                await self._relay(reader, using)
+            if reader not in using.readers:
+                return  # It goes on with what it reads.
+            await self._relay(reader, using)
         except Retryable:
             return  # Whoever keeps the fleet knows of the death; a reader that takes its place is announced to.
         except Refused:

@@ -210,3 +210,18 @@ def test_weights_are_kept_for_those_that_are_told() -> None:
         (published,) = reader.told
         assert published.readers == (name,)
     assert set(scene.leases.using_now) == {"a", "b", "c"}
+
+
+def test_a_reader_that_goes_on_with_what_it_reads_took_over_nothing() -> None:
+    class GoesOn(Reader):
+        async def use_weights(self, published: Published) -> Using:
+            return Using((), published.version)
+
+    async def script(scene: Scene) -> None:
+        scene.announce(1)
+        await asyncio.sleep(1)
+
+    scene = Scene()
+    scene.readers.each["a"] = GoesOn("a", [])
+    play(scene, script)
+    assert [event.reader for event in scene.events if isinstance(event, WeightsHandedOver)] == ["b"]
