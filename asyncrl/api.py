@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.names import name_of
 from asyncrl.rundir import RunDirectory, new_run_directory
 from asyncrl.settings import load
 from asyncrl.telemetry.metrics import read_metrics
@@ -193,7 +194,7 @@ def _by_name(functions: Sequence[str | Function]) -> tuple[list[dict[str, Any]],
             here.append(taking_one(function))
     if named and here:
         raise ConfigError(
-            f"{here[0].__name__} has no importable name, the other rewards have: put all of them into a module, or none"
+            f"{name_of(here[0])} has no importable name, the other rewards have: put all of them into a module, or none"
         )
     return named, here
 
@@ -207,7 +208,7 @@ def _reward_here(functions: Sequence[Function], say: Callable[[str], None]) -> "
     if not functions:
         return {}
     for function in functions:
-        say(f"reward {function.__name__} has no importable name: it is called in this process")
+        say(f"reward {name_of(function)} has no importable name: it is called in this process")
     return {"reward": ServiceSpec("reward", Reward, reward_service_of(functions), here=True)}
 
 

@@ -4,8 +4,9 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,12 @@ def resolve(spec: str, where: str) -> Any:
         public = [known for known in vars(module) if not known.startswith("_")]
         raise ConfigError(f"{where}: {source} has no {name}{suggestion(name, public)}")
     return getattr(module, name)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What messages and terms call a function: its own name, or that of its class."""
+    target = function.func if isinstance(function, partial) else function
+    return str(getattr(target, "__name__", type(target).__name__)).strip("<>")
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:

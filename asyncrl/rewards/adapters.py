@@ -2,11 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.names import suggestion
+from asyncrl.names import name_of, suggestion
 from asyncrl.rewards.sample import Function, Sample
 
 Parameters = Mapping[str, inspect.Parameter]
@@ -28,7 +27,7 @@ def from_trl(function: Callable[..., Any]) -> Function:
     parameters = inspect.signature(function).parameters
     if missing := [name for name in _needed(parameters) if name in NOT_PASSED]:
         raise ConfigError(
-            f"{_name_of(function)} takes {' and '.join(missing)}, which TRL passes and asyncrl does not; "
+            f"{name_of(function)} takes {' and '.join(missing)}, which TRL passes and asyncrl does not; "
             f"give it a default: {missing[0]}=None"
         )
     return _serving_both(function, lambda samples: function(**_accepted(parameters, _trl_arguments(samples))), list)
@@ -101,11 +100,6 @@ def _needed(parameters: Parameters) -> list[str]:
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    target = function.func if isinstance(function, partial) else function
-    return str(getattr(target, "__name__", type(target).__name__))
 
 
 def _verl_arguments(samples: list[Sample]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.names import resolve, suggestion
+from asyncrl.names import name_of, resolve, suggestion
 from asyncrl.rewards.adapters import from_trl, from_verl
 from asyncrl.rewards.sample import Function
 from asyncrl.rewards.templates import TEMPLATES
@@ -40,7 +40,7 @@ def function_specs(reward: "Reward") -> list[FunctionSpec]:
         ConfigError: there are none, or two of one name.
     """
     specs = [
-        FunctionSpec(each.use, each.name or _name_of(each.use), each.weight, each.group, dict(each.options))
+        FunctionSpec(each.use, each.name or _last_part(each.use), each.weight, each.group, dict(each.options))
         for each in reward.functions
     ]
     if not specs:
@@ -95,13 +95,8 @@ def taking_one(function: Function) -> Function:
     try:
         signature.bind(None)
     except TypeError as error:
-        raise ConfigError(f"{ONE_ARGUMENT}, not as {_name_in_messages(function)}{signature}: {error}") from None
+        raise ConfigError(f"{ONE_ARGUMENT}, not as {name_of(function)}{signature}: {error}") from None
     return function
-
-
-def _name_in_messages(function: Function) -> str:
-    target = function.func if isinstance(function, partial) else function
-    return str(getattr(target, "__name__", type(target).__name__))
 
 
 def is_concurrent(function: Function) -> bool:
@@ -116,7 +111,7 @@ def _split(use: str) -> tuple[str, str]:
     return (adapter, rest) if adapter in ADAPTERS and ":" in rest else ("", use)
 
 
-def _name_of(use: str) -> str:
+def _last_part(use: str) -> str:
     return use.rpartition(":")[2]
 
 

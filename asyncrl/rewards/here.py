@@ -8,10 +8,13 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
+from asyncrl.names import name_of
 from asyncrl.rewards.calling import attempt
 from asyncrl.rewards.functions import FunctionSpec
+from asyncrl.rewards.places import Places
 from asyncrl.rewards.sample import Function, Sample, Verdict, with_columns
 from asyncrl.together import together
 
@@ -39,8 +42,12 @@ class HerePool:
     def __init__(self, functions: Sequence[Function], deadline: float) -> None:
         self._functions, self._deadline = list(functions), deadline
         self.specs = tuple(FunctionSpec(name, name) for name in _names(functions))
-        self._places = asyncio.Semaphore(THREADS)
-        self.queued = 0
+        self._places = Places(THREADS)
+
+    @property
+    def queued(self) -> int:
+        """Calls that wait for their turn."""
+        return self._places.waiting
 
     async def start(self) -> None:
         """Nothing has to be loaded."""
@@ -53,9 +60,7 @@ class HerePool:
         return await together(*(self._verdict(function, sample) for sample in samples))
 
     async def _verdict(self, function: int, sample: Sample) -> Verdict:
-        self.queued += 1
         async with self._places:
-            self.queued -= 1
             try:
                 async with asyncio.timeout(self._deadline + GRACE):
                     return await self._on_a_thread(self._functions[function], sample)
@@ -73,22 +78,18 @@ class HerePool:
 
         def work() -> None:
             (verdict,) = asyncio.run(attempt(function, [with_columns(sample)], False, self._deadline))
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
                 loop.call_soon_threadsafe(answer, verdict)
 
-        threading.Thread(target=work, name=f"reward {_name(function)}", daemon=True).start()
+        threading.Thread(target=work, name=f"reward {name_of(function)}", daemon=True).start()
         return await answered
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
 
 
 def _names(functions: Sequence[Function]) -> list[str]:
     """One each: of two lambdas the second is `lambda_2`, or they would share a term."""
     names: list[str] = []
     for function in functions:
-        name = base = _name(function)
+        name = base = name_of(function)
         number = 1
         while name in names:
             number += 1

@@ -7,11 +7,11 @@ samples in flight, which the gate bounds.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.rewards.functions import FunctionSpec
+from asyncrl.rewards.places import Places
 from asyncrl.rewards.process import ChildEnded, ChildProcess
 from asyncrl.rewards.sample import Sample, Verdict
 from asyncrl.together import together
@@ -57,8 +57,6 @@ class Seat:
 class Pool:
     """Runs reward functions in `workers` children and, if there are coroutine functions, one more.
 
-    queued: calls that wait for their turn.
-
     deadline: seconds one call of a function may take; start_deadline: seconds a child may take to load them.
     tasks: owns the calls, which outlive a caller that was cancelled, so that its child is not killed for it.
     """
@@ -77,10 +75,13 @@ class Pool:
         self._own = [Seat(self.specs, start_deadline, tasks) for _ in range(workers)]
         self._shared = Seat(self.specs, start_deadline, tasks)
         self._free = list(self._own)
-        self._own_places = asyncio.Semaphore(workers)
-        self._overlapping = asyncio.Semaphore(OVERLAPPING)
+        self._alone_at_a_time, self._overlapping = Places(workers), Places(OVERLAPPING)
         self._concurrent: list[bool] = []
-        self.queued = 0
+
+    @property
+    def queued(self) -> int:
+        """Calls that wait for their turn."""
+        return self._alone_at_a_time.waiting + self._overlapping.waiting
 
     async def start(self) -> None:
         """Raises ConfigError when a function cannot be loaded, DeadlineExceeded when that takes too long."""
@@ -129,27 +130,15 @@ class Pool:
         """A child that is lost takes all its calls along, and nobody can say which was to blame: each is made again,
         alone, where it can only blame itself."""
         try:
-            async with self._turn(self._overlapping):
+            async with self._overlapping:
                 return await self._shared.call(function, samples, self._deadline, GRACE)
         except ChildEnded:
             return await self._alone(function, samples, GRACE)
 
     async def _alone(self, function: int, samples: Sequence[Sample], grace: float) -> list[Verdict]:
-        async with self._turn(self._own_places):
+        async with self._alone_at_a_time:
             seat = self._free.pop()
             try:
                 return await seat.call(function, samples, self._deadline, grace)
             finally:
                 self._free.append(seat)
-
-    @asynccontextmanager
-    async def _turn(self, places: asyncio.Semaphore) -> AsyncIterator[None]:
-        self.queued += 1
-        try:
-            await places.acquire()
-        finally:
-            self.queued -= 1
-        try:
-            yield
-        finally:
-            places.release()

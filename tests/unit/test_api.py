@@ -7,12 +7,13 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
 import asyncrl.api
-from asyncrl.api import _run_here_or_beside
+from asyncrl.api import _by_name, _reward_here, _run_here_or_beside
 
 
 def functions_of(thread: int) -> set[str]:
@@ -91,3 +92,14 @@ async def test_an_interrupt_while_work_is_handed_over_leaves_nothing_running(
         _run_here_or_beside(work)
     assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncrl.train")]
+
+
+def test_a_reward_without_a_name_of_its_own_is_called_by_that_of_its_function() -> None:
+    def scaled(sample: object, *, by: float) -> float:
+        return by
+
+    said: list[str] = []
+    named, here = _by_name([partial(scaled, by=2.0)])
+    assert not named
+    assert list(_reward_here(here, said.append)) == ["reward"]
+    assert said == ["reward scaled has no importable name: it is called in this process"]
