@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Literal
 
-from asyncrl.errors import Retryable
+from asyncrl.errors import FleetFailed, Retryable
 from asyncrl.evaluation import Evaluation
 from asyncrl.events import Event, SampleScored, SamplesDropped, StepBegan, StepDone
 from asyncrl.fleet import Fleet
@@ -57,6 +57,7 @@ class Recorder:
     ) -> None:
         self._fleet, self._samples_per_step, self._epoch = fleet, samples_per_step, epoch
         self._show, self._send = show, send
+        self._path = directory.path
         self._metrics, self._samples = MetricsFile(directory.metrics), SamplesFile(directory.samples)
         self._evaluations = LineFile(directory.evaluations)
         self._events: asyncio.Queue[Event] = asyncio.Queue(WAITING_EVENTS)
@@ -70,9 +71,16 @@ class Recorder:
         self._last_step = self._began
 
     def observe(self, event: Event) -> None:
-        """Take an event; never waits."""
-        if isinstance(event, SampleScored | SamplesDropped | StepBegan | StepDone):
+        """Take an event; never waits. Raises FleetFailed when far too many are not written yet."""
+        if not isinstance(event, SampleScored | SamplesDropped | StepBegan | StepDone):
+            return
+        try:
             self._events.put_nowait(event)
+        except asyncio.QueueFull:
+            raise FleetFailed(
+                f"{self._events.maxsize:,} events wait to be written below {self._path}: what it lies on takes nothing "
+                "any more; look at that disk or mount"
+            ) from None
 
     async def run(self) -> None:
         """For ever: write down what was observed."""

@@ -4,7 +4,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from asyncrl import virtual
+import pytest
+
+from asyncrl import recording, virtual
+from asyncrl.errors import FleetFailed
 from asyncrl.events import SampleScored, SamplesDropped
 from asyncrl.fleet import Fleet
 from asyncrl.protocols.batch import RowRef
@@ -53,6 +56,18 @@ async def test_nothing_is_kept_of_attempts_that_were_overtaken(tmp_path: Path) -
         await recorder.drain()
         assert not recorder._terms
         running.cancel()
+    recorder.close()
+
+
+async def test_events_that_nothing_writes_end_the_run_and_say_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "WAITING_EVENTS", 4)
+    recorder = recorder_of(NO_FLEET, tmp_path)
+    for member in range(4):
+        recorder.observe(scored(member, 0))
+    with pytest.raises(FleetFailed, match=f"4 events wait to be written below {tmp_path}"):
+        recorder.observe(scored(4, 0))
     recorder.close()
 
 
