@@ -76,9 +76,9 @@ class Compute(Protocol):
 class ThreadCompute:
     """The one compute thread of a worker. What waits is bounded by the calls that may be outstanding on its links."""
 
-    def __init__(self, occupancy: Occupancy, name: str = "compute") -> None:
+    def __init__(self, occupancy: Occupancy) -> None:
         self._occupancy = occupancy
-        self._executor = ThreadPoolExecutor(1, initializer=_name_this_thread, initargs=(name,))
+        self._executor = ThreadPoolExecutor(1, initializer=_name_this_thread)
         self._queued = 0
 
     @property
@@ -100,9 +100,9 @@ class ThreadCompute:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _name_this_thread(name: str) -> None:
+def _name_this_thread() -> None:
     """In traces and stack dumps; an executor would number it."""
-    threading.current_thread().name = name
+    threading.current_thread().name = "compute"
 
 
 class InlineCompute:

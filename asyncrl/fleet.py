@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from asyncrl.compute import Compute, Occupancy, ThreadCompute
+from asyncrl.compute import ThreadCompute
 from asyncrl.errors import FleetFailed, PeerLost, first
 from asyncrl.handle import connect
 from asyncrl.inproc_launcher import InprocLauncher
@@ -166,7 +166,6 @@ async def running_fleet(
     facts: RunFacts,
     *,
     launcher: Launcher | None = None,
-    make_compute: Callable[[Occupancy], Compute] = ThreadCompute,
     report: Callable[[str], None] = print,
     resume: str = "the same command",
 ) -> AsyncIterator[RunningFleet]:
@@ -174,7 +173,6 @@ async def running_fleet(
 
     Args:
         launcher: starts the workers of services that are not `here`; None: all of them live in this process.
-        make_compute: where workers in this process compute.
         report: takes what a person should read: a worker that was lost and is started again, and the text that the
             watchdog writes when nothing moves.
         resume: the command that goes on with the run.
@@ -191,7 +189,7 @@ async def running_fleet(
         inproc = InprocWire()
         wire = Wires(inproc, ZmqWire(CurveKeys(*facts.curve) if facts.curve else None))
         scope.callback(wire.close)
-        here = await scope.enter_async_context(InprocLauncher(wire, inproc, make_compute))
+        here = await scope.enter_async_context(InprocLauncher(wire, inproc, ThreadCompute))
         ground = Ground(
             wire,
             lambda spec: here if spec.here or launcher is None else launcher,

@@ -75,12 +75,12 @@ class Segment:
             ) from error
 
     @classmethod
-    def open(cls, name: str, *, writable: bool = False, directory: Path = SHARED_MEMORY) -> Self:
-        """Map what another process made. Raises FileNotFoundError when it is gone."""
+    def open(cls, name: str, *, directory: Path = SHARED_MEMORY) -> Self:
+        """Map what another process made, to be read. Raises FileNotFoundError when it is gone."""
         path = directory / _checked(name)
-        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            return cls(path, descriptor, os.fstat(descriptor).st_size, writable)
+            return cls(path, descriptor, os.fstat(descriptor).st_size, writable=False)
         except (OSError, ValueError):
             os.close(descriptor)
             raise

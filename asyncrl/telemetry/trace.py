@@ -60,13 +60,13 @@ class Tracer:
         """A slice from here to the end of the `with`. Spans of concurrent tasks may overlap freely."""
         return _NO_SPAN if self._path is None else _Span(self, name, args)
 
-    def flow_start(self, flow: str, name: str = "") -> None:
+    def flow_start(self, flow: str) -> None:
         """An arrow leaves the span open here, or a mark of its own when none is; `flow` names the arrow."""
-        self._flow("s", flow, name)
+        self._flow("s", flow)
 
-    def flow_end(self, flow: str, name: str = "") -> None:
+    def flow_end(self, flow: str) -> None:
         """The arrow that `flow` names arrives here."""
-        self._flow("f", flow, name)
+        self._flow("f", flow)
 
     def counter(self, name: str, **values: float) -> None:
         """A point of the graph `name`, one line for each value."""
@@ -89,7 +89,7 @@ class Tracer:
             self._describe("process_name", 0, name=f"{self._process} ({left_out} events left out)")
         self.flush()
 
-    def _flow(self, kind: str, flow: str, name: str) -> None:
+    def _flow(self, kind: str, flow: str) -> None:
         if self._path is None:
             return
         at, track, span = self._now(), self._track(), _open_span.get()
@@ -97,7 +97,7 @@ class Tracer:
             tid = span.lane.tid
         else:
             tid = track.free_lane().tid
-            self._record(("X", tid, name or flow, at, SHORTEST, None))
+            self._record(("X", tid, flow, at, SHORTEST, None))
         self._record((kind, tid, flow, at, 0.0, None))
 
     def _track(self) -> "_Track":

@@ -13,7 +13,7 @@ def merge(run_dir: Path) -> Path:
     """Write `RUN_DIR/trace.json.gz` from `RUN_DIR/logs/*.trace.jsonl` and return its path.
 
     One process track a worker. Below it one for each thread, and as many for the calls on its event loop as there were
-    at a time: "calls 1" is taken first. Arrows keep the names given to `flow_start` and `flow_end`.
+    at a time: "calls 1" is taken first.
     """
     target, unfinished = run_dir / "trace.json.gz", run_dir / "trace.json.gz.part"
     with gzip.open(unfinished, "wb", compresslevel=COMPRESSION) as file:

@@ -26,7 +26,6 @@ from torchless_runs import Run  # noqa: E402
 
 CONTROLLER = Hello("run1", 0, "controller", 0, "controller-0", PROTOCOL, "0.1")
 MEGABYTE = 1 << 20
-LANES = {"control", "work", "data"}
 
 
 @asynccontextmanager

@@ -1,6 +1,5 @@
 """Memory that a trainer writes and engines read: one module a kind, same two functions `create` and `attach`."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 
@@ -19,7 +18,3 @@ class Memory(Protocol):
     def close(self) -> None:
         """Give the name back (its creator) or forget the memory (others); mapped tensors stay valid."""
         ...
-
-
-Create = Callable[[str, int], Memory]
-Attach = Callable[[str], Memory]

@@ -94,7 +94,7 @@ def holder_of(events: list[Event], arrow: Event) -> Event:
 
 def test_an_arrow_outside_any_span_gets_a_slice_to_sit_in(tmp_path: Path) -> None:
     tracer = Tracer(file_of(tmp_path, "controller"), "controller", Ticks())
-    tracer.flow_start("3/1", "sample 3/1")
+    tracer.flow_start("sample 3/1")
     tracer.close()
     events = merged(tmp_path)
     (start,) = (event for event in events if event["ph"] == "s")
@@ -181,7 +181,7 @@ async def test_an_arrow_of_a_task_that_outlives_its_call_leaves_from_where_it_is
 
     async def later() -> None:
         await over.wait()
-        tracer.flow_start("3/1", "sample 3/1")
+        tracer.flow_start("sample 3/1")
 
     async with asyncio.TaskGroup() as tasks:
         with tracer.span("started"):
