@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from asyncrl.config import Config
@@ -64,8 +64,7 @@ class WorkerSpec:
 
     def to_json(self) -> str:
         """One line; what a worker process reads first."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        facts = {**asdict(replace(self.facts, config=None)), "config": self.facts.config.model_dump(mode="json")}  # type: ignore[arg-type]
+        values, facts = _by_name(self), _by_name(self.facts) | {"config": self.facts.config.model_dump(mode="json")}
         layout, addresses = asdict(self.layout), asdict(self.addresses)
         return json.dumps({**values, "facts": facts, "layout": layout, "addresses": addresses})
 
@@ -77,6 +76,11 @@ class WorkerSpec:
         facts["curve"] = tuple(facts["curve"]) if facts["curve"] else None
         layout, addresses = Layout(**values["layout"]), Addresses(**values["addresses"])
         return cls(**{**values, "facts": RunFacts(**facts), "layout": layout, "addresses": addresses})
+
+
+def _by_name(record: "WorkerSpec | RunFacts") -> dict[str, Any]:
+    """Its fields, as they are."""
+    return {item.name: getattr(record, item.name) for item in fields(record)}
 
 
 class WorkerProcess(Protocol):

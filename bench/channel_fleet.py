@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,10 @@ class Ours:
             batch = as_batch({"data": whole}, RANKS)
             rows = [{"data": values} for values in np.split(whole, RANKS)]
             ways: dict[str, Callable[[], Any]] = {
-                "scatter": lambda rows=rows: self._scatter(rows),  # type: ignore[misc]
-                "frames_scatter": lambda batch=batch: self._frames.all.scatter_frames(batch),  # type: ignore[misc]
-                "gather": lambda part=part: self._gather(part),  # type: ignore[misc]
-                "frames_gather": lambda part=part: self._gather_frames(part),  # type: ignore[misc]
+                "scatter": partial(self._scatter, rows),
+                "frames_scatter": partial(self._frames.all.scatter_frames, batch),
+                "gather": partial(self._gather, part),
+                "frames_gather": partial(self._gather_frames, part),
             }
             for way, call in ways.items():
                 found[f"{way}_{name}_ms"] = await rounds.milliseconds_async(call, times)

@@ -33,8 +33,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of the steps after warm-up. stages: seconds a step, by stage. cpu: seconds a step of all processes, None where
-    it is not known. reward: mean of the last batch."""
+    """Of the steps after warm-up. rate: trained tokens a second. seconds: of a step; stages: of it in each stage.
+    reward: mean of the last batch."""
 
     rate: float
     seconds: float
@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class TrlSettings:
-    """generations: optimizer steps that one generation serves. as_given: TRL's defaults but for the precision."""
+    """generations: optimizer steps that one generation serves."""
 
     threads: int
     micro_batch: int
@@ -58,6 +58,7 @@ class TrlSettings:
 
 
 AS_GIVEN = TrlSettings(threads=os.cpu_count() or 1, micro_batch=8, gradient_checkpointing=True)
+"""TRL's defaults but for the precision."""
 
 
 def write_prompts(folder: Path) -> Path:

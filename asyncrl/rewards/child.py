@@ -13,6 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards.calling import attempt, trace
 from asyncrl.rewards.frames import packed, receive
 from asyncrl.rewards.functions import FunctionSpec, is_concurrent, load
+from asyncrl.rewards.guard import STDERR, STDIN, STDOUT
 from asyncrl.rewards.sample import Function, Sample, with_columns
 
 
@@ -60,16 +61,18 @@ class Child:
             rest = rest[os.write(self._answers, rest) :]
 
 
-def _private(descriptor: int, flags: int) -> int:
-    """A copy for messages; what user code reads from or prints to the original goes elsewhere."""
-    copy = os.dup(descriptor)
-    elsewhere = os.open(os.devnull, flags) if descriptor == 0 else 2
-    os.dup2(elsewhere, descriptor)
-    return copy
+def _private() -> tuple[int, int]:
+    """Copies of stdin and stdout for messages; user code reads nothing from the originals, and prints to stderr."""
+    calls, answers = os.dup(STDIN), os.dup(STDOUT)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, STDIN)
+    os.close(nothing)
+    os.dup2(STDERR, STDOUT)
+    return calls, answers
 
 
 async def _main() -> None:
-    calls, answers = _private(0, os.O_RDONLY), _private(1, os.O_WRONLY)
+    calls, answers = _private()
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(calls, "rb"))
