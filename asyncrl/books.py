@@ -7,7 +7,7 @@ from asyncrl import records
 from asyncrl.events import AttemptFailed, GroupDrawn, GroupFinished, Observe, SampleScored, SamplesDropped
 from asyncrl.ledger import Journal
 from asyncrl.objectives.advantages import RewardedCut
-from asyncrl.protocols.batch import Place, RowRef
+from asyncrl.protocols.batch import RowRef, SampleName
 from asyncrl.protocols.messages import Score
 from asyncrl.staleness import Cut, Gate, Stage
 
@@ -18,7 +18,8 @@ POISON = "poison"
 class Books:
     """What became of every sample in flight.
 
-    release: told the places of rows that nobody needs any more. changed: told that something moved.
+    release: told the samples whose rows, in these attempts and earlier ones, nobody needs any more.
+    changed: told that something moved.
     """
 
     def __init__(
@@ -26,16 +27,17 @@ class Books:
         gate: Gate,
         journal: Journal,
         observe: Observe,
-        release: Callable[[Iterable[Place]], None],
+        release: Callable[[Iterable[SampleName]], None],
         changed: Callable[[], None],
     ) -> None:
         self.gate, self.journal, self.observe = gate, journal, observe
         self._release, self._changed = release, changed
         self._rows: dict[int, dict[int, RowRef]] = {group: {} for group in gate.groups()}
+        self._attempts = {group: journal.ledger.groups[group].attempt for group in gate.groups()}
 
     def attempt(self, group: int) -> int:
         """Number of the newest attempt at a group in flight."""
-        return self.journal.ledger.groups[group].attempt
+        return self._attempts[group]
 
     def rows(self, group: int, members: Iterable[int]) -> list[RowRef]:
         """Where these generated members lie, in order."""
@@ -54,7 +56,7 @@ class Books:
         """The next group is in flight."""
         group, version = self.gate.draw(), self.gate.version
         self.journal.append(records.Drawn(group, version, self.gate.config.members))
-        self._rows[group] = {}
+        self._rows[group], self._attempts[group] = {}, 0
         self.observe(GroupDrawn(group, version))
         return group
 
@@ -64,6 +66,7 @@ class Books:
         number = self.gate.restart(group, members)
         self.journal.append(records.Attempt(group, number, members, reason))
         self._free(group, members)
+        self._attempts[group] = number
         self.observe(AttemptFailed(group, failures, members, reason))
         self._changed()
 
@@ -80,7 +83,9 @@ class Books:
     def _took(self, row: RowRef) -> bool:
         if self.gate.generated(row.group, row.member, row.attempt, row.first, row.last, row.tokens):
             return True
-        self._release(row.places)
+        held = self._rows.get(row.group, {}).get(row.member)
+        if held is None or held.name != row.name:
+            self._release([row.name])
         return False
 
     def holds(self, row: RowRef) -> None:
@@ -89,7 +94,7 @@ class Books:
         if held is not None and held.attempt == row.attempt:
             self._rows[row.group][row.member] = row
         else:
-            self._release(row.places)
+            self._release([row.name])
 
     def scored(self, row: RowRef, score: Score) -> None:
         """A sample has its reward, or cannot be scored and is dropped. The answer of an old attempt is refused."""
@@ -166,13 +171,15 @@ class Books:
         self.observe(SamplesDropped(group, members, reason))
 
     def _free(self, group: int, members: Iterable[int]) -> None:
-        rows = self._rows[group]
-        self._release([place for member in members if member in rows for place in rows.pop(member).places])
+        """Also what a worker made and nobody here has heard of yet."""
+        attempt = self._attempts[group]
+        for member in members:
+            self._rows[group].pop(member, None)
+        self._release([(group, member, attempt) for member in members])
 
     def _close(self, group: int, *, poison: bool = False) -> None:
         if self.gate.finished(group):
-            self._free(group, sorted(self._rows[group]))
-            del self._rows[group]
+            del self._rows[group], self._attempts[group]
             self.observe(GroupFinished(group, poison))
 
 

@@ -101,7 +101,8 @@ class Controller:
     ) -> None:
         self._gate, self._fleet, self._prompts, self._sampling = gate, fleet, prompts, sampling
         self._schedule, self._between = schedule, between
-        self._notices = Notices(fleet)
+        self._drawable, self._pickable = asyncio.Event(), asyncio.Event()
+        self._notices = Notices(fleet, lambda: gate.oldest, self._drawable.set)
         self._books = Books(gate, journal, observe, self._notices.release, self._move)
         self._suspects = Suspects()
         self._publisher = Publisher(fleet, schedule.publish_deadline, observe, evict)
@@ -110,7 +111,6 @@ class Controller:
         )
         self.staleness = self._iterations.staleness
         self._foresight = Foresight(fleet.training, self._books, lambda: self._iterations.running)
-        self._drawable, self._pickable = asyncio.Event(), asyncio.Event()
         self._stopping = False
         self._dead: deque[str] = deque(maxlen=REMEMBERED_DEAD)
 
@@ -170,11 +170,16 @@ class Controller:
                 self._rolling.start(group)
         while True:
             self._rolling.start_again()
-            while self._gate.may_draw():
+            while self._may_draw():
                 self._rolling.start(self._books.draw())
             self._notices.idle_because("blocked")
             self._drawable.clear()
             await self._drawable.wait()
+
+    def _may_draw(self) -> bool:
+        """Also waits for services to hear what they need not keep: each has room for so many rows and no more."""
+        gate, rows = self._gate, self._gate.in_flight + self._notices.unreleased
+        return gate.may_draw() and rows + gate.config.members <= gate.config.kept
 
     def _move(self) -> None:
         """Something changed: perhaps a group may be drawn, perhaps a batch is complete."""

@@ -59,7 +59,7 @@ class Evaluator:
             try:
                 return [score.reward for score in await self._reward.score(samples, row)]
             finally:
-                await self._generation.release([place for sample in samples for place in sample.places])
+                await self._generation.release([sample.name for sample in samples], oldest=0)
 
     def _group(self, index: int, version: int, epoch: int) -> tuple[PromptGroup, dict[str, Any]]:
         prompt, row = self._questions[index]

@@ -10,6 +10,9 @@ from asyncrl.errors import ConfigError
 
 Policy = Literal["mask", "drop", "block", "admit"]
 
+SPARE_GROUPS = 2
+"""Room for rows that a worker makes after their samples were released, until it hears that their call has ended."""
+
 Cut = tuple[int, tuple[int, ...]]
 """A group and those of its members that train together."""
 
@@ -78,6 +81,17 @@ class GateConfig:
         """Groups in flight at one time, C. Under `mask` a straggler costs a slot and no credit, so slots add to it."""
         stragglers = -(-self.slots // self.members) if self.policy == "mask" else 0
         return (self.limit + 1) * self.groups + stragglers
+
+    @property
+    def kept(self) -> int:
+        """Samples whose rows may lie with one worker: all in flight, and a batch that it has yet to hear is done with.
+        Draws wait for the rest."""
+        return self.cap * self.members + self.batch
+
+    @property
+    def row_slots(self) -> int:
+        """Of a worker that makes rows: all samples may lie with one replica."""
+        return self.kept + SPARE_GROUPS * self.members
 
 
 class Stage(Enum):

@@ -27,10 +27,7 @@ class InprocWorker:
 
     async def wait(self) -> str:
         await asyncio.wait([self.task])
-        if self.task.cancelled():
-            return "was killed"
-        error = self.task.exception()
-        return "ended" if error is None else f"failed: {lone(error)!r}"
+        return how_it_ended(self.task)
 
     def stop(self) -> None:
         self._stop.set()
@@ -43,6 +40,14 @@ class InprocWorker:
         for address in (self._addresses.control, self._addresses.work, self._addresses.data):
             self._inproc.sever(address)
         self.task.cancel()
+
+
+def how_it_ended(worker: "asyncio.Task[None]") -> str:
+    """Of a worker that is a task and is done, in words."""
+    if worker.cancelled():
+        return "was killed"
+    error = worker.exception()
+    return "ended" if error is None else f"failed: {lone(error)!r}"
 
 
 class InprocLauncher:

@@ -21,7 +21,8 @@ from structlog.typing import FilteringBoundLogger
 from asyncrl.compute import Compute, Occupancy
 from asyncrl.config import Config
 from asyncrl.errors import UnknownEndpoint
-from asyncrl.protocols.batch import Place, is_divisible
+from asyncrl.kept import Kept
+from asyncrl.protocols.batch import Array, Place, SampleName, is_divisible
 from asyncrl.protocols.contracts import EndpointSpec, Lane
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Call, Health, PromptGroup
@@ -87,6 +88,7 @@ class Service:
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self.rows: RowStore | None = None
+        self._kept = Kept()
         self.counters: dict[str, float] = {}
         self.running: dict[int, tuple[str, float]] = {}
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -141,9 +143,20 @@ class Service:
         )
         return [mine]
 
-    async def release(self, places: list[Place]) -> None:
+    async def release(self, samples: list[SampleName], oldest: int) -> None:
         if self.rows is not None:
-            self.rows.free([place for place in places if place.owner == self.rows.address])
+            self.rows.free(self._kept.let_go(samples, oldest))
+
+    def keep(self, sample: SampleName, columns: Mapping[str, Array]) -> Place:
+        """Store a row where readers find it until its sample is released. An overtaken attempt's is freed at once.
+
+        Raises:
+            ArenaFull: more rows were admitted than fit.
+        """
+        assert self.rows is not None, "opened in `start`"
+        place = self.rows.put(columns)
+        self.rows.free(self._kept.add(sample, place))
+        return place
 
     async def idle_because(self, state: str) -> None:
         if state not in STATES:

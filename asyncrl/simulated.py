@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, LostRows, PeerLost, Refused
-from asyncrl.protocols.batch import BatchRef, Cuts, Place, RowRef
+from asyncrl.kept import Kept
+from asyncrl.protocols.batch import BatchRef, Cuts, Place, RowRef, SampleName
 from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.protocols.contracts import Contract, Generation, Reference, Reward, Training
 from asyncrl.protocols.messages import Checkpointed, PromptGroup, Published, Score, StepReport, TrainedSample, Using
@@ -50,13 +51,14 @@ def lognormal(median: int, sigma: float) -> Lengths:
 class Host(Contract):
     """A worker that holds rows, dies and comes back as another instance.
 
-    rows: what lies here, by slot. deaths: how often it died.
+    rows: what lies here, by slot. kept: of which samples. deaths: how often it died.
     """
 
     def __init__(self, service: str, columns: tuple[str, ...]) -> None:
         self.service, self.columns = service, columns
         self.deaths, self.written = 0, 0
         self.rows: dict[int, Spans] = {}
+        self.kept = Kept()
         self._lives = asyncio.Event()
         self._lives.set()
 
@@ -67,10 +69,10 @@ class Host(Contract):
     def die(self) -> None:
         """All rows are gone, and every running call fails."""
         self.rows.clear()
+        self.kept = Kept()
         self._lives.clear()
 
     def come_back(self) -> None:
-        """As another instance."""
         self.deaths += 1
         self._lives.set()
 
@@ -80,7 +82,7 @@ class Host(Contract):
         return self.deaths
 
     async def work(self, seconds: float) -> None:
-        """A pure call, which a handle repeats once. Raises PeerLost when the worker dies both times."""
+        """A pure call, repeated once. Raises PeerLost when the worker dies both times."""
         for _ in range(2):
             instance = await self.lives()
             await asyncio.sleep(seconds)
@@ -93,22 +95,22 @@ class Host(Contract):
         if self.deaths != deaths or not self._lives.is_set():
             raise PeerLost(f"{self.service}0.0-1-{deaths:08x} died")
 
-    def hold(self, spans: Spans) -> Place:
+    def hold(self, sample: SampleName, spans: Spans) -> Place:
         self.written += 1
         self.rows[self.written] = spans
-        return Place(f"sim://{self.instance}", self.written, 0, self.columns)
+        place = Place(f"sim://{self.instance}", self.written, 0, self.columns)
+        self._free(self.kept.add(sample, place))
+        return place
 
     def holds(self, place: Place) -> bool:
         return place.owner == f"sim://{self.instance}" and place.slot in self.rows
 
-    def free(self, places: Iterable[Place]) -> None:
-        """Of other owners, and those freed before, are ignored."""
-        for place in places:
-            if place.owner == f"sim://{self.instance}":
-                self.rows.pop(place.slot, None)
+    async def release(self, samples: list[SampleName], oldest: int) -> None:
+        self._free(self.kept.let_go(samples, oldest))
 
-    async def release(self, places: list[Place]) -> None:
-        self.free(places)
+    def _free(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self.rows.pop(place.slot, None)
 
     async def idle_because(self, state: str) -> None:
         return
@@ -124,6 +126,10 @@ class Sequence:
     answers: asyncio.Queue[RowRef | AsyncrlError]
     began: float = 0.0
     timer: asyncio.TimerHandle | None = None
+
+    @property
+    def name(self) -> SampleName:
+        return (self.prompts.id, self.member, self.prompts.attempt)
 
 
 class SimulatedGeneration(Host, Generation):
@@ -169,8 +175,6 @@ class SimulatedGeneration(Host, Generation):
                 yield finished
         finally:
             self._abort(sequences)
-            while not answers.empty():
-                self._forget(answers.get_nowait())
 
     async def _finished(self, answers: asyncio.Queue[RowRef | AsyncrlError]) -> BatchRef:
         found = [await answers.get()]
@@ -229,13 +233,9 @@ class SimulatedGeneration(Host, Generation):
             self._leave(sequence)
         self._fill()
 
-    def _forget(self, answer: RowRef | AsyncrlError) -> None:
-        """Free a finished row that nobody took."""
-        self.free(answer.places if isinstance(answer, RowRef) else ())
-
     def keep(self, sequence: Sequence, spans: Spans) -> Place:
-        """Put a finished completion where readers find it."""
-        return self.hold(spans)
+        """Store a finished completion."""
+        return self.hold(sequence.name, spans)
 
     def _row(self, sequence: Sequence, spans: Spans) -> RowRef:
         prompts = sequence.prompts
@@ -289,7 +289,7 @@ class SimulatedReference(Host, Reference):
         if not all(self._generation.holds(row.places[0]) for row in samples):
             raise LostRows("the rows to look at are gone")
         await self.work(self.delay)
-        return samples.with_places([self.hold(()) for _ in samples])
+        return samples.with_places([self.hold(row.name, ()) for row in samples])
 
 
 @dataclass(frozen=True, slots=True)

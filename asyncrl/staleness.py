@@ -117,6 +117,11 @@ class Gate:
         """Let nothing further in; what is in flight still trains, at last in a short batch."""
         self._stopped = True
 
+    @property
+    def oldest(self) -> int:
+        """The first group in flight, or the next one: nothing before it is needed any more."""
+        return min(self._groups, default=self.next_group)
+
     def not_before(self, group: int) -> int:
         """Oldest version the engine may start a sequence of this group with.
 
@@ -172,10 +177,8 @@ class Gate:
     # ---- training ----------------------------------------------------------------------------------------
 
     def pick(self) -> Pick:
-        """What to train next, moved to TRAINING; only when no iteration is running.
-
-        Drops first what the policy finds too old, and complete groups without a baseline.
-        """
+        """What to train next, moved to TRAINING; only when no iteration is running. Drops first what the policy finds
+        too old, and complete groups without a baseline."""
         assert not self._counts[Stage.TRAINING], "pick() is for when no iteration is running"
         dropped = [*self._drop_old(), *self._drop_without_baseline()]
         cuts = self._take(self.cuts())

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from asyncrl.fleet import ServiceSpec
 from asyncrl.groups import GateConfig
-from asyncrl.protocols.batch import BatchRef, Cuts, Place, RowRef
+from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.protocols.contracts import Generation, Reference, Reward, Training
 from asyncrl.protocols.messages import (
@@ -29,12 +29,10 @@ from asyncrl.protocols.messages import (
     TrainedSample,
     Using,
 )
-from asyncrl.rows import RowStore
 from asyncrl.rows_ahead import RowsAhead
 from asyncrl.service import Service, WorkerContext
 
 TOKENS = 32
-SPARE_GROUPS = 2
 TEXT = np.frombuffer(b"emulated", np.uint8)
 
 
@@ -61,8 +59,7 @@ class Sleeper(Service):
         self.counters["slept"] = 0.0
 
     def open(self, slot_bytes: int) -> None:
-        gate = GateConfig.of(self.context.config)
-        self.rows = self.context.open_rows((gate.cap + SPARE_GROUPS) * gate.members, slot_bytes)
+        self.rows = self.context.open_rows(GateConfig.of(self.context.config).row_slots, slot_bytes)
 
     async def sleep(self, share: float = 1.0) -> None:
         await self.context.compute.run(self._sleep, share * self.context.options["seconds"])
@@ -76,11 +73,6 @@ class Sleeper(Service):
         began = time.monotonic()
         time.sleep(seconds)
         self.counters["slept"] += time.monotonic() - began
-
-    @property
-    def store(self) -> RowStore:
-        assert self.rows is not None, "calls come after start"
-        return self.rows
 
 
 class Sampler(Sleeper, Generation):
@@ -119,9 +111,9 @@ class Sampler(Sleeper, Generation):
         ids = np.full(TOKENS, member, np.int32)
         versions = np.full(TOKENS, self._version, np.int32)
         values: dict[str, NDArray[Any]] = {"prompt_ids": ids, "response_ids": ids, "versions": versions, "text": TEXT}
-        place = self.store.put({**values, "logprobs": np.zeros(TOKENS, np.float32)})
-        now = self._version
-        return RowRef(prompts.id, member, prompts.attempt, prompts.epoch, TOKENS, TOKENS, now, now, "stop", (place,))
+        name, now = (prompts.id, member, prompts.attempt), self._version
+        place = self.keep(name, {**values, "logprobs": np.zeros(TOKENS, np.float32)})
+        return RowRef(*name, prompts.epoch, TOKENS, TOKENS, now, now, "stop", (place,))
 
 
 class Judge(Sleeper, Reward):
@@ -140,10 +132,8 @@ class Scorer(Sleeper, Reference):
     async def logprobs(self, samples: BatchRef) -> BatchRef:
         await self.context.reader.read(samples, ["prompt_ids", "response_ids"])
         await self.sleep_for(len(samples))
-        return samples.with_places(self._place() for _ in samples)
-
-    def _place(self) -> Place:
-        return self.store.put({"reference_logprobs": np.zeros(TOKENS, np.float32)})
+        columns = {"reference_logprobs": np.zeros(TOKENS, np.float32)}
+        return samples.with_places([self.keep(row.name, columns) for row in samples])
 
 
 class Trainer(Sleeper, Training):

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+SampleName = tuple[int, int, int]
+"""Group, member and attempt: never used twice in a run."""
+
 
 class Divisible(Protocol):
     """What a transfer protocol can split by rows and put together again."""
@@ -177,8 +180,7 @@ class RowRef:
         return (self.group, self.member)
 
     @property
-    def name(self) -> tuple[int, int, int]:
-        """With the attempt: never used twice in a run."""
+    def name(self) -> SampleName:
         return (self.group, self.member, self.attempt)
 
     def lying_at(self, places: tuple[Place, ...]) -> "RowRef":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Self, TypeVar
 
-from asyncrl.protocols.batch import BatchRef, Cuts, Place
+from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
 from asyncrl.protocols.messages import (
     Boundary,
     Checkpointed,
@@ -94,8 +94,9 @@ class Contract:
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
-    async def release(self, places: list[Place]) -> None:
-        """Free the slots at these places; places of other owners and freed ones are ignored."""
+    async def release(self, samples: list[SampleName], oldest: int) -> None:
+        """Free the rows of these samples in these attempts and earlier ones, and those of all groups before `oldest`,
+        the first one still in flight. What lies elsewhere, or was freed before, is ignored."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)

@@ -268,7 +268,7 @@ class Checkpointed:
         return cls(parts[0].version, parts[0].chain, {k: v for part in parts for k, v in part.files.items()})
 
 
-PROTOCOL = 2
+PROTOCOL = 3
 WIRE_TYPES: tuple[type, ...] = (
     Hello,
     Welcome,

@@ -32,9 +32,6 @@ from asyncrl.weights.session import must_flip
 EVALUATION = "evaluation"
 """Name of the service that samples held-out prompts: it copies the version it is told to use, and leases none."""
 
-SPARE_GROUPS = 2
-"""Room for rows that were sent to a caller which had just given up: nobody releases those."""
-
 Stream = asyncio.Queue[Completion]
 
 
@@ -46,7 +43,6 @@ class GenerationService(Service, Generation):
         super().__init__(context)
         self._evaluates = context.service == EVALUATION
         self._streams: dict[Key, Stream] = {}  # bounded by the gate: the samples in flight
-        self._held: dict[tuple[int, int], Place] = {}
         self._aborted: list[Key] = []
         self._wake = asyncio.Event()
         self._flipping = asyncio.Lock()
@@ -124,11 +120,6 @@ class GenerationService(Service, Generation):
                 found.append(SampleText(row.group, row.member, prompt, bytes(columns[1]).decode()))
         return found
 
-    async def release(self, places: list[Place]) -> None:
-        await super().release(places)
-        gone = set(places)
-        self._held = {key: place for key, place in self._held.items() if place not in gone}
-
     # ---- samples -----------------------------------------------------------------------------------------
 
     def _requests(self, prompts: PromptGroup) -> list[Request]:
@@ -172,20 +163,17 @@ class GenerationService(Service, Generation):
         )
 
     def _stored(self, done: Completion) -> RowRef:
-        assert self.rows is not None
         group, member, attempt = done.request.key
-        if (before := self._held.pop((group, member), None)) is not None:
-            self.rows.free([before])  # of an earlier attempt, whose caller never got it
-        place = self.rows.put(
+        place = self.keep(
+            done.request.key,
             {
                 "prompt_ids": done.request.prompt,
                 "response_ids": done.tokens,
                 "logprobs": done.logprobs,
                 "versions": done.versions,
                 "text": np.frombuffer(done.text.encode(), np.uint8),
-            }
+            },
         )
-        self._held[group, member] = place
         self.context.tracer.flow_start(f"sample {group}.{member}.{attempt}")
         return self._row(done, place)
 
@@ -286,9 +274,7 @@ def _taken(stream: Stream) -> list[Completion]:
 
 
 def _row_slots(config: Config, evaluates: bool) -> int:
-    """All samples that may be in flight may lie with one replica. Evaluation asks for no more groups than it has slots
-    for, and at least one."""
+    """Evaluation asks for no more groups than it has slots for, and at least one."""
     if evaluates:
         return max(config.generation.slots, config.evaluate.samples)
-    gate = GateConfig.of(config)
-    return (gate.cap + SPARE_GROUPS) * gate.members
+    return GateConfig.of(config).row_slots

@@ -7,9 +7,9 @@ from asyncrl.engines.training.logprobs import frozen_logprobs
 from asyncrl.engines.training.model import CausalModel, load_causal_model
 from asyncrl.engines.training.packing import micro_batches
 from asyncrl.groups import GateConfig
-from asyncrl.protocols.batch import Batch, BatchRef, Place
+from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.protocols.contracts import Reference
-from asyncrl.rows import RowStore, bytes_of_slot
+from asyncrl.rows import bytes_of_slot
 from asyncrl.service import Service, WorkerContext
 
 COLUMN = "reference_logprobs"
@@ -24,14 +24,12 @@ class ReferenceService(Service, Reference):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._model: CausalModel
-        self._held: dict[tuple[int, int], Place] = {}
 
     async def start(self) -> None:
         """Load the model that the run began with, and take memory for every sample that can be in flight."""
         config = self.context.config
-        gate = GateConfig.of(config)
         longest = bytes_of_slot({COLUMN: (np.dtype(np.float32), config.generation.max_new_tokens)})
-        self.rows = self.context.open_rows(gate.cap * gate.members, longest)
+        self.rows = self.context.open_rows(GateConfig.of(config).row_slots, longest)
         self._model = await self.context.compute.run(
             load_causal_model, self.context.model_dir, config.reference.device, config.training.precision
         )
@@ -42,24 +40,8 @@ class ReferenceService(Service, Reference):
         for part in self._parts(rows):
             values = await self.context.compute.run(self._frozen, rows.take(part))
             found.update(zip(part, values, strict=True))
-        return samples.with_places([self._keep(row.key, found[number]) for number, row in enumerate(samples)])
-
-    async def release(self, places: list[Place]) -> None:
-        await super().release(places)
-        gone = set(places)
-        self._held = {key: place for key, place in self._held.items() if place not in gone}
-
-    def _keep(self, key: tuple[int, int], values: NDArray[np.float32]) -> Place:
-        """One row of each sample: an earlier one is of a call whose caller had given up, and never heard of it."""
-        if (before := self._held.pop(key, None)) is not None:
-            self._store.free([before])
-        self._held[key] = place = self._store.put({COLUMN: values})
-        return place
-
-    @property
-    def _store(self) -> RowStore:
-        assert self.rows is not None, "calls come after start"
-        return self.rows
+        places = [self.keep(row.name, {COLUMN: found[number]}) for number, row in enumerate(samples)]
+        return samples.with_places(places)
 
     def _parts(self, rows: Batch) -> list[list[int]]:
         if self.context.config.generation.deterministic:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import structlog
 
 from asyncrl.compute import InlineCompute
-from asyncrl.errors import lone
 from asyncrl.faulty.wire import FaultyWire, Part, now
+from asyncrl.inproc_launcher import how_it_ended
 from asyncrl.launch import Addresses, WorkerSpec
 from asyncrl.telemetry.clock import StateClock
 from asyncrl.telemetry.trace import Tracer
@@ -39,10 +39,7 @@ class FaultyProcess:
 
     async def wait(self) -> str:
         await asyncio.wait([self._known])
-        if self.task.cancelled():
-            return "was killed"
-        error = self.task.exception()
-        return "ended" if error is None else f"failed: {lone(error)!r}"
+        return how_it_ended(self.task)
 
     @property
     def runs(self) -> bool:

@@ -6,7 +6,7 @@ Each tells the `Truth` what it really did, whatever the messages about it said: 
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from hashlib import sha256
@@ -19,7 +19,6 @@ from asyncrl.faulty.disk import Disk
 from asyncrl.faulty.plan import MOST_TOKENS, TOKEN_TIME, Trial
 from asyncrl.faulty.truth import Truth
 from asyncrl.faulty.wire import now
-from asyncrl.groups import GateConfig
 from asyncrl.protocols.batch import BatchRef, Cuts, Place, RowRef
 from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.protocols.contracts import Generation, Reference, Reward, Training, endpoint
@@ -32,17 +31,11 @@ from asyncrl.staleness import live
 from asyncrl.weights.session import Leases, must_flip, slot_of
 
 VERSIONS, KEY = "versions", "key"
-SPARE_GROUPS = 2
 STATE = "state.txt"
 COUNTING_TIME = 1.0
 CRASH_TIME = 0.3
 PUBLISH_PATIENCE = 20.0
 """Seconds the trainer waits for readers to leave a slot: twice the controller's deadline for them."""
-
-
-def row_slots(gate: GateConfig) -> int:
-    """As the real services have."""
-    return (gate.cap + SPARE_GROUPS) * gate.members
 
 
 class Slots(SimulatedGeneration):
@@ -51,28 +44,17 @@ class Slots(SimulatedGeneration):
     def __init__(self, trial: Trial, service: Service, truth: Truth) -> None:
         super().__init__(trial.slots, TOKEN_TIME, trial.lengths, trial.flip_time)
         self._service, self._truth = service, truth
-        self._held: dict[tuple[int, int], Place] = {}
 
     @property
     def instance(self) -> str:
         return self._service.context.instance
 
     def keep(self, sequence: Sequence, spans: Spans) -> Place:
-        key = (sequence.prompts.id, sequence.member)
-        if (before := self._held.pop(key, None)) is not None:
-            self.free([before])
-        assert self._service.rows is not None
         stamps = np.concatenate([np.full(count, version, np.int32) for version, count in spans])
-        columns = {VERSIONS: stamps, KEY: np.array([*key, sequence.prompts.attempt], np.int32)}
-        self._held[key] = place = self._service.rows.put(columns)
+        columns = {VERSIONS: stamps, KEY: np.array(sequence.name, np.int32)}
+        place = self._service.keep(sequence.name, columns)
         self._truth.put(self.instance, place)
         return place
-
-    def free(self, places: Iterable[Place]) -> None:
-        gone = set(places)
-        self._held = {key: place for key, place in self._held.items() if place not in gone}
-        if self._service.rows is not None:
-            self._service.rows.free([place for place in gone if place.owner == self._service.rows.address])
 
     def end(self, prompts: PromptGroup) -> None:
         """At the group's deadline what runs ends as it is."""
@@ -97,7 +79,7 @@ class FaultyGeneration(Service, Generation):
         self._published: Published | None = None
 
     async def start(self) -> None:
-        self.rows = self.context.open_rows(row_slots(self._trial.gate), 8 * MOST_TOKENS)
+        self.rows = self.context.open_rows(self._trial.gate.row_slots, 8 * MOST_TOKENS)
         self._truth.keeps(self.context.instance, self.rows)
 
     async def stop(self) -> None:
@@ -126,9 +108,6 @@ class FaultyGeneration(Service, Generation):
             await self._slots.use_weights(published)
             self._truth.reads(self.context.instance, self._slots.version)
         return Using((self.context.instance,), self._slots.version)
-
-    async def release(self, places: list[Place]) -> None:
-        self._slots.free(places)
 
     async def _crash(self) -> None:
         await asyncio.sleep(CRASH_TIME)
@@ -174,10 +153,9 @@ class FaultyReference(Service, Reference):
     def __init__(self, context: WorkerContext, trial: Trial, truth: Truth) -> None:
         super().__init__(context)
         self._trial, self._truth = trial, truth
-        self._held: dict[tuple[int, int], Place] = {}
 
     async def start(self) -> None:
-        self.rows = self.context.open_rows(row_slots(self._trial.gate), 8)
+        self.rows = self.context.open_rows(self._trial.gate.row_slots, 8)
         self._truth.keeps(self.context.instance, self.rows)
 
     async def logprobs(self, samples: BatchRef) -> BatchRef:
@@ -186,17 +164,8 @@ class FaultyReference(Service, Reference):
         await asyncio.sleep(self._trial.reward_time)
         return samples.with_places([self._keep(row) for row in samples])
 
-    async def release(self, places: list[Place]) -> None:
-        await super().release(places)
-        gone = set(places)
-        self._held = {key: place for key, place in self._held.items() if place not in gone}
-
     def _keep(self, row: RowRef) -> Place:
-        """One row of each sample, as the real service does."""
-        assert self.rows is not None
-        if (before := self._held.pop(row.key, None)) is not None:
-            self.rows.free([before])
-        self._held[row.key] = place = self.rows.put({"reference": np.array([row.group], np.int32)})
+        place = self.keep(row.name, {"reference": np.array([row.group], np.int32)})
         self._truth.put(self.context.instance, place)
         return place
 

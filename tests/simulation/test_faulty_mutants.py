@@ -1,7 +1,9 @@
 """Each of these mistakes is found by the trials of the faulty world: its checks can fail."""
 
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,9 @@ from asyncrl.wire.answers import Items, Single
 from asyncrl.wire.codec import decode
 from asyncrl.wire.line import Line
 from asyncrl.wire.link import Link
+
+sys.path.insert(0, str(Path(__file__).parent))
+from broken_books import a_drop_is_not_journaled, trained_is_told_before_it_is_written_down
 
 SEEDS = 500
 Patch = pytest.MonkeyPatch
@@ -126,7 +131,7 @@ def a_reader_that_holds_on_is_not_evicted(patch: Patch) -> None:
 
 
 def rows_are_never_released(patch: Patch) -> None:
-    patch.setattr(Notices, "release", lambda notices, places: None)
+    patch.setattr(Notices, "release", lambda notices, samples: None)
 
 
 def answers_of_an_overtaken_attempt_are_accepted(patch: Patch) -> None:
@@ -175,25 +180,8 @@ def a_checkpoint_is_acknowledged_before_the_journal_is_on_disk(patch: Patch) -> 
     patch.setattr(Journal, "sync", lambda journal: None)
 
 
-def trained_is_told_before_it_is_written_down(patch: Patch) -> None:
-    """And at every second version the writing is forgotten."""
-    whole = Books.trained
-
-    def trained(books: Books, cuts: Any, version: int, advantages: Any, chain: str) -> None:
-        if version % 2:
-            whole(books, cuts, version, advantages, chain)
-        else:
-            books.gate.trained(cuts, version)
-
-    patch.setattr(Books, "trained", trained)
-
-
 def what_was_resumed_over_still_counts(patch: Patch) -> None:
     patch.setattr(asyncrl.ledger, "void_ranges", lambda resumes: [])
-
-
-def a_drop_is_not_journaled(patch: Patch) -> None:
-    patch.setattr(Books, "_dropped", lambda books, group, members, reason: books._free(group, members))
 
 
 def an_attempt_keeps_its_number(patch: Patch) -> None:

@@ -114,7 +114,7 @@ class EchoService(Service, Echo):
 
     async def make_rows(self, values: list[int]) -> BatchRef:
         assert self.rows is not None
-        places = [self.rows.put({"number": np.array([value], np.int64)}) for value in values]
+        places = [self.keep((0, at, 0), {"number": np.array([value], np.int64)}) for at, value in enumerate(values)]
         return BatchRef(tuple(row_ref(number, place) for number, place in enumerate(places)))
 
     async def sum_rows(self, refs: BatchRef) -> list[int]:

@@ -123,11 +123,7 @@ def test_a_full_disk_is_one_clear_error_and_the_run_goes_on_when_there_is_room(t
         subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
         run.audited()
         run.leaves_nothing()
-        with run.running() as process:
-            run.until_step(process, run.version + 5)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(PATIENCE) == 0, run.shown
-        run.audited()
+        run.goes_on(5)
 
 
 def test_with_full_shared_memory_rows_travel_as_frames(tmp_path: Path) -> None:
@@ -218,9 +214,4 @@ def test_a_model_file_that_is_truncated_ends_in_one_clear_error_or_does_no_harm(
     one_line_error(run, "generation0.0 died 6 times .* could not start again")
     run.leaves_nothing()
     weights.write_bytes(whole)
-    with run.running() as process:
-        run.until_step(process, run.version + 5)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) == 0, run.shown
-    run.audited()
-    run.leaves_nothing()
+    run.goes_on(5)

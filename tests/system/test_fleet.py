@@ -108,7 +108,7 @@ async def test_rows_go_from_worker_to_worker(start: Start) -> None:
         echo = running.handle("echo", Echo)
         refs = await echo.make_rows([3, 5, 8])
         assert await echo.sum_rows(refs) == [3, 5, 8]
-        await echo.release([row.places[0] for row in refs])
+        await echo.release([row.name for row in refs], oldest=0)
         refs = await echo.make_rows([1] * 8)  # all eight slots are free again
         assert sum(await echo.sum_rows(refs)) == 8
 

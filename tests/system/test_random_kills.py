@@ -61,12 +61,7 @@ def killed_at_random(run: Run, kills: int, seconds: float, seed: int) -> None:
         run.leaves_nothing()
         if (run.directory / "journal").exists():
             run.audited()
-    with run.running() as process:
-        run.until_step(process, run.version + 10)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) == 0, run.shown
-    run.audited()
-    run.leaves_nothing()
+    run.goes_on(10)
     trained = run.trained()
     assert list(trained) == list(range(1, len(trained) + 1))
     assert len(trained) >= 10

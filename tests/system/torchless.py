@@ -18,7 +18,7 @@ import numpy as np
 from asyncrl.errors import LostRows, PeerLost, Refused
 from asyncrl.groups import GateConfig
 from asyncrl.memory import Segment
-from asyncrl.protocols.batch import BatchRef, Cuts, Place, RowRef
+from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.protocols.contracts import Generation, Training
 from asyncrl.protocols.messages import (
@@ -37,7 +37,6 @@ from asyncrl.weights.session import Leases, must_flip, slot_of
 
 LONGEST = 12
 SLOT_BYTES = 1024
-SPARE_GROUPS = 2
 WORDS = 3
 """Of a slot of weights: epoch, version, weights."""
 MODEL, STATE = "model.bin", "state.bin"
@@ -56,11 +55,9 @@ class TorchlessGeneration(Service, Generation):
         self._arena: Segment | None = None
         self._version, self._weights = -1, 0
         self._flipped = asyncio.Event()
-        self._held: dict[tuple[int, int], Place] = {}
 
     async def start(self) -> None:
-        gate = GateConfig.of(self.context.config)
-        self.rows = self.context.open_rows((gate.cap + SPARE_GROUPS) * gate.members, SLOT_BYTES)
+        self.rows = self.context.open_rows(GateConfig.of(self.context.config).row_slots, SLOT_BYTES)
 
     async def stop(self) -> None:
         if self._arena is not None:
@@ -84,16 +81,12 @@ class TorchlessGeneration(Service, Generation):
                 yield BatchRef(tuple(self._row(prompts, member, sampled.pop(member)) for member in done))
 
     def _row(self, prompts: PromptGroup, member: int, sampled: list[tuple[int, int]]) -> RowRef:
-        assert self.rows is not None
-        key = (prompts.id, member)
-        if (before := self._held.pop(key, None)) is not None:
-            self.rows.free([before])
+        name = (prompts.id, member, prompts.attempt)
         tokens, versions = np.array(sampled, np.int32).T.copy()
         text = np.frombuffer(" ".join(map(str, tokens)).encode(), np.uint8)
-        place = self.rows.put({"response_ids": tokens, "versions": versions, "text": text})
-        self._held[key] = place
+        place = self.keep(name, {"response_ids": tokens, "versions": versions, "text": text})
         first, last = int(versions[0]), int(versions[-1])
-        return RowRef(*key, prompts.attempt, prompts.epoch, 1, len(tokens), first, last, "stop", (place,))
+        return RowRef(*name, prompts.epoch, 1, len(tokens), first, last, "stop", (place,))
 
     async def use_weights(self, published: Published) -> Using:
         if must_flip(self._published, published):
@@ -119,10 +112,6 @@ class TorchlessGeneration(Service, Generation):
                 continue
             found.append(SampleText(row.group, row.member, "count", bytes(text).decode()))
         return found
-
-    async def release(self, places: list[Place]) -> None:
-        await super().release(places)
-        self._held = {key: place for key, place in self._held.items() if place not in places}
 
     async def pause(self) -> Boundary:
         raise NotImplementedError

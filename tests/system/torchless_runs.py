@@ -4,6 +4,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,15 @@ class Run:
         """Start or resume it; its exit code."""
         with self.running(at) as process:
             return process.wait(PATIENCE)
+
+    def goes_on(self, steps: int) -> None:
+        """Start or resume it, and end it by Ctrl-C so many steps later: it is in order, and nothing is left."""
+        with self.running() as process:
+            self.until_step(process, self.version + steps)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE) == 0, self.shown
+        self.audited()
+        self.leaves_nothing()
 
     # ---- looking -----------------------------------------------------------------------------------------
 

@@ -26,11 +26,19 @@ from asyncrl.events import AttemptFailed, Event, GroupDrawn, GroupPoisoned, Samp
 from asyncrl.fleet import Fleet
 from asyncrl.ledger import Journal
 from asyncrl.objectives.advantages import GroupBaseline
-from asyncrl.protocols.batch import BatchRef, Cuts
+from asyncrl.protocols.batch import BatchRef, Cuts, Place, SampleName
 from asyncrl.protocols.messages import PromptGroup, Score, StepReport
 from asyncrl.records import InFlight, Scan, Trained
 from asyncrl.rolling import Attempt, Sampling
-from asyncrl.simulated import SimulatedGeneration, SimulatedReward, SimulatedTraining, StepCost, constant, stragglers
+from asyncrl.simulated import (
+    SimulatedGeneration,
+    SimulatedReward,
+    SimulatedTraining,
+    Spans,
+    StepCost,
+    constant,
+    stragglers,
+)
 from asyncrl.staleness import Gate, GateConfig, Stage
 from asyncrl.store import MemoryStore
 
@@ -89,6 +97,26 @@ def test_a_run_trains_its_steps_and_writes_down_what_is_in_flight() -> None:
     (in_flight,) = scene.records(InFlight)
     assert in_flight.groups == scene.journal.ledger.in_flight() != ()
     assert scene.store.synced == scene.store.size
+
+
+def test_draws_wait_for_releases_so_that_rows_keep_within_their_slots() -> None:
+    class Slow(SimulatedGeneration):
+        most = 0
+
+        def hold(self, sample: SampleName, spans: Spans) -> Place:
+            self.most = max(self.most, len(self.rows) + 1)
+            return super().hold(sample, spans)
+
+        async def release(self, samples: list[SampleName], oldest: int) -> None:
+            await asyncio.sleep(60.0)
+            await super().release(samples, oldest)
+
+    scene = Scene(steps=12)
+    scene.generation = slow = Slow(16, 0.1, constant(20))
+    scene.training = SimulatedTraining(StepCost(1.0), CONFIG.limit, [slow], seed=0)
+    scene.play()
+    assert slow.most == CONFIG.kept
+    assert scene.gate.version == 12
 
 
 def test_a_batch_carries_rewards_advantages_and_the_denominators_of_all() -> None:

@@ -1,30 +1,33 @@
 """Notices: together, in order, and never held up by a service that is away."""
 
 import asyncio
+from collections.abc import Callable
 
 from asyncrl.errors import DeadlineExceeded, PeerLost
 from asyncrl.fleet import Fleet
 from asyncrl.notices import Notices
-from asyncrl.protocols.batch import Place
+from asyncrl.protocols.batch import SampleName
 
 
 class Holder:
     """A service that holds rows. away: set while it is started again."""
 
     def __init__(self) -> None:
-        self.freed: list[list[Place]] = []
+        self.freed: list[list[SampleName]] = []
+        self.oldest = 0
         self.states: list[str] = []
         self.back = asyncio.Event()
         self.back.set()
         self.moved = asyncio.Event()
         self.dies = False
 
-    async def release(self, places: list[Place]) -> None:
+    async def release(self, samples: list[SampleName], oldest: int) -> None:
         await self.back.wait()
         if self.dies:
             self.dies = False
             raise PeerLost("died")
-        self.freed.append(places)
+        self.freed.append(samples)
+        self.oldest = oldest
         self.moved.set()
 
     async def idle_because(self, state: str) -> None:
@@ -37,8 +40,14 @@ class Holder:
         self.moved.clear()
 
 
-def places(*slots: int) -> list[Place]:
-    return [Place("inproc://x", slot, 1, ("text",)) for slot in slots]
+def samples(*groups: int) -> list[SampleName]:
+    return [(group, 0, 0) for group in groups]
+
+
+def notices_to(
+    generation: Holder, reference: Holder | None = None, heard: Callable[[], None] = lambda: None
+) -> Notices:
+    return Notices(fleet(generation, reference), lambda: 7, heard)
 
 
 def fleet(generation: Holder, reference: Holder | None = None) -> Fleet:
@@ -47,23 +56,23 @@ def fleet(generation: Holder, reference: Holder | None = None) -> Fleet:
 
 async def test_notices_of_one_moment_go_in_one_call_to_each_service() -> None:
     generation, reference = Holder(), Holder()
-    notices = Notices(fleet(generation, reference))
-    notices.release(places(1))
-    notices.release(places(2, 3))
+    notices = notices_to(generation, reference)
+    notices.release(samples(1))
+    notices.release(samples(2, 3))
     await notices.flush()
-    assert generation.freed == reference.freed == [places(1, 2, 3)]
+    assert generation.freed == reference.freed == [samples(1, 2, 3)]
 
 
 async def test_a_service_that_is_away_does_not_keep_others_from_freeing_their_rows() -> None:
     generation, reference = Holder(), Holder()
-    notices = Notices(fleet(generation, reference))
+    notices = notices_to(generation, reference)
     reference.back.clear()
     running = asyncio.ensure_future(notices.run())
     try:
-        for slot in range(3):
-            notices.release(places(slot))
+        for group in range(3):
+            notices.release(samples(group))
             await generation.hears()
-        assert generation.freed == [places(0), places(1), places(2)]
+        assert generation.freed == [samples(0), samples(1), samples(2)]
         assert reference.freed == []
         reference.back.set()
         await reference.hears()
@@ -74,18 +83,18 @@ async def test_a_service_that_is_away_does_not_keep_others_from_freeing_their_ro
 
 async def test_a_service_that_dies_meanwhile_hears_what_comes_later() -> None:
     generation = Holder()
-    notices = Notices(fleet(generation))
+    notices = notices_to(generation)
     generation.dies = True
-    notices.release(places(1))
+    notices.release(samples(1))
     await notices.flush()
-    notices.release(places(2))
+    notices.release(samples(2))
     await notices.flush()
-    assert generation.freed == [places(2)]
+    assert generation.freed == [samples(2)]
 
 
 async def test_generation_is_told_the_newest_reason_once() -> None:
     generation = Holder()
-    notices = Notices(fleet(generation))
+    notices = notices_to(generation)
     for state in ("blocked", "starved", "blocked"):
         notices.idle_because(state)
     await notices.flush()
@@ -94,20 +103,44 @@ async def test_generation_is_told_the_newest_reason_once() -> None:
     assert generation.states == ["blocked"]
 
 
-async def test_a_notice_that_is_not_answered_in_time_is_sent_again_with_the_next() -> None:
+async def test_what_a_service_has_yet_to_hear_is_counted_until_it_answers() -> None:
+    generation, reference, room = Holder(), Holder(), asyncio.Event()
+    notices = notices_to(generation, reference, room.set)
+    reference.back.clear()
+    notices.release(samples(1, 2))
+    running = asyncio.ensure_future(notices.run())
+    try:
+        await generation.hears()
+        notices.release(samples(3))
+        await generation.hears()
+        room.clear()
+        assert notices.unreleased == 3
+        reference.back.set()
+        async with asyncio.timeout(10):
+            await room.wait()
+            while notices.unreleased:
+                room.clear()
+                await room.wait()
+        assert reference.oldest == 7
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_a_notice_that_is_not_answered_in_time_is_sent_again_before_the_next() -> None:
     class Slow(Holder):
         late = True
 
-        async def release(self, places: list[Place]) -> None:
+        async def release(self, samples: list[SampleName], oldest: int) -> None:
             if self.late:
                 self.late = False
                 raise DeadlineExceeded("generation0[0] did not answer release within 600 s")
-            await super().release(places)
+            await super().release(samples, oldest)
 
     generation = Slow()
-    notices = Notices(fleet(generation))
-    notices.release(places(1))
+    notices = notices_to(generation)
+    notices.release(samples(1))
     await notices.flush()
-    notices.release(places(2))
+    notices.release(samples(2))
     await notices.flush()
-    assert generation.freed == [places(1, 2)]
+    assert generation.freed == [samples(1, 2)]

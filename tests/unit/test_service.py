@@ -12,7 +12,7 @@ import structlog
 
 from asyncrl.compute import InlineCompute, Occupancy
 from asyncrl.config import Config, Model, Task
-from asyncrl.errors import ConfigError, UnknownEndpoint
+from asyncrl.errors import ConfigError, LostRows, UnknownEndpoint
 from asyncrl.protocols.contracts import Contract, Lane, endpoint
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Call, PromptGroup
@@ -42,7 +42,7 @@ class StepsService(Service, Steps):
         await self.may_start.wait()
         if self.context.options.get("refuses"):
             raise ConfigError("not like this")
-        self.rows = self.context.open_rows(2, 64)
+        self.rows = self.context.open_rows(4, 64)
 
     async def step(self, group: PromptGroup) -> int:
         await self.may_step.wait()
@@ -158,19 +158,34 @@ async def test_a_stream_is_closed_with_its_call(tmp_path: Path) -> None:
         assert (await service.health())[0].doing == ()
 
 
-async def test_release_frees_rows_of_this_owner_only(tmp_path: Path) -> None:
+async def test_release_frees_the_rows_of_samples_in_these_attempts_and_earlier_ones(tmp_path: Path) -> None:
     async with asyncio.TaskGroup() as tasks:
         service = StepsService(context_of(tmp_path, tasks, Hand()))
-        await service.release([])  # before there are rows
+        await service.release([(0, 0, 0)], oldest=0)  # before there are rows
         service.may_start.set()
         await service.begin()
         assert service.rows is not None
-        place = service.rows.put({"number": np.array([1], np.int64)})
-        other = type(place)("inproc://another", place.slot, place.generation, place.columns)
-        await service.release([other])
+        for attempt in (0, 2, 1):  # the last one was overtaken
+            place = service.keep((5, 3, attempt), {"number": np.array([attempt], np.int64)})
+        with pytest.raises(LostRows):
+            service.rows.read(place, ["number"])
+        await service.release([(5, 3, 1), (5, 2, 2), (6, 3, 0)], oldest=5)
         assert service.rows.used == 1
-        await service.release([place, place])
+        await service.release([(5, 3, 2), (5, 3, 2)], oldest=5)
         assert service.rows.used == 0
+
+
+async def test_rows_of_groups_that_are_over_are_freed_unnamed(tmp_path: Path) -> None:
+    """They were made when their caller had given up already. Groups below 0 are of another count."""
+    async with asyncio.TaskGroup() as tasks:
+        service = StepsService(context_of(tmp_path, tasks, Hand()))
+        service.may_start.set()
+        await service.begin()
+        assert service.rows is not None
+        for group in (-1, 3, 4, 5):
+            service.keep((group, 0, 0), {"number": np.array([group], np.int64)})
+        await service.release([], oldest=5)
+        assert service.rows.used == 2
 
 
 async def test_idle_time_is_booked_as_told(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ async def test_a_group_comes_back_as_rows_with_their_scalars(start: Start) -> No
 async def test_released_rows_are_gone_and_their_texts_left_out(start: Start) -> None:
     async with start(own_version=0) as service:
         refs = BatchRef.join(await collect(service, group(0)))
-        await service.release([place for row in refs for place in row.places[:1]][:3])
+        await service.release([row.name for row in refs][:3], oldest=0)
         assert service.rows.used == 1
         assert [text.member for text in await service.texts(refs)] == [refs.rows[3].member]
 
@@ -167,6 +167,15 @@ async def test_many_groups_at_once_draw_what_one_alone_draws(start: Start, confi
         alone = responses(service, await collect(service, group(2, attempt=1)))
         assert alone == beside_others
         assert len({tuple(tokens) for tokens in alone.values()}) > 1
+
+
+async def test_rows_whose_caller_never_got_them_are_freed_when_their_sample_is_done_with(start: Start) -> None:
+    """Their answer and the Cancel of its call crossed, and the next attempt runs in another replica."""
+    async with start(own_version=1) as service:
+        await collect(service, group(5))
+        kept = BatchRef.join(await collect(service, group(6)))
+        await service.release([(5, member, 1) for member in range(4)], oldest=5)
+        assert service.rows.used == len(kept)
 
 
 async def test_a_new_attempt_frees_the_rows_that_its_caller_never_got(start: Start) -> None:

@@ -83,7 +83,7 @@ async def test_every_sample_gets_one_more_place_with_a_value_a_token(folder: Pat
         for ref, values in zip(answer, found(service, answer), strict=True):
             assert values.dtype == np.float32
             assert len(values) == ref.tokens
-        await service.release([ref.places[1] for ref in answer])
+        await service.release([ref.name for ref in answer], oldest=0)
         assert service.rows.used == 0
 
 
@@ -142,5 +142,5 @@ async def test_answers_that_nobody_waited_for_take_no_room_for_ever(folder: Path
         assert service.rows is not None
         assert service.rows.used == len(refs)
         assert len(found(service, answer)) == len(refs)
-        await service.release([row.place_of("reference_logprobs") for row in answer])
+        await service.release([row.name for row in answer], oldest=0)
         assert service.rows.used == 0
