@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from asyncrl.bench.figures import Load, Seen, number, ratios, table, verdict
+from asyncrl.bench.figures import Load, Seen, in_turn, number, ratios, table, verdict
 from asyncrl.bench.workloads import (
     AS_GIVEN,
     SAMPLES,
@@ -97,7 +97,7 @@ def measure(workload: Workload, asked: argparse.Namespace, folder: Path) -> None
     if not asked.without_trl:
         sides[TUNED] = lambda: run_trl(best, workload, asked.steps, TRL_WARM, folder)
         sides[GIVEN] = lambda: run_trl(AS_GIVEN, workload, asked.steps, TRL_WARM, folder)
-    found = rounds_of(sides, asked.rounds)
+    found = in_turn(sides, asked.rounds)
     print(f"  TRL at its best: {best}; as given: {AS_GIVEN}")
     report(workload, found)
     print(f"  {load}\n", flush=True)
@@ -109,14 +109,6 @@ def search(workload: Workload, folder: Path) -> TrlSettings:
     ranked = sorted(found, key=lambda each: -found[each].rate)
     print(table(("TRL's grid", "tokens/s"), [(str(each), number(found[each].rate)) for each in ranked]))
     return ranked[0]
-
-
-def rounds_of(sides: Mapping[str, Callable[[], Outcome]], rounds: int) -> dict[str, list[Outcome]]:
-    found: dict[str, list[Outcome]] = {name: [] for name in sides}
-    for turn in range(rounds):
-        for name in list(sides)[:: -1 if turn % 2 else 1]:
-            found[name].append(sides[name]())
-    return found
 
 
 def report(workload: Workload, found: Mapping[str, Sequence[Outcome]]) -> None:

@@ -2,9 +2,12 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +24,28 @@ class Seen:
         return f"{number(self.median)} [{number(min(self.values))} - {number(max(self.values))}]"
 
 
-def in_turn(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Seen]:
+def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """Every side once a round, in an order that turns around with each: what the machine does meanwhile hits all."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    found: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(rounds):
         for name in list(sides)[:: -1 if turn % 2 else 1]:
             found[name].append(sides[name]())
+    return found
+
+
+def seen(found: Mapping[str, Sequence[float]]) -> dict[str, Seen]:
+    """Values of several sides."""
     return {name: Seen(tuple(values)) for name, values in found.items()}
+
+
+def stage_seconds(lines: Sequence[Mapping[str, float]], warm: int, stages: Iterable[str]) -> dict[str, float]:
+    """Seconds a step that each stage was busy. lines: of `metrics.jsonl`, of which the first `warm` do not count."""
+    counted = list(zip(lines[warm - 1 :], lines[warm:], strict=False))
+    return {
+        stage: sum(line[f"time/{stage}/busy"] * (line["time"] - before["time"]) for before, line in counted)
+        / len(counted)
+        for stage in stages
+    }
 
 
 def ratios(above: Seen, below: Seen) -> Seen:

@@ -3,7 +3,6 @@
 KIND: "messages", of which only the last is answered, or "calls", as many at a time as the worker gives credit for.
 """
 
-import struct
 import sys
 
 import zmq
@@ -11,6 +10,7 @@ import zmq
 from asyncrl.protocols.messages import PROTOCOL, Call, Hello
 from asyncrl.wire.codec import encode
 from asyncrl.wire.ends import CREDIT, HIGH_WATER
+from asyncrl.wire.line import numbered
 
 PATIENCE = 60_000
 """Milliseconds for one message."""
@@ -39,11 +39,8 @@ def _send_messages(socket: "zmq.Socket[bytes]", count: int) -> None:
 
 
 def _make_calls(socket: "zmq.Socket[bytes]", count: int) -> None:
-    number = struct.Struct("<Q")
-
-    def send(count: int, message: object) -> None:
-        header, *rest = encode(message)
-        socket.send_multipart([number.pack(count) + bytes(header), *rest])
+    def send(number: int, message: object) -> None:
+        socket.send_multipart(numbered(number, encode(message)))
 
     send(0, RUN)
     socket.recv_multipart()

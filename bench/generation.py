@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.bench.figures import Load, in_turn, ratios, table, verdict
+from asyncrl.bench.figures import Load, in_turn, ratios, seen, table, verdict
 from asyncrl.bench.lengths import EndlessEngine
 from asyncrl.bench.subject import SPECIAL, VOCABULARY, make_subject
 from asyncrl.engines.generation.interface import Completion, Request
@@ -120,10 +120,10 @@ def measure(name: str, goal: float, work: Work, model: Path, slots: int, rounds:
         "asyncrl": lambda: work.tokens / cpu_seconds(lambda: engine.complete(work.requests())),
         "transformers.generate": lambda: work.tokens / cpu_seconds(lambda: generate_in_batches(plain, work)),
     }
-    seen = in_turn(sides, rounds)
+    found = seen(in_turn(sides, rounds))
     print(f"{name}: {work.tokens:,} useful tokens of {PROMPTS} prompts, {slots} slots, batch {SLOTS}, {rounds} rounds")
-    print(table(("", "useful tokens per CPU-second"), [(side, str(values)) for side, values in seen.items()]))
-    ratio = ratios(seen["asyncrl"], seen["transformers.generate"])
+    print(table(("", "useful tokens per CPU-second"), [(side, str(values)) for side, values in found.items()]))
+    ratio = ratios(found["asyncrl"], found["transformers.generate"])
     print(f"  ratio of each round: {ratio}")
     print(verdict("asyncrl over transformers.generate", ratio.median, goal))
     show_stages(TimedEngine(model, slots), work)

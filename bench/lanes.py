@@ -12,10 +12,9 @@ import os
 import secrets
 import sys
 import tempfile
-import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 
 from asyncrl.bench.flood import RUN
 from asyncrl.bench.loaded import Loaded
+from asyncrl.bench.ticking import TICK, Ticks, ticking
 from asyncrl.deploy.local import LocalLauncher
 from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.launch import RunFacts
@@ -37,9 +37,10 @@ from asyncrl.wire.link import Link
 from asyncrl.wire.socket import ZmqWire
 from asyncrl.worker import identity
 
-ACKNOWLEDGED, STALL, TICK = 0.050, 0.010, 0.001
-"""Seconds: the goals, and the ticker's period."""
+ACKNOWLEDGED, STALL = 0.050, 0.010
+"""Seconds: the goals."""
 DEADLINE = 600.0
+"""Seconds for the queued calls to be made and answered, and for a flood to be over."""
 PAUSE_BETWEEN = 0.005
 """Seconds between two probes, so that they meet the compute thread at different moments."""
 
@@ -114,8 +115,9 @@ async def _queued(site: Site, calls: int) -> AsyncIterator[int]:
             link = await scope.enter_async_context(Link(caller, hello, "loaded", instance=instance))
             share = min(CREDIT, calls - start)
             waiting += [asyncio.ensure_future(link.call("step", (), DEADLINE)) for _ in range(share)]
-        while (queued := (await site.handle.health())[0].queued) < 0.9 * calls:
-            continue  # each look lets the worker take more of them
+        async with asyncio.timeout(DEADLINE):
+            while (queued := (await site.handle.health())[0].queued) < 0.9 * calls:
+                continue  # each look lets the worker take more of them
         yield queued
         for call in waiting:
             call.cancel()
@@ -168,7 +170,8 @@ async def floods(folder: Path, messages: int) -> None:
             sending = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "asyncrl.bench.flood", listener.address, str(messages), kind)
             )
-            await drain(listener, messages, sending)
+            async with asyncio.timeout(DEADLINE):
+                await drain(listener, messages, sending)
         finally:
             wire.close()
 
@@ -176,7 +179,7 @@ async def floods(folder: Path, messages: int) -> None:
 async def _taken(listener: Listener, messages: int, sending: Process) -> None:
     """The first one says that the sender is up."""
     await listener.receive()
-    with _ticking() as drain:
+    with ticking() as drain:
         for _ in range(messages - 1):
             peer, _ = await listener.receive()
     await listener.send(peer, [b"all of them"])
@@ -194,54 +197,21 @@ async def _served(listener: Listener, messages: int, sending: Process) -> None:
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(Host(listener, echo, RUN).serve())
         await begun.wait()
-        with _ticking() as drain:
+        with ticking() as drain:
             await sending.wait()
         serving.cancel()
     await _compared("calls", messages, drain)
 
 
-class Ticks:
-    """Seconds from each tick to the one after it: on the wall, and of this thread's own computing, which no other
-    program on the machine adds to."""
-
-    def __init__(self) -> None:
-        self.wall: list[float] = []
-        self.computing: list[float] = []
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.wall)
-
-    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._last = (loop.time(), time.thread_time())
-        self.timer = loop.call_later(TICK, self._tick, loop)
-
-    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        last = self._last
-        self.begin(loop)
-        self.wall.append(self._last[0] - last[0])
-        self.computing.append(self._last[1] - last[1])
-
-
-@contextmanager
-def _ticking() -> Iterator[Ticks]:
-    ticks = Ticks()
-    ticks.begin(asyncio.get_running_loop())
-    try:
-        yield ticks
-    finally:
-        ticks.timer.cancel()
-
-
 async def _compared(kind: str, messages: int, drain: Ticks) -> None:
     """Beside the same ticker in the same process for as long, with nothing to drain."""
-    with _ticking() as alone:
+    with ticking() as alone:
         await asyncio.sleep(drain.seconds)
-    worst = 1e3 * (max(drain.wall) - TICK)
+    worst = 1e3 * drain.stall
     print(
         f"  {kind:8} {messages / drain.seconds:6.0f} a second   longest stall {worst:6.2f} ms (p99 "
         f"{1e3 * (np.percentile(drain.wall, 99) - TICK):.2f})   goal {1e3 * STALL:.0f} ms: "
         f"{'reached' if worst <= 1e3 * STALL else 'MISSED'}\n"
         f"           of it computing {1e3 * max(drain.computing):.2f} ms at most; with nothing to drain, what other "
-        f"programs cost: {1e3 * (max(alone.wall) - TICK):.2f} ms"
+        f"programs cost: {1e3 * alone.stall:.2f} ms"
     )

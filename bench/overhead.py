@@ -6,7 +6,6 @@ share out their time over the groups of a step, so C is what a batch takes throu
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -14,23 +13,25 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from asyncrl.bench.emulated import stages
-from asyncrl.bench.figures import Load, Seen, in_turn, number, ratios, table, verdict
+from asyncrl.bench.figures import Load, Seen, in_turn, number, ratios, seen, stage_seconds, table, verdict
 from asyncrl.config import Config
 from asyncrl.deploy.beginning import Order
 from asyncrl.deploy.run import run
-from asyncrl.models import Show
+from asyncrl.rundir import RunDirectory
 from asyncrl.settings import load as load_config
 from asyncrl.telemetry.display import LineDisplay
+from asyncrl.telemetry.metrics import read_metrics
 from asyncrl.telemetry.trace import Tracer
 from asyncrl.telemetry.trace_merge import SUFFIX, merge
 
-WARM = 3
+WARM = 4
 """Steps at the start that count for nothing: the pipeline fills."""
 GROUPS, MEMBERS, LIMIT = 8, 8, 2
 SETTINGS = {"200/40/40/200 ms": ((0.2, 0.04, 0.04, 0.2), 0.99), "50/10/10/50 ms": ((0.05, 0.01, 0.01, 0.05), 0.97)}
@@ -133,21 +134,14 @@ def _config(steps: int, folder: Path) -> Config:
 
 
 def _order(config: Config, run_dir: Path, seconds: tuple[float, float, float, float]) -> Order:
-    display = LineDisplay(open(os.devnull, "w"), config.steps)  # noqa: SIM115
+    display = LineDisplay(StringIO(), config.steps)
     return Order(config, run_dir, display, "asyncrl-bench overhead", services=stages(*seconds))
 
 
 def _measured(run_dir: Path, cpu: float) -> Emulated:
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    first, last = steps[WARM], steps[-1]
-    count, span = len(steps) - 1 - WARM, last["time"] - first["time"]
-    counted = steps[WARM + 1 :]
-    walls = [after["time"] - before["time"] for before, after in zip(steps[WARM:], counted, strict=False)]
-    slept = {
-        stage: sum(step[f"time/{stage}/busy"] * wall for step, wall in zip(counted, walls, strict=True)) / count
-        for stage in STAGES
-    }
-    return Emulated(span / count, slept, cpu)
+    steps = read_metrics(RunDirectory(run_dir).metrics)
+    seconds = (steps[-1]["time"] - steps[WARM - 1]["time"]) / len(steps[WARM:])
+    return Emulated(seconds, stage_seconds(steps, WARM, STAGES), cpu)
 
 
 def _cpu() -> float:
@@ -172,14 +166,14 @@ def cost_of_tracing(steps: int, rounds: int, folder: Path) -> None:
             events.append(events_in(run_dir))
         return seconds
 
-    seen = in_turn({"traced": lambda: cpu_of(trace=True), "untraced": lambda: cpu_of(trace=False)}, rounds)
+    found = seen(in_turn({"traced": lambda: cpu_of(trace=True), "untraced": lambda: cpu_of(trace=False)}, rounds))
     print(f"tracing the quickstart, {steps} steps: CPU-seconds of all processes, start included, {rounds} rounds")
-    print(table(("", "CPU-seconds"), [(side, str(values)) for side, values in seen.items()]))
-    difference = Seen(tuple(traced - 1 for traced in ratios(seen["traced"], seen["untraced"]).values))
+    print(table(("", "CPU-seconds"), [(side, str(values)) for side, values in found.items()]))
+    difference = Seen(tuple(traced - 1 for traced in ratios(found["traced"], found["untraced"]).values))
     print(f"  difference of each round: {difference}, of which nobody knows what is tracing")
     cost = Seen(tuple(seconds_of_event(folder) for _ in range(EVENT_ROUNDS)))
     print(f"  {median(events):,.0f} events of {number(1e6 * cost.median)} µs each")
-    share = median(events) * cost.median / seen["untraced"].median
+    share = median(events) * cost.median / found["untraced"].median
     print(verdict("tracing's share of CPU, counted", share, TRACING, most=True))
     print(f"  {watched}")
 
@@ -210,8 +204,7 @@ def seconds_of_event(folder: Path) -> float:
 def _warmed_model(folder: Path) -> Path:
     from asyncrl.models import prepare
 
-    quiet: Show = lambda text: None  # noqa: E731
-    return asyncio.run(prepare(load_config("quickstart", ()).config, folder / "quickstart", quiet))
+    return asyncio.run(prepare(load_config("quickstart", ()).config, folder / "quickstart", lambda text: None))
 
 
 def quickstart(steps: int, trace: bool, model: Path, run_dir: Path) -> float:

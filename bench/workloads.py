@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.bench.figures import stage_seconds
+from asyncrl.rundir import RunDirectory
+from asyncrl.telemetry.metrics import read_metrics
+
 GROUPS, MEMBERS = 64, 8
 SAMPLES = GROUPS * MEMBERS
 PROMPT_TOKENS, PROMPTS = 8, 1024
@@ -96,7 +100,7 @@ def run_own(own: Own, workload: Workload, steps: int, warm: int, folder: Path) -
         "run_dir": str(run_dir),
     }
     _run([sys.executable, "-m", "asyncrl.bench.own_run", json.dumps(order)], environment(own.threads))
-    return own_outcome([json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()], warm)
+    return own_outcome(read_metrics(RunDirectory(run_dir).metrics), warm)
 
 
 def own_values(own: Own, workload: Workload, steps: int, folder: Path) -> dict[str, Any]:
@@ -123,14 +127,9 @@ def own_values(own: Own, workload: Workload, steps: int, folder: Path) -> dict[s
 
 def own_outcome(lines: Sequence[dict[str, Any]], warm: int) -> Outcome:
     """lines: of metrics.jsonl. The first `warm` steps are left out: until then the pipeline fills."""
-    counted, began = lines[warm:], lines[warm - 1]["time"]
-    seconds = counted[-1]["time"] - began
-    starts = [line["time"] for line in lines[warm - 1 : -1]]
-    walls = [line["time"] - start for line, start in zip(counted, starts, strict=True)]
-    stages = {
-        stage: sum(line[f"time/{stage}/busy"] * wall for line, wall in zip(counted, walls, strict=True)) / len(counted)
-        for stage in ("generation", "reward", "training")
-    }
+    counted = lines[warm:]
+    seconds = counted[-1]["time"] - lines[warm - 1]["time"]
+    stages = stage_seconds(lines, warm, ("generation", "reward", "training"))
     tokens = sum(line["tokens/trained"] for line in counted)
     return Outcome(tokens / seconds, seconds / len(counted), stages, counted[-1]["reward/mean"])
 

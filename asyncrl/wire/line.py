@@ -17,6 +17,11 @@ from asyncrl.wire.ends import LIMIT_BYTES, Frame, Frames
 _NUMBER = struct.Struct("<Q")
 
 
+def numbered(number: int, frames: list[Frame]) -> list[Frame]:
+    """What is sent as message `number`."""
+    return [b"".join((_NUMBER.pack(number), frames[0])), *frames[1:]]
+
+
 class Line:
     """Numbers what one side sends and checks the numbers of what it receives, each from 0."""
 
@@ -25,16 +30,13 @@ class Line:
         self._order = asyncio.Lock()
         self.sent = self.received = 0
 
-    def _numbered(self, frames: list[Frame]) -> list[Frame]:
-        return [b"".join((_NUMBER.pack(self.sent), frames[0])), *frames[1:]]
-
     async def send(self, message: Any) -> None:
         """Raises WireError (nothing was sent), PeerLost, DeadlineExceeded."""
         frames = encode(message)
         if self._offer_now(frames):
             return
         async with self._order:
-            await self._send(self._numbered(frames))
+            await self._send(numbered(self.sent, frames))
             self.sent += 1
 
     def offer(self, message: Any) -> bool:
@@ -42,7 +44,7 @@ class Line:
         return not self._order.locked() and self._offer_now(encode(message))
 
     def _offer_now(self, frames: list[Frame]) -> bool:
-        if self._order.locked() or not self._offer(self._numbered(frames)):
+        if self._order.locked() or not self._offer(numbered(self.sent, frames)):
             return False
         self.sent += 1
         return True

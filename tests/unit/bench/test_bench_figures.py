@@ -1,6 +1,6 @@
 import pytest
 
-from asyncrl.bench.figures import Seen, in_turn, number, ratios, table, verdict
+from asyncrl.bench.figures import Seen, in_turn, number, ratios, seen, table, verdict
 
 
 def test_sides_take_turns_in_an_order_that_turns_around() -> None:
@@ -10,10 +10,10 @@ def test_sides_take_turns_in_an_order_that_turns_around() -> None:
         order.append(name)
         return value
 
-    seen = in_turn({"a": lambda: side("a", len(order)), "b": lambda: side("b", 10)}, rounds=3)
+    found = in_turn({"a": lambda: side("a", len(order)), "b": lambda: side("b", 10)}, rounds=3)
     assert "".join(order) == "abbaab"
-    assert seen["a"].values == (0, 3, 4)
-    assert seen["b"].median == 10
+    assert found == {"a": [0, 3, 4], "b": [10, 10, 10]}
+    assert seen(found)["a"].median == 3
 
 
 def test_ratios_are_of_the_same_round() -> None:
