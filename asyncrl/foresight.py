@@ -7,13 +7,12 @@ the step is asked for without saying where its rows lie, for the trainer has the
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
 
 from asyncrl.books import Books
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost
-from asyncrl.protocols.batch import BatchRef, Cuts
+from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
 from asyncrl.protocols.contracts import Training
-from asyncrl.protocols.messages import StepReport
+from asyncrl.protocols.messages import Checkpointed, Health, Published, StepReport
 
 Held = tuple[tuple[int, int, int], ...]
 
@@ -25,7 +24,7 @@ class Foresight:
     """
 
     def __init__(self, training: Training, books: Books, running: Callable[[], bool]) -> None:
-        self.training = cast(Training, _Training(training, self))
+        self.training: Training = ForeseeingTraining(training, self)
         self._trainer, self._books, self._running = training, books, running
         self._changed = asyncio.Event()
         self._waiting = False
@@ -68,14 +67,11 @@ class Foresight:
         self._held = ()
 
 
-class _Training:
-    """A trainer's handle with a `step` that knows what was foreseen."""
+class ForeseeingTraining(Training):
+    """A trainer with a `step` that knows what was foreseen; all else is the trainer's own."""
 
     def __init__(self, trainer: Training, foresight: Foresight) -> None:
         self._trainer, self._foresight = trainer, foresight
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._trainer, name)
 
     async def step(self, cuts: Cuts) -> StepReport:
         if not self._foresight.known(cuts):
@@ -85,6 +81,33 @@ class _Training:
         except LostRows:
             self._foresight.forget()
             return await self._trainer.step(cuts)
+
+    async def foresee(self, samples: BatchRef) -> list[bool]:
+        return await self._trainer.foresee(samples)
+
+    async def published(self) -> Published:
+        return await self._trainer.published()
+
+    async def using(self, reader: str, version: int) -> None:
+        await self._trainer.using(reader, version)
+
+    async def detached(self, reader: str) -> None:
+        await self._trainer.detached(reader)
+
+    async def checkpoint(self, directory: str, epoch: int, version: int) -> Checkpointed:
+        return await self._trainer.checkpoint(directory, epoch, version)
+
+    async def started(self) -> None:
+        await self._trainer.started()
+
+    async def health(self) -> list[Health]:
+        return await self._trainer.health()
+
+    async def release(self, samples: list[SampleName], oldest: int) -> None:
+        await self._trainer.release(samples, oldest)
+
+    async def idle_because(self, state: str) -> None:
+        await self._trainer.idle_because(state)
 
 
 def _names(samples: BatchRef) -> Held:

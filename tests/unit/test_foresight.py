@@ -11,9 +11,11 @@ from asyncrl.controller import Controller, Schedule
 from asyncrl.errors import LostRows
 from asyncrl.events import Event, StepLost
 from asyncrl.fleet import Fleet
+from asyncrl.foresight import ForeseeingTraining
 from asyncrl.ledger import Journal
 from asyncrl.objectives.advantages import GroupBaseline
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
+from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.messages import StepReport
 from asyncrl.records import Scan, Trained
 from asyncrl.rolling import Sampling
@@ -120,3 +122,7 @@ def test_a_trainer_that_has_forgotten_is_asked_once_more_and_nothing_is_lost() -
     trainer, _, events = play(Forgetful)
     assert trainer.sent == [True] + [False, True] * (STEPS - 1)
     assert not [event for event in events if isinstance(event, StepLost)]
+
+
+def test_a_page_may_ask_for_whatever_a_trainer_answers() -> None:
+    assert Training.endpoints.keys() <= vars(ForeseeingTraining).keys()
