@@ -14,7 +14,7 @@ from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
 from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.messages import Checkpointed, Health, Published, StepReport
 
-Held = tuple[tuple[int, int, int], ...]
+Held = tuple[SampleName, ...]
 
 
 class Foresight:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from asyncrl.errors import LostRows
-from asyncrl.protocols.batch import Batch, BatchRef
+from asyncrl.protocols.batch import Batch, BatchRef, SampleName
 from asyncrl.row_reader import RowReader
 
 
@@ -13,7 +13,7 @@ class RowsAhead:
 
     def __init__(self, reader: RowReader, columns: Sequence[str]) -> None:
         self._reader, self._columns = reader, columns
-        self._numbers: dict[tuple[int, int, int], int] = {}
+        self._numbers: dict[SampleName, int] = {}
         self._rows = Batch({})
         self._reading = asyncio.Lock()
 

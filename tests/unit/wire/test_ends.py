@@ -41,7 +41,7 @@ async def test_nothing_is_lost_when_a_sender_waits_for_room(site: Any) -> None:
             await caller.send([b"%d" % number, b"x" * 1000])
 
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-        tasks.create_task(send_all())
+        tasks.create_task(send_all(caller, total))
         for number in range(total):
             peer, frames = await listener.receive()
             assert frames[0] == b"%d" % number
@@ -59,15 +59,16 @@ async def send_back(listener: Any, peer: bytes, total: int) -> None:
         await listener.send(peer, [b"%d" % number, b"x" * 1000])
 
 
+async def send_all(caller: ends.Caller, total: int) -> None:
+    for _ in range(total):
+        await caller.send([b"x" * 64])
+
+
 async def test_a_flood_lets_other_tasks_run_every_few_messages(site: Any) -> None:
     """Between two turns of another task at most DRAIN_BUDGET messages are taken."""
     listener = site.wire.listen(site.address)
     caller = site.wire.connect(listener.address)
     total, taken, stretch = 60_000, 0, [0]
-
-    async def send_all() -> None:
-        for _ in range(total):
-            await caller.send([b"x" * 64])
 
     async def tick() -> None:
         while taken < total:
@@ -75,7 +76,7 @@ async def test_a_flood_lets_other_tasks_run_every_few_messages(site: Any) -> Non
             await asyncio.sleep(0)
 
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        tasks.create_task(send_all())
+        tasks.create_task(send_all(caller, total))
         tasks.create_task(tick())
         while taken < total:
             await listener.receive()
@@ -97,10 +98,6 @@ async def test_what_is_poured_lets_the_loop_turn_as_often(site: Any) -> None:
         peer, _ = message
         listener.offer(peer, [b"an answer"])
 
-    async def send_all() -> None:
-        for _ in range(total):
-            await caller.send([b"x" * 64])
-
     async def tick() -> None:
         while taken < total:
             stretch.append(taken)
@@ -109,7 +106,7 @@ async def test_what_is_poured_lets_the_loop_turn_as_often(site: Any) -> None:
 
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         pouring = tasks.create_task(ends.pour(listener, take))
-        tasks.create_task(send_all())
+        tasks.create_task(send_all(caller, total))
         tasks.create_task(tick())
     assert max(after - before for before, after in pairwise(stretch)) <= ends.DRAIN_BUDGET
     caller.close()
