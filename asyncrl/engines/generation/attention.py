@@ -3,18 +3,22 @@
     tokens      d0 d1 d2 | a0 a1 a2 a3 b0 b1        d: one new token of the sequences in slots 0, 1, 2
     slots        0  1  2 |  3  3  3  3  4  4        a, b: sequences whose keys are not cached yet
 
+A single token attends to each chunk of its sequence by itself; the sums of the chunks are put together per sequence.
+Products of all chunks are one call, and no position is computed that only a longer neighbour has.
+
 Registered with transformers under a name, so that models stay as they are; positions and masks are ours.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from asyncrl.engines.generation.cache import KVCache
+from asyncrl.engines.generation.cache import CHUNK, Ints, KVCache
 from asyncrl.errors import ConfigError
 
 NAME = "asyncrl_flat"
@@ -39,18 +43,46 @@ class Padding:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunks:
+    """The chunks at the front of the cache, and whose they are. Some may be nobody's, or of sequences that do not
+    decode: they are computed along with row 0 and all masked, so that the others need not be picked out.
+
+    rows: int64 [chunks], the row whose query a chunk meets. mask: float32 [chunks, 1, CHUNK], 0 or -inf.
+    order: int64, the chunks of row 0, then those of row 1, and so on; starts: int64 [rows], where each row's begin.
+    """
+
+    rows: Tensor
+    mask: Tensor
+    order: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, cache: KVCache, positions: Ints, device: torch.device) -> "Chunks":
+        """Row i sees positions 0 to positions[i] of slot i."""
+        total = cache.pack()
+        order, counts = cache.owned(positions)
+        starts = counts.cumsum() - counts
+        owners = np.repeat(np.arange(len(counts)), counts)
+        seen, rows = np.zeros(total, np.int64), np.zeros(total, np.int64)
+        seen[order] = positions[owners] + 1 - CHUNK * (np.arange(len(order)) - starts[owners])
+        rows[order] = owners
+        mask = np.where(np.arange(CHUNK) < seen[:, None, None], np.float32(0), np.float32(-np.inf))
+        return cls(*(torch.from_numpy(each).to(device) for each in (rows, mask, order, starts)))
+
+
+@dataclass(frozen=True, slots=True)
 class FlatTokens:
     """What attention needs to know of one forward.
 
-    rows, positions: int64 [tokens], slot and position of each token. decoding: how many tokens at the front are single
-    ones; token i of those belongs to slot i. mask: [decoding, 1, 1, cached positions], 0 or -inf. whole: the others.
+    places: chunk and offset of each token in the cache, int64 [tokens] both. positions: int64 [tokens]. decoding: how
+    many tokens at the front are single ones; token i of those belongs to slot i. chunks: theirs. whole: the others.
     """
 
     cache: KVCache
-    rows: Tensor
+    places: tuple[Tensor, Tensor]
     positions: Tensor
     decoding: int
-    mask: Tensor | None
+    chunks: Chunks | None
     whole: Padding | None
 
 
@@ -78,24 +110,33 @@ def flat_attention(
 
 def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, flat: FlatTokens, scaling: float | None) -> Tensor:
     """query [tokens, heads, size], key and value [tokens, kv heads, size] -> [tokens, heads, size]."""
-    keys, values = flat.cache.write(layer, flat.rows, flat.positions, key, value)
+    keys, values = flat.cache.write(layer, flat.places, key, value)
     parts = []
-    if flat.decoding:
-        parts.append(_one_token_each(query[: flat.decoding], keys, values, flat, scaling))
+    if flat.chunks is not None:
+        parts.append(_one_token_each(query[: flat.decoding], keys, values, flat.chunks, scaling))
     if flat.whole is not None:
         parts.append(_whole_sequences(query, key, value, flat.whole, scaling))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _one_token_each(query: Tensor, keys: Tensor, values: Tensor, flat: FlatTokens, scaling: float | None) -> Tensor:
-    """query [rows, heads, size] against the cache, the heads that share keys as one query of several tokens."""
-    assert flat.mask is not None
+def _one_token_each(query: Tensor, keys: Tensor, values: Tensor, chunks: Chunks, scaling: float | None) -> Tensor:
+    """query [rows, heads, size] against the cache, in float32; heads that share keys are one query of several tokens.
+
+    With s the scores of a row and m their largest: the chunks' sums of exp(s - m) v, over those of exp(s - m).
+    """
     rows, heads, size = query.shape
-    length = flat.mask.shape[-1]
-    grouped = query.reshape(rows, keys.shape[1], heads // keys.shape[1], size)
-    cached = keys[:rows, :, :length], values[:rows, :, :length]
-    mixed = scaled_dot_product_attention(grouped, *cached, attn_mask=flat.mask, scale=scaling)
-    return mixed.reshape(rows, heads, values.shape[-1])
+    count, kv_heads = len(chunks.rows), keys.shape[1]
+    scaled = (query.float() * (size**-0.5 if scaling is None else scaling)).flatten(1)
+    queries = scaled.index_select(0, chunks.rows).view(count * kv_heads, -1, size)
+    scores = torch.bmm(queries, keys[:count].float().flatten(0, 1).transpose(1, 2)).view(count, heads, CHUNK)
+    scores += chunks.mask
+    peaks = scaled.new_full((rows, heads), -torch.inf)
+    peaks.scatter_reduce_(0, chunks.rows[:, None].expand(-1, heads), scores.amax(-1), "amax")
+    weights = scores.sub_(peaks.index_select(0, chunks.rows)[:, :, None]).exp_()
+    mixed = torch.bmm(weights.view(*queries.shape[:2], CHUNK), values[:count].float().flatten(0, 1))
+    sums = embedding_bag(chunks.order, mixed.view(count, -1), chunks.starts, mode="sum").view(rows, heads, -1)
+    totals = embedding_bag(chunks.order, weights.sum(-1), chunks.starts, mode="sum")
+    return sums.div_(totals[:, :, None]).to(query.dtype)
 
 
 def _whole_sequences(query: Tensor, key: Tensor, value: Tensor, whole: Padding, scaling: float | None) -> Tensor:

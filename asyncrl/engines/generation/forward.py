@@ -10,11 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.engines.generation.attention import NAME, FlatTokens, Padding
-from asyncrl.engines.generation.cache import KVCache
+from asyncrl.engines.generation.attention import NAME, Chunks, FlatTokens, Padding
+from asyncrl.engines.generation.cache import Ints, KVCache
 from asyncrl.engines.generation.direct import DirectForward
 
-Ints = NDArray[np.int64]
 NOTHING: Ints = np.zeros(0, np.int64)
 
 
@@ -33,14 +32,14 @@ class FlatModel:
     Args:
         model: a transformers causal LM in evaluation mode.
         vocabulary: ids from here on stand for no token (padding rows of the head) and get -inf.
-        fixed: attend to all of a slot's positions, so that no sequence's length changes another's shapes.
+        fixed: attend to all of a slot's chunks, so that no sequence's length changes another's shapes.
     """
 
     def __init__(self, model: Any, slots: int, limit: int, vocabulary: int, *, fixed: bool = False) -> None:
         self.model, self.slots = model, slots
         self.device: torch.device = model.device  # asking the model walks through its parameters
         self.dtype: torch.dtype = model.dtype
-        self._vocabulary, self._fixed = vocabulary, fixed
+        self._vocabulary = vocabulary
         self.cache = KVCache(slots, limit, fixed=fixed)
         model.set_attn_implementation(NAME)
         self.direct = DirectForward.of(model)
@@ -52,7 +51,7 @@ class FlatModel:
         tokens, positions: [decoding], one new token of each of the first slots. whole: sequences from their start.
         """
         lengths = [len(sequence.tokens) for sequence in whole]
-        self.cache.reserve(max([*lengths, *(positions + 1)]))
+        self._hold(positions, whole)
         flat = self._flat(positions, whole, lengths)
         ids = np.concatenate([tokens, *(sequence.tokens for sequence in whole)])
         last = np.concatenate([np.arange(len(tokens)), len(tokens) + np.cumsum(lengths, dtype=np.int64) - 1])
@@ -70,22 +69,22 @@ class FlatModel:
     def tensor(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device)
 
+    def _hold(self, positions: Ints, whole: Sequence[Whole]) -> None:
+        self.cache.hold_next(positions)
+        for sequence in whole:
+            self.cache.hold(sequence.row, len(sequence.tokens))
+
     def _flat(self, positions: Ints, whole: Sequence[Whole], lengths: list[int]) -> FlatTokens:
         decoding = len(positions)
+        chunks = Chunks.of(self.cache, positions, self.device) if decoding else None  # may move chunks: before `places`
         rows = np.concatenate([np.arange(decoding), np.repeat([sequence.row for sequence in whole], lengths)])
         steps = np.concatenate([positions, *(np.arange(length) for length in lengths)])
+        at, offsets = self.cache.places(rows.astype(np.int64), steps)
         return FlatTokens(
             self.cache,
-            rows=self.tensor(rows.astype(np.int64)),
+            places=(self.tensor(at), self.tensor(offsets)),
             positions=self.tensor(steps),
             decoding=decoding,
-            mask=self._mask(positions) if decoding else None,
+            chunks=chunks,
             whole=Padding.of(lengths, decoding, self.device) if lengths else None,
         )
-
-    def _mask(self, positions: Ints) -> Tensor:
-        """Additive, built once for all layers: row i sees positions 0 to positions[i]."""
-        seen = self.cache.limit if self._fixed else int(positions.max()) + 1
-        hidden = torch.arange(seen, device=self.device) > self.tensor(positions)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(hidden, -torch.inf)[:, None, None]

@@ -220,8 +220,8 @@ class TorchEngine:
             logits = logits[self._flat.tensor(np.array([*range(decoding), *copies], np.int64))]
         tokens, logprobs = self._draw(logits, rows)
         for family, sequence in zip(families, whole, strict=True):
-            for row in family[1:]:
-                self._flat.cache.move(family[0], row, len(sequence.tokens))
+            if len(family) > 1:
+                self._flat.cache.copy(family[0], family[1:], len(sequence.tokens))
         self._table.record(rows, tokens, logprobs, self.version)
 
     def _draw(self, logits: Tensor, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -255,8 +255,8 @@ class TorchEngine:
         table = self._table
         request, sampled = table.requests[row], table.recorded(row)
         last = self.running - 1
-        if row != last and table.cached[last]:
-            self._flat.cache.move(last, row, table.length(last))
+        self._flat.cache.release(row)
+        self._flat.cache.swap(row, last)
         table.remove(row)
         text = self._texts.before_stop(sampled.tokens) if finish == "stop_string" else self.decode(sampled.tokens)
         return Completion(request, sampled.tokens, sampled.logprobs, sampled.versions, finish, text)

@@ -63,7 +63,7 @@ def test_the_cache_grows_under_running_sequences(
     plain_logprobs: Plain,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache, "FIRST_LENGTH", 8)
+    monkeypatch.setattr(cache, "FIRST_CHUNKS", 1)
     for completion in drain(make_engine(), requests(9, max_new_tokens=24)).values():
         np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)
 
