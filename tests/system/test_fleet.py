@@ -130,8 +130,9 @@ async def test_nothing_of_a_fleet_is_left(start: Start, tmp_path: Path) -> None:
 
 
 async def test_a_call_without_an_answer_ends_at_its_deadline(start: Start) -> None:
+    """Caller and worker both keep it, and either may be the first to say so."""
     async with start() as running:
-        with pytest.raises(DeadlineExceeded, match=r"echo0\[0\] did not answer wait"):
+        with pytest.raises(DeadlineExceeded, match=r"echo0\[0\] did not answer wait|wait was still running"):
             await connect(Echo, running.workers["echo"], 0.1).wait()
 
 

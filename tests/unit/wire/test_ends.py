@@ -36,12 +36,12 @@ async def test_nothing_is_lost_when_a_sender_waits_for_room(site: Any) -> None:
     caller = site.wire.connect(listener.address)
     total = 5 * ends.HIGH_WATER
 
-    async def send_all() -> None:
+    async def send_there() -> None:
         for number in range(total):
             await caller.send([b"%d" % number, b"x" * 1000])
 
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-        tasks.create_task(send_all(caller, total))
+        tasks.create_task(send_there())
         for number in range(total):
             peer, frames = await listener.receive()
             assert frames[0] == b"%d" % number
