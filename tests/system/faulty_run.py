@@ -10,11 +10,11 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from watching import dead, pid_of, wait_until
 
 from asyncrl.checkpoint import Manifest, commit
 from asyncrl.config import Config
@@ -29,19 +29,6 @@ WHO, POINT, VERSION = FAULTS.get("at", ["", "", -1])
 DIED = Path(FAULTS.get("died", "/nonexistent"))
 
 
-def pid_of(run_dir: Path, service: str) -> int:
-    workers = json.loads((run_dir / "fleet.json").read_text())["workers"]
-    (pid,) = [worker["pid"] for worker in workers if worker["service"] == service]
-    return int(pid)
-
-
-def dead(pid: int) -> bool:
-    """Ended; perhaps not buried yet."""
-    with suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    return True
-
-
 async def faulty_commit(journal: Journal, write: Callable[[str], Awaitable[Checkpointed]], keep: int) -> Manifest:
     def fault(point: str) -> None:
         if (point, journal.ledger.version) != (POINT, VERSION) or DIED.exists():
@@ -51,8 +38,7 @@ async def faulty_commit(journal: Journal, write: Callable[[str], Awaitable[Check
             os.kill(os.getpid(), signal.SIGKILL)
         victim = pid_of(Path(journal.store.path("")).parent, WHO)
         os.kill(victim, signal.SIGKILL)
-        while not dead(victim):
-            time.sleep(0.001)
+        wait_until(lambda: dead(victim), "its death")
 
     return await commit(journal, write, keep, fault)
 

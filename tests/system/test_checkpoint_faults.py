@@ -14,7 +14,8 @@ from asyncrl.settings import load
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from torchless_runs import PATIENCE, Run  # noqa: E402
+from torchless_runs import Run  # noqa: E402
+from watching import PATIENCE  # noqa: E402
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 

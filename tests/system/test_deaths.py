@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,9 +18,11 @@ from asyncrl.audit import audit
 from asyncrl.models import prepare
 from asyncrl.settings import load
 
+sys.path.insert(0, str(Path(__file__).parent))
+from watching import PATIENCE, dead, pid_of, wait_until
+
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 
-PATIENCE = 100.0
 STEPS = "25"
 
 
@@ -60,26 +62,6 @@ def until_step(process: "subprocess.Popen[str]", step: int) -> None:
 def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
     shown, _ = process.communicate(timeout=PATIENCE)
     return process.returncode, shown
-
-
-def pid_of(run_dir: Path, service: str, rank: int = 0) -> int:
-    workers = json.loads((run_dir / "fleet.json").read_text())["workers"]
-    (found,) = [worker["pid"] for worker in workers if (worker["service"], worker["rank"]) == (service, rank)]
-    return int(found)
-
-
-def wait_until(true: Callable[[], bool], what: str) -> None:
-    limit = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < limit, f"waited {PATIENCE} s for {what}"
-        os.sched_yield()
-
-
-def dead(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def audited(run_dir: Path) -> None:

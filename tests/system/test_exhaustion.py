@@ -20,7 +20,8 @@ from asyncrl.settings import load
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from torchless_runs import PATIENCE, Run, dead, wait_until  # noqa: E402
+from torchless_runs import Run  # noqa: E402
+from watching import PATIENCE, dead, wait_until  # noqa: E402
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 

@@ -16,7 +16,8 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from torchless_runs import PATIENCE, Run  # noqa: E402
+from torchless_runs import Run  # noqa: E402
+from watching import PATIENCE  # noqa: E402
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 

@@ -19,7 +19,8 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from torchless_runs import Run, dead  # noqa: E402
+from torchless_runs import Run  # noqa: E402
+from watching import dead  # noqa: E402
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
 pytestmark = [pytest.mark.long, pytest.mark.fleet, pytest.mark.timeout(60 * MINUTES + 300)]

@@ -1,7 +1,6 @@
 """Killing things: workers, the trainer, the controller. Real processes, stand-in services."""
 
 import asyncio
-import json
 import os
 import re
 import secrets
@@ -9,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,6 +26,7 @@ from asyncrl.wire.ends import Signal
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from standins import Echo, Trainer  # noqa: E402
+from watching import dead, wait_until, workers_of  # noqa: E402
 
 pytestmark = pytest.mark.fleet
 
@@ -56,17 +55,8 @@ async def fleet_in(
             yield running
 
 
-def processes_of(tmp_path: Path) -> dict[str, int]:
-    workers = json.loads((tmp_path / "fleet.json").read_text())["workers"]
-    return {f"{worker['service']}{worker['replica']}": worker["pid"] for worker in workers}
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+def processes_of(run_dir: Path) -> dict[str, int]:
+    return {f"{service}{replica}": pid for (service, replica, _), pid in workers_of(run_dir).items()}
 
 
 async def test_a_killed_worker_fails_its_calls_at_once_and_comes_back(tmp_path: Path) -> None:
@@ -104,7 +94,7 @@ async def test_an_instance_can_be_killed_and_is_said_to_be_gone_once_it_is(tmp_p
     async with fleet_in(tmp_path) as running, asyncio.timeout(30):
         told: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
         pid = processes_of(tmp_path)["echo1"]
-        running.on_gone.append(lambda service, instance: told.put_nowait((instance, alive(pid))))
+        running.on_gone.append(lambda service, instance: told.put_nowait((instance, not dead(pid))))
         victim = running.workers["echo"].worker(1, 0).instance
         running.kill(victim)
         assert await told.get() == (victim, False)
@@ -135,7 +125,7 @@ async def test_the_trainers_death_ends_the_fleet_and_names_the_command(tmp_path:
     with pytest.raises(FleetFailed, match=r"training0\.0 died: .*killed by SIGKILL.*asyncrl run x") as failed:
         await run()
     assert failed.value.exit_code == 75
-    assert not [pid for pid in pids.values() if alive(pid)]
+    assert not [pid for pid in pids.values() if not dead(pid)]
 
 
 async def test_a_worker_that_dies_while_it_starts_ends_the_fleet_with_its_last_words(tmp_path: Path) -> None:
@@ -161,7 +151,7 @@ async def test_a_stuck_event_loop_does_not_keep_a_worker_alive(tmp_path: Path) -
         ending = asyncio.get_running_loop().time()
         del running
     assert asyncio.get_running_loop().time() - ending < 10
-    assert not [pid for pid in pids.values() if alive(pid)]
+    assert not [pid for pid in pids.values() if not dead(pid)]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
@@ -169,13 +159,13 @@ def test_no_worker_outlives_its_controller(tmp_path: Path, how: signal.Signals) 
     run = secrets.token_hex(4)
     program = [sys.executable, str(HERE / "fleet_parent.py"), run, str(tmp_path)]
     parent = subprocess.Popen(program, stderr=subprocess.DEVNULL, start_new_session=True)
-    wait_until((tmp_path / "up").exists, 30)
+    wait_until((tmp_path / "up").exists, "the fleet", 30)
     pids = list(processes_of(tmp_path).values())
-    assert all(map(alive, pids))
+    assert not any(map(dead, pids))
     parent.send_signal(how)
     parent.wait(20)
-    wait_until(lambda: not any(map(alive, pids)), 5)
-    wait_until(lambda: not left_by(run), 5)
+    wait_until(lambda: all(map(dead, pids)), "the workers to end with their parent", 5)
+    wait_until(lambda: not left_by(run), lambda: f"the end of {left_by(run)}", 5)
 
 
 def left_by(run: str) -> list[Path]:
@@ -196,13 +186,6 @@ async def test_what_a_start_whose_sweeper_was_killed_too_has_left_is_gone_at_the
                 rows,
             ]
     assert not left_by(facts.run)
-
-
-def wait_until(true: Any, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_torch_free_worker_starts_within_half_a_second_of_cpu() -> None:

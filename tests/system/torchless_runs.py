@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from watching import PATIENCE, pid_of, wait_until, workers_of
 
 from asyncrl.audit import audit
 from asyncrl.ledger import surviving
@@ -22,7 +23,6 @@ from asyncrl.store import FileStore
 
 HERE = Path(__file__).parent
 EXPERIMENT = HERE / "torchless.toml"
-PATIENCE = 100.0
 MARK = "TESTED_RUN"
 """In the environment of every process of a tested run, also of those that its workers start."""
 
@@ -95,15 +95,11 @@ class Run:
         assert process.poll() is None, f"ended early:\n{self.shown}"
 
     def pid_of(self, service: str) -> int:
-        (pid,) = [pid for name, pid in self.workers() if name == service]
-        return pid
+        return pid_of(self.directory, service)
 
     def workers(self) -> list[tuple[str, int]]:
-        """Service and pid of each, as fleet.json says; none before there is one."""
-        if not (self.directory / "fleet.json").exists():
-            return []
-        workers = json.loads((self.directory / "fleet.json").read_text())["workers"]
-        return [(worker["service"], worker["pid"]) for worker in workers]
+        """Service and pid of each."""
+        return [(service, pid) for (service, _, _), pid in workers_of(self.directory).items()]
 
     def processes(self) -> list[int]:
         """All that live, found by their environment."""
@@ -150,16 +146,3 @@ class Run:
         finally:
             store.close()
         return trained
-
-
-def wait_until(true: Callable[[], bool], what: str | Callable[[], str], seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what if isinstance(what, str) else what()}"
-        time.sleep(0.01)
-
-
-def dead(pid: int) -> bool:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    return True

@@ -1,0 +1,38 @@
+"""Processes of a run, looked at from outside."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+PATIENCE = 100.0
+"""Seconds that a run on a busy machine may take to get where a test waits for it."""
+
+
+def wait_until(true: Callable[[], bool], what: str | Callable[[], str], seconds: float = PATIENCE) -> None:
+    """what: that is waited for, in the words of the failure."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what if isinstance(what, str) else what()}"
+        time.sleep(0.01)  # Nothing tells this process of what it waits for.
+
+
+def dead(pid: int) -> bool:
+    """Ended; perhaps not buried yet."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def workers_of(run_dir: Path) -> dict[tuple[str, int, int], int]:
+    """(service, replica, rank) -> pid, as fleet.json says; none before there is one."""
+    if not (run_dir / "fleet.json").exists():
+        return {}
+    workers = json.loads((run_dir / "fleet.json").read_text())["workers"]
+    return {(worker["service"], worker["replica"], worker["rank"]): worker["pid"] for worker in workers}
+
+
+def pid_of(run_dir: Path, service: str, rank: int = 0) -> int:
+    """Of a service's first replica."""
+    return workers_of(run_dir)[service, 0, rank]
