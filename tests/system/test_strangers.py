@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,9 @@ def test_a_fleet_trains_on_while_a_stranger_speaks_at_every_socket(tmp_path: Pat
     def sockets() -> list[Path]:
         mark = run.directory / "run.id"
         name = mark.read_text() if mark.exists() else "none yet"
-        return [path for path in Path(tempfile.gettempdir()).glob(f"asyncrl-{name}-*/*") if path.is_socket()]
+        # Not Path.glob, which raises when a folder goes while it is looked through.
+        found = glob(f"{tempfile.gettempdir()}/asyncrl-{name}-*/*")
+        return [path for path in map(Path, found) if path.is_socket()]
 
     with at_every_socket(sockets, seed=1) as spoken_to:
         assert run.to_its_end() == 0, run.shown
