@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.generation.sampling import sample
+from asyncrl.engines.generation.sampling import BLOCK, sample
 from asyncrl.errors import WeightsError
 from asyncrl.protocols.seeds import draws, member_seed
 
@@ -68,3 +68,35 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
     logits[1, 3] = bad
     with pytest.raises(WeightsError, match="not finite"):
         sample(logits, torch.ones(2), torch.full((2,), 0.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("vocabulary", [1, BLOCK, 3 * BLOCK, 5 * BLOCK + 17])
+def test_blocks_draw_what_one_cumulated_sum_draws(vocabulary: int) -> None:
+    """Also where whole blocks, their first or their last tokens cannot be drawn."""
+    torch.manual_seed(0)
+    rows = 4000
+    logits = 3 * torch.randn(rows, vocabulary)
+    logits[torch.rand(rows, vocabulary) < 0.4] = -torch.inf
+    logits[: rows // 2, BLOCK : 2 * BLOCK] = -torch.inf
+    logits[:, vocabulary // 2] = 0.0
+    numbers = torch.rand(rows, dtype=torch.float64).clamp(2.0**-49, 1 - 2.0**-49)
+    tokens, logprobs = sample(logits, torch.ones(rows), numbers)
+    exact = logits.double().softmax(-1)
+    below = (exact.cumsum(-1) - exact).gather(-1, tokens[:, None])[:, 0]
+    assert (numbers > below - 1e-6).all()
+    assert (numbers < below + exact.gather(-1, tokens[:, None])[:, 0] + 1e-6).all()
+    torch.testing.assert_close(logprobs.double(), exact.gather(-1, tokens[:, None])[:, 0].log(), atol=2e-6, rtol=0)
+
+
+def test_a_number_at_the_seam_of_two_blocks_draws_what_has_mass() -> None:
+    """Sums of a block in float32 and in float64 differ: the rest may lie a rounding outside the block."""
+    torch.manual_seed(0)
+    logits = torch.randn(1, 3 * BLOCK)
+    logits[:, BLOCK - 9 : BLOCK + 9] = -torch.inf
+    logits[:, -9:] = -torch.inf
+    seam = logits.exp().view(3, BLOCK).sum(-1).double().cumsum(0) / logits.exp().view(3, BLOCK).sum(-1).double().sum()
+    numbers = (seam[:, None] + 1e-8 * torch.linspace(-20, 20, 4001, dtype=torch.float64)).flatten()
+    numbers = numbers.clamp(max=1 - 2.0**-49)
+    tokens, logprobs = sample(logits.expand(len(numbers), -1), torch.ones(len(numbers)), numbers)
+    assert torch.isfinite(logprobs).all()
+    assert set(tokens.tolist()) == {BLOCK - 10, BLOCK + 9, 2 * BLOCK - 1, 2 * BLOCK, 3 * BLOCK - 10}
