@@ -212,7 +212,7 @@ class _Attended:
     def __init__(self, service: Service, call: Call, number: int, booking: AbstractContextManager[None]) -> None:
         subject = _subject(call.args)
         # Not unbound afterwards: these are variables of the call's own task, which ends with it.
-        bind_contextvars(call=call.method, span=call.span, **subject)
+        bind_contextvars(call=call.method, **subject)
         self._number, self._running, self._booking = number, service.running, booking
         self._running[number] = (_label(call, subject), asyncio.get_running_loop().time())
         self._span = service.context.tracer.span(call.method, **subject)

@@ -47,7 +47,6 @@ class Call:
     method: str
     args: tuple[Any, ...]
     deadline: float
-    span: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class _Lines:
 def open_log(path: Path, **bound: Any) -> Iterator[FilteringBoundLogger]:
     """A logger that writes to `path` inside the `with`; `bound` (service, rank, epoch, ...) goes into every line.
 
-    Ids bound with `structlog.contextvars.bound_contextvars(group=..., span=...)` are added to the lines inside.
+    Ids bound with `structlog.contextvars.bound_contextvars(group=..., call=...)` are added to the lines inside.
     """
     file = LineFile(path)
     log: FilteringBoundLogger = structlog.wrap_logger(

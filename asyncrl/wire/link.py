@@ -100,10 +100,10 @@ class Link:
 
     # ---- calls -------------------------------------------------------------------------------------------
 
-    async def call(self, method: str, args: tuple[Any, ...], deadline: float, span: str = "") -> Any:
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> Any:
         """The worker's reply. Raises DeadlineExceeded after `deadline` seconds, PeerLost, WireError for arguments that
         may not travel, and what the worker raised: the class of asyncrl.errors by that name, or RemoteError."""
-        answer, call = Single(), self._new_call(method, args, deadline, span)
+        answer, call = Single(), self._new_call(method, args, deadline)
         end = asyncio.get_running_loop().time() + deadline
         self._deadlines.add(call.call, end, lambda: answer.expire(self._overdue(method, deadline)))
         try:
@@ -115,12 +115,10 @@ class Link:
             self._deadlines.discard(call.call)
             self._finish(call.call, answer)
 
-    async def stream(
-        self, method: str, args: tuple[Any, ...], deadline: float, span: str = ""
-    ) -> AsyncGenerator[Any, None]:
+    async def stream(self, method: str, args: tuple[Any, ...], deadline: float) -> AsyncGenerator[Any, None]:
         """The worker's items as they come, at most STREAM_WINDOW ahead of the consumer; closing the generator cancels
         the call. The last item is due `deadline` seconds after the first was asked for. Raises what `call` raises."""
-        answer, call = Items(), self._new_call(method, args, deadline, span)
+        answer, call = Items(), self._new_call(method, args, deadline)
         end = asyncio.get_running_loop().time() + deadline
         try:
             async with self._until(end, method, deadline):
@@ -130,11 +128,11 @@ class Link:
         finally:
             self._finish(call.call, answer)
 
-    def _new_call(self, method: str, args: tuple[Any, ...], deadline: float, span: str) -> Call:
+    def _new_call(self, method: str, args: tuple[Any, ...], deadline: float) -> Call:
         if deadline <= 0:
             raise DeadlineExceeded(f"{self.peer} was not asked for {method}: its deadline passed {-deadline:g} s ago")
         self._calls += 1
-        return Call(self._calls - 1, method, args, deadline, span)
+        return Call(self._calls - 1, method, args, deadline)
 
     @asynccontextmanager
     async def _until(self, end: float, method: str, seconds: float) -> AsyncIterator[None]:

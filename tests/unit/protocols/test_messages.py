@@ -6,7 +6,7 @@ from typing import Any
 from asyncrl.protocols.contracts import Generation, Reference, Reward, Training
 from asyncrl.protocols.messages import PROTOCOL, WIRE_TYPES
 
-DIGESTS = {3: "c6784c2252116010"}
+DIGESTS = {3: "dbf4e3fa7ac112f9"}
 """Of what the messages and the calls of each protocol are made of."""
 
 

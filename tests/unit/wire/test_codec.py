@@ -108,7 +108,9 @@ def test_a_message_over_the_limit_is_refused_by_both_ends() -> None:
         decode(frames, 900)
 
 
-@pytest.mark.parametrize("field", [{"deadline": "1"}, {"call": True}, {"args": [1]}, {"method": b"x"}, {"span": None}])
+@pytest.mark.parametrize(
+    "field", [{"deadline": "1"}, {"call": True}, {"args": [1]}, {"method": b"x"}, {"method": None}]
+)
 def test_a_field_of_another_type_is_named(field: dict[str, Any]) -> None:
     call = dataclasses.replace(Call(0, "step", (), 1.0), **field)
     with pytest.raises(WireError, match=rf"Call\.{next(iter(field))}: expected"):
@@ -216,7 +218,7 @@ def test_types_that_were_good_once_let_no_others_pass() -> None:
     good = Call(0, "step", ([1],), 1.0)
     for _ in range(3):
         assert decode(encode(good)) == good
-        for field in ({"deadline": "1"}, {"args": ([1], object)}, {"span": b""}):
+        for field in ({"deadline": "1"}, {"args": ([1], object)}, {"method": b""}):
             with pytest.raises(WireError):
                 decode(encode(dataclasses.replace(good, **field)))
         assert type(decode(encode(dataclasses.replace(good, deadline=5))).deadline) is float
