@@ -2,8 +2,9 @@
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
@@ -20,6 +21,10 @@ Arguments = tuple[Any, ...]
 DEATH_NOTICE = 1.0
 """Seconds from a broken link until the process behind it is taken for alive. A socket breaks before the kernel tells of
 the death, but only the kernel knows its cause."""
+
+
+GIVEN_UP = 256
+"""Calls without an answer that a worker remembers for a moment."""
 
 
 class Channel(Protocol):
@@ -64,6 +69,7 @@ class RemoteWorker:
         self.answers = 0
         self.heard = asyncio.get_running_loop().time()
         self.outstanding: dict[int, Outstanding] = {}
+        self._given_up: deque[tuple[float, Outstanding]] = deque(maxlen=GIVEN_UP)
         self._numbers = itertools.count()
         self._channels: Mapping[Lane, Channel] = {}
         self._cause = _already("it is starting")
@@ -109,31 +115,29 @@ class RemoteWorker:
 
     async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
         """Call this worker alone; deadline in seconds. Raises PeerLost when it does not live, or dies meanwhile."""
-        number, instance, cause = self._note(spec, args), self.instance, self._cause
-        try:
-            answer = await self._channel(spec.lane).call(spec.name, args, deadline)
-        except PeerLost as lost:
-            told = await self._explained(lost, instance, cause)
-            raise told from told.__cause__
-        finally:
-            del self.outstanding[number]
+        instance, cause = self.instance, self._cause
+        with self._noted(spec, args):
+            try:
+                answer = await self._channel(spec.lane).call(spec.name, args, deadline)
+            except PeerLost as lost:
+                told = await self._explained(lost, instance, cause)
+                raise told from told.__cause__
         self._heard(spec)
         return answer
 
     async def stream(self, spec: EndpointSpec, args: Arguments, deadline: float) -> AsyncIterator[Any]:
         """Items of a call; closing the iterator cancels it in the worker."""
-        number, instance, cause = self._note(spec, args), self.instance, self._cause
-        try:
-            items = self._channel(spec.lane).stream(spec.name, args, deadline)
-            async with aclosing(cast(Any, items)):
-                async for item in items:
-                    self._heard(spec)
-                    yield item
-        except PeerLost as lost:
-            told = await self._explained(lost, instance, cause)
-            raise told from told.__cause__
-        finally:
-            del self.outstanding[number]
+        instance, cause = self.instance, self._cause
+        with self._noted(spec, args):
+            try:
+                items = self._channel(spec.lane).stream(spec.name, args, deadline)
+                async with aclosing(cast(Any, items)):
+                    async for item in items:
+                        self._heard(spec)
+                        yield item
+            except PeerLost as lost:
+                told = await self._explained(lost, instance, cause)
+                raise told from told.__cause__
 
     def _heard(self, spec: EndpointSpec) -> None:
         self.heard = asyncio.get_running_loop().time()
@@ -144,10 +148,25 @@ class RemoteWorker:
             raise PeerLost(self.condition)
         return self._channels[lane]
 
-    def _note(self, spec: EndpointSpec, args: Arguments) -> int:
-        number, now = next(self._numbers), asyncio.get_running_loop().time()
-        self.outstanding[number] = Outstanding(spec.name, spec.lane, now, self.instance, args)
-        return number
+    def groups_at(self, instance: str) -> list[int]:
+        """Groups that calls at this instance are about, those included that were just given up: who reads the rows of
+        a dying worker may fail, and end its call there, before the worker is known to be dead."""
+        recent = asyncio.get_running_loop().time() - 2 * DEATH_NOTICE
+        calls = [*self.outstanding.values(), *(call for ended, call in self._given_up if ended >= recent)]
+        return [group for call in calls if call.instance == instance for group in call.groups]
+
+    @contextmanager
+    def _noted(self, spec: EndpointSpec, args: Arguments) -> Iterator[None]:
+        number, now = next(self._numbers), asyncio.get_running_loop().time
+        self.outstanding[number] = Outstanding(spec.name, spec.lane, now(), self.instance, args)
+        answered = False
+        try:
+            yield
+            answered = True
+        finally:
+            call = self.outstanding.pop(number)
+            if not answered:
+                self._given_up.append((now(), call))
 
     async def _explained(self, lost: PeerLost, instance: str, cause: asyncio.Future[str]) -> PeerLost:
         """With the cause of the death, once that is known; `lost` itself where nobody died."""
@@ -210,8 +229,7 @@ class Workers:
 
     def groups_at(self, instance: str) -> list[int]:
         """Groups that calls outstanding at this instance are about."""
-        calls = [call for worker in self for call in worker.outstanding.values() if call.instance == instance]
-        return [group for call in calls for group in call.groups]
+        return [group for worker in self for group in worker.groups_at(instance)]
 
     async def living(self, until: float) -> list[Replica]:
         """Replicas that live; waits for one that is being restarted.

@@ -20,6 +20,7 @@ LAYERS = {"protocols": 0, "asyncrl": 1, "services": 2, "deploy": 3, "bench": 3}
 ENTRY_POINTS = {"asyncrl/__init__.py", "asyncrl/api.py"}
 # Where code of others runs, or a failure becomes an answer; each broad except there says why.
 SUPERVISED_BOUNDARY = {
+    "asyncrl/faulty/failing.py",
     "asyncrl/service.py",
     "asyncrl/wire/host.py",
     "asyncrl/rewards/calling.py",

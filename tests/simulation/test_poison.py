@@ -31,6 +31,27 @@ def test_a_group_that_kills_its_worker_is_found_among_other_deaths() -> None:
     assert outcome.poisoned == [1]
 
 
+def test_a_group_whose_rows_fail_to_be_read_as_its_worker_dies_was_there() -> None:
+    """Its call is given up then, before the worker is known to be dead."""
+    faults = (Fault("controller", 42, power=False),)
+    fewest = {"groups": 2, "members": 3, "limit": 0, "slots": 3, "cut_at": None, "steps": 1, "generators": 1}
+    outcome = endure(
+        Trial(
+            seed=11259,
+            **fewest,
+            remote=True,
+            latency=0.0,
+            shape="lognormal",
+            step_time=2.0,
+            reward_time=0.0,
+            checkpoint_every=2,
+            poison=1,
+            faults=faults,
+        )
+    )
+    assert outcome.poisoned == [1]
+
+
 def test_the_trials_know_poison() -> None:
     poisonous = [trial for trial in map(draw, range(500)) if trial.poison is not None]
     assert 20 < len(poisonous) < 80
