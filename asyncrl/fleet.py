@@ -21,6 +21,7 @@ from asyncrl.memory import sweep
 from asyncrl.protocols.contracts import Contract, Generation, Reference, Reward, Training
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Hello
+from asyncrl.silence import Silence
 from asyncrl.supervisor import STOP_STAGES, Post, Present, Supervisor
 from asyncrl.watchdog import Watchdog
 from asyncrl.wire.auth import CurveKeys
@@ -85,7 +86,7 @@ class RunningFleet:
         self, facts: RunFacts, specs: Sequence[ServiceSpec], report: Callable[[str], None], note: Note
     ) -> None:
         self.facts, self._report, self._note = facts, report, note
-        self._restarted = [spec.name for spec in specs if spec.restart]
+        self.restarted = [spec.name for spec in specs if spec.restart]
         self.on_lives: list[Told] = []
         self.on_lost: list[Callable[[str, str, str], None]] = []
         self.on_gone: list[Told] = []
@@ -133,7 +134,7 @@ class RunningFleet:
             tell(service, instance)
 
     def lost(self, service: str, instance: str, why: str) -> None:
-        if service in self._restarted:
+        if service in self.restarted:
             self._report(f"lost {instance}: {why}; it is started again")
         for tell in self.on_lost:
             tell(service, instance, why)
@@ -234,20 +235,26 @@ VERDICT = DEATH_NOTICE + sum(seconds for _, seconds in STOP_STAGES) + 1.0
 
 @asynccontextmanager
 async def _kept(running: RunningFleet, report: Callable[[str], None]) -> AsyncIterator[None]:
-    watchdog = Watchdog(running.workers, running.facts.config.fleet.watchdog, report)
+    patience = running.facts.config.fleet.watchdog
+    watchdog = Watchdog(running.workers, patience, report)
+    silence = Silence(running.workers, running.restarted, patience, report, running.kill)
     try:
         async with asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(running.supervisor.run(), name="supervisor")
             try:
                 await running.supervisor.all_started()
-                watching = tasks.create_task(watchdog.run(), name="watchdog")
+                watching = [
+                    tasks.create_task(watchdog.run(), name="watchdog"),
+                    tasks.create_task(silence.run(), name="who is silent"),
+                ]
                 try:
                     yield
                 except (PeerLost, FleetFailed):
                     if not running.all_live:
                         await asyncio.wait([keeping], timeout=VERDICT)
                     raise
-                watching.cancel()
+                for task in watching:
+                    task.cancel()
             finally:
                 keeping.cancel()
     except BaseExceptionGroup as errors:

@@ -40,13 +40,14 @@ from asyncrl.errors import (
     first,
 )
 from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator
-from asyncrl.events import Event, GroupFinished, SampleScored, StepDone
+from asyncrl.events import Event, GroupFinished, GroupPoisoned, SampleScored, StepDone
 from asyncrl.fleet import Fleet, RunningFleet, running_fleet
 from asyncrl.launch import RunFacts
 from asyncrl.long_lived import long_lived
 from asyncrl.models import is_complete, prepare
 from asyncrl.news import News
 from asyncrl.parts import missing_parts
+from asyncrl.poisoned import Poisoned
 from asyncrl.recording import Recorder, StepLine
 from asyncrl.reward_failures import RewardFailures
 from asyncrl.rewards.functions import check_functions
@@ -177,6 +178,7 @@ class _Training:
         # Twice what can be in flight: no member of a good group is among so many.
         patience = 2 * taken_up.gate.config.cap * taken_up.gate.config.members
         self._failures = RewardFailures(patience, order.display.say)
+        self._poisoned = Poisoned(order.display.say)
         self._evaluations: EvaluationSchedule | None = None
         if questions.held_out:
             assert self._fleet.evaluation is not None, "started for these questions"
@@ -296,6 +298,8 @@ class _Training:
         match event:
             case SampleScored(score=score):
                 self._failures.observe(score)
+            case GroupPoisoned():
+                self._poisoned.observe(event)
             case GroupFinished(poison=False):
                 self._running.progressed()
             case StepDone(report=report) if report.published and self._evaluations is not None:

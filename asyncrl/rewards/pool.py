@@ -8,11 +8,12 @@ samples in flight, which the gate bounds.
 import asyncio
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.places import Places
-from asyncrl.rewards.process import ChildEnded, ChildProcess
+from asyncrl.rewards.process import ChildEnded, ChildProcess, VanishedEarly
 from asyncrl.rewards.sample import Sample, Verdict
 from asyncrl.together import together
 
@@ -29,14 +30,22 @@ class Seat:
     def __init__(self, specs: Sequence[FunctionSpec], start_deadline: float, tasks: asyncio.TaskGroup) -> None:
         self._specs, self._start_deadline, self._tasks = specs, start_deadline, tasks
         self._child: ChildProcess | None = None
-        self._spawning = asyncio.Lock()
+        self._spawning, self._stopped = asyncio.Lock(), False
 
     async def child(self) -> ChildProcess:
-        """Raises ConfigError or DeadlineExceeded when a new one cannot load the functions."""
+        """Raises ConfigError or DeadlineExceeded when a new one cannot load the functions, ChildEnded after `stop`."""
         async with self._spawning:
-            if self._child is None:
-                self._child = await ChildProcess.spawn(self._specs, self._start_deadline, self._tasks)
+            if self._stopped:
+                raise ChildEnded("the reward worker was stopped")
+            if self._child is None or self._child.ended:
+                self._child = await self._spawn()
             return self._child
+
+    async def _spawn(self) -> ChildProcess:
+        """Once more where a signal ended the first one, which may have come from anywhere."""
+        with suppress(VanishedEarly, ChildEnded):
+            return await ChildProcess.spawn(self._specs, self._start_deadline, self._tasks)
+        return await ChildProcess.spawn(self._specs, self._start_deadline, self._tasks)
 
     async def call(self, function: int, samples: Sequence[Sample], deadline: float, grace: float) -> list[Verdict]:
         """As `ChildProcess.call`. The child may have ended because of a call beside this one."""
@@ -49,6 +58,8 @@ class Seat:
             raise
 
     async def stop(self) -> None:
+        """No new one follows."""
+        self._stopped = True
         child, self._child = self._child, None
         if child is not None:
             await child.kill()
@@ -110,18 +121,24 @@ class Pool:
         return [verdict for verdicts in found for verdict in verdicts]
 
     async def _share(self, function: int, samples: Sequence[Sample]) -> list[Verdict]:
-        """A child that ends is blamed on the sample it worked on; the rest goes to its successor."""
+        """A child that ends is blamed on the sample it worked on; the rest goes to its successor. One that a signal
+        ended may have been killed from outside: it is blamed when that happens at the same sample again."""
         found: list[Verdict] = []
+        vanished_at = -1
         while len(found) < len(samples):
             rest = samples[len(found) :]
             try:
-                if self._concurrent[function]:
+                if self._concurrent[function] and vanished_at < 0:
                     found += await self._overlapped(function, rest)
                 else:
-                    found += await self._alone(function, rest, grace=0.0)
+                    found += await self._alone(function, rest, GRACE if self._concurrent[function] else 0.0)
             except ChildEnded as ended:
+                found += ended.said
+                if ended.vanished and vanished_at != len(found):
+                    vanished_at = len(found)
+                    continue
                 blamed = len(rest) if self.specs[function].group else 1
-                found += [*ended.said, *[Verdict(reason=str(ended))] * blamed]
+                found += [Verdict(reason=_told(ended))] * blamed
             except AsyncrlError as error:
                 found += [Verdict(reason=f"it could not be called: {error}")] * len(rest)
         return found
@@ -142,3 +159,7 @@ class Pool:
                 return await seat.call(function, samples, self._deadline, grace)
             finally:
                 self._free.append(seat)
+
+
+def _told(ended: ChildEnded) -> str:
+    return f"{ended}; so was another one at the same sample" if ended.vanished else str(ended)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
@@ -20,10 +21,17 @@ BURIAL = 5.0
 class ChildEnded(AsyncrlError):
     """The child is gone: it was killed, exited or crashed. The message says which.
 
-    said: verdicts of the call that had come before; the sample after them is the one it ended at.
+    said: verdicts of the call that had come before; the sample after them is the one it ended at. vanished: it did not
+    end by itself or for a call that hung, but by a signal, which may have come from anywhere.
     """
 
-    said: Sequence[Verdict] = ()
+    def __init__(self, why: str, *, vanished: bool = False, said: Sequence[Verdict] = ()) -> None:
+        super().__init__(why)
+        self.vanished, self.said = vanished, said
+
+
+class VanishedEarly(ConfigError):
+    """The child was ended by a signal while it loaded the functions: by them, or from anywhere."""
 
 
 class Answer:
@@ -65,7 +73,7 @@ class Answer:
 class ChildProcess:
     """A running child. Calls may overlap; each waits for its own answer.
 
-    concurrent: for each function, whether it is a coroutine function.
+    concurrent: for each function, whether it is a coroutine function. ended: it will answer nothing any more.
     """
 
     def __init__(self, process: Process) -> None:
@@ -73,6 +81,7 @@ class ChildProcess:
         self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count()
         self.concurrent: list[bool] = []
+        self.ended = False
 
     @property
     def pid(self) -> int:
@@ -83,7 +92,8 @@ class ChildProcess:
         """A child that has loaded the functions within `deadline` seconds; `tasks` owns the reading of its answers.
 
         Raises:
-            ConfigError: a function cannot be loaded. DeadlineExceeded: loading took too long.
+            ConfigError: a function cannot be loaded; VanishedEarly of these: try again. DeadlineExceeded: loading took
+                too long.
         """
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "asyncrl.rewards.guard"), stdin=PIPE, stdout=PIPE, start_new_session=True
@@ -119,17 +129,13 @@ class ChildProcess:
             await self._send({"call": number, "function": function, "samples": plain, "deadline": deadline})
             return await answer.whole(deadline + grace)
         except TimeoutError:
-            raise await self._killed(answer, f"it hung: no answer within {deadline:g} s") from None
+            await self.kill()
+            raise ChildEnded(f"it hung: no answer within {deadline:g} s", said=answer.verdicts) from None
         except ChildEnded as ended:
-            raise await self._killed(answer, str(ended)) from None
+            await self.kill()
+            raise ChildEnded(str(ended), vanished=ended.vanished, said=answer.verdicts) from None
         finally:
             self._answers.pop(number, None)
-
-    async def _killed(self, answer: Answer, why: str) -> ChildEnded:
-        await self.kill()
-        ended = ChildEnded(why)
-        ended.said = answer.verdicts
-        return ended
 
     async def kill(self) -> None:
         """End the child and everything it started, at once."""
@@ -145,7 +151,9 @@ class ChildProcess:
         try:
             message = await receive(self._process.stdout)
         except asyncio.IncompleteReadError:
-            raise ConfigError("reward.functions: the process ended while it loaded them; see its output") from None
+            status = await self._process.wait()
+            told = f"reward.functions: the process {_ended(status)} while it loaded them; see its output"
+            raise (VanishedEarly if status < 0 else ConfigError)(told) from None
         match message:
             case {"mistake": str(mistake)}:
                 raise ConfigError(mistake)
@@ -160,7 +168,7 @@ class ChildProcess:
             self._process.stdin.write(packed(message))
             await self._process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError):
-            raise ChildEnded(f"its process {self.pid} was gone") from None
+            raise ChildEnded(f"its process {self.pid} was gone", vanished=True) from None
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -174,8 +182,9 @@ class ChildProcess:
             why = f"it said what is no answer: {error}"
             await self.kill()
         status = await self._process.wait()
+        self.ended = True
         for answer in self._answers.values():
-            answer.end(ChildEnded(why or f"its process ended with status {status}"))
+            answer.end(ChildEnded(why or f"its process {_ended(status)}", vanished=not why and status < 0))
 
     def _take(self, message: Any) -> None:
         match message:
@@ -184,6 +193,13 @@ class ChildProcess:
                     answer.take([_verdict(fields) for fields in verdicts])
             case _:
                 raise WireError(f"{message!r:.100}")
+
+
+def _ended(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    memory = ", as the kernel does where memory runs out" if -status == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-status).name}{memory}"
 
 
 def _verdict(fields: Any) -> Verdict:

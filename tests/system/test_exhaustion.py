@@ -55,6 +55,37 @@ def test_a_generator_that_stops_for_good_is_replaced_within_the_publish_deadline
     run.leaves_nothing()
 
 
+def test_a_reward_worker_that_stops_for_good_is_replaced_and_no_group_is_blamed(tmp_path: Path) -> None:
+    deadlines = ("--fleet.watchdog", "5", "--fleet.call_deadline", "20", "--generation.deadline", "15")
+    run = Run(tmp_path / "run", (*STEPS, *deadlines))
+    with run.running() as process:
+        run.until_step(process, 5)
+        stuck = run.pid_of("reward")
+        os.kill(stuck, signal.SIGSTOP)
+        wait_until(lambda: dead(stuck), "the death of the reward worker", 15.0)
+        assert process.wait(PATIENCE) == 0, run.shown
+    assert run.shown.count("has said nothing for 5 s, not even how it is; it is killed and started again") == 1
+    assert "poison" not in run.shown
+    run.audited()
+    run.leaves_nothing()
+
+
+def test_groups_whose_calls_are_never_answered_in_time_are_given_up_aloud(tmp_path: Path) -> None:
+    deadlines = ("--fleet.call_deadline", "2", "--generation.deadline", "2", "--reward.deadline", "1")
+    run = Run(tmp_path / "run", (*STEPS, *deadlines))
+    with run.running() as process:
+        run.until_step(process, 5)
+        stuck = run.pid_of("reward")
+        os.kill(stuck, signal.SIGSTOP)
+        wait_until(lambda: "is given up as poison" in run.shown, "a word on the group", 30.0)
+        os.kill(stuck, signal.SIGCONT)
+        assert process.wait(PATIENCE) == 0, run.shown
+    assert re.search(r"group \d+ is given up as poison, .*reward0.0.* did not answer score within", run.shown)
+    assert run.shown.count("take it out of the task") == 1
+    run.audited()
+    run.leaves_nothing()
+
+
 def test_a_trainer_that_stops_for_good_ends_the_run_with_the_command_that_resumes(tmp_path: Path) -> None:
     deadlines = ("--fleet.call_deadline", "2", "--generation.deadline", "2", "--reward.deadline", "1")
     run = Run(tmp_path / "run", (*STEPS, *deadlines))
@@ -89,6 +120,30 @@ def stopped(pid: int, seconds: float) -> None:
     time.sleep(seconds)
     with suppress(ProcessLookupError):  # It was replaced.
         os.kill(pid, signal.SIGCONT)
+
+
+def test_reward_processes_that_are_killed_are_started_again_and_cost_nothing(tmp_path: Path) -> None:
+    """As the kernel kills them where memory runs out: the guard, or the one that it guards."""
+    run = Run(tmp_path / "run", STEPS)
+    with run.running() as process:
+        for whole in (False, True, False, True):
+            run.until_step(process, run.version + 5)
+            guards = children(run.pid_of("reward"))
+            assert guards
+            for pid in guards if whole else [runner for guard in guards for runner in children(guard)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        assert process.wait(PATIENCE) == 0, run.shown
+    assert "lost" not in run.shown
+    assert "reward failed" not in run.shown
+    run.audited()
+    run.leaves_nothing()
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
 
 
 # ---- memory and disk -------------------------------------------------------------------------------------

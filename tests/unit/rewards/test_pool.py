@@ -3,18 +3,17 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from asyncrl.errors import ConfigError, DeadlineExceeded
-from asyncrl.rewards import Sample
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.pool import Pool
 from asyncrl.rewards.sample import Verdict
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pools import MakePool, pools, sample
 
 FUNCTIONS = r"""
 import asyncio, os, re, subprocess, sys, threading
@@ -90,32 +89,10 @@ async def blocks(sample):
     return 1.0
 """
 
-MakePool = Callable[..., AbstractAsyncContextManager[Pool]]
-
-
-def sample(text: str = "four", member: int = 0, **row: Any) -> Sample:
-    return Sample("p", text, row, group=3, member=member, finish="stop", tokens=1)
-
 
 @pytest.fixture
 def pool(tmp_path: Path) -> MakePool:
-    file = tmp_path / "functions.py"
-    file.write_text(FUNCTIONS)
-
-    @asynccontextmanager
-    async def make(
-        *names: str, group: bool = False, workers: int = 1, deadline: float = 20.0, start: float = 60.0
-    ) -> AsyncIterator[Pool]:
-        specs = [FunctionSpec(f"{file}:{name}", name, group=group) for name in names]
-        async with asyncio.TaskGroup() as tasks:
-            made = Pool(specs, tasks, workers=workers, deadline=deadline, start_deadline=start)
-            try:
-                await made.start()
-                yield made
-            finally:
-                await made.stop()
-
-    return make
+    return pools(FUNCTIONS, tmp_path)
 
 
 async def test_a_function_runs_in_another_process(pool: MakePool) -> None:
@@ -187,6 +164,16 @@ async def test_of_many_samples_the_one_that_crashes_is_blamed_and_the_rest_is_ju
     async with pool("crashes_at_times") as running:
         verdicts = await running.run(0, [sample(text) for text in ("fine", "crash", "fine")])
     assert verdicts == [Verdict(1.0), Verdict(reason="its process ended with status 7"), Verdict(1.0)]
+
+
+async def test_calls_that_run_when_the_pool_is_stopped_end_and_start_no_process(pool: MakePool, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    async with asyncio.timeout(30), pool("leaves") as running, asyncio.TaskGroup() as tasks:
+        hung = tasks.create_task(running.run(0, [sample("hang", pids=str(pids)) for _ in range(2)]))
+        while not (pids.exists() and pids.read_text().endswith("\n")):
+            await asyncio.to_thread(os.sched_yield)
+        await running.stop()
+    assert [verdict.value for verdict in hung.result()] == [None, None]
 
 
 def alive(pid: int) -> bool:

@@ -1,0 +1,38 @@
+"""Pools of real children that run functions from a file."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncrl.rewards import Sample
+from asyncrl.rewards.functions import FunctionSpec
+from asyncrl.rewards.pool import Pool
+
+MakePool = Callable[..., AbstractAsyncContextManager[Pool]]
+
+
+def sample(text: str = "four", member: int = 0, **row: Any) -> Sample:
+    return Sample("p", text, row, group=3, member=member, finish="stop", tokens=1)
+
+
+def pools(functions: str, folder: Path) -> MakePool:
+    """Makes pools of the functions of this source that are named."""
+    file = folder / "functions.py"
+    file.write_text(functions)
+
+    @asynccontextmanager
+    async def make(
+        *names: str, group: bool = False, workers: int = 1, deadline: float = 20.0, start: float = 60.0
+    ) -> AsyncIterator[Pool]:
+        specs = [FunctionSpec(f"{file}:{name}", name, group=group) for name in names]
+        async with asyncio.TaskGroup() as tasks:
+            made = Pool(specs, tasks, workers=workers, deadline=deadline, start_deadline=start)
+            try:
+                await made.start()
+                yield made
+            finally:
+                await made.stop()
+
+    return make
