@@ -6,13 +6,14 @@ the digests of its files hold and the journal still begins with the bytes that i
 
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import PurePosixPath
 from typing import Any
 from zlib import crc32
 
-from asyncrl.errors import JournalError, WireError
+from asyncrl.errors import JournalError, RemoteError, WireError
 from asyncrl.groups import RestoredGroup
 from asyncrl.ledger import Journal, Ledger, replay, resumes
 from asyncrl.protocols.messages import Checkpointed
@@ -91,7 +92,12 @@ async def commit(
     if ledger.version in versions(store):
         return read_manifest(store, ledger.version)
     after = Manifest(ledger.epoch, ledger.version, journal.offset, journal.crc, ledger.chain.hex(), {})
-    manifest = await _write_files(store, after, write, fault)
+    try:
+        manifest = await _write_files(store, after, write, fault)
+    except (OSError, RemoteError):
+        with suppress(OSError):  # Another rank may be writing there: then a resume removes it.
+            store.remove(f"{UNFINISHED}{ledger.version}")  # On a full disk it is in the way of all that follows.
+        raise
     store.rename(f"{UNFINISHED}{manifest.version}", str(manifest.version))
     fault("renamed")
     journal.append(CheckpointMade(manifest.version, sha256(manifest.encode()).hexdigest()))

@@ -22,6 +22,7 @@ AsyncrlError
 └── FleetFailed            the fleet cannot go on; carries the exit code and the command that resumes
 """
 
+import re
 from collections.abc import Iterator
 
 
@@ -122,6 +123,12 @@ class FleetFailed(AsyncrlError):
     def __init__(self, message: str, exit_code: int = 75) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def system_error_in(text: str) -> int | None:
+    """The errno of the last failure of the operating system that a text tells of, in the words of Python or of Rust."""
+    numbers = re.findall(r"\[Errno (\d+)\]|\(os error (\d+)\)", text)
+    return int("".join(numbers[-1])) if numbers else None
 
 
 def lone(error: BaseException) -> BaseException:

@@ -4,16 +4,20 @@ The work is done by a child process (`python -m asyncrl.provision`): the caller 
 """
 
 import asyncio
+import errno
 import json
+import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
+from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, system_error_in
+from asyncrl.model_files import refuse_damaged
 
 Show = Callable[[str], None]
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -21,11 +25,18 @@ async def prepare(config: Config, target: Path, show: Show, deadline: float = 36
     """The folder to load the model from: config.json, safetensors and a tokenizer.
 
     A folder is taken as it is; anything else is made in `target`, unless that was done before. show: receives one
-    line of progress at a time. deadline: seconds. Raises ConfigError when there is no such model, DeadlineExceeded.
+    line of progress at a time. deadline: seconds.
+
+    Raises:
+        ConfigError: there is no such model, or files of it are not whole.
+        OSError: the disk is full.
+        DeadlineExceeded.
     """
     if folder := _folder(config.model.name):
+        await asyncio.to_thread(refuse_damaged, folder)
         return folder
     if is_complete(target):
+        await asyncio.to_thread(refuse_damaged, target)
         return target
     _refuse_what_is_no_name(config.model.name)
     await _make_in_child({"name": config.model.name, "seed": config.seed, "target": str(target)}, show, deadline)
@@ -91,4 +102,6 @@ async def _follow(child: Process, order: Mapping[str, object], show: Show) -> No
         raise ConfigError(mistake)
     if child.returncode != 0:
         said = errors.result().decode(errors="replace")[-4000:]
+        if (number := system_error_in(said)) in FULL_DISK:
+            raise OSError(number, f"making the model {order['name']} failed: {os.strerror(number)}")
         raise AsyncrlError(f"making the model {order['name']} failed (exit status {child.returncode}):\n{said}")

@@ -102,7 +102,14 @@ def settle_config(order: Order, directory: RunDirectory, store: FileStore, plan:
             f"resuming {directory.path} at step {plan.version} of {order.config.steps}{_again(store, plan)}: "
             f"model, optimizer and journal are taken over, {len(plan.groups)} groups in flight start again"
         )
-    directory.config.write_text(dump(order.config))
+    _replace(directory.config, dump(order.config))
+
+
+def _replace(path: Path, text: str) -> None:
+    """On a full disk the old file stays as it is."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(text)
+    fresh.replace(path)
 
 
 def _again(store: FileStore, plan: ResumePlan) -> str:

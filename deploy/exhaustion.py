@@ -3,7 +3,7 @@
 import errno
 import resource
 
-from asyncrl.errors import ConfigError, RemoteError
+from asyncrl.errors import ConfigError, RemoteError, system_error_in
 
 OWN_DESCRIPTORS, WORKERS_DESCRIPTORS = 64, 24
 """Files, sockets and pipes that a process of a fleet may have open: its own, and for each worker links, a pipe, a
@@ -20,11 +20,13 @@ CAUSES = {
 
 
 def exhausted(error: Exception) -> str | None:
-    """What ran out, when that is why this error came; also in a worker, whose errors arrive by name."""
+    """What ran out, when that is why this error came; also in a worker, whose errors arrive as texts, and some of them
+    are those of libraries."""
+    number = None
     if isinstance(error, RemoteError):
-        found = next((cause for number, cause in CAUSES.items() if f"[Errno {number}]" in error.message), None)
-        return f"{found}: {error}" if found else None
-    number = error.errno if isinstance(error, OSError) else None
+        number = system_error_in(error.message)
+    elif isinstance(error, OSError):
+        number = error.errno
     return f"{CAUSES[number]}: {error}" if number in CAUSES else None
 
 

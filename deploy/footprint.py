@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from asyncrl.config import Config
+from asyncrl.deploy.machine import available_memory
+from asyncrl.errors import ConfigError
 from asyncrl.groups import GateConfig
 
 FLOAT = 4
@@ -18,6 +20,8 @@ ROW_BYTES_PER_TOKEN = 16
 """Token id, log-prob, version and reference log-prob."""
 PROCESS_BYTES = 500 * 2**20
 """Python with torch and transformers loaded."""
+CHUNK, FIRST_CHUNKS = 32, 2
+"""Positions in a chunk of the cache, and chunks that each slot has from the start (engines/generation/cache.py)."""
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -87,33 +91,64 @@ def shape_of(model: str) -> Shape | None:
         return None
 
 
+SMALLER = "take a smaller model (model.name)"
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
-    """bytes: of all workers of the service together."""
+    """Of all workers of the service together.
+
+    bytes: at most, about. least: however little is sampled. lower: the key to lower when that is too much.
+    """
 
     name: str
     bytes: int
+    least: int
     doc: str
+    device: str = "cpu"
+    lower: str = SMALLER
 
 
 def needs(config: Config, shape: Shape) -> list[Need]:
-    """Main memory of each service (device memory, where its device is a GPU)."""
+    """Memory of each service, on its device."""
     found = [_generation(config, shape), _training(config, shape)]
-    found.append(Need("reward", PROCESS_BYTES, "and what your functions need, in their own processes"))
+    found.append(Need("reward", PROCESS_BYTES, 0, "and what your functions need, in their own processes"))
     if config.algorithm.kl > 0:
-        size = config.reference.replicas * (PROCESS_BYTES + shape.parameters * FLOAT)
-        found.append(Need("reference", size, "frozen weights"))
+        replicas, weights = config.reference.replicas, shape.parameters * FLOAT
+        size = replicas * (PROCESS_BYTES + weights)
+        found.append(Need("reference", size, replicas * weights, "frozen weights", config.reference.device))
     if config.evaluate.prompts:
         found.append(_generation(config, shape, "evaluation", 1))
     return found
 
 
+def refuse_what_does_not_fit(config: Config, model: str) -> None:
+    """Raises ConfigError when the services take more memory than there is, however little they sample."""
+    if (shape := shape_of(model)) is None:
+        return
+    found = [need for need in needs(config, shape) if need.device == "cpu"]
+    total, there = sum(need.least for need in found), available_memory()
+    if total > there:
+        largest = max(found, key=lambda need: need.least)
+        raise ConfigError(
+            f"{size_text(there)} of memory are available, and this run takes {size_text(total)} at least, "
+            f"{size_text(largest.least)} of that for {largest.name}: {largest.lower}; `asyncrl doctor` with the same "
+            "arguments shows what needs how much"
+        )
+
+
 def _generation(config: Config, shape: Shape, name: str = "generation", replicas: int = 0) -> Need:
-    replicas = replicas or config.generation.replicas
-    cache = config.generation.slots * _tokens(config) * shape.cache_bytes_per_token
+    generation, gate = config.generation, GateConfig.of(config)
+    replicas = replicas or generation.replicas
     weights = shape.parameters * BYTES[config.model.dtype]
-    doc = f"weights {size_text(weights)} and cache {size_text(cache)} a replica"
-    return Need(name, replicas * (PROCESS_BYTES + weights + cache), doc)
+    chunk = CHUNK * shape.cache_bytes_per_token * BYTES[config.model.dtype] // FLOAT
+    longest = -(-_tokens(config) // CHUNK)
+    at_first = generation.slots * chunk * (longest if generation.deterministic else min(FIRST_CHUNKS, longest))
+    cache = max(at_first, min(generation.slots, gate.cap * gate.members) * longest * chunk)
+    doc = f"weights {size_text(weights)} and cache {size_text(at_first)} to {size_text(cache)} a replica"
+    lower = f"lower generation.slots, which is {generation.slots}" if at_first > weights else SMALLER
+    size, least = (replicas * (taken + weights) for taken in (PROCESS_BYTES + cache, at_first))
+    return Need(name, size, least, doc, generation.device, lower)
 
 
 def _training(config: Config, shape: Shape) -> Need:
@@ -126,7 +161,7 @@ def _training(config: Config, shape: Shape) -> Need:
     state = shape.parameters * ADAM_BYTES
     size = PROCESS_BYTES + state + activations + logits
     doc = f"weights, gradient and moments {size_text(state)}, a micro-batch {size_text(activations + logits)}"
-    return Need("training", training.layout_dp * size, doc)
+    return Need("training", training.layout_dp * size, training.layout_dp * state, doc, training.device)
 
 
 def shared_memory(config: Config, shape: Shape) -> int:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a run goes on: the first asks for an end in order, the second does not wait for it."""
+"""Ctrl-C and SIGTERM while a run goes on: the first asks for an end in order, the second waits for nobody."""
 
 import asyncio
 import signal
@@ -8,19 +8,23 @@ from types import TracebackType
 from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOPPING = "stopping: workers get up to ten seconds to end; Ctrl-C once more does not wait for them"
 
 
 class Interrupts:
     """Hears the signals while entered; only the main thread can. Made in the task that is cancelled to abandon it all.
 
-    abandoned: why that happened, "" when it did not.
+    say: tells the user that the first signal was heard, where nothing else does.
+    abandoned: why the work was cancelled, "" when it was not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         work = asyncio.current_task()
         assert work is not None
         self._work = work
         self._end_in_order: Callable[[], None] | None = None
+        self._hurry: Callable[[], None] | None = None
         self._asked = False
         self._heard: list[signal.Signals] = []
         self.abandoned = ""
@@ -50,13 +54,28 @@ class Interrupts:
         finally:
             self._end_in_order = None
 
+    @contextmanager
+    def hurrying(self, hurry: Callable[[], None]) -> Iterator[None]:
+        """Inside, the second signal calls `hurry`: whoever is being stopped, or will be, is killed."""
+        self._hurry = hurry
+        try:
+            yield
+        finally:
+            self._hurry = None
+
     def interrupt(self) -> None:
         """A signal came."""
-        if self._end_in_order is not None and not self._asked:
-            self._asked = True
+        if self._asked:
+            if self._hurry is not None:
+                self._hurry()
+            self.abandon("interrupted a second time")
+            return
+        self._asked = True
+        if self._end_in_order is not None:
             self._end_in_order()
         else:
-            self.abandon("interrupted a second time" if self._asked else "interrupted")
+            self._say(STOPPING)
+            self.abandon("interrupted")
 
     def abandon(self, why: str) -> None:
         """Cancel the work, once: what it then does is to stop its workers, which is bounded."""

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -52,10 +52,10 @@ SWEEPING = 5.0
 
 
 class LocalWorker:
-    """A child process. Its output goes to `output`."""
+    """A child process. Its output goes to `output`. in_a_hurry: whether to kill it where it would be asked to stop."""
 
-    def __init__(self, spec: WorkerSpec, output: Path) -> None:
-        self._output = output
+    def __init__(self, spec: WorkerSpec, output: Path, in_a_hurry: Callable[[], bool]) -> None:
+        self._output, self._in_a_hurry, self._is_to_end = output, in_a_hurry, False
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as file:
             self._process = self._spawn(spec, file)
@@ -107,10 +107,17 @@ class LocalWorker:
         return f"exited with status {status}{said} (output: {self._output})"
 
     def stop(self) -> None:
+        self._is_to_end = True
         self._tell("stop\n")
+        self.hurry()
 
     def terminate(self) -> None:
         self._process.terminate()
+
+    def hurry(self) -> None:
+        """Kill it if it is to end and there is no time for that."""
+        if self._is_to_end and self._in_a_hurry():
+            self.kill()
 
     def kill(self) -> None:
         self._process.kill()
@@ -126,6 +133,8 @@ class LocalLauncher:
 
     def __init__(self, run: str, wire: Literal["ipc", "tcp"] = "ipc") -> None:
         self._wire, self._run = wire, run
+        self._hurry = False
+        self._workers: dict[str, LocalWorker] = {}
         for left in Path(tempfile.gettempdir()).glob(f"asyncrl-{run}-*"):
             shutil.rmtree(left, ignore_errors=True)
         self.sockets = Path(tempfile.mkdtemp(prefix=f"asyncrl-{run}-"))
@@ -151,9 +160,19 @@ class LocalLauncher:
         return Addresses(*(f"ipc://{self.sockets}/{instance}.{lane}" for lane in ("control", "work", "data")))
 
     def spawn(self, spec: WorkerSpec) -> LocalWorker:
-        return LocalWorker(spec, Path(spec.facts.run_dir) / "logs" / f"{spec.instance}.out")
+        output = Path(spec.facts.run_dir) / "logs" / f"{spec.instance}.out"
+        worker = self._workers[spec.instance] = LocalWorker(spec, output, lambda: self._hurry)
+        return worker
+
+    def hurry(self) -> None:
+        """From now on a worker that is to stop is killed at once; so are those that are stopping. Those that still work
+        are not: their death would be told as a misfortune before their supervisor wants it."""
+        self._hurry = True
+        for worker in self._workers.values():
+            worker.hurry()
 
     def bury(self, spec: WorkerSpec) -> None:
+        del self._workers[spec.instance]
         sweep_instance(spec.facts.run, spec.facts.epoch, spec.instance)
         for path in self.sockets.glob(f"{spec.instance}.*"):
             path.unlink()

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +16,7 @@ from asyncrl.installing import install_extra, pip_install
 Verdict = Literal["ok", "bad", "note"]
 
 SHARED_MEMORY = Path("/dev/shm")
+CONTAINER = Path("/sys/fs/cgroup")
 IMPORT_DEADLINE = 120.0
 """Seconds: a first import of torch from a cold disk takes up to a minute."""
 SOCKET_NAME_LIMIT = 107
@@ -80,7 +81,7 @@ def cores_check() -> Check:
 def usable_cores() -> float:
     """Cores this process may use: its affinity, and the quota of its container."""
     cores = float(len(os.sched_getaffinity(0)))
-    quota = Path("/sys/fs/cgroup/cpu.max")
+    quota = CONTAINER / "cpu.max"
     if quota.is_file():
         limit, _, period = quota.read_text().partition(" ")
         if limit != "max":
@@ -89,12 +90,14 @@ def usable_cores() -> float:
 
 
 def available_memory() -> int:
-    """Bytes that can still be taken, by the kernel's count and the container's limit."""
+    """Bytes that can still be taken, by the kernel's count and the container's limit. Files kept in memory count: the
+    kernel gives that up."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     available = int(found[1]) * 1024 if found else 0
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit, used = CONTAINER / "memory.max", CONTAINER / "memory.current"
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
+        kept = re.findall(r"^(?:in)?active_file (\d+)$", (CONTAINER / "memory.stat").read_text(), re.MULTILINE)
+        available = min(available, int(text) - int(used.read_text()) + sum(map(int, kept)))
     return available
 
 
@@ -145,6 +148,20 @@ def torch_check() -> Check:
     failed = f"fails: {last or f'exit code {done.returncode}'}"
     found = done.stdout.strip() if done.returncode == 0 else failed
     return check("import torch", done.returncode == 0, found, pip_install("--force-reinstall", "torch"))
+
+
+def device_checks(devices: Mapping[str, str]) -> Iterator[Check]:
+    """Whether torch can compute on these, by key; tried in a child."""
+    asked = [f"{key}={device}" for key, device in devices.items() if device != "cpu"]
+    if not asked:
+        return
+    command = [sys.executable, "-m", "asyncrl.engines.devices", *asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_DEADLINE, check=False)
+    mistakes = done.stdout.splitlines() if done.returncode == 0 else ["they cannot be tried, for torch fails"]
+    for mistake in mistakes:
+        yield Check("devices", "bad", mistake, "correct it, then ask again")
+    if not mistakes:
+        yield Check("devices", "ok", ", ".join(asked))
 
 
 def extra_checks() -> Iterator[Check]:

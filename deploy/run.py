@@ -26,6 +26,7 @@ from asyncrl.deploy.beginning import (
     take_up,
 )
 from asyncrl.deploy.exhaustion import allow_descriptors, exhausted
+from asyncrl.deploy.footprint import refuse_what_does_not_fit
 from asyncrl.deploy.interrupts import Interrupts
 from asyncrl.deploy.local import LocalLauncher
 from asyncrl.deploy.services import service_specs
@@ -73,17 +74,23 @@ async def run(order: Order) -> RunDirectory:
     _refuse_what_cannot_run(order)
     before = Before(order.run_dir)
     directory = open_run_directory(order.run_dir)
-    with run_lock(directory.path), before.again_when_refused(), closing(FileStore(directory.path)) as store:
-        await _until_it_ends(order, directory, store, before)
-    if order.config.telemetry.trace:
-        await asyncio.to_thread(merge, directory.path)
+    try:
+        with run_lock(directory.path), before.again_when_refused(), closing(FileStore(directory.path)) as store:
+            await _until_it_ends(order, directory, store, before)
+        if order.config.telemetry.trace:
+            await asyncio.to_thread(merge, directory.path)
+    except (OSError, RemoteError) as failed:
+        if (why := exhausted(failed)) is None:
+            raise
+        raise FleetFailed(f"{why} ({directory.path}). Resume with: {order.command}") from failed
     return directory
 
 
 def _refuse_what_cannot_run(order: Order) -> None:
-    """Refuse reward functions, sinks and packages that are not there, and a fleet that this user may not run."""
+    """Refuse reward functions, sinks and packages that are not there, and a fleet that does not fit or may not run."""
     specs = service_specs(order.config, evaluation=bool(order.config.evaluate.prompts))
     allow_descriptors(sum(spec.replicas * spec.layout.size for spec in specs))
+    refuse_what_does_not_fit(order.config, order.config.model.name)
     check_sinks(order.config.telemetry.sinks)
     mistakes = [] if "reward" in order.services else check_functions(order.config)
     mistakes += missing_parts(order.config, model_is_made=is_complete(RunDirectory(order.run_dir).model))
@@ -93,7 +100,7 @@ def _refuse_what_cannot_run(order: Order) -> None:
 
 async def _until_it_ends(order: Order, directory: RunDirectory, store: FileStore, before: Before) -> None:
     """Errors that the same order overcomes say so."""
-    with Interrupts() as interrupts:
+    with Interrupts(order.display.say) as interrupts:
         try:
             await _run(order, directory, store, before, interrupts)
         except asyncio.CancelledError:
@@ -104,10 +111,6 @@ async def _until_it_ends(order: Order, directory: RunDirectory, store: FileStore
             raise FleetFailed(_resumable(failed, order.command), failed.exit_code) from failed
         except RewardError as failed:
             raise RewardError(_resumable(failed, order.command)) from failed
-        except (OSError, RemoteError) as failed:
-            if (why := exhausted(failed)) is None:
-                raise
-            raise FleetFailed(f"{why} ({directory.path}). Resume with: {order.command}") from failed
 
 
 async def _run(order: Order, directory: RunDirectory, store: FileStore, before: Before, interrupts: Interrupts) -> None:
@@ -117,9 +120,10 @@ async def _run(order: Order, directory: RunDirectory, store: FileStore, before: 
     settle_config(order, directory, store, plan)
     questions = await asyncio.to_thread(load_questions, order, directory)
     model = await prepare(order.config, directory.model, order.display.say)
+    refuse_what_does_not_fit(order.config, str(model))  # Its size may not have been known before.
     taken_up = take_up(order.config, directory, store, plan)
     facts = facts_of(order.config, directory, model, taken_up)
-    async with _fleet(order, questions, facts) as running:
+    async with _fleet(order, questions, facts, interrupts) as running:
         before.begun = True
         with long_lived():
             await _Training(order, taken_up, questions, running, interrupts).run()
@@ -144,7 +148,9 @@ def _left_off(order: Order, store: FileStore, why: str) -> str:
 
 
 @asynccontextmanager
-async def _fleet(order: Order, questions: Questions, facts: RunFacts) -> AsyncIterator[RunningFleet]:
+async def _fleet(
+    order: Order, questions: Questions, facts: RunFacts, interrupts: Interrupts
+) -> AsyncIterator[RunningFleet]:
     config = order.config
     options = {"generation": {"longest_prompts": str(Path(facts.run_dir) / "logs" / LONGEST)}}
     asked_for = service_specs(config, evaluation=bool(questions.held_out))
@@ -152,6 +158,7 @@ async def _fleet(order: Order, questions: Questions, facts: RunFacts) -> AsyncIt
         launcher = None
         if config.fleet.wire != "inproc":
             launcher = scope.enter_context(LocalLauncher(facts.run, config.fleet.wire))
+            scope.enter_context(interrupts.hurrying(launcher.hurry))
             options["training"] = {"meeting": str(launcher.sockets / "training.meeting")}
         specs = [
             replace(spec, options={**spec.options, **options.get(spec.name, {})})

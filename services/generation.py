@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, GenerationEngine, Key, Request
 from asyncrl.engines.generation.slices import Slices
 from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
@@ -226,6 +227,7 @@ class GenerationService(Service, Generation):
     # ---- weights and rows --------------------------------------------------------------------------------
 
     def _load_engine(self) -> TorchEngine:
+        refuse_unusable("generation.device", self.context.config.generation.device)
         version = self.context.options.get("own_version", NO_WEIGHTS)
         return TorchEngine(self.context.model_dir, EngineSettings.of(self.context.config), version)
 

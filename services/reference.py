@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.logprobs import frozen_logprobs
 from asyncrl.engines.training.model import CausalModel, load_causal_model
 from asyncrl.engines.training.packing import micro_batches
@@ -30,9 +31,7 @@ class ReferenceService(Service, Reference):
         config = self.context.config
         longest = bytes_of_slot({COLUMN: (np.dtype(np.float32), config.generation.max_new_tokens)})
         self.rows = self.context.open_rows(GateConfig.of(config).row_slots, longest)
-        self._model = await self.context.compute.run(
-            load_causal_model, self.context.model_dir, config.reference.device, config.training.precision
-        )
+        self._model = await self.context.compute.run(self._load)
 
     async def logprobs(self, samples: BatchRef) -> BatchRef:
         rows = await self.context.reader.read(samples, ["prompt_ids", "response_ids"])
@@ -42,6 +41,12 @@ class ReferenceService(Service, Reference):
             found.update(zip(part, values, strict=True))
         places = [self.keep(row.name, {COLUMN: found[number]}) for number, row in enumerate(samples)]
         return samples.with_places(places)
+
+    def _load(self) -> CausalModel:
+        """On the compute thread."""
+        config = self.context.config
+        refuse_unusable("reference.device", config.reference.device)
+        return load_causal_model(self.context.model_dir, config.reference.device, config.training.precision)
 
     def _parts(self, rows: Batch) -> list[list[int]]:
         if self.context.config.generation.deterministic:

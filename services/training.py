@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.interface import StepOutcome, TrainingEngine, TrainRow
 from asyncrl.engines.training.ranks import Alone, Meeting, Processes, Ranks
 from asyncrl.engines.training.state import digests
 from asyncrl.engines.training.torch import TorchTraining
-from asyncrl.errors import DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
+from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.protocols.contracts import Training
@@ -23,6 +24,7 @@ from asyncrl.rows_ahead import RowsAhead
 from asyncrl.service import Service, WorkerContext
 from asyncrl.weights.arena import Writer, open_writer
 from asyncrl.weights.session import slot_of
+from asyncrl.weights.spec import WeightsSpec
 from asyncrl.workers import DEATH_NOTICE
 
 PLAIN = ("prompt_ids", "response_ids", "logprobs", "versions")
@@ -76,8 +78,8 @@ class TrainingService(Service, Training):
         """Load the model, or the checkpoint the run resumes from, and publish its version.
 
         Raises:
-            ConfigError: the model is none that the engine trains, or the checkpoint is of other ranks.
-            ArenaFull: there is no room for two versions of the weights.
+            ConfigError: torch has no such device; the model is none that the engine trains, or not whole; the
+                checkpoint is of other ranks; there is no room for two versions of the weights.
             PeerLost: another rank did not come.
         """
         await self.context.compute.run(self._load)
@@ -263,12 +265,21 @@ class TrainingService(Service, Training):
 
     def _load(self) -> None:
         """On the compute thread."""
+        refuse_unusable("training.device", self.context.config.training.device)
         self._ranks = self.open_ranks()
         self._engine, extra = self.open_engine(self._ranks)
         self._version, self._chain = extra.get("version", 0), bytes.fromhex(extra.get("chain", GENESIS.hex()))
         if self._publishes:
-            wire = self.context.config.fleet.wire
-            self._writer = open_writer(self.context.weights_arena, self._engine.weights_spec, wire)
+            self._writer = self._open_writer(self._engine.weights_spec)
+
+    def _open_writer(self, spec: WeightsSpec) -> Writer:
+        try:
+            return open_writer(self.context.weights_arena, spec, self.context.config.fleet.wire)
+        except ArenaFull as full:
+            raise ConfigError(
+                f"two versions of the weights have to fit into shared memory: {full}; or take a smaller model "
+                "(model.name), or half the bytes (model.dtype)"
+            ) from full
 
     def open_ranks(self) -> Ranks:
         """The other ranks. option `meeting`: the file where they meet."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.model_files import refuse_damaged
+
 _one_at_a_time = threading.Lock()
 
 
@@ -16,7 +18,11 @@ def load_pretrained(folder: Path, **options: Any) -> Any:
 
     The weights lie in memory of their own. As transformers leaves them they are pages of the file: when that is cut
     short, they are gone, those that were changed since too, and who reads them is killed by SIGBUS.
+
+    Raises:
+        ConfigError: files of it are not whole.
     """
+    refuse_damaged(folder)
     with _one_at_a_time:
         return _in_memory(AutoModelForCausalLM.from_pretrained(folder, **options))
 

@@ -3,9 +3,18 @@
 import argparse
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.deploy.machine import Check, available_memory, check, machine_checks, shared_memory_check, usable_cores
+from asyncrl.deploy.machine import (
+    Check,
+    available_memory,
+    check,
+    device_checks,
+    machine_checks,
+    shared_memory_check,
+    usable_cores,
+)
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +55,21 @@ def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
     yield from _part_checks(config)
     yield from _reward_checks(config)
     yield _workers_check(config)
+    yield from device_checks(_devices(config))
+    yield from _model_checks(config)
     yield from _memory_checks(config)
+
+
+def _devices(config: "Config") -> dict[str, str]:
+    found = {"generation.device": config.generation.device, "training.device": config.training.device}
+    return found | ({"reference.device": config.reference.device} if config.algorithm.kl > 0 else {})
+
+
+def _model_checks(config: "Config") -> Iterator[Check]:
+    from asyncrl.model_files import damages
+
+    for damage in damages(Path(config.model.name).expanduser()):
+        yield Check("model", "bad", damage, "get it again: copy or download the model once more")
 
 
 def _part_checks(config: "Config") -> Iterator[Check]:
@@ -89,7 +112,7 @@ def _memory_checks(config: "Config") -> Iterator[Check]:
     found = needs(config, shape)
     for need in found:
         yield Check(need.name, "ok", f"about {size_text(need.bytes)}: {need.doc}")
-    total, there = sum(need.bytes for need in found), available_memory()
+    total, there = sum(need.bytes for need in found if need.device == "cpu"), available_memory()
     remedy = "lower training.micro_batch_tokens or generation.slots, or set training.gradient_checkpointing"
     yield check("all services", total <= there, f"about {size_text(total)} of {size_text(there)} available", remedy)
     yield shared_memory_check(shared_memory(config, shape))

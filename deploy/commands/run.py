@@ -28,7 +28,7 @@ usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.k
   --section.key value  any key; a list takes the flag several times or a TOML list
 
 command line > environment (ASYNCRL_SECTION__KEY) > file > default
-Ctrl-C ends a run within ten seconds, with a checkpoint; a second one does not wait for it. --help of asyncrl itself
+Ctrl-C ends a run within ten seconds, with a checkpoint; a second one waits for nothing. --help of asyncrl itself
 lists the exit codes."""
 
 SHORT = {"--restarts": "--fleet.restarts"}

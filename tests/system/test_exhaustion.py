@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.deploy.exhaustion import OWN_DESCRIPTORS, WORKERS_DESCRIPTORS
+from asyncrl.deploy.interrupts import STOPPING
 from asyncrl.models import prepare
 from asyncrl.settings import load
+from asyncrl.supervisor import STOP_STAGES
+from asyncrl.warmup import build_model, build_tokenizer
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -182,6 +185,24 @@ def test_a_full_disk_is_one_clear_error_and_the_run_goes_on_when_there_is_room(t
         run.goes_on(5)
 
 
+def test_a_disk_that_is_full_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    """Libraries tell of it in words of their own; what was written of the checkpoint is gone."""
+    tokenizer = build_tokenizer(())
+    build_model(tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    flags = ("--model.name", str(tmp_path / "model"), "--steps", "100000", "--evaluate.prompts", "")
+    disk = tmp_path / "disk"
+    with small_disk(disk, "700k"):
+        run = Run(tmp_path / "run", flags, "quickstart", standins=False)
+        run.directory.symlink_to(disk)
+        assert run.to_its_end() == 75, run.shown
+        one_line_error(run, r"^asyncrl: the disk is full: training\[0\] raised .*No space left on device")
+        run.leaves_nothing()
+        assert list((disk / "checkpoints").iterdir()) == []
+        subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
+        run.goes_on(2)
+
+
 def test_with_full_shared_memory_rows_travel_as_frames(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", STEPS, wrapper=small_shared_memory("16k"))
     assert run.to_its_end() == 0, run.shown
@@ -231,6 +252,25 @@ def test_file_descriptors_that_run_out_are_one_clear_error(tmp_path: Path) -> No
     one_line_error(run, "^asyncrl: a process has as many files open as it may")
     run.leaves_nothing()
     run.audited()
+
+
+# ---- a person in a hurry --------------------------------------------------------------------------------
+
+
+def test_a_second_ctrl_c_does_not_wait_for_workers_that_start(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", STEPS)
+    with run.running() as process:
+        wait_until(lambda: len(run.workers()) == len(WORKERS), "all workers")
+        for _, pid in run.workers():
+            os.kill(pid, signal.SIGSTOP)  # It hears neither "stop" nor SIGTERM; it would be waited for 7 s.
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: STOPPING in run.shown, lambda: f"a word about it: {run.shown}", 3.0)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 130, run.shown
+        assert time.monotonic() - begun < STOP_STAGES[0][1]
+    assert "there is no checkpoint yet" in run.shown.splitlines()[-1]
+    run.leaves_nothing()
 
 
 # ---- user code -------------------------------------------------------------------------------------------

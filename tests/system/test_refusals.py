@@ -1,6 +1,8 @@
 """Runs that never begin: one message, exit code 2, and no directory that was not there before."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = build_tokenizer(())
     build_model(tokenizer).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    shutil.copytree(folder / "model", folder / "cut")
+    os.truncate(folder / "cut" / "model.safetensors", 5000)
     (folder / "short.jsonl").write_text(json.dumps({"prompt": "abc"}))
     (folder / "long.jsonl").write_text("\n".join(json.dumps({"prompt": "x" * length}) for length in (5, 600, 7)))
     (folder / "mine.py").write_text("import missing_module\n\ndef right(sample):\n    return 1.0\n")
@@ -39,6 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (["--reward.functions", "mine.py:rihgt"], "did you mean right?"),
         (["--reward.functions", "mine.py:right"], "missing_module"),
+        (
+            ["--model.name", "cut"],
+            "model.name: cut/model.safetensors is cut short or damaged: it has 5000 bytes",
+        ),
+        (["--model.name", "model", "--generation.slots", "100000000"], "lower generation.slots, which is 100000000"),
+        (["--training.device", "cuda:99"], 'training.device = "cuda:99" cannot be used: '),
         (["--run-dir", "new/deep", "--model.name", "./nowhere"], "there is no folder ./nowhere"),
     ],
 )

@@ -1,5 +1,7 @@
 import asyncio
+import errno
 import json
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import Config
@@ -71,9 +74,26 @@ async def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"")
+    save_file({"weight": torch.zeros(3)}, folder / "model.safetensors")
     assert await prepare(config(str(folder)), tmp_path / "target", print) == folder
     assert not (tmp_path / "target").exists()
+
+
+async def test_a_model_that_is_not_whole_is_refused_given_or_made(tmp_path: Path) -> None:
+    for folder, name in ((tmp_path / "given", str(tmp_path / "given")), (tmp_path / "made", "someone/theirs")):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        save_file({"weight": torch.zeros(3)}, folder / "model.safetensors")
+        os.truncate(folder / "model.safetensors", 20)
+        with pytest.raises(ConfigError, match=rf"^model\.name: {folder}/model\.safetensors is cut .* Get it again"):
+            await prepare(config(name), tmp_path / "made", print)
+
+
+async def test_a_disk_that_is_full_while_a_model_is_made(tmp_path: Path) -> None:
+    (tmp_path / "full.py").write_text("with open('/dev/full', 'w') as file:\n    file.write('x')\n")
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        await prepare(config(f"warmed:{tmp_path / 'full.py'}:X"), tmp_path / "target", print)
+    assert raised.value.errno == errno.ENOSPC
 
 
 async def test_a_folder_without_a_model_says_what_it_holds(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ rank-N.pt, with what is its own.
 """
 
 import hashlib
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,14 +34,14 @@ def write_state(directory: Path, model: CausalModel, optimizer: Optimizer, extra
     model.source_config.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
     state = {"optimizer": optimizer.state(), "rng": torch.get_rng_state(), "extra": extra, "ranks": ranks}
-    torch.save(state, directory / TRAINER)
+    _save(state, directory / TRAINER)
     sync_tree(directory)
 
 
 def write_own_state(directory: Path, rank: int) -> None:
     """Write and fsync what a rank but the first adds to a checkpoint."""
     path = directory / _own_file(rank)
-    torch.save({"rng": torch.get_rng_state()}, path)
+    _save({"rng": torch.get_rng_state()}, path)
     for each in (path, directory):
         _sync(each)
 
@@ -76,6 +77,30 @@ def _own_random_state(states: list[Tensor], ranks: Ranks, directory: Path) -> Te
 def _load(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return state
+
+
+class _Target(io.BufferedWriter):
+    """A file to write to. failed: why a write of it failed, which torch tells as an error of its own format."""
+
+    failed: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failed = error
+            raise
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    """Raises OSError when the disk does not take it."""
+    with _Target(io.FileIO(path, "wb")) as target:
+        try:
+            torch.save(state, target)
+        except RuntimeError:
+            if target.failed is None:
+                raise
+            raise target.failed from None
 
 
 def _own_file(rank: int | Literal["*"]) -> str:

@@ -51,6 +51,15 @@ def test_a_model_made_for_a_start_that_came_to_nothing_is_used_only_by_its_own_c
     assert directory.model.exists() == kept
 
 
+def test_a_config_that_cannot_be_written_stays_as_it_is(directory: RunDirectory, store: FileStore) -> None:
+    settle_config(order(directory.path), directory, store, None)
+    before = directory.config.read_text()
+    directory.config.with_name("config.toml.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        settle_config(order(directory.path, steps=7), directory, store, None)
+    assert directory.config.read_text() == before
+
+
 async def test_a_prompt_that_generation_refuses_is_named_by_its_row(directory: RunDirectory) -> None:
     async def refuse(*_: object) -> None:
         raise TaskError("the prompt has 9 tokens")

@@ -7,7 +7,20 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.deploy.footprint import PACKAGED, needs, shape_of, shared_memory, size_text
+from asyncrl.deploy import footprint
+from asyncrl.deploy.footprint import (
+    CHUNK,
+    FIRST_CHUNKS,
+    PACKAGED,
+    PROCESS_BYTES,
+    needs,
+    refuse_what_does_not_fit,
+    shape_of,
+    shared_memory,
+    size_text,
+)
+from asyncrl.engines.generation import cache
+from asyncrl.errors import ConfigError
 
 SMOLLM2 = PACKAGED["pypi:smollm2"]
 
@@ -51,6 +64,26 @@ def test_needs_grow_with_what_causes_them() -> None:
     assert need("training") > SMOLLM2.parameters * 16
     names = [each.name for each in needs(config(algorithm={"kl": 0.1}, evaluate={"prompts": "h"}), SMOLLM2)]
     assert names == ["generation", "training", "reward", "reference", "evaluation"]
+
+
+def test_the_cache_lies_between_its_first_chunks_and_whole_slots() -> None:
+    (found,) = (each for each in needs(config(generation={"slots": 10}), SMOLLM2) if each.name == "generation")
+    weights, chunk = SMOLLM2.parameters * 4, CHUNK * SMOLLM2.cache_bytes_per_token
+    assert found.least == weights + 10 * 2 * chunk
+    assert found.bytes == PROCESS_BYTES + weights + 10 * (512 + 64) // 32 * chunk
+    assert (CHUNK, FIRST_CHUNKS) == (cache.CHUNK, cache.FIRST_CHUNKS)
+
+
+def test_a_run_that_takes_more_than_there_is_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "available_memory", lambda: 4 * 2**30)
+    refuse_what_does_not_fit(config(), "pypi:smollm2")
+    refuse_what_does_not_fit(config(generation={"slots": 10**8}), "someone/unknown")
+    refuse_what_does_not_fit(config(generation={"slots": 10**8, "device": "cuda"}), "pypi:smollm2")
+    with pytest.raises(ConfigError, match=r"4\.0 GB of memory .*lower generation\.slots, which is 100000000"):
+        refuse_what_does_not_fit(config(generation={"slots": 10**8}), "pypi:smollm2")
+    monkeypatch.setattr(footprint, "available_memory", lambda: 2**30)
+    with pytest.raises(ConfigError, match=r"for training: take a smaller model \(model\.name\)"):
+        refuse_what_does_not_fit(config(), "pypi:smollm2")
 
 
 def test_shared_memory_holds_two_versions_and_the_rows_in_flight() -> None:

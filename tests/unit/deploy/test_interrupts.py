@@ -3,10 +3,11 @@
 import asyncio
 import os
 import signal
+from contextlib import ExitStack, nullcontext
 
 import pytest
 
-from asyncrl.deploy.interrupts import SIGNALS, Interrupts
+from asyncrl.deploy.interrupts import SIGNALS, STOPPING, Interrupts
 
 
 async def heard(number: signal.Signals) -> None:
@@ -17,15 +18,33 @@ async def heard(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-async def test_without_an_end_in_order_the_first_signal_abandons_the_work(number: signal.Signals) -> None:
-    with Interrupts() as interrupts, pytest.raises(asyncio.CancelledError):
+async def test_without_an_end_in_order_the_first_signal_says_so_and_abandons_the_work(number: signal.Signals) -> None:
+    said: list[str] = []
+    with Interrupts(said.append) as interrupts, pytest.raises(asyncio.CancelledError):
         await heard(number)
     assert interrupts.abandoned == "interrupted"
+    assert said == [STOPPING]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+async def test_the_second_signal_hurries_and_the_first_does_not(in_order: bool) -> None:
+    hurried: list[str] = []
+    with Interrupts(print) as interrupts, interrupts.hurrying(lambda: hurried.append("hurry")), ExitStack() as scope:
+        if in_order:
+            scope.enter_context(interrupts.ending_in_order(lambda: None))
+            await heard(signal.SIGINT)
+        else:
+            with pytest.raises(asyncio.CancelledError):
+                await heard(signal.SIGINT)
+        assert hurried == []
+        with pytest.raises(asyncio.CancelledError) if in_order else nullcontext():
+            await heard(signal.SIGINT)
+        assert hurried == ["hurry"]
 
 
 async def test_the_first_signal_ends_in_order_and_the_second_abandons() -> None:
     asked: list[str] = []
-    with Interrupts() as interrupts, interrupts.ending_in_order(lambda: asked.append("end")):
+    with Interrupts(print) as interrupts, interrupts.ending_in_order(lambda: asked.append("end")):
         await heard(signal.SIGINT)
         assert (asked, interrupts.abandoned) == (["end"], "")
         with pytest.raises(asyncio.CancelledError):
@@ -35,7 +54,7 @@ async def test_the_first_signal_ends_in_order_and_the_second_abandons() -> None:
 
 
 async def test_what_is_abandoned_is_cancelled_once_so_that_it_can_clean_up() -> None:
-    with Interrupts() as interrupts:
+    with Interrupts(print) as interrupts:
         with pytest.raises(asyncio.CancelledError):
             await heard(signal.SIGINT)
         interrupts.abandon("too late")
@@ -44,6 +63,6 @@ async def test_what_is_abandoned_is_cancelled_once_so_that_it_can_clean_up() -> 
 
 
 async def test_the_handlers_are_gone_afterwards() -> None:
-    with Interrupts():
+    with Interrupts(print):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

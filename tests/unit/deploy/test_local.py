@@ -1,8 +1,13 @@
+import asyncio
 import os
+import signal
 import stat
+from pathlib import Path
 
 from asyncrl.config import Config, Fleet, Model, Task
-from asyncrl.deploy.local import LocalLauncher, worker_environment
+from asyncrl.deploy.local import LocalLauncher, LocalWorker, worker_environment
+from asyncrl.launch import RunFacts, WorkerSpec
+from asyncrl.protocols.layout import Layout
 
 
 def config(**fleet: object) -> Config:
@@ -28,6 +33,33 @@ def test_sockets_lie_in_a_private_folder_with_short_names() -> None:
         longest = launcher.addresses("generation10.10-1000-0a0b0c0d").control.removeprefix("ipc://")
         assert len(os.fsencode(longest)) <= 107
     assert not launcher.sockets.exists()
+
+
+async def test_in_a_hurry_those_that_stop_are_killed_and_those_that_work_are_not(tmp_path: Path) -> None:
+    with LocalLauncher("feedbeef") as launcher:
+        specs = [spec(launcher, tmp_path, instance) for instance in ("echo0.0-0-a", "echo0.0-0-b")]
+        stopping, working = (launcher.spawn(each) for each in specs)
+        for worker in (stopping, working):
+            os.kill(worker.pid, signal.SIGSTOP)  # It hears nothing.
+        stopping.stop()
+        launcher.hurry()
+        async with asyncio.timeout(10):
+            assert await stopping.wait() == "killed by SIGKILL"
+        assert lives(working)
+        working.stop()
+        async with asyncio.timeout(10):
+            assert await working.wait() == "killed by SIGKILL"
+        for each in specs:
+            launcher.bury(each)
+
+
+def lives(worker: LocalWorker) -> bool:
+    return os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
+def spec(launcher: LocalLauncher, run_dir: Path, instance: str) -> WorkerSpec:
+    facts = RunFacts("feedbeef", str(run_dir), "", 0, "none", config())
+    return WorkerSpec("echo", 0, 0, Layout(), instance, "nowhere:None", launcher.addresses(instance), facts)
 
 
 def test_tcp_addresses_are_of_this_machine_only_and_differ() -> None:

@@ -9,6 +9,8 @@ import pytest
 from asyncrl.deploy import machine
 from asyncrl.deploy.machine import (
     Check,
+    available_memory,
+    device_checks,
     extras,
     links_check,
     required,
@@ -43,6 +45,24 @@ def test_shared_memory_is_compared_with_the_need(tmp_path: Path) -> None:
     assert small.verdict == "bad"
     assert "--shm-size" in small.remedy
     assert shared_memory_check(1, tmp_path / "gone").verdict == "bad"
+
+
+def test_a_container_gives_up_the_files_that_it_keeps_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"memory.max": "1000", "memory.current": "900"}
+    stat = {"memory.stat": "anon 300\nfile 600\nshmem 100\ninactive_file 400\nactive_file 100\n"}
+    for name, text in (limits | stat).items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, "CONTAINER", tmp_path)
+    assert available_memory() == 600
+
+
+def test_devices_that_torch_cannot_use_are_bad_and_the_cpu_is_not_asked_for() -> None:
+    assert list(device_checks({"generation.device": "cpu"})) == []
+    (found,) = device_checks({"generation.device": "cpu", "training.device": "cuda:99"})
+    assert found.verdict == "bad"
+    assert found.found.startswith('training.device = "cuda:99" cannot be used: ')
 
 
 def test_a_long_temporary_folder_leaves_no_room_for_sockets(tmp_path: Path) -> None:

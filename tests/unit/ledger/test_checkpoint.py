@@ -9,7 +9,7 @@ import pytest
 from asyncrl import checkpoint
 from asyncrl.audit import audit_store
 from asyncrl.checkpoint import FAULT_POINTS, commit, newest_good, plan_resume, resume, versions
-from asyncrl.errors import ConfigError, JournalError
+from asyncrl.errors import ConfigError, JournalError, RemoteError
 from asyncrl.ledger import Journal
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.records import CheckpointMade, Scan, Trained
@@ -81,6 +81,24 @@ async def test_killed_at_any_point_a_run_goes_on(saga: Saga, point: str, power_c
     assert (journal.ledger.epoch, journal.ledger.version) == (1, plan.version)
     assert not [name for name in found.folders() if name.startswith("tmp-")]
     assert audit_store(found).ok
+
+
+@pytest.mark.parametrize("error", [OSError(28, "full"), RemoteError("SafetensorError", "full", "training", 0, "")])
+async def test_what_a_full_disk_left_of_a_checkpoint_goes_at_once(saga: Saga, error: Exception) -> None:
+    """It takes the room that everything else needs, and the one before is as good as it was."""
+    await saga.checkpoint()
+    saga.train()
+
+    async def write(directory: str) -> Checkpointed:
+        await saga.trainer.write(directory)
+        raise error
+
+    with pytest.raises(type(error)):
+        await commit(saga.journal, write, 2)
+    assert saga.store.folders() == ["0"]
+    plan = plan_resume(saga.store.after_death())
+    assert plan is not None
+    assert plan.version == 0
 
 
 async def test_what_was_recorded_after_a_checkpoint_is_void(saga: Saga) -> None:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from asyncrl.config import Config
 from asyncrl.engines.training.interface import TrainRow, run_step
 from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.errors import ConfigError
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.rows import HeapRows
 from asyncrl.service import WorkerContext
@@ -85,6 +86,13 @@ async def test_every_sample_gets_one_more_place_with_a_value_a_token(folder: Pat
             assert len(values) == ref.tokens
         await service.release([ref.name for ref in answer], oldest=0)
         assert service.rows.used == 0
+
+
+async def test_a_device_that_is_not_there_is_refused_by_its_key(folder: Path, serving: Serving) -> None:
+    settings = Config.model_validate(config().model_dump() | {"reference": {"device": "cuda:99"}})
+    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=r'^reference\.device = "cuda:99" cannot be used')):
+        async with serving(folder, settings):
+            pass
 
 
 async def test_bits_of_a_row_depend_on_no_neighbour_when_deterministic(folder: Path, serving: Serving) -> None:

@@ -1,6 +1,8 @@
 """The training service around an engine of a few lines: compare-and-set, chain, leases, cancellation, checkpoints."""
 
 import asyncio
+import errno
+import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import DeadlineExceeded, LostRows, Refused
+from asyncrl.errors import ConfigError, DeadlineExceeded, LostRows, Refused
 from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.service import WorkerContext
 from asyncrl.virtual import run
@@ -40,6 +42,29 @@ async def test_version_zero_lies_in_the_arena_before_the_first_step(tmp_path: Pa
     async with serving(tmp_path) as service:
         assert ((await service.published()).epoch, (await service.published()).version) == (EPOCH, 0)
         assert await published_weight(service) == 0.0
+
+
+async def test_weights_without_room_in_shared_memory_say_what_to_do(
+    tmp_path: Path, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(ConfigError, match=r"two versions of the weights .*--shm-size.*model\.dtype")
+    ):
+        async with serving(tmp_path, config=config(fleet={"wire": "ipc"})):
+            pass
+
+
+async def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
+    tmp_path: Path, serving: Serving
+) -> None:
+    settings = config(training={"device": "cuda:99"})
+    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=r'^training\.device = "cuda:99" cannot be used')):
+        async with serving(tmp_path, config=settings):
+            pass
 
 
 async def test_a_step_publishes_the_next_version_and_reports_it(tmp_path: Path, serving: Serving) -> None:

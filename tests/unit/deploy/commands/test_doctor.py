@@ -1,5 +1,6 @@
 """asyncrl doctor: what an experiment needs."""
 
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -44,6 +45,27 @@ def test_an_experiment_too_large_for_the_machine(experiment: Path, capsys: pytes
     assert "BAD   all services" in text
     assert "lower training.micro_batch_tokens or generation.slots" in text
     assert "to repair" in text
+
+
+def test_a_model_that_is_not_whole(experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"hidden')
+    assert cli.main(["doctor", str(experiment), "--model.name", str(tmp_path)]) == 1
+    assert f"BAD   model               {tmp_path / 'config.json'} is cut short" in capsys.readouterr().out
+
+
+def test_a_device_that_is_not_there(
+    experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Mapping[str, str]] = []
+
+    def checks(devices: Mapping[str, str]) -> list[Check]:
+        asked.append(devices)
+        return [Check("devices", "bad", "there is none")]
+
+    monkeypatch.setattr(doctor, "device_checks", checks)
+    assert cli.main(["doctor", str(experiment), "--training.device", "cuda", "--algorithm.kl", "0.1"]) == 1
+    assert asked == [{"generation.device": "cpu", "training.device": "cuda", "reference.device": "cpu"}]
+    assert "there is none" in capsys.readouterr().out
 
 
 def test_mistakes_in_the_experiment_are_shown(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:

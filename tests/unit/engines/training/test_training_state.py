@@ -1,6 +1,7 @@
 """What a checkpoint holds: a model that transformers loads, and a trainer that goes on bit for bit."""
 
 import dataclasses
+import errno
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,13 @@ def test_steps_after_a_load_equal_steps_without_interruption_bit_for_bit(
     assert train(resumed, make_rows, range(3, 6)) == expected
     for name, tensor in whole.named_tensors().items():
         assert torch.equal(tensor, resumed.named_tensors()[name]), name
+
+
+def test_a_full_disk_is_an_error_of_the_operating_system(tmp_path: Path) -> None:
+    (tmp_path / "rank-1.pt").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        write_own_state(tmp_path, 1)
+    assert raised.value.errno == errno.ENOSPC
 
 
 def test_the_model_folder_loads_with_transformers(
