@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncrl.checkpoint import Manifest, prefix_crc, read_manifest, versions
 from asyncrl.errors import ConfigError, JournalError
+from asyncrl.installing import program
 from asyncrl.ledger import Ledger, difference, surviving
 from asyncrl.records import Framed, InFlight, Scan, Trained
 from asyncrl.store import FileStore, Store
@@ -66,8 +67,8 @@ class AuditReport:
 def audit(run_dir: Path) -> AuditReport:
     """Audit the run in a directory. Raises ConfigError when it holds no run."""
     if not (run_dir / "journal").is_file():
-        raise ConfigError(f"{run_dir} holds no journal: name a run directory, as made by `asyncrl run --run-dir`")
-    store = FileStore(run_dir)
+        raise ConfigError(f"{run_dir} holds no journal: name a run directory, as made by `{program()} run --run-dir`")
+    store = FileStore(run_dir, writable=False)
     try:
         return audit_store(store)
     finally:

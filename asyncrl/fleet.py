@@ -183,10 +183,8 @@ async def running_fleet(
             whose tasks are cancelled first.
         AsyncrlError: what a worker raised while it started.
     """
-    # Of this epoch too: a run that was killed before its first checkpoint begins with the same one again.
-    sweep(facts.run, facts.epoch + 1)
     async with AsyncExitStack() as scope:
-        scope.callback(sweep, facts.run, facts.epoch + 1)  # of workers that had to be killed
+        scope.callback(sweep, facts.run)  # of workers that had to be killed
         inproc = InprocWire()
         wire = Wires(inproc, ZmqWire(CurveKeys(*facts.curve) if facts.curve else None))
         scope.callback(wire.close)

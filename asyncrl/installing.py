@@ -1,12 +1,28 @@
-"""Commands that install what is missing, as they can be typed here. Only the standard library."""
+"""Commands as they can be typed here: asyncrl itself, and what installs missing parts. Only the standard library."""
 
 import importlib.metadata
 import json
 import os
 import shlex
+import shutil
 import sys
+import sysconfig
 from pathlib import Path
 from urllib.parse import unquote, urlparse
+
+
+def program() -> str:
+    """What to type for `asyncrl`: no more when the shell finds this very installation by it, else the path that this
+    process was started with, or where the installation has it."""
+    typed = Path(sys.argv[0])
+    script = typed if typed.name == "asyncrl" and typed.is_file() else Path(sysconfig.get_path("scripts"), "asyncrl")
+    if not script.is_file():
+        return shlex.join([_short(Path(sys.executable)), "-m", "asyncrl.deploy.cli"])
+    found = shutil.which("asyncrl")
+    if found is not None and os.path.samefile(found, script):
+        return "asyncrl"
+    path = str(typed) if script is typed else _short(script)
+    return shlex.quote(path if os.sep in path else os.path.join(os.curdir, path))
 
 
 def pip_install(*arguments: str) -> str:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class RunFacts:
     """What all workers of a run know.
 
-    run: 8 hex digits that name its shared memory. run_dir, model_dir: absolute. checkpoint_dir: what the run resumes
-    from, None at its first start. weights_arena: name of the shared memory that new weights are published in. curve:
-    public and secret key of the run's sockets. heartbeat: seconds between signs of life on every link, for peers on
-    other hosts, of whose death no kernel tells.
+    run: hex digits, of this start only, that name its shared memory and sockets. run_dir, model_dir: absolute.
+    checkpoint_dir: what the run resumes from, None at its first start. weights_arena: name of the shared memory that
+    new weights are published in. curve: public and secret key of the run's sockets. heartbeat: seconds between signs
+    of life on every link, for peers on other hosts, of whose death no kernel tells.
     """
 
     run: str

@@ -6,7 +6,6 @@ Not multiprocessing.shared_memory: its resource tracker unlinks what other proce
 import mmap
 import os
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -141,22 +140,18 @@ def free_bytes(directory: Path = SHARED_MEMORY) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def sweep(run: str, epoch: int, directory: Path = SHARED_MEMORY) -> list[str]:
-    """Unlink what older epochs of this run left; returns the names."""
-    return _unlink(directory, re.compile(rf"asyncrl-{re.escape(run)}-(\d+)-.*"), lambda found: int(found) < epoch)
+def sweep(run: str, directory: Path = SHARED_MEMORY) -> list[str]:
+    """Unlink what this start of a run left; returns the names."""
+    return _unlink(directory, re.compile(rf"asyncrl-{re.escape(run)}-\d+-.*"))
 
 
 def sweep_instance(run: str, epoch: int, instance: str, directory: Path = SHARED_MEMORY) -> list[str]:
     """Unlink what a dead worker left; returns the names."""
-    pattern = re.compile(rf"asyncrl-{re.escape(run)}-({epoch})-{re.escape(instance)}\.[^.]*")
-    return _unlink(directory, pattern, lambda _: True)
+    return _unlink(directory, re.compile(rf"asyncrl-{re.escape(run)}-{epoch}-{re.escape(instance)}\.[^.]*"))
 
 
-def _unlink(directory: Path, pattern: re.Pattern[str], wanted: Callable[[str], bool]) -> list[str]:
-    names = []
-    for path in sorted(directory.glob("asyncrl-*")):
-        found = pattern.fullmatch(path.name)
-        if found and wanted(found[1]):
-            path.unlink(missing_ok=True)
-            names.append(path.name)
-    return names
+def _unlink(directory: Path, pattern: re.Pattern[str]) -> list[str]:
+    found = [path for path in sorted(directory.glob("asyncrl-*")) if pattern.fullmatch(path.name)]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return [path.name for path in found]

@@ -1,5 +1,6 @@
 """A run directory: what lies where, and whose run it is."""
 
+import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ class RunDirectory:
     """Paths of one run.
 
     config.toml: as used; journal; checkpoints/V/; model/: what the run starts from; metrics.jsonl, samples.jsonl,
-    evaluations.jsonl; fleet.json; logs/; trace.json.gz; run.id: 8 hex digits that name its shared memory; run.lock.
+    evaluations.jsonl; fleet.json; logs/; trace.json.gz; run.lock; run.id: 8 hex digits, which copies of the directory
+    keep; run.start: the name of the last start (leftovers.py).
     """
 
     path: Path
@@ -52,6 +54,10 @@ class RunDirectory:
         return self.path / "evaluations.jsonl"
 
     @property
+    def start(self) -> Path:
+        return self.path / "run.start"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -60,7 +66,7 @@ class RunDirectory:
         return self.config.exists()
 
     def run_id(self) -> str:
-        """The run's name in shared memory; made at its first start."""
+        """The run's name; made at its first start."""
         path = self.path / "run.id"
         if not path.exists():
             path.write_text(secrets.token_hex(4))
@@ -81,6 +87,11 @@ def open_run_directory(path: Path) -> RunDirectory:
         directory.logs.mkdir(exist_ok=True)
     except OSError as error:
         raise _unusable(path, error) from error
+    if kept := [each for each in _written(directory) if not os.access(each, os.W_OK, effective_ids=True)]:
+        raise ConfigError(
+            f"{kept[0]} cannot be written: give yourself the right to (chmod -R u+w {path}), or go on in a copy: "
+            f"cp -r it and name the copy with --run-dir"
+        )
     return directory
 
 
@@ -148,6 +159,14 @@ class Before:
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"cannot use {path} as run directory: {error.strerror}; name another with --run-dir")
+
+
+def _written(directory: RunDirectory) -> list[Path]:
+    """What is there already of all that a run writes to."""
+    files = [directory.config, directory.journal, directory.metrics, directory.samples, directory.evaluations]
+    folders = [directory.path, directory.logs, directory.checkpoints]
+    marks = [directory.start, directory.path / "run.lock"]
+    return [path for path in (*folders, *files, *marks) if path.exists()]
 
 
 def _ours_or_empty(directory: RunDirectory) -> bool:

@@ -66,12 +66,17 @@ class Store(Protocol):
 
 
 class FileStore:
-    """`journal` and `checkpoints/` of a run directory."""
+    """`journal` and `checkpoints/` of a run directory.
 
-    def __init__(self, run_dir: Path) -> None:
+    writable: what is missing is made. Otherwise nothing is, and FileNotFoundError is raised when there is no journal.
+    """
+
+    def __init__(self, run_dir: Path, *, writable: bool = True) -> None:
         self.checkpoints = run_dir / "checkpoints"
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        self._journal = os.open(run_dir / "journal", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        if writable:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        how = os.O_RDWR | os.O_CREAT | os.O_APPEND if writable else os.O_RDONLY
+        self._journal = os.open(run_dir / "journal", how | os.O_CLOEXEC, 0o644)
 
     def close(self) -> None:
         os.close(self._journal)
@@ -95,7 +100,7 @@ class FileStore:
         os.ftruncate(self._journal, size)
 
     def folders(self) -> list[str]:
-        return sorted(path.name for path in self.checkpoints.iterdir() if path.is_dir())
+        return sorted(path.name for path in self.checkpoints.glob("*") if path.is_dir())
 
     def path(self, folder: str) -> str:
         return str(self.checkpoints / folder)

@@ -18,7 +18,9 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 from asyncrl.models import prepare
+from asyncrl.rundir import RunDirectory
 from asyncrl.settings import load
+from asyncrl.telemetry.metrics import read_metrics
 
 WINDOW = 5
 """Steps whose mean reward has to reach the goal: one batch of 128 samples scatters by 0.04."""
@@ -80,7 +82,7 @@ def run_once(seed: int, limit: int, steps: int, goal: float, model: Path, run_di
 
 
 def outcome_of(run_dir: Path, limit: int, seed: int, goal: float) -> Outcome:
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = read_metrics(RunDirectory(run_dir).metrics)
     evaluations = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
     rewards = [step["reward/mean"] for step in steps]
     means = [fmean(rewards[max(0, end - WINDOW) : end]) for end in range(WINDOW, len(rewards) + 1)]

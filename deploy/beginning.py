@@ -11,6 +11,7 @@ from asyncrl.evaluation import Question
 from asyncrl.fleet import ServiceSpec
 from asyncrl.launch import RunFacts
 from asyncrl.ledger import Journal, surviving
+from asyncrl.leftovers import new_start
 from asyncrl.prompt_lengths import write_longest
 from asyncrl.records import Trained
 from asyncrl.rundir import RunDirectory
@@ -152,14 +153,14 @@ def take_up(config: Config, directory: RunDirectory, store: FileStore, plan: Res
 
 
 def facts_of(config: Config, directory: RunDirectory, model: Path, taken_up: TakenUp) -> RunFacts:
-    run_id, epoch = directory.run_id(), taken_up.epoch
+    run, epoch = new_start(directory), taken_up.epoch
     keys = CurveKeys.fresh()
     return RunFacts(
-        run=run_id,
+        run=run,
         run_dir=str(directory.path),
         model_dir=str(model.absolute()),
         epoch=epoch,
-        weights_arena=f"asyncrl-{run_id}-{epoch}-weights",
+        weights_arena=f"asyncrl-{run}-{epoch}-weights",
         config=config,
         checkpoint_dir=taken_up.plan.directory if taken_up.plan else None,
         curve=(keys.public, keys.secret),

@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
+    from asyncrl.installing import program
+
     width = max(map(len, COMMANDS))
     return "\n".join(
         [
@@ -55,7 +57,7 @@ def help_text() -> str:
             "",
             *(f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()),
             "",
-            "Begin with: asyncrl run quickstart",
+            f"Begin with: {program()} run quickstart",
             "",
             "exit codes:",
             *(f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items()),
@@ -66,8 +68,10 @@ def help_text() -> str:
 def _unknown(name: str) -> str:
     import difflib
 
+    from asyncrl.installing import program
+
     near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
-    meant = f"did you mean `asyncrl {near[0]}`?" if near else f"there are {', '.join(COMMANDS)}"
+    meant = f"did you mean `{program()} {near[0]}`?" if near else f"there are {', '.join(COMMANDS)}"
     return f"there is no command {name!r}; {meant}"
 
 

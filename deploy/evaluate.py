@@ -36,8 +36,10 @@ VERSION = 0
 
 def newest_model(run_dir: Path) -> tuple[Path, int]:
     """`model/` of a run's newest good checkpoint, and its version. Raises ConfigError when there is none."""
-    with closing(FileStore(run_dir)) as store:
-        plan = plan_resume(store)
+    plan = None
+    if (run_dir / "journal").is_file():
+        with closing(FileStore(run_dir, writable=False)) as store:
+            plan = plan_resume(store)
     if plan is None:
         raise ConfigError(f"{run_dir} has no checkpoint yet")
     return Path(plan.directory) / "model", plan.version

@@ -9,6 +9,7 @@ from asyncrl.config import Config
 from asyncrl.deploy.machine import available_memory
 from asyncrl.errors import ConfigError
 from asyncrl.groups import GateConfig
+from asyncrl.installing import program
 
 FLOAT = 4
 ADAM_BYTES = 4 * FLOAT
@@ -132,8 +133,8 @@ def refuse_what_does_not_fit(config: Config, model: str) -> None:
         largest = max(found, key=lambda need: need.least)
         raise ConfigError(
             f"{size_text(there)} of memory are available, and this run takes {size_text(total)} at least, "
-            f"{size_text(largest.least)} of that for {largest.name}: {largest.lower}; `asyncrl doctor` with the same "
-            "arguments shows what needs how much"
+            f"{size_text(largest.least)} of that for {largest.name}: {largest.lower}; `{program()} doctor` with the "
+            "same arguments shows what needs how much"
         )
 
 

@@ -6,7 +6,6 @@ the line "stop" asks a worker to finish. A pidfd tells of a death the moment it 
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from typing import IO, Any, Literal
 from asyncrl.config import Config
 from asyncrl.deploy import sweeper
 from asyncrl.launch import Addresses, WorkerSpec
+from asyncrl.leftovers import remove_leftovers
 from asyncrl.memory import sweep_instance
 
 FRAME_MALLOC = {
@@ -124,19 +124,17 @@ class LocalWorker:
 
 
 class LocalLauncher:
-    """Spawns processes; leaving it, or the death of this process, removes the folder of their sockets and their shared
-    memory (sweeper.py).
+    """Spawns processes; leaving it removes the folder of their sockets and their shared memory. So does the death of
+    this process, by way of sweeper.py.
 
-    run: names both. A run has one controller at a time: what a sweeper that was killed too has left is removed here.
-    sockets: only this user can enter it; its path is short, for the names of sockets end at 107 bytes.
+    run: names both, and nothing that another launcher made. sockets: only this user can enter it; its path is short,
+    for the names of sockets end at 107 bytes.
     """
 
     def __init__(self, run: str, wire: Literal["ipc", "tcp"] = "ipc") -> None:
         self._wire, self._run = wire, run
         self._hurry = False
         self._workers: dict[str, LocalWorker] = {}
-        for left in Path(tempfile.gettempdir()).glob(f"asyncrl-{run}-*"):
-            shutil.rmtree(left, ignore_errors=True)
         self.sockets = Path(tempfile.mkdtemp(prefix=f"asyncrl-{run}-"))
 
     def __enter__(self) -> "LocalLauncher":
@@ -145,7 +143,9 @@ class LocalLauncher:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """A sweeper that does not end is in the kernel's hands, as the processes of a dead worker are."""
+        """Whether the sweeper lives or not, nothing is left. One that does not end is in the kernel's hands, as the
+        processes of a dead worker are."""
+        remove_leftovers(self._run)
         assert self._sweeper.stdin is not None
         self._sweeper.stdin.close()
         try:

@@ -1,10 +1,10 @@
-"""Removes what a run keeps outside its directory, however the run ends: also when its controller is killed.
+"""Removes what a start of a run keeps outside its directory when its controller is killed.
 
     python sweeper.py RUN SOCKETS        stdin: a pipe that only the controller holds
 
-When the pipe ends, the controller has closed its launcher or is dead; its workers end with it by themselves. Only files
-that are there at that moment are removed: a resume that follows may have some of the same names. A file of its own and
-no more than the standard library, so that it starts in milliseconds and costs next to nothing while it waits.
+When the pipe ends, the controller has closed its launcher, and has removed all itself, or is dead; its workers end with
+it by themselves. However late this goes on: RUN is the name of one start, and a resume has another. A file of its own
+and no more than the standard library, so that it starts in milliseconds and costs next to nothing while it waits.
 """
 
 import shutil

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.installing import program
 from asyncrl.settings.foreign_names import REMARKS, TRANSLATIONS
 
 Schema = Mapping[str, Any]
@@ -140,4 +141,4 @@ def advice(name: str, written: Callable[[str], str] = str) -> str:
         return f"did you mean {written(near)}?"
     if foreign := closest(name, TRANSLATIONS, cutoff=0.8):
         return f"did you mean {foreign}? then {advice(foreign, written)}"
-    return "`asyncrl keys` lists all"
+    return f"`{program()} keys` lists all"

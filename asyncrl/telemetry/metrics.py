@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one object a step, and what each of its names means."""
+"""`metrics.jsonl`: one object for each step that was done, and what each of its names means."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -16,6 +16,7 @@ from asyncrl.deploy.machine import (
     usable_cores,
 )
 from asyncrl.errors import ConfigError
+from asyncrl.installing import program
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -29,7 +30,8 @@ def main(arguments: list[str]) -> int:
     for found in checks(asked.target, flags):
         print(found, flush=True)
         bad += found.verdict == "bad"
-    print(f"\n{bad} to repair" if bad else f"\nready: asyncrl run {shlex.join([asked.target or 'quickstart', *flags])}")
+    command = shlex.join(["run", asked.target or "quickstart", *flags])
+    print(f"\n{bad} to repair" if bad else f"\nready: {program()} {command}")
     return 1 if bad else 0
 
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
+from asyncrl.installing import program
 from asyncrl.rundir import RunDirectory
 
 
@@ -29,7 +30,7 @@ def export(run_dir: Path, target: Path) -> int:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already; name a folder that is not")
     if not RunDirectory(run_dir).started_before:
-        raise ConfigError(f"{run_dir} holds no run: name a directory made by `asyncrl run --run-dir`")
+        raise ConfigError(f"{run_dir} holds no run: name a directory made by `{program()} run --run-dir`")
     from asyncrl.deploy.evaluate import newest_model
 
     model, version = newest_model(run_dir)

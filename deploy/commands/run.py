@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.errors import ConfigError
+from asyncrl.installing import program
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -83,7 +84,7 @@ def parse(arguments: Sequence[str]) -> Request:
             case _:
                 flags.append(SHORT.get(flag, flag) + equals + value)
     if target is None and run_dir is None:
-        raise ConfigError("name an experiment (`asyncrl run quickstart`), a TOML file, or a --run-dir to resume")
+        raise ConfigError(f"name an experiment (`{program()} run quickstart`), a TOML file, or a --run-dir to resume")
     return Request(target, run_dir, "--accept-changes" in switches, "--print-config" in switches, flags)
 
 
@@ -143,7 +144,7 @@ def _run_dir(request: Request, config: "Config") -> AbstractContextManager[Path]
 def _command(arguments: Sequence[str], run_dir: Path) -> str:
     """What the user types to go on with this run."""
     named = any(argument.partition("=")[0] == "--run-dir" for argument in arguments)
-    return shlex.join(["asyncrl", "run", *arguments, *([] if named else ["--run-dir", str(run_dir)])])
+    return f"{program()} {shlex.join(['run', *arguments, *([] if named else ['--run-dir', str(run_dir)])])}"
 
 
 def _child_arguments(arguments: Sequence[str], run_dir: Path) -> list[str]:
@@ -182,4 +183,5 @@ def _ending(directory: "RunDirectory", steps: int, command: str) -> str:
     done = max((int(line["step"]) for line in read_metrics(directory.metrics)), default=0)
     if done < steps:
         return f"stopped at step {done} of {steps}; go on with: {command}"
-    return f"done; next: `asyncrl samples {directory.path}`, `asyncrl export {directory.path} TARGET`"
+    run = shlex.quote(str(directory.path))
+    return f"done; next: `{program()} samples {run}`, `{program()} export {run} TARGET`"

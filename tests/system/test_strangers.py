@@ -107,7 +107,7 @@ def test_a_fleet_trains_on_while_a_stranger_speaks_at_every_socket(tmp_path: Pat
         mark = run.directory / "run.id"
         name = mark.read_text() if mark.exists() else "none yet"
         # Not Path.glob, which raises when a folder goes while it is looked through.
-        found = glob(f"{tempfile.gettempdir()}/asyncrl-{name}-*/*")
+        found = glob(f"{tempfile.gettempdir()}/asyncrl-{name}*/*")
         return [path for path in map(Path, found) if path.is_socket()]
 
     with at_every_socket(sockets, seed=1) as spoken_to:

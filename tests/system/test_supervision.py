@@ -20,7 +20,6 @@ from asyncrl.deploy.local import LocalLauncher
 from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.launch import RunFacts
-from asyncrl.memory import Segment
 from asyncrl.wire.ends import Signal
 
 HERE = Path(__file__).parent
@@ -171,21 +170,6 @@ def test_no_worker_outlives_its_controller(tmp_path: Path, how: signal.Signals) 
 def left_by(run: str) -> list[Path]:
     folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
     return [path for folder in folders for path in folder.glob(f"asyncrl-{run}-*")]
-
-
-async def test_what_a_start_whose_sweeper_was_killed_too_has_left_is_gone_at_the_next(tmp_path: Path) -> None:
-    facts = facts_at(tmp_path)
-    os.mkdir(Path(tempfile.gettempdir(), f"asyncrl-{facts.run}-then"))
-    Segment.create(f"asyncrl-{facts.run}-{facts.epoch}-weights", 64).close()
-    specs = [ServiceSpec("echo", Echo, "standins:EchoService")]
-    with LocalLauncher(facts.run) as launcher:
-        async with running_fleet(specs, facts, launcher=launcher) as running:
-            rows = f"{running.workers['echo'].worker(0, 0).instance}.rows"
-            assert [path.name.removeprefix(f"asyncrl-{facts.run}-0-") for path in left_by(facts.run)] == [
-                launcher.sockets.name,
-                rows,
-            ]
-    assert not left_by(facts.run)
 
 
 def test_a_torch_free_worker_starts_within_half_a_second_of_cpu() -> None:

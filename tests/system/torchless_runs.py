@@ -115,7 +115,7 @@ class Run:
         name, places = self.directory / "run.id", []
         if name.exists():
             folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-            places = [path for folder in folders for path in folder.glob(f"asyncrl-{name.read_text()}-*")]
+            places = [path for folder in folders for path in folder.glob(f"asyncrl-{name.read_text()}*")]
         return [*map(str, places), *(f"process {pid}" for pid in self.processes())]
 
     def leaves_nothing(self) -> None:

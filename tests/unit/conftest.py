@@ -1,7 +1,11 @@
-"""Ranks of a trainer in one process."""
+"""Ranks of a trainer in one process; files that can only be read."""
 
+import os
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,3 +48,39 @@ def thread_ranks() -> Callable[[int], list[Ranks]]:
         return [ThreadRank(rank, given, barrier) for rank in range(size)]
 
     return make
+
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def readable_folder() -> Iterator[Path]:
+    """Unlike tmp_path one that other users, too, find their way to."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.fixture
+def only_reading() -> Callable[..., AbstractContextManager[None]]:
+    """only_reading(folder, *names): inside, these in it are not ours to write; without names nothing is."""
+
+    @contextmanager
+    def reading(folder: Path, *names: str) -> Iterator[None]:
+        everything = [folder, *folder.rglob("*")]
+        for path in everything:
+            path.chmod(0o777 if path.is_dir() else 0o666)
+        kept = [folder / name for name in names] or everything
+        for path in kept:
+            path.chmod(path.stat().st_mode & ~0o222)
+        ours = os.geteuid()
+        if ours == 0:
+            os.seteuid(NOBODY)  # Root may write everything.
+        try:
+            yield
+        finally:
+            os.seteuid(ours)
+            for path in kept:
+                path.chmod(path.stat().st_mode | 0o200)
+
+    return reading

@@ -1,14 +1,16 @@
 """Commands that can be copied and run."""
 
+import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 from asyncrl import installing
-from asyncrl.installing import install_extra, pip_install
+from asyncrl.installing import install_extra, pip_install, program
 
 
 def test_the_interpreter_that_runs_installs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -35,3 +37,53 @@ def test_the_command_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     command = [*shlex.split(pip_install("--help")), "--disable-pip-version-check"]
     assert "pip install [options]" in subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+
+
+SCRIPT = f"#!{sys.executable}\nfrom asyncrl.installing import program\nprint(program())\n"
+
+
+def install_at(folder: Path) -> Path:
+    """A script `asyncrl` that only says what to type for it."""
+    folder.mkdir(parents=True)
+    script = folder / "asyncrl"
+    script.write_text(SCRIPT)
+    script.chmod(0o755)
+    return script
+
+
+def typed(command: str, here: Path, *paths: Path) -> str:
+    """What a shell that stands `here` and has these folders in its PATH is told when this is typed."""
+    path = os.pathsep.join([*map(str, paths), "/usr/bin", "/bin"])
+    environment = {**os.environ, "PATH": path}
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=here, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_what_to_type_is_what_was_typed_unless_the_bare_name_will_do(tmp_path: Path) -> None:
+    script, other = install_at(tmp_path / "home" / ".venv" / "bin"), install_at(tmp_path / "other")
+    home = tmp_path / "home"
+    assert typed(".venv/bin/asyncrl", home) == ".venv/bin/asyncrl"
+    assert typed(f"{script}", tmp_path) == str(script)
+    assert typed(".venv/bin/asyncrl", home, other.parent) == ".venv/bin/asyncrl", "another installation's is no help"
+    assert typed("asyncrl", tmp_path, script.parent) == "asyncrl"
+    assert typed(".venv/bin/asyncrl", home, script.parent) == "asyncrl"
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "asyncrl").symlink_to(script)
+    assert typed("asyncrl", home, tmp_path / "links") == "asyncrl"
+
+
+def test_a_process_that_is_no_script_names_the_script_that_is_installed_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    monkeypatch.setenv("PATH", "/usr/bin")
+    scripts = install_at(tmp_path / "my venv" / "bin").parent
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(scripts))
+    monkeypatch.chdir(tmp_path)
+    assert shlex.split(program()) == ["my venv/bin/asyncrl"]
+    monkeypatch.chdir(scripts)
+    assert program() == "./asyncrl"
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert program().endswith(" -m asyncrl.deploy.cli")

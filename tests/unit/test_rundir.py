@@ -1,5 +1,7 @@
 """A run directory that is new, and one that is as it was when the run was refused."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,23 @@ def test_a_refused_run_leaves_an_existing_directory_as_it_was(tmp_path: Path) ->
     with pytest.raises(ConfigError):
         failing_run(tmp_path, ConfigError("bad"))
     assert contents(tmp_path) == was
+
+
+@pytest.mark.parametrize("kept", [".", "run.lock", "journal", "checkpoints"])
+def test_a_run_that_cannot_be_written_is_refused_before_it_is_touched(
+    kept: str, readable_folder: Path, only_reading: Callable[..., AbstractContextManager[None]]
+) -> None:
+    (readable_folder / "logs").mkdir()
+    (readable_folder / "checkpoints").mkdir()
+    for name in ("config.toml", "journal", "run.id", "run.lock"):
+        (readable_folder / name).write_text("old")
+    open_run_directory(readable_folder)
+    was = contents(readable_folder)
+    says = rf"^{readable_folder / kept} cannot be written: .* --run-dir"
+    with only_reading(readable_folder, kept), pytest.raises(ConfigError, match=says) as refused:
+        open_run_directory(readable_folder)
+    assert "\n" not in str(refused.value)
+    assert contents(readable_folder) == was
 
 
 def test_what_fails_later_or_otherwise_stays(tmp_path: Path) -> None:

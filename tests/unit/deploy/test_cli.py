@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.deploy import cli
 from asyncrl.errors import ConfigError, FleetFailed, Interrupted, JournalError, RewardError, TaskError
+from asyncrl.installing import program
 
 HEAVY = ("pydantic", "torch", "numpy", "rich", "zmq", "transformers", "asyncio")
 MAX_CPU = 0.3
@@ -53,7 +54,8 @@ def test_no_command_at_all_is_a_mistake_answered_with_help(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("typed", "says"), [("rnu", "did you mean `asyncrl run`?"), ("audti", "asyncrl audit"), ("xyz", "there are run")]
+    ("typed", "says"),
+    [("rnu", f"did you mean `{program()} run`?"), ("audti", f"{program()} audit"), ("xyz", "there are run")],
 )
 def test_a_mistyped_command_names_the_closest(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([typed]) == 2

@@ -1,12 +1,17 @@
 import asyncio
 import os
+import secrets
 import signal
 import stat
+from contextlib import suppress
 from pathlib import Path
+
+import pytest
 
 from asyncrl.config import Config, Fleet, Model, Task
 from asyncrl.deploy.local import LocalLauncher, LocalWorker, worker_environment
 from asyncrl.launch import RunFacts, WorkerSpec
+from asyncrl.memory import Segment
 from asyncrl.protocols.layout import Layout
 
 
@@ -60,6 +65,30 @@ def lives(worker: LocalWorker) -> bool:
 def spec(launcher: LocalLauncher, run_dir: Path, instance: str) -> WorkerSpec:
     facts = RunFacts("feedbeef", str(run_dir), "", 0, "none", config())
     return WorkerSpec("echo", 0, 0, Layout(), instance, "nowhere:None", launcher.addresses(instance), facts)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_clean_end_leaves_nothing_also_without_the_sweeper(how: signal.Signals) -> None:
+    run = secrets.token_hex(8)
+    with LocalLauncher(run) as launcher:
+        (sweeper,) = processes_with(run)
+        os.kill(sweeper, how)
+        if how == signal.SIGKILL:
+            os.waitid(os.P_PID, sweeper, os.WEXITED | os.WNOWAIT)
+        left = Segment.create(f"asyncrl-{run}-0-x.rows", 64)
+        left.close()
+    assert not launcher.sockets.exists()
+    assert not left.path.exists()
+    assert processes_with(run) == []
+
+
+def processes_with(argument: str) -> list[int]:
+    found = []
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            if process.name.isdecimal() and argument.encode() in (process / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return found
 
 
 def test_tcp_addresses_are_of_this_machine_only_and_differ() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from asyncrl.installing import program
 from asyncrl.settings.foreign_names import REMARKS, TRANSLATIONS
 from asyncrl.settings.keys import advice, all_keys, closest_key, sections, translate
 
@@ -61,7 +62,7 @@ def test_the_closest_key(typed: str, meant: str) -> None:
 
 
 def test_a_name_like_nothing_gets_the_list() -> None:
-    assert advice("zzzzqqq") == "`asyncrl keys` lists all"
+    assert advice("zzzzqqq") == f"`{program()} keys` lists all"
 
 
 def test_what_is_left_out_on_purpose_is_said() -> None:

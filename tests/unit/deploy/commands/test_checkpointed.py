@@ -1,7 +1,9 @@
 """asyncrl audit and export, on a run directory with a checkpoint."""
 
 import hashlib
-from contextlib import closing
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from asyncrl.checkpoint import commit
 from asyncrl.config import Config
 from asyncrl.deploy import cli
+from asyncrl.deploy.evaluate import newest_model
 from asyncrl.ledger import Journal
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.settings.toml import dump
@@ -46,6 +49,29 @@ def damage(path: Path) -> None:
 def test_the_audit_holds(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["audit", str(run_dir)]) == 0
     assert "the audit holds" in capsys.readouterr().out
+
+
+def test_a_run_that_can_only_be_read_is_audited_and_exported(
+    run_dir: Path,
+    readable_folder: Path,
+    only_reading: Callable[..., AbstractContextManager[None]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(run_dir, readable_folder / "run")
+    with only_reading(readable_folder / "run"):
+        with pytest.raises(PermissionError):
+            FileStore(readable_folder / "run")
+        assert cli.main(["audit", str(readable_folder / "run")]) == 0
+        assert newest_model(readable_folder / "run")[1] == 0
+    assert "the audit holds" in capsys.readouterr().out
+
+
+def test_looking_at_a_run_makes_nothing_in_it(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "journal").unlink()
+    shutil.rmtree(run_dir / "checkpoints")
+    assert cli.main(["export", str(run_dir), str(tmp_path / "model")]) == 2
+    assert cli.main(["audit", str(run_dir)]) == 2
+    assert [path.name for path in run_dir.iterdir()] == ["config.toml"]
 
 
 def test_an_audit_that_fails_says_so_with_its_exit_status(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

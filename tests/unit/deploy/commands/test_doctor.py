@@ -10,6 +10,7 @@ from asyncrl import parts
 from asyncrl.deploy import cli
 from asyncrl.deploy.commands import doctor
 from asyncrl.deploy.machine import Check
+from asyncrl.installing import program
 
 GOOD = """\
 [model]
@@ -80,7 +81,7 @@ def test_rewards_that_are_not_there(experiment: Path, capsys: pytest.CaptureFixt
 
 def test_what_was_asked_about_is_what_to_run(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", str(experiment), "--steps", "3"]) == 0
-    assert capsys.readouterr().out.endswith(f"ready: asyncrl run {experiment} --steps 3\n")
+    assert capsys.readouterr().out.endswith(f"ready: {program()} run {experiment} --steps 3\n")
 
 
 def test_a_model_that_must_be_downloaded_is_not_guessed(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:

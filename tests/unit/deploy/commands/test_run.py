@@ -8,6 +8,7 @@ from asyncrl.config import Config
 from asyncrl.deploy import cli, restarts
 from asyncrl.deploy.commands import run
 from asyncrl.errors import ConfigError
+from asyncrl.installing import program
 from asyncrl.settings.toml import dump
 
 TOML = """\
@@ -44,7 +45,7 @@ def test_flags_reach_the_config_and_the_directory(trained: Trained) -> None:
     assert cli.main(["run", "mine.toml", "--seed", "7", "--run-dir", "there", "--staleness.limit=0"]) == 0
     ((config, run_dir, accept, command),) = trained.asked
     assert (config.seed, config.staleness.limit, run_dir, accept) == (7, 0, Path("there"), False)
-    assert command == "asyncrl run mine.toml --seed 7 --run-dir there --staleness.limit=0"
+    assert command == f"{program()} run mine.toml --seed 7 --run-dir there --staleness.limit=0"
 
 
 def test_without_a_directory_a_new_one_is_named_and_the_command_to_resume_says_it(trained: Trained) -> None:

@@ -1,0 +1,107 @@
+"""What one start of a run leaves outside its directory, and who may remove it."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.deploy import sweeper
+from asyncrl.leftovers import new_start, remove_leftovers
+from asyncrl.memory import Segment
+from asyncrl.rundir import RunDirectory
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Starts:
+    """Starts that are killed at once, and all that they leave."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def at(self, path: Path) -> list[Path]:
+        """The next start there; what lies outside then, as after a `kill -9` of all its processes."""
+        name = new_start(RunDirectory(path))
+        self.names.append(name)
+        Segment.create(f"asyncrl-{name}-0-weights", 64).close()
+        return [SHARED_MEMORY / f"asyncrl-{name}-0-weights", Path(tempfile.mkdtemp(prefix=f"asyncrl-{name}-"))]
+
+
+def left(paths: list[Path]) -> list[bool]:
+    return [path.exists() for path in paths]
+
+
+@pytest.fixture
+def starts() -> Iterator[Starts]:
+    starts = Starts()
+    yield starts
+    for name in starts.names:
+        remove_leftovers(name)
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    path = tmp_path / "original"
+    path.mkdir()
+    return path
+
+
+def test_what_a_killed_start_left_is_gone_at_the_next(starts: Starts, original: Path) -> None:
+    first = starts.at(original)
+    assert left(first) == [True, True]
+    second = starts.at(original)
+    assert left(first + second) == [False, False, True, True]
+
+
+def test_starts_bear_the_run_in_their_names(starts: Starts, original: Path) -> None:
+    starts.at(original)
+    starts.at(original)
+    first, second = starts.names
+    assert first != second
+    assert first[:8] == second[:8] == (original / "run.id").read_text()
+    assert all(len(name) == 16 for name in starts.names)
+
+
+def test_a_copy_leaves_the_run_alone_that_it_is_a_copy_of(starts: Starts, original: Path, tmp_path: Path) -> None:
+    running = starts.at(original)
+    copy = tmp_path / "copy"
+    shutil.copytree(original, copy)
+    copied = starts.at(copy)
+    assert left(running) == [True, True]
+    starts.at(copy)
+    assert left(running + copied) == [True, True, False, False]
+
+
+def test_a_moved_run_cleans_up_after_itself(starts: Starts, original: Path, tmp_path: Path) -> None:
+    before = starts.at(original)
+    original.rename(tmp_path / "moved")
+    starts.at(tmp_path / "moved")
+    assert left(before) == [False, False]
+
+
+@pytest.mark.parametrize("text", ["", "torn", "* 1 2\n"])
+def test_a_mark_that_is_damaged_removes_nothing(text: str, starts: Starts, original: Path) -> None:
+    before = starts.at(original)
+    (original / "run.start").write_text(text)
+    assert left(before + starts.at(original)) == [True] * 4
+
+
+def test_a_sweeper_that_comes_late_takes_nothing_of_the_start_that_followed(starts: Starts, original: Path) -> None:
+    killed = starts.at(original)
+    command = [sys.executable, "-I", "-S", sweeper.__file__, starts.names[0], str(killed[1])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as late:
+        assert late.stdin is not None
+        late.send_signal(signal.SIGSTOP)
+        late.stdin.close()  # as when its controller is killed
+        resumed = starts.at(original)
+        again = [SHARED_MEMORY / killed[0].name, killed[1]]  # what it will find, to see that it has been at work
+        again[0].touch()
+        again[1].mkdir()
+        late.send_signal(signal.SIGCONT)
+        assert late.wait(20) == 0
+    assert left(resumed + again) == [True, True, False, False]
