@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from asyncrl.bench.emulated import stages
 from asyncrl.bench.figures import Load, Seen, in_turn, number, ratios, seen, stage_seconds, table, verdict
@@ -118,8 +119,8 @@ def _config(steps: int, folder: Path) -> Config:
     """The model is a folder of nothing: the stand-ins load none."""
     model = folder / "nothing"
     model.mkdir(exist_ok=True)
-    for file in ("config.json", "model.safetensors"):
-        (model / file).touch()
+    (model / "config.json").write_text("{}")
+    save_file({}, model / "model.safetensors")
     values = {
         "model.name": str(model),
         "steps": steps,

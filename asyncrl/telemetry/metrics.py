@@ -50,7 +50,7 @@ METRICS: dict[str, str] = {
 
 FURTHER_METRICS: dict[str, str] = {
     "reward/<term>": "mean of one reward function, or of one of its terms",
-    "policy/logprob_difference_max": "largest |trainer's - engine's log-prob| of tokens of the weights that train",
+    "policy/logprob_difference_max": "largest |trainer's - engine's log-prob| in what current weights alone sampled",
     "staleness/trained_samples/<decile>": "share of samples that trained, by length, d1 the shortest, of ten or more",
     "staleness/trained_tokens/<decile>": "share of their tokens that trained",
     "data/dropped/<reason>": "samples dropped since the step before",

@@ -17,7 +17,8 @@ from asyncrl.engines.training.packing import PaddedRows, pad_rows
 class MicroBatch:
     """masked: its rows. All tensors but `padded.ids` are [live tokens], row after row.
 
-    weights: what each token counts in the loss. fresh: sampled by the very weights that now train.
+    weights: what each token counts in the loss. fresh: 1 where the token and all before it in its sample were sampled
+    by the very weights that now train, else 0.
     reference: frozen model's log-probs, None without a KL term. proximal: the trainer's own at the start of
     the step, None where the current ones are those.
     """
@@ -28,6 +29,7 @@ class MicroBatch:
     behaviour: Tensor
     advantages: Tensor
     staleness: Tensor
+    fresh: Tensor
     reference: Tensor | None
     proximal: Tensor | None
 
@@ -56,6 +58,7 @@ def micro_batch(rows: Sequence[PartRow], device: torch.device) -> MicroBatch:
         behaviour=flat(lambda row: row.masked.row.logprobs),
         advantages=flat(lambda row: row.masked.row.advantage),
         staleness=flat(lambda row: row.masked.staleness),
+        fresh=flat(lambda row: (np.maximum.accumulate(row.masked.staleness) == 0).astype(np.float32)),
         reference=flat(_reference) if masked[0].row.reference_logprobs is not None else None,
         proximal=flat(_proximal) if rows[0].proximal is not None else None,
     )

@@ -6,8 +6,8 @@ Over live tokens: policy/entropy; policy/ratio_mean, ratio_max: the objective's 
 policy/clip_frac: where the clip removed the gradient; policy/ess: effective share of samples under
 current / behaviour, before any cap; policy/weight_mean: of the correction's weight.
 Before the first update: policy/kl_rollout_train: mean of behaviour - current, the k1 estimate of
-KL(behaviour || current); policy/logprob_difference_max: largest |current - behaviour| of tokens sampled by the very
-weights that now train, engine against trainer; left out when there is no such token.
+KL(behaviour || current); policy/logprob_difference_max: largest |current - behaviour|, engine against trainer, of
+tokens that the very weights that now train sampled, and all before them in their sample; left out when there is none.
 
 staleness/mean, max: versions; staleness/updates_max: the same in optimizer steps, at most. mask/*_fraction: shares
 of all response tokens by reason. tokens/trained, tokens/response: counts.
@@ -74,7 +74,7 @@ class Totals:
             batch.staleness,
         )
         self.sums += torch.stack([column.double().sum() for column in columns])
-        fresh = difference.abs()[batch.staleness == 0] if first else difference[:0]
+        fresh = difference.abs()[batch.fresh > 0] if first else difference[:0]
         values = (ratio, batch.staleness, fresh)
         peaks = torch.stack([v.double().max() if len(v) else self.largest.new_tensor(-1.0) for v in values])
         self.largest = torch.maximum(self.largest, peaks)

@@ -92,6 +92,23 @@ def test_t01_ratio_of_an_unchanged_policy_is_one(
     assert outcome.metrics["policy/kl_rollout_train"] == pytest.approx(0, abs=1e-6)
 
 
+def test_tokens_over_keys_of_older_weights_are_no_difference_of_engines(
+    tiny: Path, on_policy: Callable, make_config: Callable
+) -> None:
+    """Sampled under `kv = "keep"`: the token is of the weights that train, what it looks back at is not."""
+    rows = [row for row in on_policy() if len(row.response_ids) > 4]
+    mixed = []
+    for row in rows[1:]:
+        versions, logprobs = row.versions.copy(), row.logprobs.copy()
+        versions[:2] -= 1
+        logprobs[2:] -= 0.2
+        mixed.append(dataclasses.replace(row, versions=versions, logprobs=logprobs))
+    outcome = run_step(TorchTraining(make_config(), tiny), [rows[0], *mixed], EPOCH, VERSION)
+    assert outcome.metrics["policy/logprob_difference_max"] < 1e-5
+    alone = run_step(TorchTraining(make_config(), tiny), mixed, EPOCH, VERSION)
+    assert "policy/logprob_difference_max" not in alone.metrics
+
+
 def test_t07_the_last_sampled_token_has_a_gradient_even_when_it_is_also_the_padding(
     tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:

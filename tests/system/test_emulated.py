@@ -1,0 +1,18 @@
+"""The fleet that `asyncrl-bench overhead` measures: stages that sleep, in real processes."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.bench.overhead import STAGES, WARM, emulated_run
+
+pytestmark = pytest.mark.fleet
+
+
+def test_emulated_stages_run_and_sleep_as_long_as_they_were_told(tmp_path: Path) -> None:
+    asked = dict(zip(STAGES, (0.02, 0.01, 0.01, 0.02), strict=True))
+    found = emulated_run((0.02, 0.01, 0.01, 0.02), WARM + 4, tmp_path)
+    assert set(found.slept) == set(STAGES)
+    for stage, seconds in found.slept.items():
+        assert seconds >= 0.9 * asked[stage], found
+    assert found.seconds >= 0.9 * max(asked.values())
