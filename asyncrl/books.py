@@ -137,7 +137,10 @@ class Books:
 
     def rewarded(self, cuts: Iterable[Cut]) -> list[RewardedCut]:
         """The cuts with every reward of their groups that is known now."""
-        return [RewardedCut(group, members, self.gate.rewards(group)) for group, members in cuts]
+        return [RewardedCut(*cut, self.gate.rewards(cut[0]), self._tokens(*cut)) for cut in cuts]
+
+    def _tokens(self, group: int, members: Iterable[int]) -> dict[int, int]:
+        return {row.member: row.tokens for row in self.rows(group, members)}
 
     def trained(self, cuts: tuple[Cut, ...], version: int, advantages: tuple[float, ...], chain: str) -> None:
         """These cuts led to `version`. Written down first: what the journal refuses has not happened for the gate.

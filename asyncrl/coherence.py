@@ -1,19 +1,16 @@
-"""Values that are each valid but make no sense together. All contradictions of a config are found at once."""
+"""Values that are each valid but make no sense together. All contradictions of a config are found at once.
+
+Those of the section `[algorithm]` are in `algorithms/coherence.py`.
+"""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from asyncrl.algorithms.coherence import ALGORITHM_RULES
+from asyncrl.contradiction import Contradiction
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
-
-
-@dataclass(frozen=True, slots=True)
-class Contradiction:
-    """keys: the keys that do not fit; text: why not, and what to write instead."""
-
-    keys: tuple[str, ...]
-    text: str
 
 
 class Incoherent(ValueError):
@@ -33,10 +30,18 @@ def contradictions(config: "Config") -> list[Contradiction]:
 
 
 def _group(config: "Config") -> Iterator[Contradiction]:
-    if config.algorithm.preset == "grpo" and config.task.samples_per_prompt < 2:
+    members, algorithm = config.task.samples_per_prompt, config.algorithm
+    if members >= 2:
+        return
+    if algorithm.advantage != "batch":
         yield Contradiction(
-            ("task.samples_per_prompt", "algorithm.preset"),
-            "a group of one has no baseline: every advantage would be 0; write 2 or more",
+            ("task.samples_per_prompt", "algorithm.advantage"),
+            'a group of one has no baseline: every advantage would be 0; write 2 or more, or advantage = "batch"',
+        )
+    if algorithm.dynamic_sampling:
+        yield Contradiction(
+            ("task.samples_per_prompt", "algorithm.dynamic_sampling"),
+            "the rewards of a group of one are always equal, so every group would be dropped; write 2 or more",
         )
 
 
@@ -53,40 +58,6 @@ def _cut(config: "Config") -> Iterator[Contradiction]:
         yield Contradiction(
             (*keys, "task.samples_per_prompt"),
             f'a part of a group of {members} has 2 to {members} members; write one of these or "never"',
-        )
-
-
-def _ratio(config: "Config") -> Iterator[Contradiction]:
-    keys, cap = ("algorithm.weight_cap", "algorithm.old_logprobs"), config.algorithm.weight_cap
-    if cap is None:
-        return
-    if config.algorithm.old_logprobs == "engine":
-        yield Contradiction(
-            keys,
-            'with "engine" the clipped ratio is current / behaviour already; a weight beside it would count the '
-            'staleness twice: remove weight_cap, or write old_logprobs = "recomputed"',
-        )
-    elif cap < 1:
-        yield Contradiction(
-            keys,
-            "the weight is 1 for a fresh token, so a cap under 1 scales all tokens alike and corrects nothing; "
-            "write 1 or more (default 2)",
-        )
-
-
-def _kl(config: "Config") -> Iterator[Contradiction]:
-    algorithm = config.algorithm
-    if algorithm.kl > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        yield Contradiction(
-            ("algorithm.kl_estimator", "algorithm.kl_in"),
-            "k1 as a loss has zero expected gradient, and k3 as a loss is a biased approximation; "
-            'right are k2 in the loss and k1 with kl_in = "reward"',
-        )
-    if algorithm.kl > 0 and algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
-        yield Contradiction(
-            ("algorithm.kl_in", "algorithm.kl_estimator"),
-            f"in the reward only k1 has the gradient of the KL, {algorithm.kl_estimator} has another one: "
-            'write kl_estimator = "k1", or kl_in = "loss" with k2',
         )
 
 
@@ -140,10 +111,11 @@ def _deadlines(config: "Config") -> Iterator[Contradiction]:
 
 def _rewards(config: "Config") -> Iterator[Contradiction]:
     names = [function.name or function.use for function in config.reward.functions]
+    names += ["overlong"] if config.algorithm.overlong else []
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield Contradiction(
             ("reward.functions",), f"two functions are called {name!r}; give each its own `name`, metrics carry it"
         )
 
 
-_RULES: tuple[Rule, ...] = (_group, _cut, _ratio, _kl, _updates, _ranks, _evaluation, _deadlines, _rewards)
+_RULES: tuple[Rule, ...] = (_group, _cut, *ALGORITHM_RULES, _updates, _ranks, _evaluation, _deadlines, _rewards)

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from asyncrl.algorithms.presets import PRESETS, expanded
 from asyncrl.coherence import Incoherent, contradictions
 
 Positive = Annotated[int, Field(gt=0)]
@@ -115,25 +116,97 @@ class Training(Section):
 
 
 class Algorithm(Section):
-    preset: Literal["grpo"] = "grpo"
+    preset: Literal[
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "dapo",
+        "gspo",
+        "cispo",
+        "gmpo",
+        "m2po",
+        "sapo",
+    ] = "grpo"
+    """Values for the other keys of this section, each of which may be overridden; `asyncrl graph` shows them."""
+    advantage: Literal["group_mean", "leave_one_out", "batch", "group_batch"] = "group_mean"
+    """What a reward is compared with: the mean of its group, of its siblings, of the batch, or of its group and then,
+    with the standard deviation, of the batch."""
+    normalize_std: bool = True
+    """Divide the advantages of `group_mean` by the group's standard deviation (ddof 1, eps 1e-4)."""
+    loss: Literal["clip", "gspo", "gspo_token", "cispo", "gmpo", "m2po", "sapo"] = "clip"
     clip_low: PositiveFloat = 0.2
+    """The ratio is held over 1 - clip_low; gmpo: its logarithm over -clip_low. m2po, sapo: only of a KL's weight."""
     clip_high: PositiveFloat = 0.2
-    normalize_std: bool = False
-    """Divide advantages by the group's standard deviation (ddof 1, eps 1e-4)."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """token_mean: over all response tokens of the global batch; sequence_mean: mean over samples of token means;
-    constant: over samples x max_new_tokens."""
+    """The ratio is held under 1 + clip_high; gmpo: its logarithm under clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Largest ratio with a negative advantage that still has a gradient; only with loss = "clip"."""
+    second_moment: PositiveFloat | None = None
+    """Budget of the mean squared log ratio; only with loss = "m2po"."""
+    gate_temperatures: tuple[PositiveFloat, PositiveFloat] | None = None
+    """Of positive and negative advantages; only with loss = "sapo"."""
+    aggregation: Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"] = (
+        "sequence_mean_token_mean"
+    )
+    """token_mean: over all response tokens of the global batch; sequence_mean_...: mean over samples of the sum or mean
+    of their tokens; constant: over samples x divisor."""
+    divisor: Positive | None = None
+    """Tokens that `constant` divides by; default generation.max_new_tokens."""
     kl: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the KL to the reference; 0 starts no reference service."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
     kl_in: Literal["loss", "reward"] = "loss"
+    kl_target: PositiveFloat | None = None
+    """Nats per token that an adaptive coefficient steers to, beginning with `kl`; default: it is fixed."""
+    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    """Times the mean entropy of the policy, taken off the loss."""
     old_logprobs: Literal["engine", "recomputed"] = "engine"
-    """engine: ratio current / behaviour. recomputed: current / proximal times min(proximal / behaviour, weight_cap)."""
+    """What the ratio is taken against: behaviour (engine: recorded while sampling) or proximal (recomputed by the
+    trainer at the start of the step, then corrected for the difference to behaviour)."""
+    correction: Literal["none", "cap", "mask"] = "none"
+    """What becomes of the weight proximal / behaviour: it is capped, or set to 0 outside of its bounds; with
+    old_logprobs = "recomputed", where the default is cap."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Of each token, or the product over the whole answer."""
     weight_cap: PositiveFloat | None = None
-    """Cap of the detached weight; only with old_logprobs = "recomputed", default 2 there."""
+    """Largest weight: default 2 for cap, 5 for mask."""
+    weight_floor: PositiveFloat | None = None
+    """Smallest weight of mask: default 0.5."""
+    rejection: Literal["none", "geometric", "token_k2", "token_k3", "sequence_k2", "sequence_k3"] = "none"
+    """Leaves out answers whose geometric mean of proximal / behaviour is out of bounds, or answers or tokens whose KL
+    estimate is too large."""
+    rejection_low: PositiveFloat | None = None
+    """Smallest geometric mean, e.g. 0.999."""
+    rejection_high: PositiveFloat | None = None
+    """Largest geometric mean, e.g. 1.001, or KL estimate, e.g. 0.01."""
     mask_truncated: bool = False
+    """Answers without an end leave the loss and its denominators; their reward stays in the baseline."""
+    overlong: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of generation.max_new_tokens in which a further reward falls from 0 to -1; 0: no such reward."""
+    dynamic_sampling: bool = False
+    """Groups whose rewards are all equal are dropped as `no_signal`, and others take their place in the batch."""
     shuffle_advantages: bool = False
     """A control that must not learn: advantages permuted within the batch."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_under_the_rest(cls, values: Any) -> Any:
+        preset = values.get("preset", "grpo") if isinstance(values, dict) else None
+        return expanded(values, preset) if isinstance(preset, str) and preset in PRESETS else values
+
+
+class Mismatch(Section):
+    """Bounds of what lies between the policy that sampled and the one that trains."""
+
+    warn_kl: PositiveFloat | None = None
+    """Print a warning when `mismatch/kl` of a step is larger; nats per token."""
+    stop_kl: PositiveFloat | None = None
+    """End the run when it is larger."""
+    warn_ess: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Print a warning when `mismatch/ess`, the effective share of tokens, is smaller."""
+    stop_ess: Annotated[float, Field(gt=0, le=1)] | None = None
+    """End the run when it is smaller."""
 
 
 class Staleness(Section):
@@ -194,6 +267,7 @@ class Config(Section):
     training: Training = Training()
     algorithm: Algorithm = Algorithm()
     staleness: Staleness = Staleness()
+    mismatch: Mismatch = Mismatch()
     evaluate: Evaluate = Evaluate()
     telemetry: Telemetry = Telemetry()
     fleet: Fleet = Fleet()

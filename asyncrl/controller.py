@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from asyncrl.books import Books, lies_at
-from asyncrl.config import Config
+from asyncrl.config import Config, Mismatch
 from asyncrl.errors import first
 from asyncrl.events import Observe
 from asyncrl.fleet import Fleet
 from asyncrl.foresight import Foresight
 from asyncrl.iteration import Iteration, Iterations
 from asyncrl.ledger import Journal
+from asyncrl.mismatch import NO_BOUNDS
 from asyncrl.notices import Notices
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.batch import BatchRef, Cuts
@@ -56,17 +57,19 @@ class Schedule:
     """When a run ends, and what it waits for.
 
     steps: version after which it ends. finish: whether what is in flight then is abandoned, or trained in further
-    steps. publish_deadline: seconds a reader may hold on to an older version.
+    steps. publish_deadline: seconds a reader may hold on to an older version. mismatch: bounds that warn or end it.
     """
 
     steps: int
     finish: Literal["abandon", "drain"] = "abandon"
     publish_deadline: float = 10.0
     mask_truncated: bool = False
+    mismatch: Mismatch = NO_BOUNDS
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        return cls(config.steps, config.finish, config.staleness.publish_deadline, config.algorithm.mask_truncated)
+        deadline = config.staleness.publish_deadline
+        return cls(config.steps, config.finish, deadline, config.algorithm.mask_truncated, config.mismatch)
 
 
 async def nothing_between(version: int) -> None:
@@ -107,7 +110,12 @@ class Controller:
         self._suspects = Suspects()
         self._publisher = Publisher(fleet, schedule.publish_deadline, observe, evict)
         self._iterations = Iterations(
-            self._books, advantages, sampling.epoch, self._rows_lost, mask_truncated=schedule.mask_truncated
+            self._books,
+            advantages,
+            sampling.epoch,
+            self._rows_lost,
+            mask_truncated=schedule.mask_truncated,
+            mismatch=schedule.mismatch,
         )
         self.staleness = self._iterations.staleness
         self._foresight = Foresight(fleet.training, self._books, lambda: self._iterations.running)
@@ -125,7 +133,7 @@ class Controller:
 
         Raises:
             FleetFailed: the trainer was lost.
-            NonFiniteLoss, JournalError, RemoteError, RewardError: as the page or the books meet them.
+            NonFiniteLoss, PolicyMismatch, JournalError, RemoteError, RewardError: as the page or the books meet them.
         """
         try:
             async with asyncio.TaskGroup() as tasks:

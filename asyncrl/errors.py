@@ -18,6 +18,7 @@ AsyncrlError
 │   ├── IllegalTransition  a sample moved to a stage it cannot reach from where it is
 │   └── TrainedTwice       a (group, member) entered the loss a second time
 ├── Interrupted            a signal ended the run before its checkpoint; names the newest one and the command to go on
+├── PolicyMismatch         the policy that sampled and the one that trains are further apart than the config allows
 ├── NonFiniteLoss          three training steps in a row had a loss or gradient that is not finite
 └── FleetFailed            the fleet cannot go on; carries the exit code and the command that resumes
 """
@@ -107,6 +108,10 @@ class TrainedTwice(JournalError):
 
 class Interrupted(AsyncrlError):
     """A signal ended the run before a checkpoint of its last step; the message names the newest one there is."""
+
+
+class PolicyMismatch(AsyncrlError):
+    """A bound of the section `[mismatch]` was crossed; the message names metric, value and bound."""
 
 
 class NonFiniteLoss(AsyncrlError):

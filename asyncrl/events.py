@@ -47,7 +47,7 @@ class SampleScored:
 
 @dataclass(frozen=True, slots=True)
 class SamplesDropped:
-    """reason: "stale", "unscorable", "no_baseline", "not finite" or "poison"."""
+    """reason: "stale", "unscorable", "no_baseline", "no_signal", "not finite" or "poison"."""
 
     group: int
     members: tuple[int, ...]
@@ -93,6 +93,13 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class PoliciesApart:
+    """What a user is told when a bound of the section `[mismatch]` that warns was crossed."""
+
+    warning: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepLost:
     """The trainer could not read some rows; nothing was trained and the groups roll out again."""
 
@@ -128,6 +135,7 @@ Event: TypeAlias = (
     | GroupFinished
     | StepBegan
     | StepDone
+    | PoliciesApart
     | StepLost
     | WeightsHandedOver
     | WeightsOverdue

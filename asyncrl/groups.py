@@ -24,6 +24,7 @@ class GateConfig:
 
     cut_at: members that must be scored before a part of a group may train (None: only whole groups).
     baseline: fewest rewards of a group from which advantages can be computed; 1 without a group baseline.
+    need_signal: groups whose rewards are all equal are not trained.
     Raises ConfigError for values that cannot work together.
     """
 
@@ -34,6 +35,7 @@ class GateConfig:
     slots: int
     cut_at: int | None = None
     baseline: int = 2
+    need_signal: bool = False
 
     def __post_init__(self) -> None:
         if self.limit < 0:
@@ -63,7 +65,9 @@ class GateConfig:
             limit=config.staleness.limit,
             policy=config.staleness.policy,
             slots=config.generation.slots * config.generation.replicas,
-            cut_at=None if cut_at == "never" else cut_at or max(2, members // 2),
+            cut_at=None if cut_at == "never" else cut_at or min(members, max(2, members // 2)),
+            baseline=1 if config.algorithm.advantage == "batch" else 2,
+            need_signal=config.algorithm.dynamic_sampling,
         )
 
     @property
@@ -111,6 +115,8 @@ class Stage(Enum):
 OPEN = (Stage.RUNNING, Stage.SCORING)
 DROPPABLE = (*OPEN, Stage.READY)
 IN_FLIGHT = (*DROPPABLE, Stage.TRAINING)
+STILL_COMPARED = ("stale", "no_signal")
+"""Reasons to drop a sample that leave its reward in the baseline of its siblings."""
 
 
 @dataclass(slots=True)
@@ -170,12 +176,19 @@ class Group:
     def members(self, *stages: Stage) -> tuple[int, ...]:
         return tuple(member for member, sample in enumerate(self.samples) if sample.stage in stages)
 
+    @property
+    def has_signal(self) -> bool:
+        """Whether the rewards known so far differ; equal ones make every advantage 0."""
+        known = set(self.rewards().values())
+        return len(known) > 1
+
     def rewards(self) -> dict[int, float]:
-        """Of every member in the baseline; a sample dropped as stale stays in it, an unscorable one never was."""
+        """Of every member in the baseline; one dropped for its age, or because all rewards were equal then, stays in
+        it, an unscorable one never was."""
         return {
             member: sample.reward
             for member, sample in enumerate(self.samples)
-            if sample.reward is not None and (sample.stage is not Stage.DROPPED or sample.reason == "stale")
+            if sample.reward is not None and (sample.stage is not Stage.DROPPED or sample.reason in STILL_COMPARED)
         }
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from asyncrl.books import Books
+from asyncrl.config import Mismatch
 from asyncrl.errors import DeadlineExceeded, FleetFailed, LostRows, NonFiniteLoss, PeerLost, Refused
-from asyncrl.events import StepBegan, StepDone, StepLost
+from asyncrl.events import PoliciesApart, StepBegan, StepDone, StepLost
+from asyncrl.mismatch import NO_BOUNDS, MismatchWatch
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import StepReport
@@ -66,11 +68,12 @@ class Iterations:
         rows_lost: Callable[[Cuts, str], None],
         *,
         mask_truncated: bool = False,
+        mismatch: Mismatch = NO_BOUNDS,
     ) -> None:
         self.staleness = StalenessReport(books.gate.config)
         self._books, self._gate = books, books.gate
         self._advantages, self._epoch, self._mask_truncated = advantages, epoch, mask_truncated
-        self._rows_lost = rows_lost
+        self._rows_lost, self._mismatch = rows_lost, MismatchWatch(mismatch)
         self._running: Running | None = None
         self._ended = asyncio.get_running_loop().time()
         self._not_finite: list[Cuts] = []
@@ -95,6 +98,7 @@ class Iterations:
         Raises:
             Refused: the report is of another epoch, or led to an unexpected version.
             NonFiniteLoss: three steps in a row were not finite.
+            PolicyMismatch: the step crossed a bound that ends the run.
             JournalError: the trainer trained something else than it was given.
         """
         running = self._end()
@@ -106,6 +110,8 @@ class Iterations:
             self._books.trained(running.picked, report.version, advantages, report.chain)
         self._tell(running, report)
         self._count_not_finite(running.cuts, report.skipped)
+        if warning := self._mismatch.see(report.metrics, report.version):
+            self._books.observe(PoliciesApart(warning))
 
     def lost(self, error: LostRows) -> None:
         """Rows were gone before the trainer had read them; nothing was trained."""

@@ -60,7 +60,7 @@ class Faults:
 class Scenario:
     """A run to simulate; times in virtual seconds.
 
-    groups, members, limit, policy, slots, cut_at: of the gate. reference: its delay, None without one.
+    groups, members, limit, policy, slots, cut_at, need_signal: of the gate. reference: its delay, None without one.
     thorough: compare gate and journal after every event, not only after every step.
     """
 
@@ -85,10 +85,12 @@ class Scenario:
     deadline: float = 1e6
     thorough: bool = True
     gate_class: type[Gate] = Gate
+    need_signal: bool = False
 
     @property
     def gate(self) -> GateConfig:
-        return GateConfig(self.groups, self.members, self.limit, self.policy, self.slots, self.cut_at)
+        sizes = self.groups, self.members, self.limit, self.policy, self.slots, self.cut_at
+        return GateConfig(*sizes, need_signal=self.need_signal)
 
 
 @dataclass

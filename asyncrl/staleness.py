@@ -178,9 +178,9 @@ class Gate:
 
     def pick(self) -> Pick:
         """What to train next, moved to TRAINING; only when no iteration is running. Drops first what the policy finds
-        too old, and complete groups without a baseline."""
+        too old, and complete groups without a baseline, or without a signal where one is needed."""
         assert not self._counts[Stage.TRAINING], "pick() is for when no iteration is running"
-        dropped = [*self._drop_old(), *self._drop_without_baseline()]
+        dropped = [*self._drop_old(), *self._drop_without_baseline(), *self._drop_without_signal()]
         cuts = self._take(self.cuts())
         samples = sum(len(members) for _, members in cuts)
         short = samples < self.config.batch
@@ -245,10 +245,10 @@ class Gate:
         """Whether the READY members of this group may train without waiting for the others."""
         if not group.members(*OPEN):
             return True
+        if self.config.policy != "mask" or (self.config.need_signal and not group.has_signal):
+            return False
         enough = self.config.members if self.config.cut_at is None else self.config.cut_at
-        return self.config.policy == "mask" and len(group.rewards()) >= (
-            self.config.baseline if self.due(group) else enough
-        )
+        return len(group.rewards()) >= (self.config.baseline if self.due(group) else enough)
 
     def fits_deadlines(self, cuts: Sequence[Cut]) -> bool:
         """Under `block`: what these cuts leave over fits into the iterations before its deadline.
@@ -363,6 +363,12 @@ class Gate:
             if not group.members(*OPEN) and len(group.rewards()) < self.config.baseline
         ]
         return self._drop_ready("no_baseline", lacking, lambda _: True)
+
+    def _drop_without_signal(self) -> list[Drop]:
+        if not self.config.need_signal:
+            return []
+        complete = (group for group in self._groups.values() if not group.members(*OPEN))
+        return self._drop_ready("no_signal", [group for group in complete if not group.has_signal], lambda _: True)
 
     def _drop_ready(self, reason: str, groups: Iterable[Group], condition: Callable[[Sample], bool]) -> list[Drop]:
         drops = [

@@ -44,20 +44,23 @@ class StepStaleness:
     """What became of samples in one step. Figures are made when asked for: the next step does not wait for them.
 
     fates: of those that ended in it; gaps: of the groups that finished; abandoned: tokens of attempts given up;
-    window: the last samples, for the shares by length.
+    window: the last samples, for the shares by length. judged: where groups need a signal, the last that had one or
+    were dropped for lack of it.
     """
 
     fates: tuple[Fate, ...]
     gaps: tuple[float, ...]
     abandoned: int
     window: tuple[Fate, ...]
+    judged: tuple[Fate, ...] = ()
 
     def metrics(self) -> dict[str, float]:
         """`staleness/`: expired, cut_fraction, wasted_tokens, cut_baseline_gap (0 when no group that was cut finished),
-        trained_samples/d1..d10 and trained_tokens/d1..d10 (when there are ten samples)."""
+        trained_samples/d1..d10 and trained_tokens/d1..d10 (when there are ten samples). Where groups need a signal also
+        `sampling/accepted` and `sampling/accepted/d1..d10`."""
         metrics = step_metrics(self.fates, self.gaps)
         metrics["staleness/wasted_tokens"] += self.abandoned
-        return metrics | _by_decile(shares_by_length(self.window))
+        return metrics | _by_decile(shares_by_length(self.window)) | accepted_by_length(self.judged)
 
 
 class StalenessReport:
@@ -66,6 +69,7 @@ class StalenessReport:
     def __init__(self, config: GateConfig) -> None:
         self._config = config
         self._window: deque[Fate] = deque(maxlen=WINDOW)
+        self._judged: deque[Fate] = deque(maxlen=WINDOW)
         self._abandoned = 0
 
     def step(self, gate: Gate, trained: Iterable[TrainedSample]) -> StepStaleness:
@@ -77,7 +81,9 @@ class StalenessReport:
         gate.gaps.clear()
         abandoned, self._abandoned = gate.abandoned_tokens - self._abandoned, gate.abandoned_tokens
         self._window.extend(fate for fate in fates if fate.outcome.reason in ("", "stale"))
-        return StepStaleness(fates, gaps, abandoned, tuple(self._window))
+        if self._config.need_signal:
+            self._judged.extend(fate for fate in fates if fate.outcome.reason in ("", "no_signal"))
+        return StepStaleness(fates, gaps, abandoned, tuple(self._window), tuple(self._judged))
 
     def by_length(self) -> list[LengthShare]:
         """Shares by decile of length over the last samples; empty when there are fewer than ten."""
@@ -121,6 +127,17 @@ def shares_by_length(fates: Iterable[Fate]) -> list[LengthShare]:
         )
         for part in _deciles(fates)
     ]
+
+
+def accepted_by_length(fates: Iterable[Fate]) -> dict[str, float]:
+    """Shares of samples whose group had differing rewards: of all, and by decile of length, of ten samples or more.
+
+    Groups that are finished sooner, and so are of short completions, take the places of those that are dropped.
+    """
+    fates = list(fates)
+    deciles = enumerate(_deciles(fates), 1)
+    named = {"sampling/accepted": fates, **{f"sampling/accepted/d{number}": part for number, part in deciles}}
+    return {name: sum(not fate.outcome.reason for fate in part) / len(part) for name, part in named.items() if part}
 
 
 def smallest_limit(fates: Iterable[Fate], config: GateConfig) -> int | None:

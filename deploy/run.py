@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.algorithms.presets import advantages_of, page_of
+from asyncrl.algorithms.choice import advantages_of, page_of
 from asyncrl.checkpoint import commit, plan_resume, versions
 from asyncrl.config import Config
 from asyncrl.controller import Controller, Page, Schedule
@@ -41,7 +41,7 @@ from asyncrl.errors import (
     first,
 )
 from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator
-from asyncrl.events import Event, GroupFinished, GroupPoisoned, SampleScored, StepDone
+from asyncrl.events import Event, GroupFinished, GroupPoisoned, PoliciesApart, SampleScored, StepDone
 from asyncrl.fleet import Fleet, RunningFleet, running_fleet
 from asyncrl.launch import RunFacts
 from asyncrl.long_lived import long_lived
@@ -307,6 +307,8 @@ class _Training:
                 self._failures.observe(score)
             case GroupPoisoned():
                 self._poisoned.observe(event)
+            case PoliciesApart(warning):
+                self._order.display.say(warning)
             case GroupFinished(poison=False):
                 self._running.progressed()
             case StepDone(report=report) if report.published and self._evaluations is not None:

@@ -6,9 +6,9 @@ from typing import Any
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.contracts import Reward
 from asyncrl.protocols.messages import Score
-from asyncrl.rewards.functions import function_specs
+from asyncrl.rewards.functions import function_specs, load, overlong_specs
 from asyncrl.rewards.gathering import Gathering
-from asyncrl.rewards.here import HerePool
+from asyncrl.rewards.here import HerePool, named
 from asyncrl.rewards.pool import Pool
 from asyncrl.rewards.sample import Function, Sample, Verdict
 from asyncrl.rewards.scoring import score_of
@@ -39,7 +39,7 @@ class RewardService(Service, Reward):
         """Where the functions run."""
         config = context.config
         return Pool(
-            function_specs(config.reward),
+            function_specs(config),
             context.tasks,
             workers=config.reward.workers,
             deadline=config.reward.deadline,
@@ -114,6 +114,7 @@ def reward_service_of(functions: Sequence[Function]) -> Callable[[WorkerContext]
     class Here(RewardService):
         @staticmethod
         def make_pool(context: WorkerContext) -> HerePool:
-            return HerePool(functions, context.config.reward.deadline)
+            shaping = [(spec.name, load(spec)) for spec in overlong_specs(context.config)]
+            return HerePool([*named(functions), *shaping], context.config.reward.deadline)
 
     return Here

@@ -1,19 +1,100 @@
-"""What `algorithm.preset` stands for: a page and an estimator of advantages."""
+"""What `algorithm.preset` stands for: values of other keys of the section, each of which a config may override."""
 
-from asyncrl.algorithms import grpo
-from asyncrl.config import Config
-from asyncrl.controller import Page
-from asyncrl.objectives.advantages import Advantages, GroupBaseline, Shuffled
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-PAGES: dict[str, Page] = {"grpo": grpo.PAGE}
-
-
-def page_of(config: Config) -> Page:
-    """The page of the preset."""
-    return PAGES[config.algorithm.preset]
+STANDARDIZED = {"advantage": "group_mean", "normalize_std": True}
 
 
-def advantages_of(config: Config) -> Advantages:
-    """The estimator of the preset, or the control that must not learn."""
-    estimate: Advantages = GroupBaseline(config.algorithm.normalize_std)
-    return Shuffled(estimate, config.seed) if config.algorithm.shuffle_advantages else estimate
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """paper: where it is described. parts: keys of `[algorithm]` and their values."""
+
+    paper: str
+    parts: Mapping[str, Any]
+
+
+PRESETS: dict[str, Preset] = {
+    "grpo": Preset(
+        "DeepSeekMath, arXiv 2402.03300",
+        {**STANDARDIZED, "loss": "clip", "aggregation": "sequence_mean_token_mean"},
+    ),
+    "dr_grpo": Preset(
+        "arXiv 2503.20783",
+        {"advantage": "group_mean", "normalize_std": False, "loss": "clip", "aggregation": "constant"},
+    ),
+    "rloo": Preset(
+        "arXiv 2402.14740",
+        {
+            "advantage": "leave_one_out",
+            "loss": "clip",
+            "aggregation": "sequence_mean_token_sum",
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+        },
+    ),
+    "reinforce_plus_plus": Preset(
+        "arXiv 2501.03262",
+        {"advantage": "batch", "loss": "clip", "aggregation": "token_mean", "kl_in": "reward", "kl_estimator": "k1"},
+    ),
+    "reinforce_plus_plus_baseline": Preset(
+        "arXiv 2501.03262",
+        {"advantage": "group_batch", "loss": "clip", "aggregation": "token_mean", "kl_in": "loss"},
+    ),
+    "dapo": Preset(
+        "arXiv 2503.14476",
+        {
+            **STANDARDIZED,
+            "loss": "clip",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "aggregation": "token_mean",
+            "dynamic_sampling": True,
+            "overlong": 0.2,
+        },
+    ),
+    "gspo": Preset(
+        "arXiv 2507.18071",
+        {
+            **STANDARDIZED,
+            "loss": "gspo",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "aggregation": "sequence_mean_token_mean",
+        },
+    ),
+    "cispo": Preset(
+        "MiniMax-M1, arXiv 2506.13585; bounds of ScaleRL, arXiv 2510.13786",
+        {**STANDARDIZED, "loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token_mean"},
+    ),
+    "gmpo": Preset(
+        "arXiv 2507.20673",
+        {**STANDARDIZED, "loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "aggregation": "sequence_mean_token_mean"},
+    ),
+    "m2po": Preset(
+        "arXiv 2510.01161",
+        {**STANDARDIZED, "loss": "m2po", "second_moment": 0.04, "aggregation": "token_mean"},
+    ),
+    "sapo": Preset(
+        "arXiv 2511.20347",
+        {
+            **STANDARDIZED,
+            "loss": "sapo",
+            "gate_temperatures": (1.0, 1.05),
+            "aggregation": "sequence_mean_token_mean",
+        },
+    ),
+}
+
+
+def expanded(given: Mapping[str, Any], preset: str) -> dict[str, Any]:
+    """The values of the preset under those that were given, and defaults that depend on other values."""
+    values = {**PRESETS[preset].parts, **given}
+    if values.get("old_logprobs") == "recomputed":
+        values.setdefault("correction", "cap")
+    if values.get("correction") == "cap":
+        values.setdefault("weight_cap", 2.0)
+    if values.get("correction") == "mask":
+        values = {"weight_floor": 0.5, "weight_cap": 5.0, **values}
+    return values

@@ -81,11 +81,12 @@ class Trial:
     checkpoint_every: int = 1
     poison: int | None = None
     faults: tuple[Fault, ...] = ()
+    need_signal: bool = False
 
     @property
     def gate(self) -> GateConfig:
-        slots = self.slots * self.generators
-        return GateConfig(self.groups, self.members, self.limit, self.policy, slots, self.cut_at)
+        sizes = self.groups, self.members, self.limit, self.policy, self.slots * self.generators, self.cut_at
+        return GateConfig(*sizes, need_signal=self.need_signal)
 
     @property
     def lengths(self) -> Lengths:
@@ -126,6 +127,7 @@ def draw(seed: int) -> Trial:
         checkpoint_every=chance.randint(1, 2),
         poison=_poison(random.Random(f"poison {seed}")),
         faults=tuple(_fault(chance, remote, reference) for _ in range(chance.choice((0, 1, 2, 3, 4, 6)))),
+        need_signal=chance.random() < 0.25,
     )
 
 

@@ -6,6 +6,7 @@ k1 differentiated as a loss has zero expected gradient, so it only works as part
 has the gradient of the KL itself for samples of the current policy; k3 as a loss approximates it with a bias.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -41,3 +42,26 @@ def kl_shaped_advantages(advantages: Tensor, logprobs: Tensor, reference: Tensor
     through ratio and clip together with the reward. logprobs: detached here, [tokens].
     """
     return advantages - coefficient * kl_estimate(logprobs.detach(), reference, "k1")
+
+
+PROPORTIONAL_ERROR = 0.2
+GAIN = 0.1
+"""Both as in the paper."""
+
+
+@dataclass(slots=True)
+class KlCoefficient:
+    """The factor of the KL term, fixed or held by a controller. target: nats per token, None for a fixed one."""
+
+    value: float
+    target: float | None = None
+
+    def update(self, measured: float) -> None:
+        """After a training iteration in which the mean KL per token was `measured`.
+
+        beta <- beta (1 + 0.1 clip(measured / target - 1, -0.2, 0.2)): the log-space proportional controller of Ziegler
+        et al. (arXiv 1909.08593, section 2.2), whose KL is that of a whole answer.
+        """
+        if self.target is not None:
+            error = min(PROPORTIONAL_ERROR, max(-PROPORTIONAL_ERROR, measured / self.target - 1))
+            self.value *= 1 + GAIN * error

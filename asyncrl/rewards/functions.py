@@ -14,7 +14,7 @@ from asyncrl.rewards.templates import TEMPLATES
 from asyncrl.source_names import ONE_ARGUMENT, mistake_in, signature_mistake
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config, Reward  # not at run time: children do without pydantic
+    from asyncrl.config import Config  # not at run time: children do without pydantic
 
 ADAPTERS: dict[str, Callable[[Callable[..., Any]], Function]] = {"trl": from_trl, "verl": from_verl}
 
@@ -33,26 +33,34 @@ class FunctionSpec:
         return asdict(self)
 
 
-def function_specs(reward: "Reward") -> list[FunctionSpec]:
-    """Of all functions of a config.
+def function_specs(config: "Config") -> list[FunctionSpec]:
+    """Of all functions of a config, and of the one that `algorithm.overlong` asks for.
 
     Raises:
         ConfigError: there are none, or two of one name.
     """
     specs = [
         FunctionSpec(each.use, each.name or _last_part(each.use), each.weight, each.group, dict(each.options))
-        for each in reward.functions
+        for each in config.reward.functions
     ]
     if not specs:
         raise ConfigError('reward.functions is empty; write for example functions = ["exact_match"]')
+    specs += overlong_specs(config)
     _refuse_equal_names([spec.name for spec in specs])
     return specs
+
+
+def overlong_specs(config: "Config") -> list[FunctionSpec]:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), when it is asked for."""
+    share, longest = config.algorithm.overlong, config.generation.max_new_tokens
+    slack = max(1, round(share * longest))
+    return [FunctionSpec("length", "overlong", options={"maximum": longest, "slack": slack})] if share else []
 
 
 def check_functions(config: "Config") -> list[str]:
     """The mistakes in `reward.functions` that can be known before any of the user's code runs."""
     try:
-        specs = function_specs(config.reward)
+        specs = function_specs(config)
     except ConfigError as error:
         return [str(error)]
     return [mistake for spec in specs if (mistake := _mistake(spec)) is not None]

@@ -37,11 +37,11 @@ def importable_name(function: Callable[..., Any]) -> str | None:
 
 
 class HerePool:
-    """The twin of `Pool`, with threads in place of children."""
+    """The twin of `Pool`, with threads in place of children. named: functions with the names of their terms."""
 
-    def __init__(self, functions: Sequence[Function], deadline: float) -> None:
-        self._functions, self._deadline = list(functions), deadline
-        self.specs = tuple(FunctionSpec(name, name) for name in _names(functions))
+    def __init__(self, named: Sequence[tuple[str, Function]], deadline: float) -> None:
+        self._functions, self._deadline = [function for _, function in named], deadline
+        self.specs = tuple(FunctionSpec(name, name) for name, _ in named)
         self._places = Places(THREADS)
 
     @property
@@ -85,8 +85,8 @@ class HerePool:
         return await answered
 
 
-def _names(functions: Sequence[Function]) -> list[str]:
-    """One each: of two lambdas the second is `lambda_2`, or they would share a term."""
+def named(functions: Sequence[Function]) -> list[tuple[str, Function]]:
+    """With a name each: of two lambdas the second is `lambda_2`, or they would share a term."""
     names: list[str] = []
     for function in functions:
         name = base = name_of(function)
@@ -95,4 +95,4 @@ def _names(functions: Sequence[Function]) -> list[str]:
             number += 1
             name = f"{base}_{number}"
         names.append(name)
-    return names
+    return list(zip(names, functions, strict=True))

@@ -29,11 +29,31 @@ def graph(config: "Config") -> Iterator[str]:
     workers = sum(spec.replicas * spec.layout.size for spec in specs)
     processes = "one process" if config.fleet.wire == "inproc" else f"{workers + 1} processes"
     yield f"{config.name}: {config.algorithm.preset} on {len(specs)} services, {workers} workers, {processes}"
+    yield from _parts(config)
     for spec in specs:
         yield ""
         yield from _service(spec, config)
     yield ""
     yield from _lanes(config)
+
+
+def _parts(config: "Config") -> Iterator[str]:
+    """The page that is run, and what the preset stands for, key by key; `*` where the config says otherwise."""
+    from asyncrl.algorithms.choice import page_of
+    from asyncrl.algorithms.presets import PRESETS
+    from asyncrl.settings.toml import value_text
+
+    preset, chosen = PRESETS[config.algorithm.preset], config.algorithm
+    yield f"page      {page_of(config).roll_out.__module__}"
+    yield f"paper     {preset.paper}"
+    for key, stands_for in preset.parts.items():
+        value = getattr(chosen, key)
+        own = "" if value == stands_for else f"  * not {value_text(stands_for)}"
+        yield f"    {key} = {value_text(value)}{own}"
+    further = {key: value for key, value in chosen.model_dump(exclude_defaults=True).items() if key not in preset.parts}
+    further.pop("preset", None)
+    for key, value in further.items():
+        yield f"    {key} = {value_text(value)}  *"
 
 
 def _service(spec: "ServiceSpec", config: "Config") -> Iterator[str]:

@@ -44,6 +44,7 @@ def _scenario(seed: int) -> Scenario:
         faults=_faults(chance) if chance.random() < 0.6 else Faults(),
         finish=chance.choice(["abandon", "drain"]),
         deadline=20_000.0,
+        need_signal=chance.random() < 0.25,
     )
 
 

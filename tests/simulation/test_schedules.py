@@ -33,7 +33,7 @@ def test_random_schedules_hold_every_invariant(random_scenario: Draw) -> None:
 
 EXPECTED = (
     *("mask", "drop", "block", "admit"),
-    *("stale", "unscorable", "no_baseline", "not finite", "attempts_failed", "steps_lost", "deaths"),
+    *("stale", "unscorable", "no_baseline", "no_signal", "not finite", "attempts_failed", "steps_lost", "deaths"),
 )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.algorithms.presets import advantages_of
+from asyncrl.algorithms.choice import advantages_of
 from asyncrl.config import Config
 from asyncrl.deploy.run import Order, run
 from asyncrl.engines.generation.interface import Completion, Key, Request

@@ -14,33 +14,35 @@ from asyncrl.engines.training.packing import PaddedRows, pad_rows
 
 
 class TokenLogprobs(NamedTuple):
-    """Both float32 [tokens]: log-softmax(logits / temperature) at the sampled token; entropy, detached."""
+    """Both float32 [tokens]: log-softmax(logits / temperature) at the sampled token; entropy of the distribution."""
 
     logprobs: Tensor
     entropy: Tensor
 
 
-def token_logprobs(model: CausalModel, rows: PaddedRows, chunk: int) -> TokenLogprobs:
-    """Log-probs of all response tokens, with gradient where grad mode is on.
+def token_logprobs(
+    model: CausalModel, rows: PaddedRows, chunk: int, *, entropy_gradient: bool = False
+) -> TokenLogprobs:
+    """Log-probs of all response tokens, with gradient where grad mode is on; entropy without one unless asked for.
 
     The head works on `chunk` tokens at a time, so that no [tokens, vocabulary] tensor of more than one chunk exists: it
     is computed again in the backward pass, unless all tokens fit into one.
     """
     states = model.hidden(rows.ids).flatten(0, 1)[rows.positions]
     parts = [
-        _chunk_logprobs(model, *inputs, keep=len(states) <= chunk)
+        _chunk_logprobs(model, *inputs, keep=len(states) <= chunk, entropy_gradient=entropy_gradient)
         for inputs in zip(*(torch.split(v, chunk) for v in (states, rows.targets, rows.temperatures)), strict=True)
     ]
     return TokenLogprobs(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
 
 
 def _chunk_logprobs(
-    model: CausalModel, states: Tensor, targets: Tensor, temperatures: Tensor, *, keep: bool
+    model: CausalModel, states: Tensor, targets: Tensor, temperatures: Tensor, *, keep: bool, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     def head(states: Tensor) -> tuple[Tensor, Tensor]:
         everything = (model.logits(states) / temperatures[:, None]).log_softmax(-1)
         chosen = everything.gather(-1, targets[:, None]).squeeze(-1)
-        return chosen, _entropy(everything.detach())
+        return chosen, _entropy(everything if entropy_gradient else everything.detach())
 
     if keep or not torch.is_grad_enabled():
         return head(states)
@@ -48,7 +50,6 @@ def _chunk_logprobs(
     return answer
 
 
-@torch.no_grad()
 def _entropy(logprobs: Tensor) -> Tensor:
     return -(logprobs.exp() * logprobs).sum(-1)
 

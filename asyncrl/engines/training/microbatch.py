@@ -11,11 +11,12 @@ from torch import Tensor
 from asyncrl.engines.training.interface import TrainRow
 from asyncrl.engines.training.masking import Masked
 from asyncrl.engines.training.packing import PaddedRows, pad_rows
+from asyncrl.objectives.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """masked: its rows. All tensors but `padded.ids` are [live tokens], row after row.
+    """masked: its rows. All tensors but `padded.ids` are [live tokens], row after row; rows: which is whose.
 
     weights: what each token counts in the loss. fresh: 1 where the token and all before it in its sample were sampled
     by the very weights that now train, else 0.
@@ -25,6 +26,7 @@ class MicroBatch:
 
     masked: tuple[Masked, ...]
     padded: PaddedRows
+    rows: Rows
     weights: Tensor
     behaviour: Tensor
     advantages: Tensor
@@ -54,6 +56,7 @@ def micro_batch(rows: Sequence[PartRow], device: torch.device) -> MicroBatch:
     return MicroBatch(
         masked=tuple(masked),
         padded=live_rows(masked, device),
+        rows=Rows.of([item.trained for item in masked], device),
         weights=flat(lambda row: row.weight),
         behaviour=flat(lambda row: row.masked.row.logprobs),
         advantages=flat(lambda row: row.masked.row.advantage),

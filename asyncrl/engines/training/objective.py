@@ -7,60 +7,141 @@ from torch import Tensor
 
 from asyncrl.config import Algorithm
 from asyncrl.engines.training.microbatch import MicroBatch
-from asyncrl.objectives.corrections import Importance, against_engine, against_proximal
+from asyncrl.objectives import losses
+from asyncrl.objectives.corrections import (
+    Importance,
+    accepted,
+    against_engine,
+    against_proximal,
+    capped_weight,
+    leveled,
+    masked_weight,
+)
 from asyncrl.objectives.kl import kl_loss, kl_shaped_advantages
-from asyncrl.objectives.losses import clipped_policy_loss
+from asyncrl.objectives.losses import Losses
+from asyncrl.objectives.second_moment import pushed_away
 
-WEIGHT_CAP = 2.0
+
+@dataclass(frozen=True, slots=True)
+class Strength:
+    """What of the loss changes from step to step. kl: coefficient of the KL term now. second_moment: the bound of
+    squared log ratios in this update."""
+
+    kl: float
+    second_moment: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """policy, kl: weighted terms of the loss [tokens], coefficient included; their sum is the loss.
+    """policy, kl, entropy: weighted terms of the loss [tokens], coefficient included; their sum is the loss.
 
-    importance and advantages: what the policy term was computed with.
+    ratio, held: as the policy loss took them, see `Losses`; weight: of the correction, 0 for what it leaves out.
+    log_weight: proximal - behaviour.
     """
 
     policy: Tensor
     kl: Tensor
-    importance: Importance
-    advantages: Tensor
+    entropy: Tensor
+    ratio: Tensor
+    held: Tensor
+    weight: Tensor
+    log_weight: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.policy + self.kl + self.entropy
 
     @property
     def loss(self) -> Tensor:
-        return self.policy.sum() + self.kl.sum()
+        return self.policy.sum() + self.kl.sum() + self.entropy.sum()
 
 
-def terms_of(algorithm: Algorithm, current: Tensor, batch: MicroBatch) -> Terms:
-    """current: log-probs of the live tokens, with gradient [tokens]."""
-    importance = _importance(algorithm, current, batch)
-    advantages = _advantages(algorithm, current, batch)
-    policy = clipped_policy_loss(importance.log_ratio, advantages, algorithm.clip_low, algorithm.clip_high)
+def terms_of(algorithm: Algorithm, strength: Strength, current: Tensor, entropy: Tensor, batch: MicroBatch) -> Terms:
+    """current, entropy: log-probs of the live tokens and of their distributions, with gradient [tokens]."""
+    proximal = current.detach() if batch.proximal is None else batch.proximal
+    log_weight = proximal - batch.behaviour
+    importance = _importance(algorithm, current, proximal, log_weight, batch)
+    advantages = _advantages(algorithm, strength, current, batch)
+    found = _losses(algorithm, strength, importance.log_ratio, current, advantages, batch)
     return Terms(
-        batch.weights * importance.weight * policy,
-        _kl_term(algorithm, current, batch, importance),
-        importance,
-        advantages,
+        policy=batch.weights * importance.weight * found.terms,
+        kl=_kl_term(algorithm, strength, current, batch, found.ratio, importance.weight),
+        entropy=_entropy_term(algorithm, entropy, batch),
+        ratio=found.ratio,
+        held=found.held,
+        weight=importance.weight,
+        log_weight=log_weight,
     )
 
 
-def _importance(algorithm: Algorithm, current: Tensor, batch: MicroBatch) -> Importance:
+def _entropy_term(algorithm: Algorithm, entropy: Tensor, batch: MicroBatch) -> Tensor:
+    if algorithm.entropy_bonus == 0:
+        return torch.zeros_like(batch.weights)
+    return -algorithm.entropy_bonus * batch.weights * entropy
+
+
+def _importance(
+    algorithm: Algorithm, current: Tensor, proximal: Tensor, log_weight: Tensor, batch: MicroBatch
+) -> Importance:
     if algorithm.old_logprobs == "engine":
-        return against_engine(current, batch.behaviour)
-    proximal = current.detach() if batch.proximal is None else batch.proximal
-    return against_proximal(current, proximal, batch.behaviour, algorithm.weight_cap or WEIGHT_CAP)
+        found = against_engine(current, batch.behaviour)
+    else:
+        found = against_proximal(current, proximal, _weight(algorithm, log_weight, batch))
+    if algorithm.rejection == "none":
+        return found
+    low, high = algorithm.rejection_low or 0.0, algorithm.rejection_high
+    assert high is not None, "the config needs it with a rejection"
+    kept = accepted(log_weight, batch.rows, algorithm.rejection, low, high)
+    return Importance(found.log_ratio, torch.where(kept, found.weight, 0.0))
 
 
-def _advantages(algorithm: Algorithm, current: Tensor, batch: MicroBatch) -> Tensor:
+def _weight(algorithm: Algorithm, log_weight: Tensor, batch: MicroBatch) -> Tensor:
+    leveled_weight = leveled(log_weight, algorithm.correction_level, batch.rows)
+    if algorithm.correction == "none":
+        return torch.ones_like(log_weight)
+    assert algorithm.weight_cap is not None, "the config has a default"
+    if algorithm.correction == "cap":
+        return capped_weight(leveled_weight, algorithm.weight_cap)
+    assert algorithm.weight_floor is not None, "the config has a default"
+    return masked_weight(leveled_weight, algorithm.weight_floor, algorithm.weight_cap)
+
+
+def _losses(
+    algorithm: Algorithm, strength: Strength, log_ratio: Tensor, current: Tensor, advantages: Tensor, batch: MicroBatch
+) -> Losses:
+    low, high, rows = algorithm.clip_low, algorithm.clip_high, batch.rows
+    match algorithm.loss:
+        case "clip":
+            return losses.clipped_loss(log_ratio, advantages, low, high, algorithm.dual_clip)
+        case "gspo":
+            return losses.clipped_loss(losses.sequence_log_ratio(log_ratio, rows), advantages, low, high)
+        case "gspo_token":
+            return losses.clipped_loss(losses.sequence_token_log_ratio(log_ratio, rows), advantages, low, high)
+        case "cispo":
+            return losses.clipped_weight_loss(log_ratio, current, advantages, low, high)
+        case "gmpo":
+            return losses.geometric_mean_loss(log_ratio, advantages, rows, low, high)
+        case "m2po":
+            away = pushed_away(log_ratio.detach(), advantages)
+            kept = ~away | (log_ratio.detach().double().square() <= strength.second_moment)
+            return losses.kept_ratio_loss(log_ratio, advantages, kept)
+        case "sapo":
+            assert algorithm.gate_temperatures is not None, "the config needs them"
+            return losses.soft_gate_loss(log_ratio, advantages, *algorithm.gate_temperatures)
+
+
+def _advantages(algorithm: Algorithm, strength: Strength, current: Tensor, batch: MicroBatch) -> Tensor:
     if batch.reference is None or algorithm.kl_in == "loss":
         return batch.advantages
-    return kl_shaped_advantages(batch.advantages, current, batch.reference, algorithm.kl)
+    return kl_shaped_advantages(batch.advantages, current, batch.reference, strength.kl)
 
 
-def _kl_term(algorithm: Algorithm, current: Tensor, batch: MicroBatch, importance: Importance) -> Tensor:
+def _kl_term(
+    algorithm: Algorithm, strength: Strength, current: Tensor, batch: MicroBatch, ratio: Tensor, weight: Tensor
+) -> Tensor:
     """The KL carries the policy's weight: the clipped ratio, detached, times the correction's weight."""
     if batch.reference is None or algorithm.kl_in == "reward":
         return torch.zeros_like(batch.weights)
-    ratio = importance.log_ratio.detach().exp().clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    term = kl_loss(current, batch.reference, algorithm.kl_estimator, ratio * importance.weight)
-    return algorithm.kl * batch.weights * term
+    held = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    term = kl_loss(current, batch.reference, algorithm.kl_estimator, held * weight)
+    return strength.kl * batch.weights * term

@@ -18,13 +18,16 @@ from asyncrl.engines.training.model import CausalModel
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.ranks import Ranks
 from asyncrl.errors import ConfigError, JournalError
+from asyncrl.objectives.kl import KlCoefficient
 
 MODEL = "model"
 TRAINER = "trainer.pt"
 
 
-def write_state(directory: Path, model: CausalModel, optimizer: Optimizer, extra: dict[str, Any], ranks: int) -> None:
-    """Write and fsync model/ (safetensors, config, tokenizer) and trainer.pt (optimizer, RNG, `extra`).
+def write_state(
+    directory: Path, model: CausalModel, optimizer: Optimizer, kl: KlCoefficient, extra: dict[str, Any], ranks: int
+) -> None:
+    """Write and fsync model/ (safetensors, config, tokenizer) and trainer.pt (optimizer, RNG, KL coefficient, `extra`).
 
     extra: plain values (str, int, float). ranks: how many write the checkpoint. The config
     is the one the model came with, not the one without dropout that it trains under.
@@ -33,7 +36,8 @@ def write_state(directory: Path, model: CausalModel, optimizer: Optimizer, extra
     model.whole.save_pretrained(folder)
     model.source_config.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
-    state = {"optimizer": optimizer.state(), "rng": torch.get_rng_state(), "extra": extra, "ranks": ranks}
+    state = {"optimizer": optimizer.state(), "rng": torch.get_rng_state(), "kl": kl.value}
+    state |= {"extra": extra, "ranks": ranks}
     _save(state, directory / TRAINER)
     sync_tree(directory)
 
@@ -46,8 +50,10 @@ def write_own_state(directory: Path, rank: int) -> None:
         _sync(each)
 
 
-def read_state(directory: Path, optimizer: Optimizer, ranks: Ranks) -> dict[str, Any]:
-    """Restore optimizer and RNG; answers with `extra`. Builds tensors and plain values only.
+def read_state(directory: Path, optimizer: Optimizer, kl: KlCoefficient, ranks: Ranks) -> dict[str, Any]:
+    """Restore optimizer, RNG and, where it is adaptive, the KL coefficient; answers with `extra`.
+
+    Builds tensors and plain values only.
 
     Raises:
         JournalError: the directory is no checkpoint of a trainer.
@@ -59,6 +65,8 @@ def read_state(directory: Path, optimizer: Optimizer, ranks: Ranks) -> dict[str,
     others = [_load(directory / _own_file(rank)) for rank in range(1, state.get("ranks", 1))]
     optimizer.restore(state["optimizer"])
     torch.set_rng_state(_own_random_state([each["rng"] for each in (state, *others)], ranks, directory))
+    if kl.target is not None:
+        kl.value = state["kl"]
     extra: dict[str, Any] = state["extra"]
     return extra
 

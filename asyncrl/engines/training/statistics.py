@@ -1,10 +1,12 @@
 """Metrics of a step from sums over its live tokens.
 
-loss/policy, loss/kl: the loss's two parts, mean over updates.
+loss/policy, loss/kl, loss/entropy: the loss's parts, mean over updates.
 
-Over live tokens: policy/entropy; policy/ratio_mean, ratio_max: the objective's ratio before the clip;
-policy/clip_frac: where the clip removed the gradient; policy/ess: effective share of samples under
-current / behaviour, before any cap; policy/weight_mean: of the correction's weight.
+Over live tokens: policy/entropy; policy/ratio_mean, ratio_max: the loss's ratio before the clip; policy/clip_frac:
+where a bound of the loss removed the gradient or, with cispo, changed the weight; policy/ess: effective share of
+samples under current / behaviour, before any cap; policy/weight_mean: of the correction's weight;
+policy/kl_reference: mean of current - reference, the k1 estimate of the KL, with a reference only;
+mask/rejected_fraction: share that a correction left out.
 Before the first update: policy/kl_rollout_train: mean of behaviour - current, the k1 estimate of
 KL(behaviour || current); policy/logprob_difference_max: largest |current - behaviour|, engine against trainer, of
 tokens that the very weights that now train sampled, and all before them in their sample; left out when there is none.
@@ -18,18 +20,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asyncrl.config import Algorithm
 from asyncrl.engines.training.masking import Masked
 from asyncrl.engines.training.microbatch import MicroBatch
+from asyncrl.engines.training.mismatch import Mismatch
 from asyncrl.engines.training.objective import Terms
 from asyncrl.engines.training.ranks import Ranks
 from asyncrl.objectives.corrections import effective_sample_share
-from asyncrl.objectives.losses import clip_binds
 
 SUMS = (
     "tokens",
     "policy",
     "kl",
+    "bonus",
     "entropy",
     "ratio",
     "clipped",
@@ -38,6 +40,8 @@ SUMS = (
     "unmoved",
     "divergence",
     "weight",
+    "rejected",
+    "reference",
     "staleness",
 )
 LARGEST = ("ratio", "staleness", "difference")
@@ -47,15 +51,14 @@ class Totals:
     """Sums and maxima over live tokens, float64, kept on the device until the step is over."""
 
     def __init__(self, device: torch.device) -> None:
+        self.mismatch = Mismatch(device)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self.largest = torch.full((len(LARGEST),), -1.0, dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def add(
-        self, terms: Terms, current: Tensor, entropy: Tensor, batch: MicroBatch, algorithm: Algorithm, first: bool
-    ) -> None:
+    def add(self, terms: Terms, current: Tensor, entropy: Tensor, batch: MicroBatch, first: bool) -> None:
         """first: no optimizer step was taken yet in this iteration."""
-        ratio = terms.importance.log_ratio.exp()
+        ratio = terms.ratio
         difference = current - batch.behaviour
         share = difference.exp()
         unmoved = torch.full_like(ratio, float(first))
@@ -63,14 +66,17 @@ class Totals:
             torch.ones_like(ratio),
             terms.policy,
             terms.kl,
+            terms.entropy,
             entropy,
             ratio,
-            clip_binds(ratio, terms.advantages, algorithm.clip_low, algorithm.clip_high),
+            terms.held,
             share,
             share.square(),
             unmoved,
             -difference * unmoved,
-            terms.importance.weight,
+            terms.weight,
+            terms.weight == 0,
+            torch.zeros_like(ratio) if batch.reference is None else current - batch.reference,
             batch.staleness,
         )
         self.sums += torch.stack([column.double().sum() for column in columns])
@@ -78,10 +84,13 @@ class Totals:
         values = (ratio, batch.staleness, fresh)
         peaks = torch.stack([v.double().max() if len(v) else self.largest.new_tensor(-1.0) for v in values])
         self.largest = torch.maximum(self.largest, peaks)
+        if first or batch.proximal is not None:
+            self.mismatch.add(terms.log_weight, batch.rows)
 
     def merge(self, other: "Totals") -> None:
         self.sums += other.sums
         self.largest = torch.maximum(self.largest, other.largest)
+        self.mismatch.merge(other.mismatch)
 
     def reduce(self, ranks: Ranks) -> tuple[dict[str, float], dict[str, float]]:
         """Sums and maxima over all ranks, by name."""
@@ -90,22 +99,28 @@ class Totals:
         return dict(zip(SUMS, sums, strict=True)), dict(zip(LARGEST, largest, strict=True))
 
 
-def policy_metrics(sums: dict[str, float], largest: dict[str, float], updates: int, planned: int) -> dict[str, float]:
-    """planned: updates the batch was split over, of which `updates` were taken."""
+def policy_metrics(
+    sums: dict[str, float], largest: dict[str, float], updates: int, planned: int, *, reference: bool
+) -> dict[str, float]:
+    """planned: updates the batch was split over, of which `updates` were taken. reference: there is one."""
     tokens = sums["tokens"]
     metrics = {
         "loss/policy": sums["policy"] / updates,
         "loss/kl": sums["kl"] / updates,
+        "loss/entropy": sums["bonus"] / updates,
         "policy/entropy": sums["entropy"] / tokens,
         "policy/ratio_mean": sums["ratio"] / tokens,
         "policy/ratio_max": largest["ratio"],
         "policy/clip_frac": sums["clipped"] / tokens,
         "policy/ess": effective_sample_share(sums["share"], sums["share_squares"], tokens),
         "policy/weight_mean": sums["weight"] / tokens,
+        "mask/rejected_fraction": sums["rejected"] / tokens,
         "staleness/mean": sums["staleness"] / tokens,
         "staleness/max": largest["staleness"],
         "staleness/updates_max": largest["staleness"] * planned + updates - 1,
     }
+    if reference:
+        metrics["policy/kl_reference"] = sums["reference"] / tokens
     if sums["unmoved"]:
         metrics["policy/kl_rollout_train"] = sums["divergence"] / sums["unmoved"]
     if largest["difference"] >= 0:

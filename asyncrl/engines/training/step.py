@@ -15,24 +15,27 @@ from asyncrl.engines.training.logprobs import frozen_logprobs, token_logprobs
 from asyncrl.engines.training.masking import Masked, mask_rows
 from asyncrl.engines.training.microbatch import MicroBatch, PartRow, micro_batch
 from asyncrl.engines.training.model import CausalModel
-from asyncrl.engines.training.objective import Terms, terms_of
+from asyncrl.engines.training.objective import Strength, Terms, terms_of
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.packing import micro_batches
 from asyncrl.engines.training.ranks import Ranks, sum_gradients
 from asyncrl.engines.training.statistics import Totals, mask_counts, mask_metrics, policy_metrics
-from asyncrl.objectives.losses import row_weights
+from asyncrl.objectives.aggregation import row_weights
+from asyncrl.objectives.kl import KlCoefficient
+from asyncrl.objectives.second_moment import pushed_away, second_moment_bound
 
 Key = tuple[int, int, int]  # group, member, attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """What a step works on."""
+    """What a step works on. kl: of the KL term; moves after each step when it is adaptive."""
 
     model: CausalModel
     optimizer: Optimizer
     config: Config
     ranks: Ranks
+    kl: KlCoefficient
 
 
 class TorchStep:
@@ -83,16 +86,32 @@ class TorchStep:
 
     def _proximal(self) -> Generator[bool, None, dict[int, NDArray[np.float32]]]:
         """The trainer's own log-probs at the start of the step, by row, where several updates will move them."""
+        unneeded = self._algorithm.old_logprobs == "engine" and self._algorithm.rejection == "none"
+        if unneeded or self._trainer.config.training.updates == 1:
+            return {}
+        return (yield from self._logprobs_now(self._masked))
+
+    def _logprobs_now(self, masked: Sequence[Masked]) -> Generator[bool, None, dict[int, NDArray[np.float32]]]:
+        """The trainer's log-probs, by row, of rows with a live token."""
         found: dict[int, NDArray[np.float32]] = {}
-        if self._algorithm.old_logprobs == "engine" or self._trainer.config.training.updates == 1:
-            return found
-        live = [index for index, item in enumerate(self._masked) if item.trained]
-        for part in self._micro_batches([self._masked[index] for index in live]):
-            rows = [self._masked[live[place]].row for place in part]
+        live = [index for index, item in enumerate(masked) if item.trained]
+        for part in self._micro_batches([masked[index] for index in live]):
+            rows = [masked[live[place]].row for place in part]
             found.update(zip((live[place] for place in part), self._frozen(rows), strict=True))
             self.passes += 1
             yield True
         return found
+
+    def _second_moment(self, rows: list[PartRow]) -> Generator[bool, None, float]:
+        """The bound that M2PO puts on the squared log ratios of this update."""
+        if self._algorithm.loss != "m2po":
+            return math.inf
+        masked, ranks = [row.masked for row in rows], self._trainer.ranks
+        now = yield from self._logprobs_now(masked)
+        squares = torch.cat([_pushed_squares(masked[index], found) for index, found in now.items()] or [NOTHING])
+        budget = self._algorithm.second_moment
+        assert budget is not None, "the config needs it"
+        return second_moment_bound(squares, budget, ranks.sum, ranks.largest)
 
     def _frozen(self, rows: list[TrainRow]) -> list[NDArray[np.float32]]:
         return frozen_logprobs(
@@ -113,9 +132,10 @@ class TorchStep:
             return
         rows = self._weighted([row for row in part if row.masked.trained], int(tokens), int(samples))
         totals = Totals(self._trainer.model.device)
+        strength = Strength(self._trainer.kl.value, (yield from self._second_moment(rows)))
         finite = True
         for indices in self._micro_batches([row.masked for row in rows]):
-            finite = finite and self._pass([rows[index] for index in indices], totals)
+            finite = finite and self._pass([rows[index] for index in indices], strength, totals)
             self.passes += 1
             yield True
         norm = self._optimizer_step(finite)
@@ -128,20 +148,21 @@ class TorchStep:
 
     def _weighted(self, part: list[PartRow], tokens: int, samples: int) -> list[PartRow]:
         lengths = torch.tensor([len(row.masked.live) for row in part])
-        constant = self._trainer.config.generation.max_new_tokens
-        weights = row_weights(self._algorithm.aggregation, lengths, tokens, samples, constant).tolist()
+        divisor = self._algorithm.divisor or self._trainer.config.generation.max_new_tokens
+        weights = row_weights(self._algorithm.aggregation, lengths, tokens, samples, divisor).tolist()
         return [replace(row, weight=weight) for row, weight in zip(part, weights, strict=True)]
 
-    def _pass(self, rows: list[PartRow], totals: Totals) -> bool:
+    def _pass(self, rows: list[PartRow], strength: Strength, totals: Totals) -> bool:
         """Forward and backward of one micro-batch; False, and nothing added, when its loss is not finite."""
         batch = micro_batch(rows, self._trainer.model.device)
-        found = token_logprobs(self._trainer.model, batch.padded, self._trainer.config.training.logits_chunk)
-        terms = terms_of(self._algorithm, found.logprobs, batch)
+        chunk, bonus = self._trainer.config.training.logits_chunk, self._algorithm.entropy_bonus > 0
+        found = token_logprobs(self._trainer.model, batch.padded, chunk, entropy_gradient=bonus)
+        terms = terms_of(self._algorithm, strength, found.logprobs, found.entropy, batch)
         if not math.isfinite(terms.loss.item()):
             self._culprits.extend(culprits(terms, batch))
             return False
         terms.loss.backward()  # type: ignore[no-untyped-call]
-        totals.add(terms, found.logprobs, found.entropy, batch, self._algorithm, first=not self._norms)
+        totals.add(terms, found.logprobs, found.entropy, batch, first=not self._norms)
         return True
 
     def _optimizer_step(self, finite: bool) -> float | None:
@@ -156,13 +177,27 @@ class TorchStep:
         return norm
 
     def _metrics(self) -> dict[str, float]:
+        """And the KL coefficient moves."""
         sums, largest = self._totals.reduce(self._trainer.ranks)
+        mismatch = self._totals.mismatch.metrics(self._trainer.ranks)
         if not self._norms:
             return {}
-        norm = sum(self._norms) / len(self._norms)
-        planned = self._trainer.config.training.updates
-        rate = self._trainer.optimizer.rate
-        return {"grad_norm": norm, "learning_rate": rate, **policy_metrics(sums, largest, len(self._norms), planned)}
+        metrics = {"grad_norm": sum(self._norms) / len(self._norms), "learning_rate": self._trainer.optimizer.rate}
+        planned, reference = self._trainer.config.training.updates, self._algorithm.kl > 0
+        metrics |= policy_metrics(sums, largest, len(self._norms), planned, reference=reference) | mismatch
+        if reference:
+            metrics["policy/kl_coefficient"] = self._trainer.kl.value
+            self._trainer.kl.update(metrics["policy/kl_reference"])
+        return metrics
+
+
+NOTHING = torch.zeros(0, dtype=torch.float64)
+
+
+def _pushed_squares(masked: Masked, logprobs: NDArray[np.float32]) -> Tensor:
+    """Squared log ratios, float64, of the live tokens that the update pushes further from their sampler."""
+    log_ratio = torch.from_numpy((logprobs - masked.row.logprobs)[masked.live].astype(np.float64))
+    return log_ratio[pushed_away(log_ratio, torch.tensor(masked.row.advantage))].square()
 
 
 def gather_keys(ranks: Ranks, keys: Sequence[Key]) -> list[Key]:
@@ -189,7 +224,7 @@ def denominators(part: Sequence[PartRow]) -> Tensor:
 def culprits(terms: Terms, batch: MicroBatch) -> list[Key]:
     """Samples with a term that is not finite; all of the micro-batch when only their sum is not."""
     ends = np.cumsum([item.trained for item in batch.masked])
-    parts = np.split((terms.policy + terms.kl).detach().cpu().numpy(), ends[:-1])
+    parts = np.split(terms.tokens.detach().cpu().numpy(), ends[:-1])
     keys = [item.row.key for item in batch.masked]
     broken = [key for key, part in zip(keys, parts, strict=True) if not np.isfinite(part).all()]
     return broken or keys

@@ -13,6 +13,7 @@ from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.ranks import Alone, Ranks, check_same, own_device
 from asyncrl.engines.training.state import MODEL, read_state, write_own_state, write_state
 from asyncrl.engines.training.step import TorchStep, Trainer
+from asyncrl.objectives.kl import KlCoefficient
 from asyncrl.weights.spec import WeightsSpec, spec_of
 
 
@@ -27,7 +28,8 @@ class TorchTraining:
         if settings.gradient_checkpointing:
             _checkpoint_activations(model.whole)
         optimizer = Optimizer.of(model.whole, settings, config.steps * settings.updates)
-        self._trainer = Trainer(model, optimizer, config, ranks)
+        kl = KlCoefficient(config.algorithm.kl, config.algorithm.kl_target)
+        self._trainer = Trainer(model, optimizer, config, ranks, kl)
 
     @classmethod
     def resume(
@@ -35,7 +37,8 @@ class TorchTraining:
     ) -> tuple["TorchTraining", dict[str, Any]]:
         """The engine that `save` left in `directory`, bit for bit, and the `extra` given then."""
         engine = cls(config, directory / MODEL, ranks)
-        return engine, read_state(directory, engine._trainer.optimizer, engine._trainer.ranks)
+        trainer = engine._trainer
+        return engine, read_state(directory, trainer.optimizer, trainer.kl, trainer.ranks)
 
     def begin(self, rows: Sequence[TrainRow], epoch: int, version: int) -> TorchStep:
         return TorchStep(self._trainer, rows, epoch, version)
@@ -53,7 +56,7 @@ class TorchTraining:
         trainer = self._trainer
         check_same(trainer.ranks, trainer.optimizer.parameters)
         if trainer.ranks.rank == 0:
-            write_state(directory, trainer.model, trainer.optimizer, extra, trainer.ranks.size)
+            write_state(directory, trainer.model, trainer.optimizer, trainer.kl, extra, trainer.ranks.size)
         else:
             write_own_state(directory, trainer.ranks.rank)
 

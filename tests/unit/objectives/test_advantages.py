@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
@@ -5,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.objectives.advantages import GroupBaseline, RewardedCut, Shuffled, group_advantages
+from asyncrl.objectives.advantages import (
+    BatchNormalized,
+    GroupBaseline,
+    LeaveOneOut,
+    RewardedCut,
+    Shuffled,
+    batch_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+)
 
 rewards = st.lists(st.floats(-100, 100, allow_nan=False), min_size=2, max_size=16)
 
@@ -18,21 +28,55 @@ def test_an_advantage_is_the_reward_over_the_mean(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("normalize_std", [False, True])
-def test_equal_rewards_give_exactly_nothing(normalize_std: bool) -> None:
+def test_t16_equal_rewards_give_exactly_nothing(normalize_std: bool) -> None:
     # 0.3 eight times has a float mean that is not 0.3: without the rule the rounding error would be the signal
     assert not group_advantages(np.full(8, 0.3), normalize_std=normalize_std).any()
     assert not group_advantages(np.full(3, 0.1), normalize_std=normalize_std).any()
 
 
-def test_the_standard_deviation_is_that_of_a_sample() -> None:
+def test_t16_equal_rewards_give_exactly_nothing_whatever_they_are_compared_with() -> None:
+    assert not leave_one_out_advantages(np.full(7, 0.3)).any()
+    assert not batch_advantages(np.full(7, 0.3), np.arange(1.0, 8)).any()
+
+
+@given(rewards)
+def test_leave_one_out_is_the_reward_over_the_mean_of_the_others(values: list[float]) -> None:
+    others = [np.mean(values[:i] + values[i + 1 :]) for i in range(len(values))]
+    assert leave_one_out_advantages(np.array(values)) == pytest.approx(np.array(values) - others, abs=1e-11)
+
+
+@given(st.lists(st.tuples(st.floats(-100, 100), st.integers(1, 30)), min_size=2, max_size=12))
+def test_the_batch_is_normalized_over_its_tokens(pairs: list[tuple[float, int]]) -> None:
+    values, tokens = np.array([value for value, _ in pairs]), np.array([count for _, count in pairs])
+    by_token = np.repeat(values, tokens)
+    if values.max() == values.min():
+        return
+    expected = (values - by_token.mean()) / (by_token.std(ddof=1) + 1e-4)
+    assert batch_advantages(values, tokens.astype(np.float64)) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_estimators_answer_for_the_members_of_each_cut() -> None:
+    cuts = [
+        RewardedCut(0, (0, 2), {0: 1.0, 1: 0.0, 2: 0.5}, {0: 2, 2: 3}),
+        RewardedCut(1, (1,), {0: 1.0, 1: 0.0}, {1: 4}),
+    ]
+    assert LeaveOneOut()(cuts, 0) == [[0.75, 0.0], [-1.0]]
+    plain = batch_advantages(np.array([1.0, 0.5, 0.0]), np.array([2.0, 3.0, 4.0]))
+    assert BatchNormalized()(cuts, 0) == [plain[:2].tolist(), plain[2:].tolist()]
+    centred = batch_advantages(np.array([0.5, 0.0, -0.5]), np.array([2.0, 3.0, 4.0]))
+    assert BatchNormalized(GroupBaseline())(cuts, 0) == [centred[:2].tolist(), centred[2:].tolist()]
+
+
+def test_t19_the_standard_deviation_is_that_of_a_sample() -> None:
     advantages = group_advantages(np.array([0.0, 1.0, 1.0, 0.0]), normalize_std=True)
     assert advantages == pytest.approx(np.array([-0.5, 0.5, 0.5, -0.5]) / (np.sqrt(1 / 3) + 1e-4))
 
 
+@pytest.mark.parametrize("estimate", [group_advantages, leave_one_out_advantages])
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, float("nan")], [1.0, float("inf")]])
-def test_what_is_no_group_is_refused(values: list[float]) -> None:
+def test_t17_what_is_no_group_is_refused(values: list[float], estimate: Callable) -> None:
     with pytest.raises(ValueError, match="at least two finite rewards"):
-        group_advantages(np.array(values))
+        estimate(np.array(values))
 
 
 def test_a_cut_is_compared_with_all_rewards_of_its_group() -> None:

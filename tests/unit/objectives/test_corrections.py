@@ -1,39 +1,87 @@
-"""One ratio, stated: against the engine's log-probs, or against the proximal ones with a capped weight."""
+"""One ratio, stated; weights and rejections against their formulas on ragged rows."""
 
 import numpy as np
+import pytest
 import torch
 
-from asyncrl.objectives.corrections import against_engine, against_proximal, effective_sample_share
+from asyncrl.objectives import corrections
+from asyncrl.objectives.corrections import Level, Rejection, effective_sample_share
+from asyncrl.objectives.rows import Rows
+
+LENGTHS = (40, 1, 0, 30, 29)
+ROWS = Rows.of(LENGTHS)
+ENDS = np.cumsum(LENGTHS)[:-1]
 
 
 def logprobs(seed: int) -> np.ndarray:
     return -np.abs(np.random.default_rng(seed).normal(1.0, 0.8, 100))
 
 
+LOG_WEIGHT = logprobs(1) * 0.3 - logprobs(2) * 0.3
+
+
+def of_rows(values: np.ndarray, how: str) -> np.ndarray:
+    parts = np.split(values, ENDS)
+    return np.concatenate([np.full(len(part), getattr(part, how)()) if len(part) else part for part in parts])
+
+
 def test_engine_ratio_has_no_other_weight() -> None:
     current, behaviour = logprobs(0), logprobs(1)
-    importance = against_engine(torch.tensor(current), torch.tensor(behaviour))
+    importance = corrections.against_engine(torch.tensor(current), torch.tensor(behaviour))
     np.testing.assert_allclose(importance.log_ratio.numpy(), current - behaviour)
     assert torch.equal(importance.weight, torch.ones(100, dtype=torch.float64))
 
 
 def test_recomputed_ratio_and_capped_weight_are_the_formula() -> None:
     current, proximal, behaviour = logprobs(0), logprobs(1), logprobs(2)
-    importance = against_proximal(*map(torch.tensor, (current, proximal, behaviour)), cap=2.0)
+    weight = corrections.capped_weight(torch.tensor(proximal - behaviour), 2.0)
+    importance = corrections.against_proximal(torch.tensor(current), torch.tensor(proximal), weight)
     np.testing.assert_allclose(importance.log_ratio.numpy(), current - proximal)
     np.testing.assert_allclose(importance.weight.numpy(), np.minimum(np.exp(proximal - behaviour), 2.0))
     assert importance.weight.max() == 2.0
 
 
-def test_the_weight_carries_no_gradient() -> None:
+def test_the_proximal_policy_carries_no_gradient() -> None:
     proximal = torch.tensor(logprobs(1), requires_grad=True)
     current = torch.tensor(logprobs(0), requires_grad=True)
-    importance = against_proximal(current, proximal, torch.tensor(logprobs(2)), cap=2.0)
-    (importance.log_ratio.exp() * importance.weight).sum().backward()
+    importance = corrections.against_proximal(current, proximal, torch.ones(100))
+    importance.log_ratio.exp().sum().backward()
     assert proximal.grad is None
-    np.testing.assert_allclose(
-        current.grad.numpy(), (importance.log_ratio.exp() * importance.weight).detach().numpy(), rtol=1e-12
-    )
+    np.testing.assert_allclose(current.grad.numpy(), importance.log_ratio.exp().detach().numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_are_the_formulas(level: Level) -> None:
+    logs = LOG_WEIGHT if level == "token" else of_rows(LOG_WEIGHT, "sum")
+    leveled = corrections.leveled(torch.tensor(LOG_WEIGHT), level, ROWS)
+    capped, masked = corrections.capped_weight(leveled, 1.5), corrections.masked_weight(leveled, 0.5, 1.5)
+    weight = np.exp(logs)
+    np.testing.assert_allclose(capped.numpy(), np.minimum(weight, 1.5), rtol=1e-12)
+    np.testing.assert_allclose(masked.numpy(), np.where((weight >= 0.5) & (weight <= 1.5), weight, 0), rtol=1e-12)
+    assert (masked == 0).any()
+
+
+def test_a_product_that_overflows_is_capped_or_left_out_and_never_not_a_number() -> None:
+    huge = corrections.leveled(torch.full((100,), 50.0), "sequence", ROWS)
+    assert torch.equal(corrections.capped_weight(huge, 2.0), torch.full((100,), 2.0))
+    assert torch.equal(corrections.masked_weight(huge, 0.5, 2.0), torch.zeros(100))
+
+
+@pytest.mark.parametrize("rejection", ["geometric", "token_k2", "token_k3", "sequence_k2", "sequence_k3"])
+def test_rejections_are_the_formulas(rejection: Rejection) -> None:
+    k2, k3 = LOG_WEIGHT**2 / 2, np.exp(LOG_WEIGHT) - 1 - LOG_WEIGHT
+    geometric = np.exp(of_rows(LOG_WEIGHT, "mean"))
+    expected = {
+        "geometric": (geometric >= 0.95) & (geometric <= 1.05),
+        "token_k2": k2 <= 0.06,
+        "token_k3": k3 <= 0.06,
+        "sequence_k2": of_rows(k2, "mean") <= 0.06,
+        "sequence_k3": of_rows(k3, "mean") <= 0.06,
+    }[rejection]
+    low, high = (0.95, 1.05) if rejection == "geometric" else (0.0, 0.06)
+    kept = corrections.accepted(torch.tensor(LOG_WEIGHT), ROWS, rejection, low, high)
+    assert kept.tolist() == expected.tolist()
+    assert 0 < expected.sum() < 100
 
 
 def test_t25_effective_share_is_one_for_equal_weights_and_falls_with_one_huge_weight() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.objectives.kl import KlEstimator, kl_estimate, kl_loss, kl_shaped_advantages
+from asyncrl.objectives.kl import KlCoefficient, KlEstimator, kl_estimate, kl_loss, kl_shaped_advantages
 
 DRAW = np.random.default_rng(3)
 LOGITS = DRAW.normal(0, 1, 12)
@@ -86,3 +86,18 @@ def test_shaped_advantages_take_the_penalty_off_and_carry_no_gradient() -> None:
     shaped = kl_shaped_advantages(torch.tensor([1.0, 1.0]), logprobs, torch.tensor([-2.0, -2.0]), 0.5)
     torch.testing.assert_close(shaped, torch.tensor([0.5, 1.0]))
     assert not shaped.requires_grad
+
+
+def test_an_adaptive_coefficient_rises_over_its_target_and_falls_under_it_by_two_percent_at_most() -> None:
+    coefficient, expected = KlCoefficient(0.5, target=0.1), 0.5
+    for measured in (0.3, 0.11, 0.1, 0.05, -2.0):
+        expected *= 1 + 0.1 * np.clip(measured / 0.1 - 1, -0.2, 0.2)
+        coefficient.update(measured)
+        assert coefficient.value == pytest.approx(expected, rel=1e-12)
+    assert coefficient.value < 0.5
+
+
+def test_a_fixed_coefficient_stays() -> None:
+    coefficient = KlCoefficient(0.5)
+    coefficient.update(3.0)
+    assert coefficient.value == 0.5

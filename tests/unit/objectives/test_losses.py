@@ -1,78 +1,156 @@
-"""The clipped objective and its averages against float64 formulas and finite differences."""
+"""Every policy loss against its paper's formula in float64, on ragged rows, and its gradient by finite differences."""
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from asyncrl.objectives.losses import clip_binds, clipped_policy_loss, row_weights
+from asyncrl.objectives import losses
+from asyncrl.objectives.losses import Losses
+from asyncrl.objectives.rows import Rows
 
 LOW, HIGH = 0.2, 0.28
+LENGTHS = (5, 1, 0, 7, 3)
+ENDS = np.cumsum(LENGTHS)[:-1]
+ROWS = Rows.of(LENGTHS)
+DRAW = np.random.default_rng(0)
+OLD = DRAW.normal(-1.5, 0.5, sum(LENGTHS))
+CURRENT = OLD + DRAW.normal(0, 0.4, sum(LENGTHS))
+CURRENT[[0, 7]] += [1.5, -1.5]
+OF_ROWS = np.array([-1.0, 0.7, 2.0, 1.3, 0.0])
+ADVANTAGES = np.repeat(OF_ROWS, LENGTHS)
 
 
-def formula(log_ratio: np.ndarray, advantages: np.ndarray) -> np.ndarray:
-    ratio = np.exp(log_ratio)
+def by_row(values: np.ndarray) -> list[np.ndarray]:
+    return np.split(values, ENDS)
+
+
+def row_means(values: np.ndarray) -> np.ndarray:
+    """Of each token: the mean over its row."""
+    return np.concatenate([np.full(len(part), part.mean()) if len(part) else part for part in by_row(values)])
+
+
+def clip(ratio: np.ndarray, advantages: np.ndarray) -> np.ndarray:
     return -np.minimum(ratio * advantages, np.clip(ratio, 1 - LOW, 1 + HIGH) * advantages)
 
 
-def random_terms(seed: int = 0, tokens: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    draw = np.random.default_rng(seed)
-    return draw.normal(0, 0.4, tokens), draw.normal(0, 1, tokens)
+def dual_clip(current: np.ndarray) -> np.ndarray:
+    terms = clip(np.exp(current - OLD), ADVANTAGES)
+    return np.where(ADVANTAGES < 0, np.minimum(terms, -3 * ADVANTAGES), terms)
 
 
-def test_policy_loss_is_the_formula() -> None:
-    log_ratio, advantages = random_terms()
-    loss = clipped_policy_loss(torch.tensor(log_ratio), torch.tensor(advantages), LOW, HIGH)
-    np.testing.assert_allclose(loss.numpy(), formula(log_ratio, advantages), rtol=1e-12)
+def gmpo(current: np.ndarray) -> np.ndarray:
+    """-A (prod min-or-max of r and its clip) ^ (1 / |o|), sequence by sequence."""
+    terms = []
+    for ratio, advantage in zip(by_row(np.exp(current - OLD)), OF_ROWS, strict=True):
+        bounded = np.clip(ratio, np.exp(-0.4), np.exp(0.4))
+        held = np.minimum(ratio, bounded) if advantage > 0 else np.maximum(ratio, bounded)
+        terms.append(np.full(len(ratio), -advantage * np.prod(held) ** (1 / max(1, len(ratio)))))
+    return np.concatenate(terms)
 
 
-def test_policy_gradient_is_that_of_finite_differences() -> None:
-    log_ratio, advantages = random_terms()
-    variable = torch.tensor(log_ratio, requires_grad=True)
-    clipped_policy_loss(variable, torch.tensor(advantages), LOW, HIGH).sum().backward()
-    step = 1e-6
-    slope = (formula(log_ratio + step, advantages) - formula(log_ratio - step, advantages)) / (2 * step)
-    np.testing.assert_allclose(variable.grad.numpy(), slope, atol=1e-7)
+def sapo(current: np.ndarray) -> np.ndarray:
+    tau = np.where(ADVANTAGES > 0, 1.0, 1.05)
+    return -4 / tau / (1 + np.exp(-tau * (np.exp(current - OLD) - 1))) * ADVANTAGES
 
 
-def test_clip_binds_exactly_where_the_gradient_is_zero() -> None:
-    log_ratio, advantages = random_terms(seed=1)
-    variable = torch.tensor(log_ratio, requires_grad=True)
-    loss = clipped_policy_loss(variable, torch.tensor(advantages), LOW, HIGH)
-    loss.sum().backward()
-    binds = clip_binds(variable.detach().exp(), torch.tensor(advantages), LOW, HIGH)
-    assert binds.any()
-    assert torch.equal(binds, variable.grad == 0)
+KEPT = (CURRENT - OLD) ** 2 < 0.1
+A, OLD_TENSOR = torch.tensor(ADVANTAGES), torch.tensor(OLD)
+Formula, Function = Callable[[np.ndarray], np.ndarray], Callable[[torch.Tensor], Losses]
+
+PAIRS: dict[str, tuple[Formula, Function]] = {
+    "clip": (
+        lambda c: clip(np.exp(c - OLD), ADVANTAGES),
+        lambda c: losses.clipped_loss(c - OLD_TENSOR, A, LOW, HIGH),
+    ),
+    "dual clip": (dual_clip, lambda c: losses.clipped_loss(c - OLD_TENSOR, A, LOW, HIGH, 3.0)),
+    "gspo": (
+        lambda c: clip(np.exp(row_means(c - OLD)), ADVANTAGES),
+        lambda c: losses.clipped_loss(losses.sequence_log_ratio(c - OLD_TENSOR, ROWS), A, LOW, HIGH),
+    ),
+    "gmpo": (gmpo, lambda c: losses.geometric_mean_loss(c - OLD_TENSOR, A, ROWS, 0.4, 0.4)),
+    "m2po": (
+        lambda c: np.where(KEPT, -np.exp(c - OLD) * ADVANTAGES, 0),
+        lambda c: losses.kept_ratio_loss(c - OLD_TENSOR, A, torch.tensor(KEPT)),
+    ),
+    "sapo": (sapo, lambda c: losses.soft_gate_loss(c - OLD_TENSOR, A, 1.0, 1.05)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_terms_are_the_formula(name: str) -> None:
+    formula, function = PAIRS[name]
+    np.testing.assert_allclose(function(torch.tensor(CURRENT)).terms.numpy(), formula(CURRENT), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    formula, function = PAIRS[name]
+    variable = torch.tensor(CURRENT, requires_grad=True)
+    function(variable).terms.sum().backward()
+    steps = 1e-6 * np.eye(len(CURRENT))
+    slopes = [(formula(CURRENT + step).sum() - formula(CURRENT - step).sum()) / 2e-6 for step in steps]
+    np.testing.assert_allclose(variable.grad.numpy(), slopes, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["clip", "dual clip", "m2po"])
+def test_what_is_held_is_exactly_what_has_no_gradient(name: str) -> None:
+    variable = torch.tensor(CURRENT, requires_grad=True)
+    found = PAIRS[name][1](variable)
+    found.terms.sum().backward()
+    moved = (variable.grad != 0) | (A == 0)
+    assert found.held.any()
+    assert torch.equal(found.held & (A != 0), ~moved)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_clip_high_bounds_rises_and_clip_low_bounds_falls(advantage: float) -> None:
     ratios = torch.tensor([0.5, 1.0, 2.0]).log()
-    loss = clipped_policy_loss(ratios, torch.full((3,), advantage), LOW, HIGH)
+    found = losses.clipped_loss(ratios, torch.full((3,), advantage), LOW, HIGH)
     expected = [-0.5, -1.0, -(1 + HIGH)] if advantage > 0 else [1 - LOW, 1.0, 2.0]
-    torch.testing.assert_close(loss, torch.tensor(expected))
+    torch.testing.assert_close(found.terms, torch.tensor(expected))
 
 
-lengths = st.lists(st.integers(1, 50), min_size=1, max_size=20)
+def test_gspo_token_has_the_value_of_gspo_and_each_tokens_own_gradient() -> None:
+    """Equal advantages in a row: equal gradients too, when a row's tokens are averaged."""
+    found = []
+    for ratio in (losses.sequence_log_ratio, losses.sequence_token_log_ratio):
+        variable = torch.tensor(CURRENT, requires_grad=True)
+        terms = losses.clipped_loss(ratio(variable - OLD_TENSOR, ROWS), A, LOW, HIGH).terms
+        ROWS.mean(terms).sum().backward()
+        found.append((terms.detach(), variable.grad))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])
 
 
-@given(lengths)
-def test_token_mean_is_the_mean_over_all_tokens(rows: list[int]) -> None:
-    weights = row_weights("token_mean", torch.tensor(rows), sum(rows), len(rows), 64)
-    np.testing.assert_allclose(float((weights * torch.tensor(rows)).sum()), 1.0, rtol=1e-5)
-    assert len(set(weights.tolist())) == 1
+def test_cispo_clips_the_weight_and_leaves_every_token_its_gradient() -> None:
+    variable = torch.tensor(CURRENT, requires_grad=True)
+    found = losses.clipped_weight_loss(variable - OLD_TENSOR, variable, A, 1.0, HIGH)
+    found.terms.sum().backward()
+    weight = np.minimum(np.exp(CURRENT - OLD), 1 + HIGH)
+    np.testing.assert_allclose(found.terms.detach().numpy(), -weight * ADVANTAGES * CURRENT, rtol=1e-12)
+    np.testing.assert_allclose(variable.grad.numpy(), -weight * ADVANTAGES, rtol=1e-12)
+    assert torch.equal(found.held, torch.tensor(np.exp(CURRENT - OLD) > 1 + HIGH))
 
 
-@given(lengths)
-def test_sequence_mean_counts_every_sample_alike(rows: list[int]) -> None:
-    weights = row_weights("sequence_mean", torch.tensor(rows), sum(rows), len(rows), 64)
-    per_sample = weights * torch.tensor(rows)
-    np.testing.assert_allclose(per_sample.numpy(), np.full(len(rows), 1 / len(rows)), rtol=1e-5)
+@pytest.mark.parametrize("name", [*PAIRS, "cispo"])
+def test_an_unchanged_policy_has_the_gradient_of_reinforce(name: str) -> None:
+    variable = torch.tensor(OLD, requires_grad=True)
+    if name == "m2po":
+        found = losses.kept_ratio_loss(variable - OLD_TENSOR, A, torch.ones(len(OLD), dtype=torch.bool))
+    elif name == "cispo":
+        found = losses.clipped_weight_loss(variable - OLD_TENSOR, variable, A, 1.0, 4.0)
+    else:
+        found = PAIRS[name][1](variable)
+    found.terms.sum().backward()
+    np.testing.assert_allclose(variable.grad.numpy(), -ADVANTAGES, rtol=1e-12)
+    assert not found.held.any()
 
 
-def test_t15_constant_divides_by_the_cap_and_never_by_the_longest_row() -> None:
-    short = row_weights("constant", torch.tensor([3, 5]), 8, 2, 64)
-    long = row_weights("constant", torch.tensor([3, 60]), 63, 2, 64)
-    assert torch.equal(short, long)
-    np.testing.assert_allclose(short.numpy(), 1 / (2 * 64))
+def test_rows_without_tokens_add_nothing() -> None:
+    values = torch.arange(float(sum(LENGTHS)))
+    assert ROWS.sum(values)[2] == 0
+    assert ROWS.mean(values)[2] == 0
+    empty = Rows.of([0, 0])
+    assert empty.mean(torch.zeros(0)).tolist() == [0, 0]

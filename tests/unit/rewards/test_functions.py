@@ -53,16 +53,16 @@ def config_of(*functions: Any) -> Config:
 
 
 def test_specs_of_a_config() -> None:
-    specs = function_specs(Reward(functions=("exact_match", {"use": "my.py:f", "weight": 2, "group": True})))  # type: ignore[arg-type]
+    specs = function_specs(config_of("exact_match", {"use": "my.py:f", "weight": 2, "group": True}))
     assert [(each.name, each.weight, each.group) for each in specs] == [("exact_match", 1.0, False), ("f", 2.0, True)]
     assert FunctionSpec(**specs[1].to_plain()) == specs[1]
 
 
 def test_no_functions_and_equal_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"reward\.functions is empty"):
-        function_specs(Reward())
+        function_specs(config_of())
     with pytest.raises(ConfigError, match="two are called f; give one of them another `name`"):
-        function_specs(Reward(functions=("a.py:f", "b.py:f")))  # type: ignore[arg-type]
+        function_specs(config_of("a.py:f", "b.py:f"))
 
 
 def test_a_template_with_options() -> None:

@@ -61,6 +61,7 @@ class World:
             policy=rng.choice(["mask", "mask", "mask", "drop", "block", "admit"]),
             slots=rng.randint(1, 40),
             cut_at=rng.choice([None, rng.randint(2, members), 2]),
+            need_signal=rng.random() < 0.3,
         )
 
     def run(self) -> "World":
@@ -120,7 +121,9 @@ class World:
         moved = False
         for fact in self.at(Stage.SCORING):
             if self.rng.random() < 0.6:
-                fact.reward = None if self.rng.random() < self.losses else self.rng.random()
+                coin = self.rng.random()
+                reward = float(coin < 0.3) if self.config.need_signal else coin
+                fact.reward = None if self.rng.random() < self.losses else reward
                 assert self.gate.scored(fact.group, fact.member, fact.attempt, fact.reward)
                 fact.stage = Stage.READY if fact.reward is not None else Stage.DROPPED
                 moved = True
@@ -235,7 +238,9 @@ class World:
         self.put(old, Stage.DROPPED, "stale")
         lone = [fact for fact in self.at(Stage.READY) if not self.of(fact.group, *OPEN) and self.scored(fact.group) < 2]
         self.put(lone, Stage.DROPPED, "no_baseline")
-        expected = {(f.group, f.member, f.reason) for f in (*old, *lone)}
+        idle = [fact for fact in self.at(Stage.READY) if not self.of(fact.group, *OPEN) and self.flat(fact.group)]
+        self.put(idle, Stage.DROPPED, "no_signal")
+        expected = {(f.group, f.member, f.reason) for f in (*old, *lone, *idle)}
         assert {(drop.group, drop.member, drop.reason) for drop in pick.dropped} == expected
         self.check_pick(pick)
         self.training = pick.cuts or ()
@@ -243,12 +248,15 @@ class World:
             self.put([self.facts[group, member] for member in members], Stage.TRAINING)
         return bool(expected or self.training)
 
+    def flat(self, group: int) -> bool:
+        return self.config.need_signal and len(set(self.rewards(group).values())) == 1
+
     def scored(self, group: int) -> int:
         return len(self.rewards(group))
 
     def rewards(self, group: int) -> dict[int, float]:
         facts = self.of(group, Stage.READY, Stage.TRAINING, Stage.TRAINED, Stage.DROPPED)
-        counted = [f for f in facts if f.stage is not Stage.DROPPED or f.reason == "stale"]
+        counted = [f for f in facts if f.stage is not Stage.DROPPED or f.reason in ("stale", "no_signal")]
         return {fact.member: fact.reward for fact in counted if fact.reward is not None}
 
     def may_cut(self, group: int) -> bool:
@@ -257,7 +265,7 @@ class World:
             return bool(ready)
         last_chance = any(self.gate.version - fact.last >= self.config.limit for fact in ready)
         enough = 2 if last_chance else self.config.cut_at or self.config.members
-        return self.config.policy == "mask" and self.scored(group) >= enough
+        return self.config.policy == "mask" and self.scored(group) >= enough and not self.flat(group)
 
     def check_pick(self, pick: Pick) -> None:
         config, version = self.config, self.gate.version

@@ -23,7 +23,7 @@ def test_rules_hold_on_random_schedules(world: type[Any], seed: int) -> None:
 def test_no_limit_to_staleness_of_zero_is_exactly_the_synchronous_batch(
     world: type[Any], seed: int, policy: str
 ) -> None:
-    run = world(seed, limit=0, policy=policy)
+    run = world(seed, limit=0, policy=policy, need_signal=False)
     run.losses = run.chaos = 0.0
     batch = run.config.groups * run.config.members
     run.run()

@@ -63,12 +63,15 @@ def tiny(make_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def make_config() -> Callable[..., Config]:
-    """make_config(training={...}, algorithm={...}, ...) -> Config with a learning rate that shows."""
+    """make_config(training={...}, algorithm={...}, ...) -> Config with a learning rate that shows, and a token mean."""
 
     def make(**sections: dict[str, Any]) -> Config:
         training = {"learning_rate": 1e-3, **sections.pop("training", {})}
+        given = sections.pop("algorithm", {})
+        algorithm = given if "preset" in given else {"aggregation": "token_mean", **given}
+        model, task = {"name": "tiny"}, {"prompts": "none"}
         return Config.model_validate(
-            {"model": {"name": "tiny"}, "task": {"prompts": "none"}, "training": training, "steps": 10, **sections}
+            {"model": model, "task": task, "training": training, "algorithm": algorithm, "steps": 10, **sections}
         )
 
     return make

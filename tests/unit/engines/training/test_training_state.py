@@ -91,7 +91,7 @@ def test_the_state_holds_no_code(tiny: Path, tmp_path: Path, make_config: Callab
     engine = TorchTraining(make_config(), tiny)
     engine.save(tmp_path, {"chain": "00"})
     state = torch.load(tmp_path / "trainer.pt", weights_only=True)
-    assert set(state) == {"optimizer", "rng", "extra", "ranks"}
+    assert set(state) == {"optimizer", "rng", "kl", "extra", "ranks"}
 
 
 def test_digests_name_every_file_and_see_a_changed_byte(tmp_path: Path) -> None:

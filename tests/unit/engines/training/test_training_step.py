@@ -50,7 +50,9 @@ def on_policy(tiny: Path, make_rows: Callable) -> Callable[..., list[TrainRow]]:
     return make
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"]
+)
 def test_t13_gradients_do_not_depend_on_the_number_of_micro_batches(
     aggregation: str, tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:

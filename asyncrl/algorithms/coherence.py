@@ -1,0 +1,142 @@
+"""Parts of an algorithm that do not fit together: above all, corrections that would count the staleness twice."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from asyncrl.contradiction import Contradiction
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+GROUP_RATIOS = ("gspo", "gmpo")
+"""Losses with one ratio a row: they need advantages of which every token of a row has the same."""
+
+
+def _only_with(config: "Config") -> Iterator[Contradiction]:
+    """Values that nothing would read, and those without which a part cannot work."""
+    a = config.algorithm
+    needs = (
+        ("second_moment", a.second_moment, "loss", a.loss == "m2po", True),
+        ("gate_temperatures", a.gate_temperatures, "loss", a.loss == "sapo", True),
+        ("dual_clip", a.dual_clip, "loss", a.loss == "clip", False),
+        ("divisor", a.divisor, "aggregation", a.aggregation == "constant", False),
+        ("kl_target", a.kl_target, "kl", a.kl > 0, False),
+        ("weight_cap", a.weight_cap, "correction", a.correction != "none" or a.old_logprobs == "engine", False),
+        ("weight_floor", a.weight_floor, "correction", a.correction == "mask", False),
+        ("rejection_low", a.rejection_low, "rejection", a.rejection == "geometric", True),
+        ("rejection_high", a.rejection_high, "rejection", a.rejection != "none", True),
+    )
+    for key, value, other, used, needed in needs:
+        keys = (f"algorithm.{key}", f"algorithm.{other}")
+        if value is not None and not used:
+            yield Contradiction(keys, f"nothing reads it with {other} = {_written(getattr(a, other))}: remove it")
+        if value is None and used and needed:
+            yield Contradiction(keys, f"{other} = {_written(getattr(a, other))} needs it: write it")
+
+
+def _written(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _counted_twice(config: "Config") -> Iterator[Contradiction]:
+    a = config.algorithm
+    if a.old_logprobs == "engine" and (a.correction != "none" or a.weight_cap is not None):
+        yield Contradiction(
+            ("algorithm.correction", "algorithm.weight_cap", "algorithm.old_logprobs"),
+            'with "engine" the ratio in the loss is current / behaviour already; a weight beside it would count the '
+            'staleness twice: remove correction and weight_cap, or write old_logprobs = "recomputed"',
+        )
+    if a.loss == "m2po" and a.old_logprobs != "engine":
+        yield Contradiction(
+            ("algorithm.loss", "algorithm.old_logprobs"),
+            "m2po bounds the ratio current / behaviour itself; another correction would count the staleness twice: "
+            'write old_logprobs = "engine"',
+        )
+    if a.loss == "m2po" and a.rejection != "none":
+        yield Contradiction(
+            ("algorithm.loss", "algorithm.rejection"),
+            "both leave out what is furthest from the sampler, so it would be counted twice: remove the rejection",
+        )
+    level = "token" if a.rejection.startswith("token") else "sequence"
+    if a.correction == "mask" and a.rejection != "none" and a.correction_level == level:
+        yield Contradiction(
+            ("algorithm.correction", "algorithm.rejection"),
+            f"both leave out each {level} whose proximal / behaviour is extreme, so it would be counted twice: "
+            'write correction = "cap" or rejection = "none"',
+        )
+
+
+def _bounds(config: "Config") -> Iterator[Contradiction]:
+    a = config.algorithm
+    if a.weight_cap is not None and a.weight_cap < 1 and a.correction != "none":
+        yield Contradiction(
+            ("algorithm.weight_cap", "algorithm.correction"),
+            "the weight is 1 for a fresh token, so a cap under 1 scales or leaves out all tokens alike and corrects "
+            "nothing; write 1 or more",
+        )
+    if a.weight_floor is not None and a.weight_floor > 1:
+        yield Contradiction(
+            ("algorithm.weight_floor",), "the weight is 1 for a fresh token, which would be left out; write 1 or less"
+        )
+    if a.rejection_low is not None and a.rejection_high is not None and not a.rejection_low < 1 < a.rejection_high:
+        yield Contradiction(
+            ("algorithm.rejection_low", "algorithm.rejection_high"),
+            "the ratio is 1 for a fresh answer, which would be left out; write one under and one over 1",
+        )
+    if a.dual_clip is not None and a.dual_clip <= 1 + a.clip_high:
+        yield Contradiction(
+            ("algorithm.dual_clip", "algorithm.clip_high"),
+            "the second bound lies beyond the first; write more than 1 + clip_high (usually 3)",
+        )
+
+
+def _levels(config: "Config") -> Iterator[Contradiction]:
+    a = config.algorithm
+    if a.loss in GROUP_RATIOS and a.kl > 0 and a.kl_in == "reward":
+        yield Contradiction(
+            ("algorithm.loss", "algorithm.kl_in"),
+            f"{a.loss} has one ratio a row, and a KL in the reward gives each token an advantage of its own: write "
+            'kl_in = "loss" with kl_estimator = "k2"' + (', or loss = "gspo_token"' if a.loss == "gspo" else ""),
+        )
+    if a.loss == "gmpo" and a.aggregation != "sequence_mean_token_mean":
+        yield Contradiction(
+            ("algorithm.loss", "algorithm.aggregation"),
+            "gmpo has one term a sequence, of which every token carries a part; "
+            'write aggregation = "sequence_mean_token_mean"',
+        )
+
+
+def _kl(config: "Config") -> Iterator[Contradiction]:
+    algorithm = config.algorithm
+    if algorithm.kl > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+        yield Contradiction(
+            ("algorithm.kl_estimator", "algorithm.kl_in"),
+            "k1 as a loss has zero expected gradient, and k3 as a loss is a biased approximation; "
+            'right are k2 in the loss and k1 with kl_in = "reward"',
+        )
+    if algorithm.kl > 0 and algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
+        yield Contradiction(
+            ("algorithm.kl_in", "algorithm.kl_estimator"),
+            f"in the reward only k1 has the gradient of the KL, {algorithm.kl_estimator} has another one: "
+            'write kl_estimator = "k1", or kl_in = "loss" with k2',
+        )
+
+
+def _thresholds(config: "Config") -> Iterator[Contradiction]:
+    m = config.mismatch
+    if m.warn_kl is not None and m.stop_kl is not None and m.warn_kl >= m.stop_kl:
+        yield Contradiction(("mismatch.warn_kl", "mismatch.stop_kl"), "the run would end before it warns; warn earlier")
+    if m.warn_ess is not None and m.stop_ess is not None and m.warn_ess <= m.stop_ess:
+        yield Contradiction(
+            ("mismatch.warn_ess", "mismatch.stop_ess"), "the run would end before it warns; warn earlier"
+        )
+
+
+ALGORITHM_RULES: tuple[Callable[["Config"], Iterator[Contradiction]], ...] = (
+    _only_with,
+    _counted_twice,
+    _bounds,
+    _levels,
+    _kl,
+    _thresholds,
+)

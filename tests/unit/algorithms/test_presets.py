@@ -1,0 +1,69 @@
+"""A preset stands for values of other keys, each of which may be written otherwise."""
+
+from typing import Any
+
+import pytest
+
+from asyncrl.algorithms.choice import advantages_of
+from asyncrl.algorithms.presets import PRESETS
+from asyncrl.config import Algorithm, Config
+from asyncrl.objectives.advantages import RewardedCut
+from asyncrl.settings import load
+from asyncrl.settings.toml import dump
+
+
+def config(**algorithm: Any) -> Config:
+    return Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p.jsonl"}, "algorithm": algorithm})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_its_parts_and_each_can_be_overridden(preset: str) -> None:
+    chosen = config(preset=preset).algorithm
+    parts = dict(PRESETS[preset].parts)
+    assert {key: getattr(chosen, key) for key in parts} == parts
+    assert config(preset=preset, normalize_std=False, aggregation=chosen.aggregation).algorithm.normalize_std is False
+    assert config(preset=preset, entropy_bonus=0.5).algorithm.entropy_bonus == 0.5
+
+
+def test_every_preset_of_the_config_is_described() -> None:
+    assert set(PRESETS) == set(Algorithm.model_json_schema()["properties"]["preset"]["enum"])
+    assert {key for preset in PRESETS.values() for key in preset.parts} <= set(Algorithm.model_fields)
+
+
+def test_defaults_are_those_of_grpo() -> None:
+    defaults = {name: field.default for name, field in Algorithm.model_fields.items()}
+    assert {key: defaults[key] for key in PRESETS["grpo"].parts} == dict(PRESETS["grpo"].parts)
+    assert config() == config(preset="grpo")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_written_config_reads_the_same(preset: str, tmp_path: Any) -> None:
+    original = config(preset=preset, clip_high=0.5)
+    (tmp_path / "config.toml").write_text(dump(original))
+    assert load(str(tmp_path / "config.toml"), (), {}).config == original
+
+
+def test_layers_lie_over_the_preset_whichever_of_them_named_it(tmp_path: Any) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('[model]\nname = "m"\n[task]\nprompts = "p.jsonl"\n[algorithm]\nclip_high = 0.4\n')
+    chosen = load(str(path), ("--algorithm.preset", "dapo"), {}).config.algorithm
+    assert (chosen.clip_high, chosen.aggregation) == (0.4, "token_mean")
+
+
+@pytest.mark.parametrize(("correction", "cap", "floor"), [("cap", 2.0, None), ("mask", 5.0, 0.5), ("none", None, None)])
+def test_a_correction_brings_its_usual_bounds(correction: str, cap: float | None, floor: float | None) -> None:
+    chosen = config(old_logprobs="recomputed", correction=correction).algorithm
+    assert (chosen.weight_cap, chosen.weight_floor) == (cap, floor)
+    assert config(old_logprobs="recomputed").algorithm.correction == "cap"
+    assert config().algorithm.correction == "none"
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [("group_mean", [0.5, -0.5]), ("leave_one_out", [1.0, -1.0]), ("batch", [1.0, -1.0]), ("group_batch", [1.0, -1.0])],
+)
+def test_every_advantage_is_reached(advantage: str, expected: list[float]) -> None:
+    estimate = advantages_of(config(advantage=advantage, normalize_std=False))
+    (found,) = estimate([RewardedCut(0, (0, 1), {0: 1.0, 1: 0.0}, {0: 500, 1: 500})], 0)
+    assert found == pytest.approx(expected, abs=2e-3) or advantage.endswith("batch")
+    assert found[0] == pytest.approx(-found[1])

@@ -1,0 +1,221 @@
+"""Every preset and correction in a training step: what it computes, and that micro-batches do not matter."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.algorithms.presets import PRESETS
+from asyncrl.config import Config
+from asyncrl.engines.training.interface import TrainRow, run_step
+from asyncrl.engines.training.logprobs import frozen_logprobs
+from asyncrl.engines.training.mismatch import Mismatch
+from asyncrl.engines.training.model import load_causal_model
+from asyncrl.engines.training.ranks import Alone
+from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.objectives.rows import Rows
+
+EPOCH, VERSION = 1, 5
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "cap token": {"old_logprobs": "recomputed"},
+    "cap sequence": {"old_logprobs": "recomputed", "correction_level": "sequence"},
+    "icepop": {"old_logprobs": "recomputed", "correction": "mask"},
+    "masked sequence": {"old_logprobs": "recomputed", "correction": "mask", "correction_level": "sequence"},
+    "geometric": {"rejection": "geometric", "rejection_low": 0.9, "rejection_high": 1.2},
+    "token k3": {"rejection": "token_k3", "rejection_high": 0.02},
+    "cap and sequence k2": {"old_logprobs": "recomputed", "rejection": "sequence_k2", "rejection_high": 0.1},
+}
+
+
+@pytest.fixture
+def off_policy(tiny: Path, make_rows: Callable) -> Callable[..., list[TrainRow]]:
+    """Rows whose recorded log-probs are near the model's own, with a reference."""
+
+    def make(count: int = 14, spread: float = 0.25) -> list[TrainRow]:
+        rows = make_rows(count)
+        draw = np.random.default_rng(7)
+        return [
+            dataclasses.replace(
+                row,
+                logprobs=(now + draw.normal(0, spread, len(now))).astype(np.float32),
+                reference_logprobs=(now + draw.normal(0, 0.3, len(now))).astype(np.float32),
+            )
+            for row, now in zip(rows, logprobs_now(tiny, rows), strict=True)
+        ]
+
+    return make
+
+
+def logprobs_now(folder: Path, rows: list[TrainRow]) -> list[np.ndarray]:
+    model = load_causal_model(folder, "cpu")
+    return [frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [1.0], 1024)[0] for row in rows]
+
+
+def gradient(config: Config, folder: Path, rows: list[TrainRow]) -> tuple[torch.Tensor, dict[str, float]]:
+    """Of the first update, all parameters in one vector, and the metrics of the step."""
+    engine = TorchTraining(config, folder)
+    parameters = engine._trainer.optimizer.parameters
+    found: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: found.update({p: p.grad.clone()}))
+    outcome = run_step(engine, rows, EPOCH, VERSION)
+    return torch.cat([found[parameter].flatten() for parameter in parameters]), outcome.metrics
+
+
+def assert_micro_batches_do_not_matter(
+    make_config: Callable, algorithm: dict[str, Any], folder: Path, rows: list[TrainRow]
+) -> None:
+    found = [
+        gradient(make_config(training={"micro_batch_tokens": budget}, algorithm=algorithm), folder, rows)[0]
+        for budget in (100_000, 1000, 50)
+    ]
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=1e-6, rtol=1e-4)
+    assert found[0].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_t13_gradients_of_every_preset_are_those_of_one_micro_batch(
+    preset: str, tiny: Path, off_policy: Callable, make_config: Callable
+) -> None:
+    assert_micro_batches_do_not_matter(make_config, {"preset": preset, "entropy_bonus": 0.01}, tiny, off_policy())
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_t13_gradients_of_every_correction_are_those_of_one_micro_batch(
+    correction: str, tiny: Path, off_policy: Callable, make_config: Callable
+) -> None:
+    assert_micro_batches_do_not_matter(make_config, CORRECTIONS[correction], tiny, off_policy())
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gspo_token", "gmpo"])
+def test_ratios_of_rows_are_those_of_rows_computed_alone(
+    loss: str, tiny: Path, off_policy: Callable, make_config: Callable
+) -> None:
+    rows = off_policy(9)
+    total = 0.0
+    for row, now in zip(rows, logprobs_now(tiny, rows), strict=True):
+        log_ratio = now.astype(np.float64) - row.logprobs
+        if loss == "gmpo":
+            held = np.clip(log_ratio, -0.2, 0.2)
+            log_ratio = np.minimum(log_ratio, held) if row.advantage > 0 else np.maximum(log_ratio, held)
+        ratio = np.exp(log_ratio.mean())
+        clipped = ratio if loss == "gmpo" else np.clip(ratio, 0.8, 1.2)
+        total += -min(ratio * row.advantage, clipped * row.advantage)
+    config = make_config(algorithm={"loss": loss, "aggregation": "sequence_mean_token_mean"})
+    assert gradient(config, tiny, rows)[1]["loss/policy"] == pytest.approx(total / 9, rel=1e-5)
+
+
+def test_m2po_leaves_out_the_largest_ratios_of_the_whole_update(
+    tiny: Path, off_policy: Callable, make_config: Callable
+) -> None:
+    rows, budget = off_policy(spread=0.5), 0.04
+    logs = np.concatenate([now - row.logprobs for row, now in zip(rows, logprobs_now(tiny, rows), strict=True)])
+    advantages = np.repeat([row.advantage for row in rows], [len(row.logprobs) for row in rows])
+    away = np.sort(logs[logs * advantages > 0] ** 2)
+    kept = len(away)
+    while away[:kept].mean() > budget:
+        kept -= 1
+    config = make_config(algorithm={"preset": "m2po"}, training={"micro_batch_tokens": 100})
+    metrics = gradient(config, tiny, rows)[1]
+    assert metrics["policy/clip_frac"] == pytest.approx((len(away) - kept) / len(logs))
+    assert 0 < kept < len(away)
+
+
+def test_what_a_correction_leaves_out_adds_nothing_and_changes_no_other_tokens_weight(
+    tiny: Path, off_policy: Callable, make_config: Callable
+) -> None:
+    rows = off_policy(6)
+    strange = dataclasses.replace(rows[2], logprobs=rows[2].logprobs - 3)
+    rejection = {"rejection": "sequence_k2", "rejection_high": 1.0}
+    config = make_config(algorithm={**rejection, "kl": 0.1})
+    silent = make_config(algorithm={"kl": 0.1})
+    found, metrics = gradient(config, tiny, [*rows[:2], strange, *rows[3:]])
+    without = [*rows[:2], dataclasses.replace(strange, versions=strange.versions - 9), *rows[3:]]
+    torch.testing.assert_close(found, gradient(silent, tiny, without)[0], atol=1e-7, rtol=1e-4)
+    tokens = [len(row.logprobs) for row in rows]
+    assert metrics["mask/rejected_fraction"] == pytest.approx(tokens[2] / sum(tokens))
+
+
+def test_an_entropy_bonus_raises_the_entropy(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
+    rows = [dataclasses.replace(row, advantage=0.0) for row in make_rows(8)]
+    for chunk in (1024, 16):
+        config = make_config(training={"logits_chunk": chunk}, algorithm={"entropy_bonus": 0.5})
+        engine = TorchTraining(config, tiny)
+        first, second = (run_step(engine, rows, EPOCH, VERSION).metrics for _ in range(2))
+        assert first["loss/entropy"] == pytest.approx(-0.5 * first["policy/entropy"], rel=1e-5)
+        assert second["policy/entropy"] > first["policy/entropy"]
+
+
+def test_the_entropys_gradient_is_that_of_finite_differences(
+    tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows = [dataclasses.replace(row, advantage=0.0) for row in make_rows(3)]
+    config = make_config(algorithm={"entropy_bonus": 1.0}, training={"learning_rate": 0.0})
+    direction, _ = gradient(config, tiny, rows)
+    engine = TorchTraining(config, tiny)
+    losses, step = [], 1e-2 / float(direction.norm())
+    for sign in (1.0, -2.0):
+        offset = 0
+        for parameter in engine._trainer.optimizer.parameters:
+            part = direction[offset : offset + parameter.numel()].view_as(parameter)
+            parameter.data += sign * step * part
+            offset += parameter.numel()
+        losses.append(run_step(engine, rows, EPOCH, VERSION).metrics["loss/entropy"])
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(float(direction.square().sum()), rel=1e-2)
+
+
+def test_an_adaptive_coefficient_moves_after_each_step_and_is_resumed(
+    tiny: Path, off_policy: Callable, make_config: Callable, tmp_path: Path
+) -> None:
+    rows = off_policy(6)
+    config = make_config(algorithm={"kl": 0.5, "kl_target": 1e-4})
+    engine = TorchTraining(config, tiny)
+    first, second = (run_step(engine, rows, EPOCH, VERSION).metrics for _ in range(2))
+    assert first["policy/kl_coefficient"] == 0.5
+    error = np.clip(first["policy/kl_reference"] / 1e-4 - 1, -0.2, 0.2)
+    assert second["policy/kl_coefficient"] == pytest.approx(0.5 * (1 + 0.1 * error))
+    engine.save(tmp_path, {})
+    resumed, _ = TorchTraining.resume(config, tmp_path)
+    expected = run_step(engine, rows, EPOCH, VERSION).metrics["policy/kl_coefficient"]
+    assert run_step(resumed, rows, EPOCH, VERSION).metrics["policy/kl_coefficient"] == expected
+    fixed, _ = TorchTraining.resume(make_config(algorithm={"kl": 0.25}), tmp_path)
+    assert run_step(fixed, rows, EPOCH, VERSION).metrics["policy/kl_coefficient"] == 0.25
+
+
+def test_a_skipped_step_leaves_the_coefficient(tiny: Path, off_policy: Callable, make_config: Callable) -> None:
+    rows = [dataclasses.replace(row, advantage=float("nan")) for row in off_policy(3)]
+    engine = TorchTraining(make_config(algorithm={"kl": 0.5, "kl_target": 1e-4}), tiny)
+    assert run_step(engine, rows, EPOCH, VERSION).skipped == "not finite"
+    assert engine._trainer.kl.value == 0.5
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_t25_mismatch_is_that_of_the_uncapped_weights(
+    updates: int, tiny: Path, off_policy: Callable, make_config: Callable
+) -> None:
+    rows = off_policy(12, spread=0.6)
+    algorithm = {"old_logprobs": "recomputed", "weight_cap": 1.0}
+    config = make_config(algorithm=algorithm, training={"updates": updates, "micro_batch_tokens": 100})
+    metrics = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION).metrics
+    parts = [now.astype(np.float64) - row.logprobs for row, now in zip(rows, logprobs_now(tiny, rows), strict=True)]
+    token, sequence = np.exp(np.concatenate(parts)), np.exp([part.sum() for part in parts])
+    for name, weights in (("weight", token), ("sequence_weight", sequence)):
+        assert metrics[f"mismatch/{name}_max"] == pytest.approx(weights.max(), rel=1e-4)
+        for quantile in (1, 10, 50, 90, 99):
+            exact = np.quantile(weights, quantile / 100, method="inverted_cdf")
+            assert metrics[f"mismatch/{name}_p{quantile:02d}"] == pytest.approx(exact, rel=0.01)
+        ess = weights.sum() ** 2 / (len(weights) * (weights**2).sum())
+        assert metrics[f"mismatch/{name.replace('weight', 'ess')}"] == pytest.approx(ess, rel=1e-3)
+    assert metrics["mismatch/kl"] == pytest.approx((token - 1 - np.log(token)).mean(), rel=1e-4)
+
+
+def test_a_mismatch_beyond_all_bounds_is_given_as_the_bound() -> None:
+    found = Mismatch(torch.device("cpu"))
+    found.add(torch.tensor([100.0, -100.0]), Rows.of([2]))
+    assert found.metrics(Alone())["mismatch/weight_max"] == pytest.approx(np.exp(20))
+    assert Mismatch(torch.device("cpu")).metrics(Alone()) == {}
