@@ -1,7 +1,7 @@
 """What a trial is made of: sizes, durations and faults. Everything random in it is drawn here, from one seed."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from asyncrl.groups import GateConfig, Policy
@@ -104,7 +104,7 @@ def draw(seed: int) -> Trial:
     """The trial of a seed."""
     chance = random.Random(f"trial {seed}")
     remote, reference, members = chance.random() < 0.5, chance.random() < 0.4, chance.randint(2, 3)
-    return Trial(
+    trial = Trial(
         seed=seed,
         policy=chance.choice(("mask", "mask", "drop", "block", "admit")),
         groups=chance.randint(1, 2),
@@ -127,8 +127,11 @@ def draw(seed: int) -> Trial:
         checkpoint_every=chance.randint(1, 2),
         poison=_poison(random.Random(f"poison {seed}")),
         faults=tuple(_fault(chance, remote, reference) for _ in range(chance.choice((0, 1, 2, 3, 4, 6)))),
-        need_signal=chance.random() < 0.25,
     )
+    # A lost notice that rows are free is repeated only after its deadline: groups that leave without a step would turn
+    # over faster than the spare slots last.
+    loses = any(fault.kind == "lose" for fault in trial.faults)
+    return replace(trial, need_signal=chance.random() < 0.25 and not loses)
 
 
 def _poison(chance: random.Random) -> int | None:

@@ -34,11 +34,21 @@ METRICS: dict[str, str] = {
     "policy/kl_rollout_train": "mean KL from the engine's log-probs to the trainer's before the first update, in nats",
     "policy/ratio_mean": "mean ratio in the loss",
     "policy/ratio_max": "largest ratio in the loss",
-    "policy/clip_frac": "share of tokens whose ratio was clipped",
+    "policy/clip_frac": "share of tokens whose term a bound of the loss held",
     "policy/ess": "effective sample size of the importance weights, as a share",
     "policy/weight_mean": "mean importance weight in the loss, after truncation",
     "loss/policy": "policy term of the loss",
     "loss/kl": "KL term of the loss, 0 without a reference",
+    "loss/entropy": "entropy bonus in the loss, 0 without one",
+    "mask/rejected_fraction": "share of the tokens within the limit that a correction left out",
+    "mismatch/kl": "KL per token from the policy that sampled to the one that trains, k3 estimate, in nats",
+    "mismatch/ess": "effective share of tokens under the uncapped weights proximal / behaviour",
+    "mismatch/sequence_ess": "effective share of completions under the products of these weights",
+    **{
+        f"mismatch/{weight}_{place}": f"{place} of the uncapped weights, {of}"
+        for weight, of in (("weight", "per token"), ("sequence_weight", "per completion"))
+        for place in ("p01", "p10", "p50", "p90", "p99", "max")
+    },
     "completions/length_mean": "mean tokens of a completion",
     "completions/truncated_fraction": "share of completions that ended at the token cap",
     "grad_norm": "norm of the gradient before clipping",
@@ -51,6 +61,10 @@ METRICS: dict[str, str] = {
 FURTHER_METRICS: dict[str, str] = {
     "reward/<term>": "mean of one reward function, or of one of its terms",
     "policy/logprob_difference_max": "largest |trainer's - engine's log-prob| in what current weights alone sampled",
+    "policy/kl_reference": "mean of current - reference log-prob, in nats; with a reference",
+    "policy/kl_coefficient": "of the KL term in this step; with a reference",
+    "sampling/accepted": "share of samples whose group had differing rewards, of the last 1024; dynamic sampling only",
+    "sampling/accepted/<decile>": "the same by length, d1 the shortest",
     "staleness/trained_samples/<decile>": "share of samples that trained, by length, d1 the shortest, of ten or more",
     "staleness/trained_tokens/<decile>": "share of their tokens that trained",
     "data/dropped/<reason>": "samples dropped since the step before",

@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl import records, virtual
 from asyncrl.algorithms import grpo
+from asyncrl.config import Mismatch
 from asyncrl.controller import Controller, Page, Schedule
 from asyncrl.errors import (
     DeadlineExceeded,
@@ -18,11 +19,21 @@ from asyncrl.errors import (
     LostRows,
     NonFiniteLoss,
     PeerLost,
+    PolicyMismatch,
     Refused,
     RewardError,
     WeightsError,
 )
-from asyncrl.events import AttemptFailed, Event, GroupDrawn, GroupPoisoned, SamplesDropped, StepBegan, StepDone
+from asyncrl.events import (
+    AttemptFailed,
+    Event,
+    GroupDrawn,
+    GroupPoisoned,
+    PoliciesApart,
+    SamplesDropped,
+    StepBegan,
+    StepDone,
+)
 from asyncrl.fleet import Fleet
 from asyncrl.ledger import Journal
 from asyncrl.objectives.advantages import GroupBaseline
@@ -141,6 +152,35 @@ def test_masked_truncated_samples_are_in_no_denominator() -> None:
     whole = [row for row in cuts.batch if row.finish == "stop"]
     assert 0 < len(whole) < len(cuts)
     assert (cuts.samples, cuts.tokens) == (len(whole), 10 * len(whole))
+
+
+class Drifting(SimulatedTraining):
+    """Its policy moves further from the sampler's with every step."""
+
+    async def step(self, cuts: Cuts) -> StepReport:
+        report = await super().step(cuts)
+        return replace(report, metrics={"mismatch/kl": 0.1 * report.version})
+
+
+def test_policies_that_drift_apart_are_told_once_and_then_end_the_run() -> None:
+    scene = Scene(steps=9)
+    scene.training = Drifting(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
+    scene.schedule = replace(scene.schedule, mismatch=Mismatch(warn_kl=0.15, stop_kl=0.35))
+    with pytest.raises(PolicyMismatch, match=r"step 4: mismatch/kl is 0\.4, over mismatch\.stop_kl = 0\.35"):
+        scene.play()
+    (told,) = scene.told(PoliciesApart)
+    assert told.warning.startswith("step 2: ")
+    assert [record.version for record in scene.records(Trained)] == [1, 2, 3, 4], "what was trained is written down"
+
+
+def test_groups_of_equal_rewards_are_replaced_and_written_down() -> None:
+    scene = Scene(replace(CONFIG, members=2, need_signal=True), steps=5)
+    scene.play()
+    dropped = [record for record in scene.records(records.Dropped) if record.reason == "no_signal"]
+    assert dropped
+    for begun in scene.told(StepBegan):
+        assert all(row.advantage != 0 for row in begun.cuts.batch)
+    assert {sample for sample, _ in scene.training.trained} & {record.group for record in dropped} == set()
 
 
 def test_nothing_runs_between_iterations_and_nothing_is_drawn_before_the_first() -> None:

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ def test_no_functions_and_equal_names_are_refused() -> None:
         function_specs(config_of())
     with pytest.raises(ConfigError, match="two are called f; give one of them another `name`"):
         function_specs(config_of("a.py:f", "b.py:f"))
+
+
+def test_overlong_answers_get_a_reward_term_of_their_own() -> None:
+    values = {"model": {"name": "m"}, "task": {"prompts": "p"}, "generation": {"max_new_tokens": 50}}
+    functions = {"reward": {"functions": ["exact_match"]}}
+    specs = function_specs(Config.model_validate({**values, **functions, "algorithm": {"overlong": 0.2}}))
+    assert [each.name for each in specs] == ["exact_match", "overlong"]
+    punishment = load(specs[1])
+    assert [punishment(replace(SAMPLE, tokens=tokens)) for tokens in (1, 40, 45, 50)] == [0, 0, -0.5, -1]
+    assert len(function_specs(Config.model_validate({**values, **functions}))) == 1
 
 
 def test_a_template_with_options() -> None:

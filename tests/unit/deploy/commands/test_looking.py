@@ -90,6 +90,20 @@ def test_graph_shows_what_the_contracts_say(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["graph"]) == 2
 
 
+def test_graph_shows_the_page_and_the_parts_of_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(TOML)
+    own = ["--algorithm.preset", "dapo", "--algorithm.clip_high", "0.4", "--algorithm.entropy_bonus", "0.1"]
+    assert cli.main(["graph", str(path), *own]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "page      asyncrl.algorithms.grpo" in lines
+    assert "paper     arXiv 2503.14476" in lines
+    assert '    aggregation = "token_mean"' in lines
+    assert "    clip_high = 0.4  * not 0.28" in lines
+    assert "    entropy_bonus = 0.1  *" in lines
+    assert not any(line.startswith("    dual_clip") for line in lines)
+
+
 @pytest.mark.parametrize("command", [["audit"], ["export"], ["evaluate"]])
 def test_a_folder_that_is_no_run(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()

@@ -18,6 +18,7 @@ from asyncrl.engines.training.model import load_causal_model
 from asyncrl.engines.training.ranks import Alone
 from asyncrl.engines.training.torch import TorchTraining
 from asyncrl.objectives.rows import Rows
+from asyncrl.telemetry.metrics import FURTHER_METRICS, METRICS
 
 EPOCH, VERSION = 1, 5
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -126,7 +127,7 @@ def test_m2po_leaves_out_the_largest_ratios_of_the_whole_update(
     assert 0 < kept < len(away)
 
 
-def test_what_a_correction_leaves_out_adds_nothing_and_changes_no_other_tokens_weight(
+def test_t14_what_a_correction_leaves_out_adds_nothing_and_changes_no_other_tokens_weight(
     tiny: Path, off_policy: Callable, make_config: Callable
 ) -> None:
     rows = off_policy(6)
@@ -212,6 +213,13 @@ def test_t25_mismatch_is_that_of_the_uncapped_weights(
         ess = weights.sum() ** 2 / (len(weights) * (weights**2).sum())
         assert metrics[f"mismatch/{name.replace('weight', 'ess')}"] == pytest.approx(ess, rel=1e-3)
     assert metrics["mismatch/kl"] == pytest.approx((token - 1 - np.log(token)).mean(), rel=1e-4)
+
+
+def test_every_metric_of_a_step_is_documented(tiny: Path, off_policy: Callable, make_config: Callable) -> None:
+    metrics = run_step(TorchTraining(make_config(algorithm={"kl": 0.1}), tiny), off_policy(), EPOCH, VERSION).metrics
+    assert set(metrics) <= {*METRICS, *FURTHER_METRICS}
+    of_the_trainer = ("loss/", "policy/", "mismatch/", "mask/")
+    assert {name for name in METRICS if name.startswith(of_the_trainer)} <= set(metrics)
 
 
 def test_a_mismatch_beyond_all_bounds_is_given_as_the_bound() -> None:

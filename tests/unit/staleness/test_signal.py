@@ -1,0 +1,72 @@
+"""Groups of equal rewards, where a signal is needed: dropped with a reason, replaced, and told by length."""
+
+import pytest
+
+from asyncrl.staleness import Drop, Gate, GateConfig, Stage
+from asyncrl.staleness_report import StalenessReport
+
+
+def gate(rewards: list[list[float]], *, members: int = 2, cut_at: int | None = None, tokens: int = 5) -> Gate:
+    """Groups with these rewards, in order; members without one still run."""
+    config = GateConfig(len(rewards), members, 1, "mask", 16, cut_at, need_signal=True)
+    made = Gate(config)
+    for of_group in rewards:
+        group = made.draw()
+        for member, reward in enumerate(of_group):
+            assert made.generated(group, member, 0, 0, 0, tokens + 10 * group)
+            assert made.scored(group, member, 0, reward)
+    return made
+
+
+def test_t28_a_group_of_equal_rewards_leaves_with_a_reason() -> None:
+    made = gate([[1.0, 1.0], [1.0, 0.0]])
+    pick = made.pick()
+    assert pick.dropped == (Drop(0, 0, "no_signal"), Drop(0, 1, "no_signal"))
+    assert pick.cuts is None, "another group takes its place first"
+    assert made.may_draw()
+
+
+def test_groups_with_a_signal_train_as_ever() -> None:
+    made = gate([[0.5, 1.0], [1.0, 0.0]])
+    assert made.pick().cuts == ((0, (0, 1)), (1, (0, 1)))
+
+
+def test_a_part_of_a_group_waits_for_a_reward_that_differs() -> None:
+    made = gate([[1.0, 1.0]], members=4, cut_at=2)
+    made.stop_drawing()
+    assert made.pick() == made.pick()
+    assert made.members(0, Stage.READY) == (0, 1)
+    made.generated(0, 2, 0, 0, 0, 5)
+    made.scored(0, 2, 0, 0.0)
+    assert made.may_cut(made._groups[0])
+
+
+def test_a_dropped_reward_stays_in_the_baseline_of_siblings_that_are_sampled_again() -> None:
+    made = gate([[1.0, 1.0, 1.0]], members=4)
+    made.drop(0, [0], "no_signal")
+    made.drop(0, [1], "poison")
+    assert made.rewards(0) == {0: 1.0, 2: 1.0}
+
+
+@pytest.mark.parametrize("need_signal", [True, False])
+def test_t28_the_share_accepted_is_told_by_length(need_signal: bool) -> None:
+    made = gate([[1.0, float(group >= 8)] for group in range(10)])
+    report = StalenessReport(GateConfig(1, 2, 1, "mask", 16, need_signal=need_signal))
+    made.pick()
+    metrics = report.step(made, [])
+    accepted = {name: value for name, value in metrics.items() if name.startswith("sampling/")}
+    assert not need_signal or accepted["sampling/accepted"] == 0.0
+    assert bool(accepted) == need_signal
+
+
+def test_t28_long_groups_that_are_accepted_are_seen_as_such() -> None:
+    made = gate([[1.0, float(group < 5)] for group in range(10)])
+    made.stop_drawing()
+    pick = made.pick()
+    assert pick.short
+    assert pick.cuts is not None
+    made.trained(pick.cuts, 1)
+    report = StalenessReport(made.config)
+    metrics = report.step(made, [])
+    assert metrics["sampling/accepted"] == 0.5
+    assert [metrics[f"sampling/accepted/d{number}"] for number in range(1, 11)] == [0.0] * 5 + [1.0] * 5
