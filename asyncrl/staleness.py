@@ -180,7 +180,7 @@ class Gate:
         """What to train next, moved to TRAINING; only when no iteration is running. Drops first what the policy finds
         too old, and complete groups without a baseline, or without a signal where one is needed."""
         assert not self._counts[Stage.TRAINING], "pick() is for when no iteration is running"
-        dropped = [*self._drop_old(), *self._drop_without_baseline(), *self._drop_without_signal()]
+        dropped = [*self._drop_old(), *self._drop_complete()]
         cuts = self._take(self.cuts())
         samples = sum(len(members) for _, members in cuts)
         short = samples < self.config.batch
@@ -356,19 +356,13 @@ class Gate:
             return []
         return self._drop_ready("stale", self._groups.values(), too_old)
 
-    def _drop_without_baseline(self) -> list[Drop]:
-        lacking = [
-            group
-            for group in self._groups.values()
-            if not group.members(*OPEN) and len(group.rewards()) < self.config.baseline
-        ]
-        return self._drop_ready("no_baseline", lacking, lambda _: True)
-
-    def _drop_without_signal(self) -> list[Drop]:
-        if not self.config.need_signal:
-            return []
-        complete = (group for group in self._groups.values() if not group.members(*OPEN))
-        return self._drop_ready("no_signal", [group for group in complete if not group.has_signal], lambda _: True)
+    def _drop_complete(self) -> list[Drop]:
+        """What cannot train although nothing of its group is open any more."""
+        complete = [group for group in self._groups.values() if not group.members(*OPEN)]
+        lacking = [group for group in complete if len(group.rewards()) < self.config.baseline]
+        equal = [group for group in complete if self.config.need_signal and not group.has_signal]
+        dropped = self._drop_ready("no_baseline", lacking, lambda _: True)
+        return [*dropped, *self._drop_ready("no_signal", equal, lambda _: True)]
 
     def _drop_ready(self, reason: str, groups: Iterable[Group], condition: Callable[[Sample], bool]) -> list[Drop]:
         drops = [

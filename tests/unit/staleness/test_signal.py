@@ -53,7 +53,7 @@ def test_t28_the_share_accepted_is_told_by_length(need_signal: bool) -> None:
     made = gate([[1.0, float(group >= 8)] for group in range(10)])
     report = StalenessReport(GateConfig(1, 2, 1, "mask", 16, need_signal=need_signal))
     made.pick()
-    metrics = report.step(made, [])
+    metrics = report.step(made, []).metrics()
     accepted = {name: value for name, value in metrics.items() if name.startswith("sampling/")}
     assert not need_signal or accepted["sampling/accepted"] == 0.0
     assert bool(accepted) == need_signal
@@ -67,6 +67,6 @@ def test_t28_long_groups_that_are_accepted_are_seen_as_such() -> None:
     assert pick.cuts is not None
     made.trained(pick.cuts, 1)
     report = StalenessReport(made.config)
-    metrics = report.step(made, [])
+    metrics = report.step(made, []).metrics()
     assert metrics["sampling/accepted"] == 0.5
     assert [metrics[f"sampling/accepted/d{number}"] for number in range(1, 11)] == [0.0] * 5 + [1.0] * 5
