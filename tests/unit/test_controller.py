@@ -1,10 +1,12 @@
 """The controller over simulated services: what ends a run, what it survives, and in which order things happen."""
 
 import asyncio
+import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from asyncrl import records, virtual
 from asyncrl.algorithms import grpo
 from asyncrl.config import Mismatch
-from asyncrl.controller import Controller, Page, Schedule
+from asyncrl.controller import Controller, Page
 from asyncrl.errors import (
     DeadlineExceeded,
     FleetFailed,
@@ -26,7 +28,6 @@ from asyncrl.errors import (
 )
 from asyncrl.events import (
     AttemptFailed,
-    Event,
     GroupDrawn,
     GroupPoisoned,
     PoliciesApart,
@@ -35,12 +36,10 @@ from asyncrl.events import (
     StepDone,
 )
 from asyncrl.fleet import Fleet
-from asyncrl.ledger import Journal
-from asyncrl.objectives.advantages import GroupBaseline
 from asyncrl.protocols.batch import BatchRef, Cuts, Place, SampleName
 from asyncrl.protocols.messages import PromptGroup, Score, StepReport
-from asyncrl.records import InFlight, Scan, Trained
-from asyncrl.rolling import Attempt, Sampling
+from asyncrl.records import InFlight, Trained
+from asyncrl.rolling import Attempt
 from asyncrl.simulated import (
     SimulatedGeneration,
     SimulatedReward,
@@ -50,55 +49,10 @@ from asyncrl.simulated import (
     constant,
     stragglers,
 )
-from asyncrl.staleness import Gate, GateConfig, Stage
-from asyncrl.store import MemoryStore
+from asyncrl.staleness import Stage
 
-CONFIG = GateConfig(groups=2, members=4, limit=1, policy="mask", slots=16, cut_at=2)
-
-
-class Scene:
-    """A small run; parts may be replaced before `play`."""
-
-    def __init__(self, config: GateConfig = CONFIG, steps: int = 3) -> None:
-        self.store = MemoryStore()
-        self.journal, self.gate = Journal(self.store), Gate(config)
-        self.generation = SimulatedGeneration(config.slots, 0.1, constant(20))
-        self.reward: SimulatedReward = SimulatedReward(0.1)
-        self.training = SimulatedTraining(StepCost(1.0), config.limit, [self.generation], seed=0)
-        self.events: list[Event] = []
-        self.between: Callable[[int], Any] | None = None
-        self.page = grpo.PAGE
-        self.schedule = Schedule(steps)
-        self.controller: Controller
-
-    def play(self) -> None:
-        async def nothing(version: int) -> None:
-            return
-
-        async def main() -> None:
-            self.controller = Controller(
-                self.gate,
-                self.journal,
-                Fleet(self.generation, self.reward, self.training),
-                lambda group: (f"prompt {group}", {"row": group}),
-                Sampling(1.0, 20, 600.0, seed=0, epoch=0),
-                GroupBaseline(),
-                self.schedule,
-                between=self.between or nothing,
-                observe=self.events.append,
-            )
-            self.controller.worker_lives("generation", self.generation.instance)
-            async with asyncio.timeout(10_000):
-                await self.controller.run(self.page)
-
-        virtual.run(main())
-
-    def told(self, kind: type[Event]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    def records(self, kind: type[records.Record]) -> list[Any]:
-        scan = Scan(self.store.read, self.store.size)
-        return [framed.record for framed in scan if isinstance(framed.record, kind)]
+sys.path.insert(0, str(Path(__file__).parent))
+from scene import CONFIG, Scene
 
 
 def test_a_run_trains_its_steps_and_writes_down_what_is_in_flight() -> None:
