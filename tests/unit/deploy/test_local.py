@@ -71,7 +71,9 @@ def spec(launcher: LocalLauncher, run_dir: Path, instance: str) -> WorkerSpec:
 def test_a_clean_end_leaves_nothing_also_without_the_sweeper(how: signal.Signals) -> None:
     run = secrets.token_hex(8)
     with LocalLauncher(run) as launcher:
-        (sweeper,) = processes_with(run)
+        while not (found := processes_with(run)):  # The kernel sets the arguments a moment after Popen has returned.
+            os.sched_yield()
+        (sweeper,) = found
         os.kill(sweeper, how)
         if how == signal.SIGKILL:
             os.waitid(os.P_PID, sweeper, os.WEXITED | os.WNOWAIT)
