@@ -101,10 +101,11 @@ async def evaluate_model(
 ) -> Evaluation:
     """A model folder, sampled by a generation worker of its own and scored by a reward worker, or by `services`, and by
     a cost worker where the algorithm has costs."""
-    costs = config.algorithm.constraint == "lagrangian"
     mistakes = [] if "reward" in services else check_functions(config)
-    if mistakes := mistakes + (check_functions(config, "cost") if costs else []):
+    mistakes += check_functions(config, "cost")
+    if mistakes:
         raise ConfigError("\n".join(mistakes))
+    costs = config.algorithm.constraint == "lagrangian"
     model_dir = await asyncio.to_thread(os.path.abspath, model)
     with tempfile.TemporaryDirectory(prefix="asyncrl-evaluate-") as scratch:
         (Path(scratch) / "logs").mkdir()

@@ -98,7 +98,7 @@ def _refuse_what_cannot_run(order: Order) -> None:
     check_sinks(order.config.telemetry.sinks)
     mistakes = [] if "reward" in order.services else check_functions(order.config)
     mistakes += page_mistakes(order.config, order.page)
-    mistakes += check_functions(order.config, "cost") if order.config.algorithm.constraint == "lagrangian" else []
+    mistakes += check_functions(order.config, "cost")
     mistakes += missing_parts(order.config, model_is_made=is_complete(RunDirectory(order.run_dir).model))
     if mistakes:
         raise ConfigError("\n".join(mistakes))

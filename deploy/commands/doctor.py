@@ -93,9 +93,7 @@ def _part_checks(config: "Config") -> Iterator[Check]:
 def _reward_checks(config: "Config") -> Iterator[Check]:
     from asyncrl.rewards.functions import check_functions
 
-    mistakes = check_functions(config)
-    mistakes += check_functions(config, "cost") if config.algorithm.constraint == "lagrangian" else []
-    for mistake in mistakes:
+    for mistake in check_functions(config) + check_functions(config, "cost"):
         yield Check("rewards", "bad", mistake, "correct it, then ask again")
 
 
