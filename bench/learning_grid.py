@@ -228,13 +228,16 @@ class Only:
         """From `task=quickstart,longer`, `row=cap, token,cap, sequence` and the like.
 
         Raises:
-            ValueError: a name that is none of FILTERS.
+            ValueError: a name that is none of FILTERS, or a second name within a value.
         """
         wanted: dict[str, frozenset[str]] = {}
         for each in written:
             name, _, values = each.partition("=")
             if name not in FILTERS or not values:
                 raise ValueError(f"--only {each}: write one of {', '.join(FILTERS)}, =, and values with commas")
+            if joined := re.search(rf",({'|'.join(FILTERS)})=", values):
+                apart = f"{name}={values[: joined.start()]} {values[joined.start() + 1 :]}"
+                raise ValueError(f"--only {each}: a space, not a comma, between names: --only {apart}")
             wanted[name] = wanted.get(name, frozenset()) | frozenset(BETWEEN.split(values))
         return cls(wanted)
 

@@ -135,6 +135,7 @@ def test_the_proof_of_the_claim_follows_its_search_in_one_go(
     [
         (["nosuch"], "--only nosuch: write one of table, task, row, limit, seed, =, and values with commas"),
         (["tabel=defaults"], "write one of table, task"),
+        (["table=defaults,seed=0,1"], "a space, not a comma, between names: --only table=defaults seed=0,1"),
         (["table=nosuch"], "--only table=nosuch: there are defaults, search, claim"),
         (["task=quickstart,nosuch"], "--only task=nosuch: there are quickstart"),
         (["row=grop"], "--only row=grop: there are grpo, rloo, learning rate 0, quickstart, as it is, uncorrected,"),
