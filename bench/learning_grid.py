@@ -35,9 +35,13 @@ class Case:
     values: Values
 
     def settings(self, defaults: Values) -> dict[str, Any]:
-        """Every key that the run is given, but for its folders. Those of a task lie below its name."""
+        """Every key that the run is given, but for its folders. Those of a task lie below its name.
+
+        A synchronous run has the policy of its task: no token is ever too old, so all policies are one run.
+        """
+        own = {key: value for key, value in self.values.items() if self.limit or key != "staleness.policy"}
         of_all = {key: value for key, value in defaults.items() if not isinstance(value, Mapping)}
-        given = {**_experiment(self.task), **of_all, **defaults.get(self.task, {}), **self.values}
+        given = {**_experiment(self.task), **of_all, **defaults.get(self.task, {}), **own}
         return {**given, "staleness.limit": self.limit, "seed": self.seed}
 
     def key(self, defaults: Values) -> str:

@@ -57,6 +57,12 @@ def test_a_run_is_what_it_is_given_whatever_a_table_calls_it() -> None:
     assert len({key, case.key({"evaluate.samples": 4}), *(other.key({}) for other in others)}) == 6
 
 
+def test_without_staleness_all_policies_are_one_run() -> None:
+    policies: list[dict[str, Any]] = [{}, {"staleness.policy": "drop"}, {"staleness.policy": "block"}]
+    keys = [{Case("stragglers", "", limit, 0, values).key({}) for values in policies} for limit in (0, 2)]
+    assert [len(each) for each in keys] == [1, 3]
+
+
 @pytest.mark.parametrize("task", sorted({task for table in GRID.tables for task in table.tasks}))
 def test_tasks_leave_the_algorithm_to_the_row(task: str) -> None:
     settings = Case(task, "grpo", 2, 0, {}).settings({})
