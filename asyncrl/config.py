@@ -144,7 +144,8 @@ class Critic(Section):
 
     model: str = ""
     """A folder for from_pretrained with the tokenizer of model.name, e.g. an earlier critic; default: that model."""
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-5
+    learning_rate: Annotated[float, Field(ge=0)] | None = None
+    """Default: ten times training.learning_rate."""
     value_clip: Annotated[float, Field(ge=0)] = 0.2
     """How far a value may move from the one its sample was judged with before nothing pulls it on; 0: no bound."""
     device: str = "cpu"
@@ -187,7 +188,7 @@ class Algorithm(Section):
     those of the rewards; with advantage = "gae"."""
     pretrain_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Times the mean cross-entropy of the texts of task.pretrain, added to the policy's loss; 0: no such texts."""
-    loss: Literal["clip", "gspo", "gspo_token", "cispo", "gmpo", "m2po", "sapo"] = "clip"
+    loss: Literal["clip", "gspo", "cispo", "gmpo", "m2po", "sapo"] = "clip"
     clip_low: PositiveFloat = 0.2
     """The ratio is held over 1 - clip_low; gmpo: its logarithm over -clip_low. m2po, sapo: only of a KL's weight."""
     clip_high: PositiveFloat = 0.2

@@ -139,7 +139,8 @@ class Controller:
 
         Raises:
             FleetFailed: the trainer was lost.
-            NonFiniteLoss, PolicyMismatch, JournalError, RemoteError, RewardError: as the page or the books meet them.
+            NonFiniteLoss, OnlyTruncated, PolicyMismatch, JournalError, RemoteError, RewardError: as the page or the
+                books meet them.
         """
         try:
             async with asyncio.TaskGroup() as tasks:

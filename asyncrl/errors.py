@@ -21,6 +21,7 @@ AsyncrlError
 ├── Interrupted            a signal ended the run before its checkpoint; names the newest one and the command to go on
 ├── PolicyMismatch         the policy that sampled and the one that trains are further apart than the config allows
 ├── NonFiniteLoss          three training steps in a row had a loss or gradient that is not finite
+├── OnlyTruncated          three training steps in a row had only answers that algorithm.mask_truncated leaves out
 └── FleetFailed            the fleet cannot go on; carries the exit code and the command that resumes
 """
 
@@ -121,6 +122,10 @@ class PolicyMismatch(AsyncrlError):
 
 class NonFiniteLoss(AsyncrlError):
     """Three steps in a row were not finite; the message names the samples."""
+
+
+class OnlyTruncated(AsyncrlError):
+    """Three steps in a row had no answer that came to its end; the message names the keys to change."""
 
 
 class FleetFailed(AsyncrlError):

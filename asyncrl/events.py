@@ -47,8 +47,8 @@ class SampleScored:
 
 @dataclass(frozen=True, slots=True)
 class SamplesDropped:
-    """reason: "stale", "unscorable", "no_baseline", "no_signal", "greedy_unscorable", "not finite", "poison", or a word
-    of a page's own."""
+    """reason: "stale", "unscorable", "no_baseline", "no_signal", "greedy_unscorable", "truncated", "not finite",
+    "poison", or a word of a page's own."""
 
     group: int
     members: tuple[int, ...]

@@ -144,7 +144,7 @@ class Stage(Enum):
 OPEN = (Stage.RUNNING, Stage.SCORING)
 DROPPABLE = (*OPEN, Stage.READY)
 IN_FLIGHT = (*DROPPABLE, Stage.TRAINING)
-STILL_COMPARED = ("stale", "no_signal")
+STILL_COMPARED = ("stale", "truncated", "no_signal")
 """Reasons to drop a sample that leave its reward in the baseline of its siblings."""
 
 

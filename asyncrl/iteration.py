@@ -7,7 +7,7 @@ from types import TracebackType
 
 from asyncrl.books import Books
 from asyncrl.config import Mismatch
-from asyncrl.errors import DeadlineExceeded, FleetFailed, LostRows, NonFiniteLoss, PeerLost, Refused
+from asyncrl.errors import DeadlineExceeded, FleetFailed, LostRows, NonFiniteLoss, OnlyTruncated, PeerLost, Refused
 from asyncrl.events import PoliciesApart, StepBegan, StepDone, StepLost
 from asyncrl.mismatch import NO_BOUNDS, MismatchWatch
 from asyncrl.objectives.advantages import Advantages
@@ -16,8 +16,8 @@ from asyncrl.protocols.messages import StepReport
 from asyncrl.staleness import Cut
 from asyncrl.staleness_report import StalenessReport
 
-NON_FINITE_IN_A_ROW = 3
-"""Steps without a finite loss and gradient that end the run: one comes from a rare sample, three from the run."""
+IN_A_ROW = 3
+"""Steps that trained nothing, all for one reason, that end the run: one comes from a rare batch, three from the run."""
 
 
 class Iteration:
@@ -77,7 +77,7 @@ class Iterations:
         self._rows_lost, self._mismatch = rows_lost, MismatchWatch(mismatch)
         self._running: Running | None = None
         self._ended = asyncio.get_running_loop().time()
-        self._not_finite: list[Cuts] = []
+        self._fruitless: dict[str, list[Cuts]] = {}
 
     @property
     def running(self) -> bool:
@@ -99,6 +99,7 @@ class Iterations:
         Raises:
             Refused: the report is of another epoch, or led to an unexpected version.
             NonFiniteLoss: three steps in a row were not finite.
+            OnlyTruncated: three steps in a row had no answer with an end.
             PolicyMismatch: the step crossed a bound that ends the run.
             JournalError: the trainer trained something else than it was given.
         """
@@ -110,7 +111,7 @@ class Iterations:
             advantages = tuple(row.advantage or 0.0 for row in running.cuts.batch)
             self._books.trained(running.picked, report.version, advantages, report.chain)
         self._tell(running, report)
-        self._count_not_finite(running.cuts, report.skipped)
+        self._count_fruitless(running.cuts, report.skipped)
         if warning := self._mismatch.see(report.metrics, report.version):
             self._books.observe(PoliciesApart(warning))
 
@@ -153,11 +154,21 @@ class Iterations:
         waited, self._ended = running.began - self._ended, now
         self._books.observe(StepDone(running.cuts, report, staleness, waited, now - running.began))
 
-    def _count_not_finite(self, cuts: Cuts, skipped: str) -> None:
-        self._not_finite = [*self._not_finite, cuts] if skipped == "not finite" else []
-        if len(self._not_finite) == NON_FINITE_IN_A_ROW:
-            samples = [row.key for bad in self._not_finite for row in bad.batch]
+    def _count_fruitless(self, cuts: Cuts, skipped: str) -> None:
+        """skipped: why the step trained nothing; empty when it did."""
+        before = self._fruitless.get(skipped, [])
+        self._fruitless = {skipped: [*before, cuts][-IN_A_ROW:]} if skipped else {}
+        if len(self._fruitless.get(skipped, [])) < IN_A_ROW:
+            return
+        where = f"{IN_A_ROW} steps in a row from version {cuts.version}"
+        if skipped == "truncated":
+            raise OnlyTruncated(
+                f"{where} had no answer that came to its end, so algorithm.mask_truncated left nothing to train: write "
+                "a larger generation.max_new_tokens, or mask_truncated = false"
+            )
+        if skipped == "not finite":
+            samples = [row.key for bad in self._fruitless[skipped] for row in bad.batch]
             raise NonFiniteLoss(
-                f"{NON_FINITE_IN_A_ROW} steps in a row from version {cuts.version} had a loss or gradient that is not "
-                f"finite; their samples (group, member) were {samples}. Try a smaller learning rate or max_grad_norm"
+                f"{where} had a loss or gradient that is not finite; their samples (group, member) were {samples}. Try "
+                "a smaller learning rate or max_grad_norm"
             )

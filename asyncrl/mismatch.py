@@ -9,6 +9,8 @@ ADVICE = "a smaller staleness.limit or training.learning_rate brings the policie
 
 
 NO_BOUNDS = Mismatch()
+WATCHED = frozenset({"mismatch/kl", "mismatch/ess"})
+"""A step that trained nothing has neither, and says nothing of the bounds."""
 
 
 class MismatchWatch:
@@ -25,6 +27,8 @@ class MismatchWatch:
             PolicyMismatch: a bound that ends the run was crossed.
         """
         bounds = self._bounds
+        if not metrics.keys() & WATCHED:
+            return None
         for said in _crossed(metrics, bounds.stop_kl, bounds.stop_ess, "stop"):
             raise PolicyMismatch(f"step {version}: {said}; {ADVICE}")
         found = list(_crossed(metrics, bounds.warn_kl, bounds.warn_ess, "warn"))
@@ -33,7 +37,6 @@ class MismatchWatch:
 
 
 def _crossed(metrics: Mapping[str, float], kl: float | None, ess: float | None, kind: str) -> Iterator[str]:
-    """Nothing is said of a step that trained nothing."""
     found_kl, found_ess = metrics.get("mismatch/kl"), metrics.get("mismatch/ess")
     if kl is not None and found_kl is not None and found_kl > kl:
         yield f"mismatch/kl is {found_kl:.3g}, over mismatch.{kind}_kl = {kl:g}"

@@ -27,7 +27,8 @@ PLOTS = "learning"
 
 LEGEND = """\
 - **held out**: mean reward of the last version on 64 prompts that were never trained on, 4 answers each at
-  temperature 1; mean over seeds ± standard deviation. DAPO's punishment of overlong answers is part of its own.
+  temperature 1; mean over seeds ± standard deviation; with Safe-RLHF also their mean cost, 1 for an answer that
+  copies the word (its limit is in bench/learning.toml). DAPO's punishment of overlong answers is part of its own.
 - **loss**: held-out reward of the synchronous run (η = 0) of the same seed less that of this one, mean, with the
   one-sided 95 % bound (Student's t over pairs). The synchronous run is of the same row where the table has η = 0,
   and of GRPO's or PPO's defaults elsewhere.

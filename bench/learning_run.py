@@ -33,7 +33,8 @@ DECILES = 10
 class Outcome:
     """What is kept of a run.
 
-    held_out_before, held_out: mean reward of the held-out prompts by version 0 and by the last. seconds_to_goal,
+    held_out_before, held_out: mean reward of the held-out prompts by version 0 and by the last. cost: of the last, None
+    where nothing has a cost. seconds_to_goal,
     steps_to_goal: until the mean reward of WINDOW steps reached the goal, None when it never did; seconds: of all
     steps, the start of processes left out. trained_by_decile: share of the sampled tokens that trained, shortest
     answers first, mean over steps. masked: share of a batch's tokens left out for their age. curve: (step, seconds,
@@ -44,6 +45,7 @@ class Outcome:
     held_out_before: float
     held_out: float
     held_out_stderr: float
+    cost: float | None
     reward_first: float
     reward_last: float
     seconds_to_goal: float | None
@@ -114,6 +116,7 @@ def outcome_of(
         held_out_before=_rounded(evaluations[0]["mean"]),
         held_out=_rounded(evaluations[-1]["mean"]),
         held_out_stderr=_rounded(evaluations[-1]["stderr"]),
+        cost=None if (cost := evaluations[-1].get("cost")) is None else _rounded(cost),
         reward_first=_rounded(rewards[0]),
         reward_last=_rounded(means[-1]),
         seconds_to_goal=None if reached is None else seconds[reached],

@@ -37,6 +37,11 @@ class Cell:
         return spread(list(self.held_out.values()))
 
     @property
+    def costs(self) -> list[float]:
+        """Mean held-out cost of each run that has costs."""
+        return [line["cost"] for line in self.lines.values() if line.get("cost") is not None]
+
+    @property
     def losses(self) -> list[float]:
         """Of held-out reward against the synchronous run, seed by seed."""
         return differences({seed: line["held_out"] for seed, line in self.synchronous.items()}, self.held_out)
@@ -109,7 +114,7 @@ def columns(cell: Cell) -> tuple[str, ...]:
         cell.row,
         str(cell.limit),
         str(cell.reward.seeds),
-        reward_text(cell.reward),
+        reward_text(cell.reward) + (f", cost {fmean(cell.costs):.3f}" if cell.costs else ""),
         loss_text(cell),
         steps_text(cell),
         seconds_text(cell),

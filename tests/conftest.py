@@ -14,6 +14,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SHARED_MEMORY = Path("/dev/shm")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The word of a trap can be asked for with -k."""
+    for item in items:
+        item.extra_keyword_matches.update(mark.args[0] for mark in item.iter_markers("trap"))
+
+
 def _children() -> set[int]:
     """But multiprocessing's resource tracker, which Python keeps to its end."""
     threads = Path("/proc/self/task").iterdir()

@@ -9,14 +9,11 @@ from asyncrl.contradiction import Contradiction
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
-ROW_RATIOS = {"gspo": "row", "gspo_token": "row"}
-"""Losses whose bounds have one unit, and its name."""
-
 WITHOUT_BOUNDS = ("m2po", "sapo")
 """Losses that do not read clip_low and clip_high but for a KL's weight."""
 
-GROUP_RATIOS = ("gspo", "gmpo")
-"""Losses with one ratio a row: they need advantages of which every token of a row has the same."""
+ROW_RATIOS = ("gspo", "gmpo")
+"""Losses with one ratio a row, which is the mean over its tokens of what each adds."""
 
 
 def _only_with(config: "Config") -> Iterator[Contradiction]:
@@ -114,9 +111,8 @@ def _bounds(config: "Config") -> Iterator[Contradiction]:
 def _bounds_of_another_loss(config: "Config") -> Iterator[Contradiction]:
     """A preset's bounds are in the unit of its own loss: of tokens, of rows, of logarithms."""
     a, parts = config.algorithm, PRESETS[config.algorithm.preset].parts
-    ours, preset = ROW_RATIOS.get(a.loss, a.loss), ROW_RATIOS.get(parts["loss"], parts["loss"])
     kept = [key for key in ("clip_low", "clip_high") if key in parts and parts[key] == getattr(a, key)]
-    if kept and ours != preset and a.loss not in WITHOUT_BOUNDS:
+    if kept and a.loss != parts["loss"] and a.loss not in WITHOUT_BOUNDS:
         yield Contradiction(
             ("algorithm.preset", "algorithm.loss"),
             f'preset = "{a.preset}" brings {" and ".join(f"{key} = {parts[key]:g}" for key in kept)}, meant for '
@@ -154,11 +150,11 @@ def _critic(config: "Config") -> Iterator[Contradiction]:
                 f'nothing reads it: advantage = "{a.advantage}" has no critic; remove it, or write preset = "ppo"',
             )
         return
-    if a.loss in GROUP_RATIOS:
+    if a.loss == "gmpo":
         yield Contradiction(
             ("algorithm.loss", "algorithm.advantage"),
-            f"{a.loss} has one ratio a row, and a critic gives each token an advantage of its own: write "
-            + ('loss = "clip" or "gspo_token"' if a.loss == "gspo" else 'loss = "clip"'),
+            "gmpo bounds a row by the sign of its advantage, and a critic gives each token one of its own: write "
+            'loss = "clip" or "gspo"',
         )
     if a.kl_target is not None and a.kl_in == "reward":
         yield Contradiction(
@@ -211,17 +207,17 @@ def _pretraining(config: "Config") -> Iterator[Contradiction]:
 
 def _levels(config: "Config") -> Iterator[Contradiction]:
     a = config.algorithm
-    if a.loss in GROUP_RATIOS and a.kl > 0 and a.kl_in == "reward":
+    if a.loss == "gmpo" and a.kl > 0 and a.kl_in == "reward":
         yield Contradiction(
             ("algorithm.loss", "algorithm.kl_in"),
-            f"{a.loss} has one ratio a row, and a KL in the reward gives each token an advantage of its own: write "
-            'kl_in = "loss" with kl_estimator = "k2"' + (', or loss = "gspo_token"' if a.loss == "gspo" else ""),
+            "gmpo bounds a row by the sign of its advantage, and a KL in the reward gives each token one of its own: "
+            'write kl_in = "loss" with kl_estimator = "k2"',
         )
-    if a.loss in GROUP_RATIOS and a.aggregation != "sequence_mean_token_mean":
+    if a.loss in ROW_RATIOS and a.aggregation != "sequence_mean_token_mean":
         yield Contradiction(
             ("algorithm.loss", "algorithm.aggregation"),
             f"{a.loss} has one term a sequence, of which every token carries a part; "
-            'write aggregation = "sequence_mean_token_mean"' + (', or loss = "gspo_token"' if a.loss == "gspo" else ""),
+            'write aggregation = "sequence_mean_token_mean"',
         )
 
 

@@ -9,19 +9,24 @@ has the gradient of the KL itself for samples of the current policy; k3 as a los
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
+FAR = 20.0
+"""Nats by which k3 takes the reference to be above the policy at most: exp(FAR) is 5e8, and float32 ends at exp(88)."""
+
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
-    """k1, k2 or k3 of each token; logprobs, reference and the result: [tokens]."""
+    """k1, k2 or k3 of each token; logprobs, reference and the result: [tokens]. k3's exponent is held under FAR."""
     difference = logprobs - reference
     if estimator == "k1":
         return difference
     if estimator == "k2":
         return difference.square() / 2
-    return (-difference).exp() - 1 + difference
+    return (-difference).clamp(max=FAR).exp() - 1 + difference
 
 
 def kl_loss(logprobs: Tensor, reference: Tensor, estimator: KlEstimator, weight: Tensor) -> Tensor:
@@ -34,14 +39,15 @@ def kl_loss(logprobs: Tensor, reference: Tensor, estimator: KlEstimator, weight:
     return weight.detach() * kl_estimate(logprobs, reference, estimator)
 
 
-def kl_shaped_advantages(advantages: Tensor, logprobs: Tensor, reference: Tensor, coefficient: float) -> Tensor:
-    """KL in the reward: A - coefficient x k1, token by token.
+def kl_to_go(logprobs: NDArray[np.float32], reference: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The sum of k1 from each token of an answer to its last: float64 [tokens].
 
-    The penalty is not centred by the group's baseline and each token bears its own k1 only, not that of the
-    tokens after it: for samples of the current policy the gradient is that of k2 as a loss, but here it passes
-    through ratio and clip together with the reward. logprobs: detached here, [tokens].
+    With KL in the reward a token's advantage is A - beta x this, as in REINFORCE++ (arXiv 2501.03262): what a token
+    does to the KL of later ones is its own doing. The expected gradient is that of the KL of whole answers, which a
+    token's own k1 misses. logprobs: of the policy that sampled, so that the penalty is known for good, as any reward.
     """
-    return advantages - coefficient * kl_estimate(logprobs.detach(), reference, "k1")
+    k1 = logprobs.astype(np.float64) - reference
+    return np.cumsum(k1[::-1])[::-1].copy()
 
 
 PROPORTIONAL_ERROR = 0.2

@@ -44,18 +44,11 @@ def clipped_loss(
 
 
 def sequence_log_ratio(log_ratio: Tensor, rows: Rows) -> Tensor:
-    """log s_i of each token's row: the mean of its log ratios, with gradient through all of them.
+    """log s_it: the mean of a row's log ratios, log s_i, with the gradient of the token alone.
 
-    GSPO's ratio (arXiv 2507.18071, eq. 7); clipped like a token's. With `sequence_mean_token_mean` the terms of a row
-    add up to the one of its sequence (eq. 5).
-    """
-    return rows.spread(rows.mean(log_ratio))
-
-
-def sequence_token_log_ratio(log_ratio: Tensor, rows: Rows) -> Tensor:
-    """log s_it = sg[log s_i] + log_ratio - sg[log_ratio]: the row's ratio with the token's gradient.
-
-    GSPO-token (arXiv 2507.18071, eq. 14), for advantages that differ within a row; equal to GSPO where they do not.
+    GSPO's ratio (arXiv 2507.18071, eq. 7) as GSPO-token writes it (eq. 14): sg[log s_i] + log_ratio - sg[log_ratio].
+    With `sequence_mean_token_mean` and one advantage a row, value and gradient are GSPO's (eq. 5); a weight or an
+    advantage of a token's own counts for that token and no other.
     """
     return rows.spread(rows.mean(log_ratio.detach())) + log_ratio - log_ratio.detach()
 
@@ -74,16 +67,17 @@ def clipped_weight_loss(
 
 
 def geometric_mean_loss(log_ratio: Tensor, advantages: Tensor, rows: Rows, clip_low: float, clip_high: float) -> Losses:
-    """-A exp(mean over the row of the clipped log ratios), the same for every token of the row.
+    """-A exp(mean over the row of the clipped log ratios), of which each token has the gradient of its own log ratio.
 
     GMPO (arXiv 2507.20673, geometric mean with token-level clipping): token by token log r is held in
-    [-clip_low, clip_high], on the side that the sign of A would push it to, before the mean is taken. advantages: one
-    value a row.
+    [-clip_low, clip_high], on the side that the sign of A would push it to, before the mean is taken. Summed over a row
+    with equal weights the gradient is that of the mean; a token of weight 0 has none. advantages: one value a row.
     """
     bounded = log_ratio.clamp(-clip_low, clip_high)
     one_sided = torch.where(advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
     held = ((log_ratio > clip_high) & (advantages > 0)) | ((log_ratio < -clip_low) & (advantages < 0))
-    mean = rows.spread(rows.mean(one_sided)).exp()
+    own = one_sided - one_sided.detach()
+    mean = (rows.spread(rows.mean(one_sided.detach())) + own).exp()
     return Losses(-advantages * mean, log_ratio.detach().exp(), held)
 
 

@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+from asyncrl.rewards.sample import Sample
 from asyncrl.tasks.demonstrations import Demonstrations
 from asyncrl.tasks.words import rows, words
 
@@ -26,6 +27,11 @@ def prompt_of(word: str) -> str:
 def answers(word: str) -> dict[str, str]:
     """What each habit makes of a word."""
     return {"reverse": word[::-1], "copy": word, "rotate": word[1:] + word[:1]}
+
+
+def copied(sample: Sample) -> float:
+    """A cost: 1 for an answer that is the word itself, which most of the demonstrations are."""
+    return float(sample.text == sample.row["answer"][::-1])
 
 
 def answered(word: str, source: random.Random) -> str:

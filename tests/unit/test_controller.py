@@ -19,7 +19,6 @@ from asyncrl.errors import (
     DeadlineExceeded,
     FleetFailed,
     LostRows,
-    NonFiniteLoss,
     PeerLost,
     PolicyMismatch,
     Refused,
@@ -351,16 +350,6 @@ def test_another_error_of_a_step_is_the_runs_error() -> None:
     scene.training = FailingTraining(scene.generation, WeightsError("slot 0 does not match its digest"))
     with pytest.raises(WeightsError, match="does not match its digest"):
         scene.play()
-
-
-@pytest.mark.trap("not_finite")
-def test_three_steps_that_are_not_finite_end_the_run_and_name_the_samples() -> None:
-    scene = Scene()
-    scene.training.cost = StepCost(1.0, not_finite=1.0)
-    with pytest.raises(NonFiniteLoss, match=r"3 steps in a row from version 0 .*\(0, 0\), \(0, 1\)"):
-        scene.play()
-    assert scene.gate.version == 0
-    assert {event.reason for event in scene.told(SamplesDropped)} == {"not finite"}
 
 
 class Liar(SimulatedTraining):

@@ -37,4 +37,6 @@ def test_beyond_the_last_bound_the_run_ends(bounds: Mismatch, says: str) -> None
 
 def test_without_bounds_and_without_a_trained_token_nothing_is_said() -> None:
     assert MismatchWatch(Mismatch()).see(FAR, 1) is None
-    assert MismatchWatch(WARN).see({}, 1) is None
+    watch = MismatchWatch(WARN)
+    said = [watch.see(metrics, version) for version, metrics in enumerate([APART, {}, APART])]
+    assert [bool(text) for text in said] == [True, False, False]

@@ -1,4 +1,7 @@
-"""What each token of a sample is credited with, where a critic judged it: trainer and critic compute it alike."""
+"""What each token of a sample is credited with, where that differs from token to token.
+
+With a critic, trainer and critic compute it alike.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +17,7 @@ from asyncrl.engines.training.ranks import Ranks
 from asyncrl.engines.training.signals import COST, REWARD, Signal
 from asyncrl.objectives.advantages import STD_EPSILON
 from asyncrl.objectives.gae import generalized_advantages, token_rewards
+from asyncrl.objectives.kl import kl_to_go
 from asyncrl.objectives.lagrangian import Multiplier, constrained_advantages
 
 Floats = NDArray[np.float64]
@@ -45,18 +49,40 @@ def credit_of(row: TrainRow, algorithm: Algorithm, signal: Signal = REWARD) -> C
 
 
 def with_credit(
-    masked: Sequence[Masked], algorithm: Algorithm, ranks: Ranks, multiplier: Multiplier | None = None
+    masked: Sequence[Masked], algorithm: Algorithm, kl: float, ranks: Ranks, multiplier: Multiplier | None = None
 ) -> list[Masked]:
-    """The rows with an advantage for each token, standardized over all response tokens of the batch where asked for.
+    """The rows with what each of their tokens is credited with: by a critic, or with the KL in the reward.
 
-    multiplier: what costs are weighed with, None without any. The statistics are of all ranks, and of masked tokens
-    too: what is left out re-weights nothing.
+    kl: coefficient of the KL now. multiplier: what costs are weighed with, None without any.
     """
-    found = [_advantages(item.row, algorithm, multiplier) for item in masked]
-    if algorithm.normalize_std:
-        found = _standardized(found, ranks)
-    rows = [replace(item.row, advantage=each) for item, each in zip(masked, found, strict=True)]
+    if algorithm.advantage == "gae":
+        return _with_advantages(masked, _judged(masked, algorithm, ranks, multiplier))
+    if kl > 0 and algorithm.kl_in == "reward":
+        return _with_advantages(masked, [_shaped(item.row, kl) for item in masked])
+    return list(masked)
+
+
+def _with_advantages(masked: Sequence[Masked], advantages: Sequence[Floats]) -> list[Masked]:
+    rows = [replace(item.row, advantage=each) for item, each in zip(masked, advantages, strict=True)]
     return [replace(item, row=row) for item, row in zip(masked, rows, strict=True)]
+
+
+def _shaped(row: TrainRow, kl: float) -> Floats:
+    assert row.reference_logprobs is not None, f"sample {row.key} has no reference log-probs"
+    return row.advantage - kl * kl_to_go(row.logprobs, row.reference_logprobs)
+
+
+def _judged(
+    masked: Sequence[Masked], algorithm: Algorithm, ranks: Ranks, multiplier: Multiplier | None
+) -> list[Floats]:
+    """Standardized, where asked for, by all response tokens of the batch, of all ranks: of masked tokens too, as what
+    is too old re-weights nothing, but not of truncated answers that are left out altogether."""
+    found = [_advantages(item.row, algorithm, multiplier) for item in masked]
+    if not algorithm.normalize_std:
+        return found
+    counted = [each for item, each in zip(masked, found, strict=True) if item.counted]
+    mean, scale = _moments(counted, ranks)
+    return [(each - mean) / scale for each in found]
 
 
 def _advantages(row: TrainRow, algorithm: Algorithm, multiplier: Multiplier | None) -> Floats:
@@ -73,10 +99,10 @@ def mean_cost(masked: Sequence[Masked], ranks: Ranks) -> float:
     return float(total / count)
 
 
-def _standardized(found: list[Floats], ranks: Ranks) -> list[Floats]:
+def _moments(found: Sequence[Floats], ranks: Ranks) -> tuple[float, float]:
+    """Mean and standard deviation over the tokens of all ranks."""
     flat = np.concatenate([np.zeros(0), *found])
     count, total = ranks.sum(torch.tensor([float(len(flat)), float(flat.sum())], dtype=torch.float64)).tolist()
-    mean = total / count
+    mean = total / max(1.0, count)
     (squares,) = ranks.sum(torch.tensor([float(((flat - mean) ** 2).sum())], dtype=torch.float64)).tolist()
-    scale = float(np.sqrt(squares / max(1.0, count - 1))) + STD_EPSILON
-    return [(each - mean) / scale for each in found]
+    return mean, float(np.sqrt(squares / max(1.0, count - 1))) + STD_EPSILON

@@ -20,6 +20,10 @@ from asyncrl.engines.training.torch import checkpoint_activations
 from asyncrl.engines.training.value_step import Learner, ValueStep
 from asyncrl.errors import ConfigError
 
+CRITIC_RATE = 10.0
+"""Times the policy's learning rate is the critic's, where the config names none: its head begins at 0, and what it lags
+behind the policy is noise in every advantage."""
+
 
 class TorchCritic:
     """Float32 master weights, AdamW with the trainer's settings but a learning rate of its own. Not thread-safe."""
@@ -27,7 +31,8 @@ class TorchCritic:
     def __init__(self, config: Config, folder: Path, signal: Signal = REWARD) -> None:
         """folder: a model in the layout of `save_pretrained`, with a value head or without. signal: to be learnt."""
         own = signal.settings(config)
-        settings = config.training.model_copy(update={"learning_rate": own.learning_rate})
+        rate = CRITIC_RATE * config.training.learning_rate if own.learning_rate is None else own.learning_rate
+        settings = config.training.model_copy(update={"learning_rate": rate})
         model = load_value_model(folder, own.device, settings.precision)
         model.whole.train()
         if settings.gradient_checkpointing:

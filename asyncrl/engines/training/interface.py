@@ -68,9 +68,9 @@ class SampleOutcome:
 class StepOutcome:
     """What one step did.
 
-    updates: optimizer steps taken. skipped: "" | "stale" | "not finite", why updates is 0. samples: of this rank.
-    batch: keys of the samples of all ranks, sorted. metrics: of all ranks, see `statistics.py`. culprits: samples of
-    this rank whose own terms were not finite.
+    updates: optimizer steps taken. skipped: "" | "stale" | "truncated" | "not finite", why updates is 0. samples: of
+    this rank. batch: keys of the samples of all ranks, sorted. metrics: of all ranks, see `statistics.py`. culprits:
+    samples of this rank whose own terms were not finite.
     """
 
     updates: int

@@ -68,9 +68,8 @@ class ValueModel(LoadedModel):
         return self._numbers(rows.ids, rows.last)
 
     def _numbers(self, ids: Tensor, positions: Tensor) -> Tensor:
-        states = self.hidden(ids).flatten(0, 1)[positions]
-        with self._autocast():
-            return self.head(states).squeeze(-1).float()
+        """The head is float32 whatever the body computes in: bfloat16 would make one score of near ones."""
+        return self.head(self.hidden(ids).flatten(0, 1)[positions].float()).squeeze(-1)
 
 
 def load_causal_model(folder: Path, device: str, precision: Literal["float32", "bfloat16"] = "float32") -> CausalModel:

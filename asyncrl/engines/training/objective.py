@@ -1,5 +1,6 @@
 """The loss of a micro-batch: which of the objectives the experiment asks for, term by term."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from asyncrl.objectives.corrections import (
     leveled,
     masked_weight,
 )
-from asyncrl.objectives.kl import kl_loss, kl_shaped_advantages
+from asyncrl.objectives.kl import kl_loss
 from asyncrl.objectives.losses import Losses
 from asyncrl.objectives.second_moment import pushed_away
 
@@ -61,12 +62,11 @@ def terms_of(algorithm: Algorithm, strength: Strength, current: Tensor, entropy:
     proximal = current.detach() if batch.proximal is None else batch.proximal
     log_weight = proximal - batch.behaviour
     importance = _importance(algorithm, current, proximal, log_weight, batch)
-    advantages = _advantages(algorithm, strength, current, batch)
-    found = _losses(algorithm, strength, importance.log_ratio, current, advantages, batch)
+    found = _losses(algorithm, strength, importance.log_ratio, current, batch)
     return Terms(
         policy=batch.weights * importance.weight * found.terms,
         kl=_kl_term(algorithm, strength, current, batch, found.ratio, importance.weight),
-        entropy=_entropy_term(algorithm, entropy, batch),
+        entropy=_entropy_term(algorithm, entropy, batch, importance.weight),
         ratio=found.ratio,
         held=found.held,
         weight=importance.weight,
@@ -74,10 +74,11 @@ def terms_of(algorithm: Algorithm, strength: Strength, current: Tensor, entropy:
     )
 
 
-def _entropy_term(algorithm: Algorithm, entropy: Tensor, batch: MicroBatch) -> Tensor:
+def _entropy_term(algorithm: Algorithm, entropy: Tensor, batch: MicroBatch, weight: Tensor) -> Tensor:
+    """What the correction leaves out has no bonus either."""
     if algorithm.entropy_bonus == 0:
         return torch.zeros_like(batch.weights)
-    return -algorithm.entropy_bonus * batch.weights * entropy
+    return torch.where(weight > 0, -algorithm.entropy_bonus * batch.weights * entropy, 0.0)
 
 
 def _importance(
@@ -106,17 +107,13 @@ def _weight(algorithm: Algorithm, log_weight: Tensor, batch: MicroBatch) -> Tens
     return masked_weight(leveled_weight, algorithm.weight_floor, algorithm.weight_cap)
 
 
-def _losses(
-    algorithm: Algorithm, strength: Strength, log_ratio: Tensor, current: Tensor, advantages: Tensor, batch: MicroBatch
-) -> Losses:
-    low, high, rows = algorithm.clip_low, algorithm.clip_high, batch.rows
+def _losses(algorithm: Algorithm, strength: Strength, log_ratio: Tensor, current: Tensor, batch: MicroBatch) -> Losses:
+    low, high, rows, advantages = algorithm.clip_low, algorithm.clip_high, batch.rows, batch.advantages
     match algorithm.loss:
         case "clip":
             return losses.clipped_loss(log_ratio, advantages, low, high, algorithm.dual_clip)
         case "gspo":
             return losses.clipped_loss(losses.sequence_log_ratio(log_ratio, rows), advantages, low, high)
-        case "gspo_token":
-            return losses.clipped_loss(losses.sequence_token_log_ratio(log_ratio, rows), advantages, low, high)
         case "cispo":
             return losses.clipped_weight_loss(log_ratio, current, advantages, low, high)
         case "gmpo":
@@ -130,18 +127,15 @@ def _losses(
             return losses.soft_gate_loss(log_ratio, advantages, *algorithm.gate_temperatures)
 
 
-def _advantages(algorithm: Algorithm, strength: Strength, current: Tensor, batch: MicroBatch) -> Tensor:
-    if batch.reference is None or algorithm.kl_in == "loss" or algorithm.advantage == "gae":
-        return batch.advantages  # With a critic the KL is among the rewards that these were made of.
-    return kl_shaped_advantages(batch.advantages, current, batch.reference, strength.kl)
-
-
 def _kl_term(
     algorithm: Algorithm, strength: Strength, current: Tensor, batch: MicroBatch, ratio: Tensor, weight: Tensor
 ) -> Tensor:
     """The KL carries the policy's weight: the clipped ratio, detached, times the correction's weight."""
     if batch.reference is None or algorithm.kl_in == "reward":
         return torch.zeros_like(batch.weights)
-    held = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    if algorithm.loss == "gmpo":  # Its bounds are of the logarithm.
+        low, high = math.exp(-algorithm.clip_low), math.exp(algorithm.clip_high)
+    held = ratio.clamp(low, high)
     term = kl_loss(current, batch.reference, algorithm.kl_estimator, held * weight)
     return strength.kl * batch.weights * term

@@ -138,6 +138,14 @@ def mask_counts(rows: Sequence[Masked]) -> Tensor:
     return counts
 
 
+def why_nothing_trained(counts: Tensor) -> str:
+    """counts: the sum of `mask_counts` over all ranks."""
+    _, trained, stale, _ = counts.tolist()
+    if trained > 0:
+        return "not finite"
+    return "stale" if stale > 0 else "truncated"
+
+
 def mask_metrics(counts: Tensor) -> dict[str, float]:
     """From the sum of `mask_counts` over all ranks."""
     tokens, trained, stale, truncated = counts.tolist()

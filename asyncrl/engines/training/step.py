@@ -22,7 +22,13 @@ from asyncrl.engines.training.optimizer import Optimizer, descend
 from asyncrl.engines.training.packing import micro_batches
 from asyncrl.engines.training.pretraining import Pretraining, Text, pretraining_loss, texts_of
 from asyncrl.engines.training.ranks import Ranks
-from asyncrl.engines.training.statistics import Totals, mask_counts, mask_metrics, policy_metrics
+from asyncrl.engines.training.statistics import (
+    Totals,
+    mask_counts,
+    mask_metrics,
+    policy_metrics,
+    why_nothing_trained,
+)
 from asyncrl.objectives.aggregation import row_weights
 from asyncrl.objectives.kl import KlCoefficient
 from asyncrl.objectives.lagrangian import Multiplier
@@ -80,8 +86,8 @@ class TorchStep:
         batch = gather_keys(self._trainer.ranks, [item.row.key for item in self._masked])
         counts = self._trainer.ranks.sum(mask_counts(self._masked))
         costs = None if self._trainer.multiplier is None else mean_cost(self._masked, self._trainer.ranks)
-        if self._algorithm.advantage == "gae":
-            self._masked = with_credit(self._masked, self._algorithm, self._trainer.ranks, self._trainer.multiplier)
+        kl, multiplier = self._trainer.kl.value, self._trainer.multiplier
+        self._masked = with_credit(self._masked, self._algorithm, kl, self._trainer.ranks, multiplier)
         proximal = yield from self._proximal()
         rows = [PartRow(item, 0.0, proximal.get(index)) for index, item in enumerate(self._masked)]
         updates = self._trainer.config.training.updates
@@ -94,7 +100,7 @@ class TorchStep:
             self._trainer.multiplier.update(costs)
         self._outcome = StepOutcome(
             updates=len(self._norms),
-            skipped="" if self._norms else "not finite" if counts[1] > 0 else "stale",
+            skipped="" if self._norms else why_nothing_trained(counts),
             samples=tuple(item.outcome(self._lost.get(item.row.key, "")) for item in self._masked),
             batch=tuple(batch),
             metrics=metrics | mask_metrics(counts),

@@ -28,6 +28,7 @@ from asyncrl.engines.training.optimizer import Optimizer, descend
 from asyncrl.engines.training.packing import micro_batches
 from asyncrl.engines.training.ranks import Ranks
 from asyncrl.engines.training.signals import Signal
+from asyncrl.engines.training.statistics import mask_counts, why_nothing_trained
 from asyncrl.engines.training.step import denominators, gather_keys, parts_of
 from asyncrl.objectives.values import Moments, explained_variance, value_loss
 
@@ -47,7 +48,7 @@ class Learner:
 
 @dataclass(frozen=True, slots=True)
 class ValueOutcome:
-    """updates: optimizer steps taken. skipped: "" | "stale" | "not finite", why there was none."""
+    """updates: optimizer steps taken. skipped: "" | "stale" | "truncated" | "not finite", why there was none."""
 
     updates: int
     skipped: str
@@ -95,10 +96,10 @@ class ValueStep:
         batch = gather_keys(ranks, [item.row.key for item in self._masked])
         signal = self._learner.signal
         rows = [ValueRow(item, credit_of(item.row, self._algorithm, signal).returns) for item in self._masked]
-        live = ranks.sum(denominators(rows))[2].item()
+        counts = ranks.sum(mask_counts(self._masked))
         for part in parts_of(rows, batch, config.training.updates):
             yield from self._update(part)
-        skipped = "" if self._norms else "not finite" if live else "stale"
+        skipped = "" if self._norms else why_nothing_trained(counts)
         self._outcome = ValueOutcome(len(self._norms), skipped, self._metrics())
 
     def _update(self, part: list[ValueRow]) -> Iterator[bool]:

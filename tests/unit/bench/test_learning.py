@@ -16,6 +16,7 @@ OUTCOME = Outcome(
     held_out_before=0.2,
     held_out=0.9,
     held_out_stderr=0.01,
+    cost=None,
     reward_first=0.2,
     reward_last=0.9,
     seconds_to_goal=10.0,

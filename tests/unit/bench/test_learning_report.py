@@ -79,6 +79,14 @@ def test_wall_clock_of_a_fleet_in_one_process_is_not_shown(small_grid: Grid) -> 
     assert columns(cell)[5:7] == ("40", "")
 
 
+def test_held_out_costs_are_shown_where_there_are_any(small_grid: Grid) -> None:
+    (table,) = small_grid.tables
+    both = results_of(small_grid, {("grpo", 0, 0): 0.9, ("grpo", 0, 1): 0.9})
+    costly = {key: {**line, "cost": cost} for (key, line), cost in zip(both.items(), (0.01, 0.03), strict=True)}
+    shown = [columns(cells(small_grid, table, "quickstart", lines)[0])[3] for lines in (both, costly)]
+    assert shown == ["0.900 ± 0.000", "0.900 ± 0.000, cost 0.020"]
+
+
 def test_no_verdict_before_all_pairs_are_there(small_grid: Grid) -> None:
     (table,) = small_grid.tables
 

@@ -42,6 +42,9 @@ def test_held_out_rewards_are_of_the_first_and_the_last_version() -> None:
     outcome = outcome_of(lines([0.5] * 9), EVALUATIONS, 0.8, 0.25)
     assert (outcome.held_out_before, outcome.held_out, outcome.held_out_stderr) == (0.2, 0.9, 0.03)
     assert outcome.others == 0.25
+    assert outcome.cost is None
+    with_costs = [{**EVALUATIONS[0], "cost": 0.4}, {**EVALUATIONS[-1], "cost": 0.01234567}]
+    assert outcome_of(lines([0.5] * 9), with_costs, 0.8, 0.25).cost == 0.0123
 
 
 def test_a_curve_has_both_ends_and_so_many_points_for_every_length() -> None:

@@ -1,10 +1,12 @@
 """KL estimators against float64 formulas, and their gradients against the KL of a small distribution."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
-from asyncrl.objectives.kl import KlCoefficient, KlEstimator, kl_estimate, kl_loss, kl_shaped_advantages
+from asyncrl.objectives.kl import FAR, KlCoefficient, KlEstimator, kl_estimate, kl_loss, kl_to_go
 
 DRAW = np.random.default_rng(3)
 LOGITS = DRAW.normal(0, 1, 12)
@@ -76,21 +78,49 @@ def test_off_policy_kl_needs_the_policys_weight() -> None:
     np.testing.assert_allclose(expected_loss_gradient("k2", sampler), true_kl_gradient(LOGITS), atol=1e-8)
 
 
+IDS, LENGTH = 3, 3
+ANSWERS = list(product(range(IDS), repeat=LENGTH))
+REFERENCE_OF_ANSWERS = np.log(DRAW.dirichlet(np.ones(IDS), len(ANSWERS) * LENGTH)).reshape(-1, IDS)
+
+
+def states(answer: tuple[int, ...]) -> list[int]:
+    """Which row of a table of logits each token of an answer is drawn from: what came before it."""
+    return [
+        sum(IDS**place for place in range(at)) + int("0" + "".join(map(str, answer[:at])), IDS) for at in range(LENGTH)
+    ]
+
+
+def logprobs_of(logits: torch.Tensor, answer: tuple[int, ...]) -> torch.Tensor:
+    """[tokens] of an answer, each given those before it."""
+    return logits.log_softmax(-1)[states(answer), list(answer)]
+
+
 @pytest.mark.trap("kl_gradient")
-def test_k1_in_the_reward_has_the_gradient_of_the_kl() -> None:
-    logits = torch.tensor(LOGITS, requires_grad=True)
-    logprobs = logits.log_softmax(-1)
-    advantages = kl_shaped_advantages(torch.zeros(12), logprobs, torch.tensor(REFERENCE), 1.0)
-    ratio = (logprobs - logprobs.detach()).exp()
-    (logprobs.detach().exp() * -ratio * advantages).sum().backward()
-    np.testing.assert_allclose(logits.grad.numpy(), true_kl_gradient(LOGITS), atol=1e-8)
+def test_k1_in_the_reward_has_the_gradient_of_the_kl_of_answers() -> None:
+    """Every answer of three tokens, weighed with its probability: the gradient is exact."""
+    logits = torch.tensor(DRAW.normal(0, 1, (IDS**LENGTH, IDS)), requires_grad=True)
+    reference = torch.tensor(REFERENCE_OF_ANSWERS[: IDS**LENGTH])
+    true, ours = torch.zeros(()), torch.zeros(())
+    for answer in ANSWERS:
+        now = logprobs_of(logits, answer)
+        other = reference[states(answer), list(answer)]
+        advantages = -torch.tensor(kl_to_go(now.detach().numpy(), other.numpy()))
+        ratio = (now - now.detach()).exp()
+        ours = ours + now.detach().sum().exp() * (-ratio * advantages).sum()
+        true = true + now.sum().exp() * (now - other).sum()
+    wanted, found = (torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (true, ours))
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-9)
+    assert wanted.abs().max() > 0.01
 
 
-def test_shaped_advantages_take_the_penalty_off_and_carry_no_gradient() -> None:
-    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    shaped = kl_shaped_advantages(torch.tensor([1.0, 1.0]), logprobs, torch.tensor([-2.0, -2.0]), 0.5)
-    torch.testing.assert_close(shaped, torch.tensor([0.5, 1.0]))
-    assert not shaped.requires_grad
+def test_the_kl_to_go_is_that_of_a_token_and_all_after_it() -> None:
+    found = kl_to_go(np.float32([-1, -2, -3]), np.float32([-2, -2, -5]))
+    np.testing.assert_array_equal(found, [3.0, 2.0, 2.0])
+
+
+def test_k3_of_a_token_that_the_policy_all_but_excludes_is_finite() -> None:
+    far = kl_estimate(torch.tensor([-95.0]), torch.tensor([-1.0]), "k3")
+    torch.testing.assert_close(far, torch.tensor([float(np.exp(FAR)) - 1 - 94]))
 
 
 def test_an_adaptive_coefficient_rises_over_its_target_and_falls_under_it_by_two_percent_at_most() -> None:

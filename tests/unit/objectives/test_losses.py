@@ -112,16 +112,29 @@ def test_clip_high_bounds_rises_and_clip_low_bounds_falls(advantage: float) -> N
     torch.testing.assert_close(found.terms, torch.tensor(expected))
 
 
-def test_gspo_token_has_the_value_of_gspo_and_each_tokens_own_gradient() -> None:
-    """Equal advantages in a row: equal gradients too, when a row's tokens are averaged."""
-    found = []
-    for ratio in (losses.sequence_log_ratio, losses.sequence_token_log_ratio):
+@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+@pytest.mark.trap("masked_denominators")
+def test_a_token_of_weight_0_trains_nothing_and_changes_no_other_where_rows_have_one_ratio(name: str) -> None:
+    gradients = []
+    weights = torch.ones(len(OLD), dtype=torch.float64)
+    for left_out in (None, 2):
+        if left_out is not None:
+            weights[left_out] = 0
         variable = torch.tensor(CURRENT, requires_grad=True)
-        terms = losses.clipped_loss(ratio(variable - OLD_TENSOR, ROWS), A, LOW, HIGH).terms
-        ROWS.mean(terms).sum().backward()
-        found.append((terms.detach(), variable.grad))
-    torch.testing.assert_close(found[0][0], found[1][0])
-    torch.testing.assert_close(found[0][1], found[1][1])
+        (weights * PAIRS[name][1](variable).terms).sum().backward()
+        gradients.append(variable.grad)
+    assert gradients[0][2] != 0
+    torch.testing.assert_close(gradients[1], gradients[0] * weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("advantage", "held_there"), [(1.0, [False, False, True]), (-1.0, [True, False, False])])
+def test_gmpo_holds_each_side_at_its_own_bound(advantage: float, held_there: list[bool]) -> None:
+    log_ratio = torch.tensor([-0.6, 0.1, 0.6])
+    found = losses.geometric_mean_loss(log_ratio, torch.full((3,), advantage), Rows.of([3]), 0.2, 0.5)
+    bounded = [-0.6, 0.1, 0.5] if advantage > 0 else [-0.2, 0.1, 0.6]
+    torch.testing.assert_close(found.terms, torch.full((3,), -advantage * np.exp(np.mean(bounded))))
+    assert found.held.tolist() == held_there
+    torch.testing.assert_close(found.ratio, log_ratio.exp())
 
 
 def test_cispo_clips_the_weight_and_leaves_every_token_its_gradient() -> None:

@@ -57,8 +57,6 @@ def ours(name: str, current: torch.Tensor) -> Losses:
             return losses.clipped_loss(log_ratio, A, LOW, HIGH, VALUES["dual"])
         case "gspo":
             return losses.clipped_loss(losses.sequence_log_ratio(log_ratio, ROWS), A, LOW, HIGH)
-        case "gspo_token":
-            return losses.clipped_loss(losses.sequence_token_log_ratio(log_ratio, ROWS), A, LOW, HIGH)
         case "cispo":
             return losses.clipped_weight_loss(log_ratio, current, A, LOW, HIGH)
         case "cispo without a lower bound":
@@ -106,11 +104,6 @@ def test_clip_and_its_averages_are_verls(mode: str, aggregation: Aggregation) ->
 def test_other_losses_are_verls(name: str, aggregation: Aggregation) -> None:
     """verl holds log ratios within 20 and so never meets an infinite ratio; nothing here comes near."""
     assert_same(VALUES["verl"]["losses"][name], name, aggregation, NOT_EMPTY)
-
-
-def test_gspo_token_is_verls_gspo() -> None:
-    """verl writes GSPO in its token variant; with one advantage a row both are the same."""
-    assert_same(VALUES["verl"]["losses"]["gspo"], "gspo_token", "sequence_mean_token_mean", NOT_EMPTY)
 
 
 @pytest.mark.parametrize("rival", ["verl", "trl"])

@@ -13,7 +13,7 @@ from asyncrl.rewards.functions import function_specs, load
 from asyncrl.rewards.sample import Sample, Verdict
 from asyncrl.rewards.scoring import score_of
 from asyncrl.settings import load as load_experiment
-from asyncrl.tasks import chant, held_out_prompts, opening, stragglers, training_prompts, two_turns
+from asyncrl.tasks import chant, held_out_prompts, opening, reverse, stragglers, training_prompts, two_turns
 
 Row = dict[str, Any]
 
@@ -138,6 +138,11 @@ def test_one_answer_in_twenty_is_ten_times_as_long_and_its_dots_count_for_nothin
     assert stragglers.spelled(sample(row, "." * 41 + "ifot")) == 1
     assert stragglers.spelled(sample(row, "." * 41 + "tofi")) == 0
     assert stragglers.spelled(sample(row, "ifot.")) == 0
+
+
+def test_a_copy_of_the_word_costs() -> None:
+    row = {"prompt": "reverse tofi:", "answer": "ifot"}
+    assert [reverse.copied(sample(row, text)) for text in ("tofi", "ifot", "ofit", "")] == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A tiny model with a tokenizer smaller than its head, and random rows that it could have sampled."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from asyncrl.config import Config
 from asyncrl.engines.training.interface import TrainRow
+from asyncrl.engines.training.logprobs import frozen_logprobs
+from asyncrl.engines.training.model import load_causal_model
 from asyncrl.engines.training.torch import TorchTraining
 
 KNOWN, HEAD = 50, 64
@@ -116,3 +119,17 @@ def move() -> Callable[[TorchTraining, torch.Tensor], None]:
             offset += parameter.numel()
 
     return by
+
+
+@pytest.fixture
+def on_policy(tiny: Path, make_rows: Callable) -> Callable[..., list[TrainRow]]:
+    """Rows whose recorded log-probs are the model's own."""
+
+    def make(count: int = 12, temperature: float = 1.0, **changes: object) -> list[TrainRow]:
+        rows = make_rows(count, temperature=temperature, **changes)
+        model = load_causal_model(tiny, "cpu")
+        prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+        found = frozen_logprobs(model, prompts, responses, [temperature] * count, 1024)
+        return [dataclasses.replace(row, logprobs=values) for row, values in zip(rows, found, strict=True)]
+
+    return make

@@ -81,7 +81,9 @@ def test_tokens_are_credited_with_both_advantages_then_standardized(
     normalize: bool, safe: Callable, costly: Callable
 ) -> None:
     rows, algorithm = costly(), safe(algorithm={"normalize_std": normalize}).algorithm
-    found = with_credit(mask_rows(rows, EPOCH, VERSION, 2, "mask", False), algorithm, Alone(), Multiplier(2, 0, 0, 9))
+    found = with_credit(
+        mask_rows(rows, EPOCH, VERSION, 2, "mask", False), algorithm, 0.0, Alone(), Multiplier(2, 0, 0, 9)
+    )
     expected = []
     for row in rows:
         rewards, costs = np.zeros(len(row.versions)), np.zeros(len(row.versions))

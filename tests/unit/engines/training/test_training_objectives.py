@@ -104,7 +104,7 @@ def test_gradients_of_every_correction_are_those_of_one_micro_batch(
     assert_micro_batches_do_not_matter(make_config, CORRECTIONS[correction], tiny, off_policy())
 
 
-@pytest.mark.parametrize("loss", ["gspo", "gspo_token", "gmpo"])
+@pytest.mark.parametrize("loss", ["gspo", "gmpo"])
 def test_ratios_of_rows_are_those_of_rows_computed_alone(
     loss: str, tiny: Path, off_policy: Callable, make_config: Callable
 ) -> None:
@@ -113,12 +113,13 @@ def test_ratios_of_rows_are_those_of_rows_computed_alone(
     for row, now in zip(rows, logprobs_now(tiny, rows), strict=True):
         log_ratio = now.astype(np.float64) - row.logprobs
         if loss == "gmpo":
-            held = np.clip(log_ratio, -0.2, 0.2)
+            held = np.clip(log_ratio, -0.1, 0.3)
             log_ratio = np.minimum(log_ratio, held) if row.advantage > 0 else np.maximum(log_ratio, held)
         ratio = np.exp(log_ratio.mean())
         clipped = ratio if loss == "gmpo" else np.clip(ratio, 0.8, 1.2)
         total += -min(ratio * row.advantage, clipped * row.advantage)
-    config = make_config(algorithm={"loss": loss, "aggregation": "sequence_mean_token_mean"})
+    bounds = {"clip_low": 0.1, "clip_high": 0.3} if loss == "gmpo" else {}
+    config = make_config(algorithm={"loss": loss, "aggregation": "sequence_mean_token_mean"} | bounds)
     assert gradient(config, tiny, rows)[1]["loss/policy"] == pytest.approx(total / 9, rel=1e-5)
 
 
@@ -152,6 +153,15 @@ def test_what_a_correction_leaves_out_adds_nothing_and_changes_no_other_tokens_w
     torch.testing.assert_close(found, gradient(silent, tiny, without)[0], atol=1e-7, rtol=1e-4)
     tokens = [len(row.logprobs) for row in rows]
     assert metrics["mask/rejected_fraction"] == pytest.approx(tokens[2] / sum(tokens))
+
+
+def test_what_a_correction_leaves_out_has_no_entropy_bonus(
+    tiny: Path, off_policy: Callable, make_config: Callable
+) -> None:
+    nothing = {"rejection": "token_k3", "rejection_high": 1e-9, "entropy_bonus": 0.1}
+    found, metrics = gradient(make_config(algorithm=nothing), tiny, off_policy(4))
+    assert metrics["mask/rejected_fraction"] == 1
+    assert found.abs().max() == 0
 
 
 def test_an_entropy_bonus_raises_the_entropy(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
@@ -201,6 +211,70 @@ def test_a_skipped_step_leaves_the_coefficient(tiny: Path, off_policy: Callable,
     engine = TorchTraining(make_config(algorithm={"kl": 0.5, "kl_target": 1e-4}), tiny)
     assert run_step(engine, rows, EPOCH, VERSION).skipped == "not finite"
     assert engine._trainer.kl.value == 0.5
+
+
+def kl_config(make_config: Callable, **algorithm: object) -> Config:
+    config: Config = make_config(algorithm={"kl": 0.5, **algorithm})
+    return config
+
+
+def test_kl_of_a_policy_with_itself_adds_nothing(tiny: Path, on_policy: Callable, make_config: Callable) -> None:
+    rows = [dataclasses.replace(row, reference_logprobs=row.logprobs) for row in on_policy(8)]
+    for algorithm in ({"kl_estimator": "k2"}, {"kl_estimator": "k3"}, {"kl_estimator": "k1", "kl_in": "reward"}):
+        outcome = run_step(TorchTraining(kl_config(make_config, **algorithm), tiny), rows, EPOCH, VERSION)
+        plain = run_step(TorchTraining(make_config(), tiny), rows, EPOCH, VERSION)
+        assert outcome.metrics["loss/kl"] == pytest.approx(0, abs=1e-9)
+        assert outcome.metrics["loss/policy"] == pytest.approx(plain.metrics["loss/policy"], abs=1e-5)
+
+
+@pytest.mark.trap("kl_gradient")
+def test_with_kl_in_the_reward_a_token_bears_that_of_all_after_it(
+    tiny: Path, on_policy: Callable, make_config: Callable
+) -> None:
+    draw = np.random.default_rng(0)
+    rows = [
+        dataclasses.replace(
+            row, reference_logprobs=(row.logprobs + draw.normal(0, 0.5, len(row.logprobs))).astype(np.float32)
+        )
+        for row in on_policy(8)
+    ]
+    shaped = []
+    for row in rows:
+        k1 = row.logprobs.astype(np.float64) - row.reference_logprobs
+        to_go = [k1[place:].sum() for place in range(len(k1))]
+        shaped.append(dataclasses.replace(row, advantage=row.advantage - 0.5 * np.array(to_go)))
+    found, _ = gradient(kl_config(make_config, kl_estimator="k1", kl_in="reward"), tiny, rows)
+    torch.testing.assert_close(found, gradient(make_config(), tiny, shaped)[0], atol=1e-7, rtol=1e-5)
+
+
+def test_m2po_bounds_what_a_kl_in_the_reward_pushes_away(
+    tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows = [dataclasses.replace(r, reference_logprobs=r.logprobs - 0.3, advantage=0.0) for r in make_rows(6)]
+    algorithm = {"preset": "m2po", "kl": 0.5, "kl_estimator": "k1", "kl_in": "reward"}
+    outcome = run_step(TorchTraining(make_config(algorithm=algorithm), tiny), rows, EPOCH, VERSION)
+    assert outcome.metrics["policy/clip_frac"] > 0
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("old", ["engine", "recomputed"])
+@pytest.mark.trap("kl_gradient")
+def test_off_policy_kl_carries_the_policys_weight(
+    estimator: str, old: str, tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows = [dataclasses.replace(r, reference_logprobs=r.logprobs - 0.3, advantage=0.0) for r in make_rows(5)]
+    model = load_causal_model(tiny, "cpu")
+    total = 0.0
+    for row in rows:
+        (current,) = frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [1.0], 1024)
+        importance = np.exp(current.astype(np.float64) - row.logprobs)
+        weight = np.clip(importance, 0.8, 1.2) if old == "engine" else np.minimum(importance, 2.0)
+        difference = current.astype(np.float64) - row.reference_logprobs
+        total += (weight * (difference**2 / 2 if estimator == "k2" else np.exp(-difference) - 1 + difference)).sum()
+    config = kl_config(make_config, kl_estimator=estimator, old_logprobs=old)
+    outcome = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION)
+    expected = 0.5 * total / sum(len(row.response_ids) for row in rows)
+    assert outcome.metrics["loss/kl"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("updates", [1, 3])

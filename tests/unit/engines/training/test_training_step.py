@@ -16,6 +16,7 @@ from asyncrl.engines.training.torch import TorchTraining
 
 EPOCH, VERSION = 1, 5
 FROZEN = {"learning_rate": 0.0}
+AGGREGATIONS = ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant")
 
 
 def weights(engine: TorchTraining) -> dict[str, torch.Tensor]:
@@ -36,23 +37,7 @@ def gradients(config: Config, folder: Path, rows: list[TrainRow]) -> list[torch.
     return [found[parameter] for parameter in engine._trainer.optimizer.parameters]
 
 
-@pytest.fixture
-def on_policy(tiny: Path, make_rows: Callable) -> Callable[..., list[TrainRow]]:
-    """Rows whose recorded log-probs are the model's own."""
-
-    def make(count: int = 12, temperature: float = 1.0, **changes: object) -> list[TrainRow]:
-        rows = make_rows(count, temperature=temperature, **changes)
-        model = load_causal_model(tiny, "cpu")
-        prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
-        found = frozen_logprobs(model, prompts, responses, [temperature] * count, 1024)
-        return [dataclasses.replace(row, logprobs=values) for row, values in zip(rows, found, strict=True)]
-
-    return make
-
-
-@pytest.mark.parametrize(
-    "aggregation", ["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"]
-)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.trap("micro_batches")
 def test_gradients_do_not_depend_on_the_number_of_micro_batches(
     aggregation: str, tiny: Path, make_rows: Callable, make_config: Callable
@@ -135,33 +120,76 @@ def test_no_token_is_left_out_for_its_id(tiny: Path, make_rows: Callable, make_c
     assert outcome.metrics["tokens/trained"] == outcome.metrics["tokens/response"]
 
 
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.trap("truncated")
 def test_truncated_samples_leave_loss_and_denominator_when_asked(
-    masked: bool, tiny: Path, make_rows: Callable, make_config: Callable
+    masked: bool, aggregation: str, tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
-    rows = make_rows(6)
+    rows, average = make_rows(6), {"aggregation": aggregation}
     rows[2] = dataclasses.replace(rows[2], truncated=True)
-    outcome = run_step(TorchTraining(make_config(algorithm={"mask_truncated": masked}), tiny), rows, EPOCH, VERSION)
+    config = make_config(algorithm={"mask_truncated": masked, **average})
+    outcome = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION)
     kept = rows[:2] + rows[3:] if masked else rows
-    alone = run_step(TorchTraining(make_config(), tiny), kept, EPOCH, VERSION)
+    alone = run_step(TorchTraining(make_config(algorithm=average), tiny), kept, EPOCH, VERSION)
     assert outcome.metrics["loss/policy"] == pytest.approx(alone.metrics["loss/policy"], abs=1e-6)
     assert (outcome.metrics["mask/truncated_fraction"] > 0) == masked
     assert outcome.samples[2].reason == ("truncated" if masked else "")
     assert len(outcome.keys) == (5 if masked else 6)
 
 
-@pytest.mark.trap("masked_denominators")
-def test_masking_one_sample_leaves_the_gradients_of_the_others_unchanged(
+@pytest.mark.trap("truncated")
+def test_a_batch_of_answers_without_an_end_is_skipped_as_truncated(
     tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
-    rows = make_rows(6)
-    silent = [*rows[:5], dataclasses.replace(rows[5], advantage=0.0)]
-    stale = [*rows[:5], dataclasses.replace(rows[5], versions=rows[5].versions - 3)]
-    for first, second in zip(
-        gradients(make_config(), tiny, silent), gradients(make_config(), tiny, stale), strict=True
-    ):
+    rows = [dataclasses.replace(row, truncated=True) for row in make_rows(4)]
+    outcome = run_step(TorchTraining(make_config(algorithm={"mask_truncated": True}), tiny), rows, EPOCH, VERSION)
+    assert (outcome.updates, outcome.skipped, outcome.metrics["mask/stale_fraction"]) == (0, "truncated", 0)
+    assert {sample.reason for sample in outcome.samples} == {"truncated"}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.trap("masked_denominators")
+def test_masking_a_sample_or_its_head_leaves_the_gradients_of_the_others_unchanged(
+    aggregation: str, share: float, tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows, config = make_rows(6), make_config(algorithm={"aggregation": aggregation})
+    row = rows[5]
+    old = np.arange(len(row.versions)) < share * len(row.versions)
+    silent = [*rows[:5], dataclasses.replace(row, advantage=np.where(old, 0.0, row.advantage))]
+    stale = [*rows[:5], dataclasses.replace(row, versions=row.versions - 3 * old)]
+    for first, second in zip(gradients(config, tiny, silent), gradients(config, tiny, stale), strict=True):
         torch.testing.assert_close(first, second, atol=1e-7, rtol=1e-4)
+
+
+@pytest.mark.parametrize("divisor", [None, 100])
+@pytest.mark.trap("batch_length_divisor")
+def test_a_constant_divisor_is_that_of_the_config_whatever_the_batch(
+    divisor: int | None, tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows = make_rows(6)
+    sums = run_step(
+        TorchTraining(make_config(algorithm={"aggregation": "sequence_mean_token_sum"}), tiny), rows, EPOCH, VERSION
+    )
+    config = make_config(algorithm={"aggregation": "constant", "divisor": divisor})
+    outcome = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION)
+    tokens = divisor or config.generation.max_new_tokens
+    assert tokens > max(len(row.versions) for row in rows)
+    assert outcome.metrics["loss/policy"] == pytest.approx(sums.metrics["loss/policy"] / tokens, rel=1e-5)
+
+
+@pytest.mark.trap("engines_disagree")
+def test_what_engine_and_trainer_say_of_a_fresh_token_is_compared(
+    tiny: Path, on_policy: Callable, make_config: Callable
+) -> None:
+    rows = [dataclasses.replace(row, versions=np.full_like(row.versions, VERSION)) for row in on_policy(4)]
+    off = rows[1].logprobs + np.float32(0.25)
+    rows[1] = dataclasses.replace(rows[1], logprobs=off)
+    metrics = run_step(TorchTraining(make_config(), tiny), rows, EPOCH, VERSION).metrics
+    assert metrics["policy/logprob_difference_max"] == pytest.approx(0.25, abs=1e-4)
+    share = len(off) / sum(len(row.logprobs) for row in rows)
+    assert metrics["policy/kl_rollout_train"] == pytest.approx(0.25 * share, abs=1e-4)
 
 
 def ragged_versions(rows: list[TrainRow]) -> list[TrainRow]:
@@ -283,58 +311,6 @@ def test_recomputed_log_probs_are_those_at_the_start_of_the_step(
     assert outcome.metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert outcome.metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
     assert outcome.metrics["policy/weight_mean"] != pytest.approx(1, abs=1e-2)
-
-
-def kl_config(make_config: Callable, **algorithm: object) -> Config:
-    config: Config = make_config(algorithm={"kl": 0.5, **algorithm})
-    return config
-
-
-def test_kl_of_a_policy_with_itself_adds_nothing(tiny: Path, on_policy: Callable, make_config: Callable) -> None:
-    rows = [dataclasses.replace(row, reference_logprobs=row.logprobs) for row in on_policy(8)]
-    for algorithm in ({"kl_estimator": "k2"}, {"kl_estimator": "k3"}, {"kl_estimator": "k1", "kl_in": "reward"}):
-        outcome = run_step(TorchTraining(kl_config(make_config, **algorithm), tiny), rows, EPOCH, VERSION)
-        plain = run_step(TorchTraining(make_config(), tiny), rows, EPOCH, VERSION)
-        assert outcome.metrics["loss/kl"] == pytest.approx(0, abs=1e-9)
-        assert outcome.metrics["loss/policy"] == pytest.approx(plain.metrics["loss/policy"], abs=1e-5)
-
-
-@pytest.mark.trap("kl_gradient")
-def test_k1_in_the_reward_and_k2_in_the_loss_have_one_gradient_on_policy(
-    tiny: Path, on_policy: Callable, make_config: Callable
-) -> None:
-    draw = np.random.default_rng(0)
-    rows = [
-        dataclasses.replace(
-            row, reference_logprobs=(row.logprobs + draw.normal(0, 0.5, len(row.logprobs))).astype(np.float32)
-        )
-        for row in on_policy(8)
-    ]
-    in_reward = gradients(kl_config(make_config, kl_estimator="k1", kl_in="reward"), tiny, rows)
-    in_loss = gradients(kl_config(make_config, kl_estimator="k2"), tiny, rows)
-    for first, second in zip(in_reward, in_loss, strict=True):
-        torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-3)
-
-
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-@pytest.mark.parametrize("old", ["engine", "recomputed"])
-@pytest.mark.trap("kl_gradient")
-def test_off_policy_kl_carries_the_policys_weight(
-    estimator: str, old: str, tiny: Path, make_rows: Callable, make_config: Callable
-) -> None:
-    rows = [dataclasses.replace(r, reference_logprobs=r.logprobs - 0.3, advantage=0.0) for r in make_rows(5)]
-    model = load_causal_model(tiny, "cpu")
-    total = 0.0
-    for row in rows:
-        (current,) = frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [1.0], 1024)
-        importance = np.exp(current.astype(np.float64) - row.logprobs)
-        weight = np.clip(importance, 0.8, 1.2) if old == "engine" else np.minimum(importance, 2.0)
-        difference = current.astype(np.float64) - row.reference_logprobs
-        total += (weight * (difference**2 / 2 if estimator == "k2" else np.exp(-difference) - 1 + difference)).sum()
-    config = kl_config(make_config, kl_estimator=estimator, old_logprobs=old)
-    outcome = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION)
-    expected = 0.5 * total / sum(len(row.response_ids) for row in rows)
-    assert outcome.metrics["loss/kl"] == pytest.approx(expected, rel=1e-5)
 
 
 def outcome_and_weights(config: Config, folder: Path, rows: list[TrainRow]) -> tuple[StepOutcome, dict]:
