@@ -124,7 +124,7 @@ class Controller:
             mismatch=schedule.mismatch,
         )
         self.staleness = self._iterations.staleness
-        self._foresight = Foresight(fleet.training, self._books, lambda: self._iterations.running)
+        self._foresight = Foresight(fleet.training, self._books, lambda: self._iterations.cuts)
         self._stopping, self.over = False, False
         self._dead: deque[str] = deque(maxlen=REMEMBERED_DEAD)
 
@@ -284,16 +284,29 @@ class Controller:
             iteration = self._iterations.begin(picked)
             self._foresight.began()
             yield iteration
-            assert not self._iterations.running, "call gate.trained(report) in each iteration, `with iteration as cuts`"
+            if self._iterations.cuts is not None:
+                raise PageError("call gate.trained(report) in each iteration, `with iteration as cuts`")
             await self._between(self.version)
         self.over = True
+
+    def credit(self, cuts: Cuts, advantages: Sequence[float]) -> Cuts:
+        """The cuts of the running iteration with advantages of your own, one a row of `cuts.batch`, to train instead.
+        Journal and samples have these, too.
+
+        Raises PageError: other cuts, another number of advantages, or one that is not finite.
+        """
+        return self._iterations.credit(cuts, advantages)
 
     def trained(self, report: StepReport, *beside: ValueReport) -> None:
         """The trainer's report on the cuts of the running iteration, and the critics'; new weights are announced.
 
-        Raises PageError: no iteration runs.
+        Raises PageError: no iteration runs, or this is no report.
         """
-        if not self._iterations.running:
+        if not isinstance(report, StepReport):
+            raise PageError(
+                f"gate.trained got a {type(report).__name__}: hand it what `await fleet.training.step(cuts)` answered"
+            )
+        if self._iterations.cuts is None:
             raise PageError(
                 "gate.trained was called twice, or after its iteration had ended: call it once in each "
                 "`with iteration as cuts`"

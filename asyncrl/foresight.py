@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from asyncrl.books import Books
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost
+from asyncrl.page_checks import refuse_other_cuts
 from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
 from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.messages import Checkpointed, Health, Published, StepReport
@@ -18,14 +19,14 @@ Held = tuple[SampleName, ...]
 
 
 class Foresight:
-    """Foresees once in an iteration, as soon as enough samples are ready. running: whether an iteration runs.
+    """Foresees once in an iteration, as soon as enough samples are ready. cuts: of the one that runs, None without one.
 
     training: the trainer for a page, whose `step` sends no more than is needed.
     """
 
-    def __init__(self, training: Training, books: Books, running: Callable[[], bool]) -> None:
-        self.training: Training = ForeseeingTraining(training, self)
-        self._trainer, self._books, self._running = training, books, running
+    def __init__(self, training: Training, books: Books, cuts: Callable[[], Cuts | None]) -> None:
+        self.training: Training = ForeseeingTraining(training, self, cuts)
+        self._trainer, self._books, self._cuts = training, books, cuts
         self._changed = asyncio.Event()
         self._waiting = False
         self._held: Held = ()
@@ -45,7 +46,7 @@ class Foresight:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if self._waiting and self._running() and (rows := self._books.foreseen()):
+            if self._waiting and self._cuts() is not None and (rows := self._books.foreseen()):
                 self._waiting = False
                 await self._tell(BatchRef(tuple(rows)))
 
@@ -68,12 +69,14 @@ class Foresight:
 
 
 class ForeseeingTraining(Training):
-    """A trainer with a `step` that knows what was foreseen; all else is the trainer's own."""
+    """A trainer with a `step` that knows what was foreseen; all else is the trainer's own. running: its cuts."""
 
-    def __init__(self, trainer: Training, foresight: Foresight) -> None:
-        self._trainer, self._foresight = trainer, foresight
+    def __init__(self, trainer: Training, foresight: Foresight, running: Callable[[], Cuts | None]) -> None:
+        self._trainer, self._foresight, self._running = trainer, foresight, running
 
     async def step(self, cuts: Cuts) -> StepReport:
+        """Raises PageError: these are not the cuts of the iteration that runs, so no journal would know of them."""
+        refuse_other_cuts("fleet.training.step", cuts, self._running())
         if not self._foresight.known(cuts):
             return await self._trainer.step(cuts)
         try:

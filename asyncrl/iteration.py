@@ -1,16 +1,27 @@
 """Training iterations: from the samples that the gate picked to what the trainer made of them."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from asyncrl.books import Books
 from asyncrl.config import Mismatch
-from asyncrl.errors import DeadlineExceeded, FleetFailed, LostRows, NonFiniteLoss, OnlyTruncated, PeerLost, Refused
+from asyncrl.errors import (
+    DeadlineExceeded,
+    FleetFailed,
+    LostRows,
+    NonFiniteLoss,
+    OnlyTruncated,
+    PageError,
+    PeerLost,
+    Refused,
+)
 from asyncrl.events import PoliciesApart, StepBegan, StepDone, StepLost
 from asyncrl.mismatch import NO_BOUNDS, MismatchWatch
 from asyncrl.objectives.advantages import Advantages
+from asyncrl.page_checks import refuse_other_cuts
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import StepReport
 from asyncrl.staleness import Cut
@@ -80,8 +91,27 @@ class Iterations:
         self._fruitless: dict[str, list[Cuts]] = {}
 
     @property
-    def running(self) -> bool:
-        return self._running is not None
+    def cuts(self) -> Cuts | None:
+        """Of the iteration that runs."""
+        return None if self._running is None else self._running.cuts
+
+    def credit(self, cuts: Cuts, advantages: Sequence[float]) -> Cuts:
+        """The running cuts with other advantages, one a sample.
+
+        Raises:
+            PageError: these cuts are not those that run; another number of advantages, or one that is not finite.
+        """
+        refuse_other_cuts("gate.credit", cuts, self.cuts)
+        if len(advantages) != len(cuts.batch) or not all(map(math.isfinite, advantages)):
+            raise PageError(
+                f"gate.credit got {len(advantages)} advantages for {len(cuts.batch)} samples: write a finite number "
+                "for each row of `cuts.batch`"
+            )
+        assert self._running is not None, "it has cuts"
+        rows = zip(cuts.batch, advantages, strict=True)
+        credited = replace(cuts, batch=BatchRef(tuple(row.with_advantage(float(number)) for row, number in rows)))
+        self._running = replace(self._running, cuts=credited)
+        return credited
 
     def begin(self, picked: tuple[Cut, ...]) -> Iteration:
         """The picked samples with their advantages, sorted by (group, member)."""

@@ -1,11 +1,12 @@
 """What a page hands to the gate, checked before it counts: a mistake is named with the call to write instead."""
 
+import math
 from collections.abc import Container, Sequence, Sized
 from dataclasses import dataclass
 
 from asyncrl.errors import PageError
 from asyncrl.fleet import Fleet
-from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
+from asyncrl.protocols.batch import BatchRef, Cuts, RowRef, SampleName
 from asyncrl.protocols.messages import Score
 
 
@@ -21,6 +22,15 @@ LOGPROBS = Needed("reference_logprobs", "samples = gate.holds(await fleet.refere
 VALUES = Needed("values", "samples = gate.holds(samples.also_at(await fleet.critic.values(samples)))")
 COST_VALUES = Needed("cost_values", "samples = gate.holds(samples.also_at(await fleet.cost_critic.values(samples)))")
 SERVICES = {"reference": LOGPROBS, "critic": VALUES, "cost_critic": COST_VALUES}
+
+
+def refuse_other_cuts(function: str, cuts: Cuts, running: Cuts | None) -> None:
+    """Raises PageError unless these are the cuts of the iteration that runs."""
+    if cuts != running:
+        raise PageError(
+            f"{function} got other cuts than those of the iteration that runs: hand on `cuts` of `with iteration as "
+            "cuts`, or what `gate.credit(cuts, advantages)` made of them"
+        )
 
 
 class PageChecks:
@@ -58,6 +68,11 @@ class PageChecks:
         if len(samples) != len(each):
             what = "costs" if service == "cost" else "scores"
             raise PageError(f"gate.{function} got {len(samples)} samples and {len(each)} {what}")
+        for row, score in zip(samples, each, strict=True):
+            if score.reward is not None and not math.isfinite(score.reward):
+                raise PageError(
+                    f"gate.{function} got the {service} {score.reward} for sample {row.key}: one without has None"
+                )
 
     def dropping(self, reason: str) -> None:
         """Raises PageError without a reason, under which drops are counted."""

@@ -22,7 +22,6 @@ def _only_with(config: "Config") -> Iterator[Contradiction]:
     needs = (
         ("second_moment", a.second_moment, "loss", a.loss == "m2po", True),
         ("gate_temperatures", a.gate_temperatures, "loss", a.loss == "sapo", True),
-        ("constraint", None if a.constraint == "none" else a.constraint, "advantage", a.advantage == "gae", False),
         ("gamma", a.gamma, "advantage", a.advantage == "gae", True),
         ("gae_lambda", a.gae_lambda, "advantage", a.advantage == "gae", True),
         ("dual_clip", a.dual_clip, "loss", a.loss == "clip", False),
@@ -42,6 +41,23 @@ def _only_with(config: "Config") -> Iterator[Contradiction]:
             yield Contradiction(keys, f"{other} = {_written(getattr(a, other))} needs it: {advice}")
 
 
+def _without_effect(config: "Config") -> Iterator[Contradiction]:
+    """Values that were written and that nothing reads."""
+    a = config.algorithm
+    if a.correction == "none" and a.correction_level != "token":
+        yield Contradiction(
+            ("algorithm.correction_level", "algorithm.correction"),
+            "there is no correction of which it could be the level: remove it, or write correction = "
+            '"cap" or "mask" and old_logprobs = "recomputed"',
+        )
+    for name, section in (("reward", config.reward), ("cost", config.cost)):
+        if not section.model and section.weight != type(section).model_fields["weight"].default:
+            yield Contradiction(
+                (f"{name}.weight", f"{name}.model"),
+                "it is the weight of a model, and there is none: remove it; a function has a weight of its own",
+            )
+
+
 def _unread(preset: str, key: str, value: object, found: str) -> str:
     """Why a value that nothing reads is a mistake; one that only the preset brings cannot be removed."""
     if PRESETS[preset].parts.get(key) != value:
@@ -59,10 +75,12 @@ def _written(value: object) -> str:
 def _counted_twice(config: "Config") -> Iterator[Contradiction]:
     a = config.algorithm
     if a.old_logprobs == "engine" and (a.correction != "none" or a.weight_cap is not None):
+        brought = "correction" in PRESETS[a.preset].parts
+        without = 'write correction = "none"' if brought else "remove correction and weight_cap"
         yield Contradiction(
             ("algorithm.correction", "algorithm.weight_cap", "algorithm.old_logprobs"),
             'with "engine" the ratio in the loss is current / behaviour already; a weight beside it would count the '
-            'staleness twice: remove correction and weight_cap, or write old_logprobs = "recomputed"',
+            f'staleness twice: {without}, or write old_logprobs = "recomputed"',
         )
     if a.loss == "m2po" and a.old_logprobs != "engine":
         yield Contradiction(
@@ -109,13 +127,16 @@ def _bounds(config: "Config") -> Iterator[Contradiction]:
 
 
 def _bounds_of_another_loss(config: "Config") -> Iterator[Contradiction]:
-    """A preset's bounds are in the unit of its own loss: of tokens, of rows, of logarithms."""
+    """Bounds that nobody wrote are in the unit of the preset's own loss: of tokens, of rows, of logarithms."""
     a, parts = config.algorithm, PRESETS[config.algorithm.preset].parts
-    kept = [key for key in ("clip_low", "clip_high") if key in parts and parts[key] == getattr(a, key)]
-    if kept and a.loss != parts["loss"] and a.loss not in WITHOUT_BOUNDS:
+    if a.loss in (parts["loss"], *WITHOUT_BOUNDS):
+        return
+    brought = {key: parts.get(key, type(a).model_fields[key].default) for key in ("clip_low", "clip_high")}
+    unwritten = [key for key in brought if key in parts or key not in a.model_fields_set]
+    if kept := [key for key in unwritten if getattr(a, key) == brought[key]]:
         yield Contradiction(
             ("algorithm.preset", "algorithm.loss"),
-            f'preset = "{a.preset}" brings {" and ".join(f"{key} = {parts[key]:g}" for key in kept)}, meant for '
+            f'preset = "{a.preset}" brings {" and ".join(f"{key} = {brought[key]:g}" for key in kept)}, meant for '
             f'loss = "{parts["loss"]}"; with loss = "{a.loss}" write both bounds, or a preset of that loss',
         )
 
@@ -172,6 +193,13 @@ def _costs(config: "Config") -> Iterator[Contradiction]:
             yield Contradiction(
                 (*given, key), 'nothing reads it with constraint = "none"; remove it, or write preset = "safe_rlhf"'
             )
+        return
+    if a.advantage != "gae":
+        yield Contradiction(
+            (key, "algorithm.advantage"),
+            f'costs are held under their limit with what critics say, and advantage = "{a.advantage}" has none: write '
+            'preset = "safe_rlhf"',
+        )
         return
     if not config.cost.functions and not config.cost.model:
         yield Contradiction(
@@ -249,6 +277,7 @@ def _thresholds(config: "Config") -> Iterator[Contradiction]:
 
 ALGORITHM_RULES: tuple[Callable[["Config"], Iterator[Contradiction]], ...] = (
     _only_with,
+    _without_effect,
     _counted_twice,
     _bounds,
     _bounds_of_another_loss,

@@ -17,7 +17,8 @@ Schema = Mapping[str, Any]
 class Key:
     """One key, written `section.key` or, at the top level, `key`.
 
-    required: it has no default. many: its value is a list. text: its value is one string, taken as it is written.
+    required: it has no default. many: its value is a list. nullable: it may have no value. text: its value is one
+    string, taken as it is written.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Key:
     doc: str
     required: bool
     many: bool
+    nullable: bool
     text: bool
     switch: bool
 
@@ -59,14 +61,15 @@ def sections() -> tuple[str, ...]:
 
 
 def _key(name: str, schema: Schema, required: bool) -> Key:
-    kind = schema.get("type")
+    kind, kinds = schema.get("type"), [part.get("type") for part in schema.get("anyOf", [schema])]
     return Key(
         name=name,
         type=_type(schema),
         default=schema.get("default"),
         doc=" ".join(schema.get("description", "").split()),
         required=required,
-        many=kind == "array",
+        many="array" in kinds,
+        nullable="null" in kinds,
         text=kind == "string" and "enum" not in schema,
         switch=kind == "boolean",
     )
@@ -134,8 +137,9 @@ def advice(name: str, written: Callable[[str], str] = str) -> str:
     """What to write instead of the unknown key `name`. written: how a key is written where this one stands."""
     if translated := translate(name):
         ours, remark = translated
-        here = f"write {written(ours)}" if ours else "there is no such key here"
-        return f"{here} ({remark})" if remark else here
+        if not ours:
+            return remark
+        return f"write {written(ours)}" + (f" ({remark})" if remark else "")
     if name in sections():
         return f"{name} is a section: write {written(f'{name}.KEY')}"
     if near := closest_key(name):

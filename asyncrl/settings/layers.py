@@ -168,10 +168,12 @@ def _texts_layer(items: Sequence[tuple[str, list[str], str]], written: Written =
 
 
 def _from_texts(texts: list[str], key: Key) -> Any:
+    if key.nullable and len(texts) == 1 and texts[0].lower() == "none":
+        return None
     if key.many:
         return [item for text in texts for item in _items(text)]
     (text,) = texts
-    return None if text.lower() == "none" and "none" in key.type.split(" | ") else text
+    return text
 
 
 def _items(text: str) -> list[Any]:

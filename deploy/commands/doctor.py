@@ -55,6 +55,7 @@ def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
         return
     yield Check(target, "ok", f"{config.steps} steps of {config.task.prompts_per_step} prompts")
     yield from _part_checks(config)
+    yield from _page_checks(config)
     yield from _reward_checks(config)
     yield _workers_check(config)
     yield from device_checks(_devices(config))
@@ -88,6 +89,13 @@ def _part_checks(config: "Config") -> Iterator[Check]:
     for line in missing_parts(config):
         missing, _, install = line.partition("; run: ")
         yield Check("missing", "bad", missing, install)
+
+
+def _page_checks(config: "Config") -> Iterator[Check]:
+    from asyncrl.algorithms.choice import page_mistakes
+
+    for mistake in page_mistakes(config):
+        yield Check("page", "bad", mistake, "correct it, then ask again")
 
 
 def _reward_checks(config: "Config") -> Iterator[Check]:

@@ -15,9 +15,14 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         print(f"{USAGE}\n\n{__doc__}")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+    from asyncrl.algorithms.choice import page_mistakes
+    from asyncrl.errors import ConfigError
     from asyncrl.settings import load
 
-    print("\n".join(graph(load(arguments[0], arguments[1:]).config)))
+    config = load(arguments[0], arguments[1:]).config
+    if mistakes := page_mistakes(config):
+        raise ConfigError("\n".join(mistakes))
+    print("\n".join(graph(config)))
     return 0
 
 

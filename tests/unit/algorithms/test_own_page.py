@@ -216,7 +216,7 @@ async def never_trained(fleet: Fleet, gate: Controller) -> None:
         ({"roll_out": never_ready}, r"samples \(0, 1, 2, 3\) of group 0 were not handed to `gate\.ready`"),
         ({"train": stops_early}, "train of pages:MINE returned at version 1, before `gate.iterations"),
         ({"train": never_iterates}, "train of pages:MINE returned at version 0, before"),
-        ({"train": never_trained}, r"raised AssertionError: call gate\.trained\(report\) in each iteration"),
+        ({"train": never_trained}, r"train of pages:MINE: call gate\.trained\(report\) in each iteration"),
     ],
 )
 def test_what_a_page_leaves_undone_ends_the_run_instead_of_stalling_it(changed: Any, says: str) -> None:

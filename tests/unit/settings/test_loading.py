@@ -75,6 +75,27 @@ def test_a_number_reaches_a_union_as_a_number(loading: Loader) -> None:
     assert loading(GOOD, "--staleness.cut_at 3").config.staleness.cut_at == 3
 
 
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        ("--algorithm.correction none", "correction", "none"),
+        ("--algorithm.preset gspo --algorithm.correction none", "correction", "none"),
+        ("--algorithm.divisor none", "divisor", None),
+        ("--algorithm.gate_temperatures none", "gate_temperatures", None),
+        ("--algorithm.loss sapo --algorithm.gate_temperatures [1,2.5]", "gate_temperatures", (1.0, 2.5)),
+        (
+            "--algorithm.loss sapo --algorithm.gate_temperatures 1 --algorithm.gate_temperatures 2.5",
+            "gate_temperatures",
+            (1.0, 2.5),
+        ),
+    ],
+)
+def test_none_is_a_choice_or_no_value_and_lists_may_be_absent(
+    flags: str, key: str, value: object, loading: Loader
+) -> None:
+    assert getattr(loading(GOOD, flags).config.algorithm, key) == value
+
+
 def test_text_stays_as_it_was_typed(loading: Loader) -> None:
     assert loading(GOOD, "--task.prompts [x].jsonl --model.name none").config.model.name == "none"
 

@@ -106,6 +106,11 @@ def test_rewards_that_are_not_there(experiment: Path, capsys: pytest.CaptureFixt
     assert "did you mean exact_match?" in capsys.readouterr().out
 
 
+def test_a_page_that_is_not_there(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(experiment), "--algorithm.page", "nofile.py:PAGE"]) == 1
+    assert "nofile.py" in capsys.readouterr().out
+
+
 def test_what_was_asked_about_is_what_to_run(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", str(experiment), "--steps", "3"]) == 0
     assert capsys.readouterr().out.endswith(f"ready: {program()} run {experiment} --steps 3\n")

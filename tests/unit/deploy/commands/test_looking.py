@@ -131,6 +131,20 @@ def test_graph_shows_costs_and_a_reward_model(tmp_path: Path, capsys: pytest.Cap
     assert services["cost_critic"].startswith("cost_critic  (Critic: 1 x")
 
 
+@pytest.mark.parametrize(
+    ("page", "says"), [("nofile.py:PAGE", "nofile.py"), ("asyncrl.algorithms.ppo", 'write preset = "ppo"')]
+)
+def test_graph_refuses_a_page_that_would_not_run(
+    page: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(TOML)
+    assert cli.main(["graph", str(path), "--algorithm.page", page]) == 2
+    found = capsys.readouterr()
+    assert says in found.err
+    assert not found.out
+
+
 def test_graph_shows_the_page_and_the_parts_of_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(TOML)

@@ -1,0 +1,143 @@
+"""What a page of the user's own does with its batches: advantages of its own, and mistakes told with their line."""
+
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.algorithms import grpo
+from asyncrl.algorithms.own import blamed
+from asyncrl.controller import Controller, Page
+from asyncrl.errors import PageError
+from asyncrl.fleet import Fleet
+from asyncrl.protocols.batch import BatchRef, Cuts
+from asyncrl.protocols.messages import Score
+from asyncrl.records import Trained
+from asyncrl.rolling import Attempt
+from asyncrl.simulated import SimulatedTraining
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from scene import Scene
+
+
+async def roll_out(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+    await grpo.roll_out(fleet, gate, group)
+
+
+def credited(cuts: Cuts) -> list[float]:
+    return [10.0 * row.group + row.member for row in cuts.batch]
+
+
+async def credits(fleet: Fleet, gate: Controller) -> None:
+    async for iteration in gate.iterations():
+        with iteration as cuts:
+            own = gate.credit(cuts, credited(cuts))
+            gate.trained(await fleet.training.step(own))
+
+
+class Seeing(SimulatedTraining):
+    """Keeps the advantages that it trained with."""
+
+    seen: list[tuple[float | None, ...]]
+
+    async def step(self, cuts: Cuts) -> Any:
+        self.seen.append(tuple(row.advantage for row in cuts.batch))
+        return await super().step(cuts)
+
+
+def test_advantages_of_a_pages_own_are_trained_with_and_written_down() -> None:
+    scene = Scene()
+    before = scene.training
+    trainer = Seeing(before.cost, 2, [scene.generation], seed=0)
+    scene.training, trainer.seen = trainer, []
+    scene.page = blamed(Page(roll_out, credits), "pages:MINE")
+    scene.play()
+    trained = scene.records(Trained)
+    assert [record.advantages for record in trained] == trainer.seen
+    for record in trained:
+        rows = [(group, member) for group, members in sorted(record.cuts) for member in members]
+        assert list(record.advantages) == [10.0 * group + member for group, member in rows]
+
+
+async def replaces(fleet: Fleet, gate: Controller) -> None:
+    async for iteration in gate.iterations():
+        with iteration as cuts:
+            own = BatchRef(tuple(row.with_advantage(2.0) for row in cuts.batch))
+            gate.trained(await fleet.training.step(replace(cuts, batch=own)))
+
+
+async def trains_a_part(fleet: Fleet, gate: Controller) -> None:
+    async for iteration in gate.iterations():
+        with iteration as cuts:
+            gate.trained(await fleet.training.step(replace(cuts, batch=cuts.batch.take([0]))))
+
+
+async def trains_the_old(fleet: Fleet, gate: Controller) -> None:
+    async for iteration in gate.iterations():
+        with iteration as cuts:
+            gate.credit(cuts, credited(cuts))
+            gate.trained(await fleet.training.step(cuts))
+
+
+async def credits_too_few(fleet: Fleet, gate: Controller) -> None:
+    async for iteration in gate.iterations():
+        with iteration as cuts:
+            gate.credit(cuts, [1.0])
+
+
+async def credits_no_number(fleet: Fleet, gate: Controller) -> None:
+    async for iteration in gate.iterations():
+        with iteration as cuts:
+            gate.credit(cuts, [math.nan] * len(cuts.batch))
+
+
+async def tells_nothing(fleet: Fleet, gate: Controller) -> None:
+    async for iteration in gate.iterations():
+        with iteration as cuts:
+            await fleet.training.step(cuts)
+            gate.trained(None)  # type: ignore[arg-type]
+
+
+async def scores_no_number(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+    samples = BatchRef.join([finished async for finished in fleet.generation.generate(group.prompts)])
+    gate.generated(samples)
+    gate.ready(samples, [Score(math.nan, {})] * len(samples))
+
+
+OTHER_CUTS = "fleet.training.step got other cuts than those of the iteration that runs: hand on `cuts`"
+
+
+@pytest.mark.parametrize(
+    ("function", "changed", "line", "says"),
+    [
+        ("train", replaces, "step(", OTHER_CUTS),
+        ("train", trains_a_part, "step(", OTHER_CUTS),
+        ("train", trains_the_old, "step(", OTHER_CUTS),
+        ("train", credits_too_few, "credit(", "gate.credit got 1 advantages for 8 samples: write a finite number"),
+        ("train", credits_no_number, "credit(", "gate.credit got 8 advantages for 8 samples: write a finite number"),
+        ("train", tells_nothing, "trained(", "gate.trained got a NoneType: hand it what `await fleet.training.step("),
+        (
+            "roll_out",
+            scores_no_number,
+            "ready(",
+            "gate.ready got the reward nan for sample (0, 0): one without",
+        ),
+    ],
+)
+def test_what_would_not_be_what_the_journal_says_is_refused_with_its_line(
+    function: str, changed: Callable[..., Any], line: str, says: str
+) -> None:
+    scene = Scene()
+    scene.page = blamed(replace(Page(roll_out, grpo.train), **{function: changed}), "pages:MINE")
+    with pytest.raises(PageError) as caught:
+        scene.play()
+    lines, start = inspect.getsourcelines(changed)
+    number = start + next(number for number, text in enumerate(lines) if line in text)
+    assert str(caught.value).startswith(f"{function} of pages:MINE: {says}")
+    assert str(caught.value).endswith(f"({__file__}, line {number})")
+    assert scene.records(Trained) == []
