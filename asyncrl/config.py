@@ -38,7 +38,7 @@ class Task(Section):
     size: Positive = 1000
     """How many rows a procedural source makes."""
     max_prompt_tokens: Positive = 512
-    """A longer prompt is an error before the fleet starts."""
+    """A longer prompt is an error before anything is sampled."""
     pretrain: str = ""
     """Texts of algorithm.pretrain_coefficient, same forms as `prompts`: rows with a `text`, or with `prompt` and
     `answer`, of which the answer alone is learnt."""

@@ -1,17 +1,35 @@
 """Loading models, one at a time in a process: transformers patches global state of torch while it does."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from asyncrl.errors import ConfigError
 from asyncrl.model_files import HEADS, refuse_damaged
 
 _one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def _alone_and_silent() -> Iterator[None]:
+    """What transformers says of a head without weights, that it should be trained, is what becomes of it here."""
+    with _one_at_a_time:
+        verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()
 
 
 def load_pretrained(folder: Path, **options: Any) -> Any:
@@ -24,7 +42,7 @@ def load_pretrained(folder: Path, **options: Any) -> Any:
         ConfigError: files of it are not whole.
     """
     refuse_damaged(folder)
-    with _one_at_a_time:
+    with _alone_and_silent():
         return _in_memory(AutoModelForCausalLM.from_pretrained(folder, **options))
 
 
@@ -39,7 +57,7 @@ def load_pretrained_classifier(folder: Path, kind: Any, role: str, **options: An
     """
     refuse_damaged(folder)
     try:
-        with _one_at_a_time:
+        with _alone_and_silent():
             model, told = kind.from_pretrained(folder, output_loading_info=True, **options)
             _in_memory(model)
     except ValueError as error:

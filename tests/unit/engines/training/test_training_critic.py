@@ -11,10 +11,12 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from asyncrl.config import Config
-from asyncrl.engines.training.credit import credit_of
+from asyncrl.engines.training.credit import credit_of, with_credit
 from asyncrl.engines.training.critic import TorchCritic
 from asyncrl.engines.training.interface import TrainRow, run_step
 from asyncrl.engines.training.logprobs import frozen_logprobs
+from asyncrl.engines.training.masking import mask_rows
+from asyncrl.engines.training.ranks import Alone
 from asyncrl.engines.training.torch import TorchTraining
 from asyncrl.engines.training.value_step import ValueOutcome
 from asyncrl.errors import ConfigError
@@ -291,6 +293,29 @@ def test_the_policys_advantages_are_made_of_rewards_and_values(
     outcome = run_step(engine, rows, EPOCH, VERSION)
     assert outcome.metrics["loss/policy"] == pytest.approx(-(ratio * flat).mean(), rel=1e-4, abs=1e-6)
     assert outcome.metrics["loss/kl"] == 0
+
+
+@pytest.mark.trap("truncated")
+def test_answers_that_are_left_out_as_truncated_are_in_no_standardization(ppo: Callable, judged: Callable) -> None:
+    rows, algorithm = judged(), ppo(algorithm={"normalize_std": True}).algorithm
+
+    def credited(cut: int, reward: float) -> list[np.ndarray]:
+        batch = list(rows)
+        batch[cut] = dataclasses.replace(rows[cut], truncated=True, advantage=reward)
+        masked = mask_rows(batch, EPOCH, VERSION, 2, "mask", True)
+        found = with_credit(masked, algorithm, 0.0, Alone())
+        return [np.asarray(item.row.advantage) for item in found[:cut] + found[cut + 1 :]]
+
+    for first, second in zip(credited(2, 0.0), credited(2, 50.0), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize(("own", "rate"), [({}, 1e-2), ({"learning_rate": 3e-4}, 3e-4)])
+def test_a_critic_learns_ten_times_as_fast_unless_told_otherwise(
+    own: dict, rate: float, tiny: Path, make_config: Callable
+) -> None:
+    config = make_config(algorithm={"preset": "ppo"}, training={"learning_rate": 1e-3}, critic=own)
+    assert TorchCritic(config, tiny)._learner.optimizer.settings.learning_rate == pytest.approx(rate)
 
 
 def engine_logprobs(engine: TorchTraining, row: TrainRow) -> np.ndarray:

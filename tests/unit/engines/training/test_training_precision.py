@@ -52,6 +52,23 @@ def test_dropout_is_off_in_reference_and_critic(make_model: Callable, make_rows:
     assert torch.equal(*values)
 
 
+def test_a_new_head_is_loaded_without_a_word(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_value_model(tiny, "cpu")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_values_are_not_rounded_to_bfloat16(tiny: Path, make_rows: Callable) -> None:
+    """Near scores would be equal, and their advantages 0."""
+    rows = make_rows(6)
+    critic = load_value_model(tiny, "cpu", "bfloat16")
+    padded = pad_rows([row.prompt_ids for row in rows], [row.response_ids for row in rows], [1.0] * 6, critic.device)
+    with torch.no_grad():
+        critic.head.weight.normal_()
+        values = critic.values(padded)
+    assert values.dtype == torch.float32
+    assert not torch.equal(values, values.bfloat16().float())
+
+
 def test_bfloat16_autocast_trains_close_to_float32(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
     rows = make_rows(10)
     exact = run_step(TorchTraining(make_config(), tiny), rows, EPOCH, VERSION)
