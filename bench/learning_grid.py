@@ -22,6 +22,8 @@ Values = Mapping[str, Any]
 Rewards = Mapping[str, float | None]
 """Final held-out reward by key of the case; None for a run that failed."""
 SYNCHRONOUS = 0
+COMPARED_WITH = "synchronous"
+"""What the row is called that others are compared with where a table has no limit 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,18 @@ class Table:
     controls: "Table | None" = None
 
     def cases(self) -> list[Case]:
-        """Its own and then those of its controls: task by task and seed by seed, both ends of a pair one after the
-        other, in an order that turns around with each seed."""
+        """The synchronous runs that rows are compared with where they have none, its own, and then those of its
+        controls: task by task and seed by seed, both ends of a pair one after the other, in an order that turns around
+        with each seed."""
+        alone = self.controls is None or SYNCHRONOUS in self.limits
+        pairs = [] if alone else list(product(self.tasks, self.seeds))
+        compared = [Case(task, COMPARED_WITH, SYNCHRONOUS, seed, self.base) for task, seed in pairs]
         own = [
             Case(task, row, limit, seed, self.rows[row])
             for task, seed, row in product(self.tasks, self.seeds, self.rows)
             for limit in self.limits[:: -1 if seed % 2 else 1]
         ]
-        return own + (self.controls.cases() if self.controls else [])
+        return compared + own + (self.controls.cases() if self.controls else [])
 
 
 @dataclass(frozen=True, slots=True)

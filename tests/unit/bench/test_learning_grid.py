@@ -95,8 +95,16 @@ def test_every_preset_is_in_the_grid() -> None:
 
 def test_controls_are_in_every_table_for_each_of_its_tasks() -> None:
     for table in GRID.tables:
-        controls = {(case.task, case.row) for case in table.cases() if case.row not in table.rows}
+        controls = {(case.task, case.row) for case in table.controls.cases()} if table.controls else set()
+        assert controls <= {(case.task, case.row) for case in table.cases()}
         assert controls == {(task, row) for task in table.tasks for row in ("learning rate 0", "shuffled advantages")}
+
+
+def test_what_rows_are_compared_with_is_run_for_every_pair() -> None:
+    for table in GRID.tables:
+        there = {case.key(GRID.defaults) for case in table.cases()}
+        wanted = [synchronous_of(case, table) for case in table.cases() if case.row in table.rows]
+        assert {case.key(GRID.defaults) for case in wanted} <= there
 
 
 def test_a_base_is_in_all_rows_and_controls_and_is_what_they_are_compared_with() -> None:
