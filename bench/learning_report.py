@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from asyncrl.bench.learning_grid import Case, Grid, Table
+from asyncrl.bench.learning_grid import Grid, Table
 from asyncrl.bench.learning_plots import plots
 from asyncrl.bench.learning_tables import (
     HEAD,
@@ -133,11 +133,11 @@ def _not_run(grid: Grid, results: Results) -> Iterator[str]:
     yield "\n## Not run yet\n"
     rows = []
     for name, cases in grid.parts(held_out(results)).items():
-        by_task: dict[str, list[Case]] = {}
+        by_task: dict[str, set[str]] = {}
         for case in cases:
-            by_task.setdefault(case.task, []).append(case)
+            by_task.setdefault(case.task, set()).add(case.key(grid.defaults))
         for task, of_task in by_task.items():
-            there = sum(case.key(grid.defaults) in results for case in of_task)
+            there = len(of_task & results.keys())
             if there < len(of_task):
                 rows.append((name, task, f"{there} of {len(of_task)}"))
     yield from _markdown(("table", "task", "runs that are there"), rows)
