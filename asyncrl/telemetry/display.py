@@ -21,6 +21,8 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("reward/mean", "reward", ".3f"),
     ("reward/std", "spread", ".3f"),
     ("cost/mean", "cost", ".3f"),
+    ("cost/multiplier", "multiplier", ".2g"),
+    ("critic/explained_variance", "explained", ".2f"),
     ("eval/reward/mean", "held out", ".3f"),
     ("perf/tokens_per_s", "trained tokens/s", ",.0f"),
     ("completions/length_mean", "length", ".1f"),

@@ -11,6 +11,7 @@ import pytest
 from asyncrl.books import NO_GREEDY, POISON
 from asyncrl.evaluation import Evaluation
 from asyncrl.telemetry.clock import STATES
+from asyncrl.telemetry.display import SHOWN
 from asyncrl.telemetry.metrics import FURTHER_METRICS, METRICS
 
 ROOT = Path(__file__).parents[3]
@@ -82,7 +83,7 @@ def test_reasons_of_drops_and_states_of_workers_are_documented() -> None:
     calls = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     drops = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in ("drop", "_drop_ready")]
     given = [ast.literal_eval(arg) for call in drops for arg in call.args if isinstance(arg, ast.Constant)]
-    reasons = {reason for reason in given if isinstance(reason, str)} | {POISON, NO_GREEDY, "not finite"}
+    reasons = {reason for reason in given if isinstance(reason, str)} | {POISON, NO_GREEDY, "not finite", "truncated"}
     told = PAGE[PAGE.index("Reasons why") :]
     assert {"stale", "unscorable", "no_baseline", "no_signal"} <= reasons
     assert {text for text in re.findall(r"`([\w ]+)`", told)} == reasons
@@ -92,3 +93,8 @@ def test_reasons_of_drops_and_states_of_workers_are_documented() -> None:
 def test_columns_of_evaluations_are_documented() -> None:
     documented = [line.split("`")[1] for line in EVALUATIONS.splitlines() if line.startswith("| `")]
     assert documented == ["epoch", *(field.name for field in fields(Evaluation))]
+
+
+def test_what_the_line_of_a_step_calls_a_metric_is_said() -> None:
+    page = " ".join(PAGE.split())
+    assert ", ".join(f"{label}: `{name}`" for name, label, _ in SHOWN) in page
