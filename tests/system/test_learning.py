@@ -59,7 +59,7 @@ def test_the_quickstart_learns_and_what_it_learned_holds_on_words_it_never_saw(m
     )
 
 
-PPO = ("--algorithm.preset", "ppo", "--critic.learning_rate", "1e-3", "--steps", "120")
+PPO = ("--algorithm.preset", "ppo", "--steps", "120")
 
 
 def test_with_a_critic_it_learns_as_well(model: Path, tmp_path: Path) -> None:
