@@ -141,4 +141,4 @@ async def test_at_limit_zero_the_fleet_equals_a_plain_loop_bit_for_bit(
         assert not different, f"step {step}: {different}"
         assert ours["staleness/max"] == 0
         assert missing_metrics(ours) == unknown_metrics(ours) == []
-    assert fleet[-1]["reward/mean"] != fleet[0]["reward/mean"]
+    assert len({line["reward/mean"] for line in fleet}) > 1
