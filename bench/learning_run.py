@@ -33,12 +33,12 @@ DECILES = 10
 class Outcome:
     """What is kept of a run.
 
-    held_out_before, held_out: mean reward of the held-out prompts by version 0 and by the last. cost: of the last, None
-    where nothing has a cost. seconds_to_goal,
-    steps_to_goal: until the mean reward of WINDOW steps reached the goal, None when it never did; seconds: of all
-    steps, the start of processes left out. trained_by_decile: share of the sampled tokens that trained, shortest
-    answers first, mean over steps. masked: share of a batch's tokens left out for their age. curve: (step, seconds,
-    reward). others: share of the machine that other programs used meanwhile.
+    held_out_before, held_out: mean reward of the held-out prompts by version 0 and by the last. cost: of the last,
+    None where nothing has a cost. seconds_to_goal, steps_to_goal: until the mean reward of WINDOW steps reached the
+    goal, None when it never did; seconds: of all steps, the start of processes left out. trained_by_decile: share
+    of the sampled tokens that trained, shortest answers first, mean over steps. masked: share of a batch's tokens
+    left out for their age. curve: (step, seconds, reward). others: share of the machine that other programs used
+    meanwhile.
     """
 
     steps: int

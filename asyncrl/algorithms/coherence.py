@@ -50,7 +50,8 @@ def _without_effect(config: "Config") -> Iterator[Contradiction]:
             "there is no correction of which it could be the level: remove it, or write correction = "
             '"cap" or "mask" and old_logprobs = "recomputed"',
         )
-    for name, section in (("reward", config.reward), ("cost", config.cost)):
+    judges = {"reward": config.reward} | ({"cost": config.cost} if a.constraint != "none" else {})
+    for name, section in judges.items():
         if not section.model and section.weight != type(section).model_fields["weight"].default:
             yield Contradiction(
                 (f"{name}.weight", f"{name}.model"),

@@ -121,6 +121,7 @@ def config(**sections: Any) -> Config:
         ({"algorithm": {"loss": "cispo", "clip_low": 1.0}}, 'brings clip_high = 0.2, meant for loss = "clip"'),
         ({"algorithm": {"correction_level": "sequence"}}, "no correction of which it could be the level"),
         ({"reward": {"functions": ["numeric"], "weight": 0}}, "the weight of a model, and there is none"),
+        ({"cost": {"weight": 0.5}}, r'error, cost\.weight, algorithm\.constraint: .*write preset = "safe_rlhf" \['),
         ({"algorithm": {"preset": "ppo", "loss": "gmpo"}}, 'write loss = "clip" or "gspo"'),
         ({"algorithm": {"preset": "ppo", "kl": 0.1, "kl_target": 0.1}}, "its coefficient is fixed: remove kl_target"),
         ({"critic": {"learning_rate": 1e-4}}, 'has no critic; remove it, or write preset = "ppo"'),
