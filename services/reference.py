@@ -46,7 +46,8 @@ class ReferenceService(Service, Reference):
         """On the compute thread."""
         config = self.context.config
         refuse_unusable("reference.device", config.reference.device)
-        return load_causal_model(self.context.model_dir, config.reference.device, config.training.precision)
+        folder, device = self.context.model_dir, config.reference.device
+        return load_causal_model(folder, device, config.training.precision, float32_head=config.model.float32_head)
 
     def _frozen(self, rows: Batch) -> list[NDArray[np.float32]]:
         """On the compute thread; one forward pass."""

@@ -120,6 +120,7 @@ def config(**sections: Any) -> Config:
         ({"algorithm": {"loss": "gspo"}}, 'clip_low = 0.2 and clip_high = 0.2, meant for loss = "clip"'),
         ({"algorithm": {"loss": "cispo", "clip_low": 1.0}}, 'brings clip_high = 0.2, meant for loss = "clip"'),
         ({"algorithm": {"correction_level": "sequence"}}, "no correction of which it could be the level"),
+        ({"model": {"name": "m", "float32_head": True}}, "all is computed in float32 already: remove float32_head"),
         ({"reward": {"functions": ["numeric"], "weight": 0}}, "the weight of a model, and there is none"),
         ({"cost": {"weight": 0.5}}, r'error, cost\.weight, algorithm\.constraint: .*write preset = "safe_rlhf" \['),
         ({"algorithm": {"preset": "ppo", "loss": "gmpo"}}, 'write loss = "clip" or "gspo"'),

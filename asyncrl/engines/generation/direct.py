@@ -162,6 +162,10 @@ class DirectForward:
 
     def logits(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
         """ids: int64 [tokens]. Logits [len(last), head rows] of the tokens numbered `last`."""
+        return self._head(self.states(ids, flat, last))
+
+    def states(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
+        """The same without the head: [len(last), width]."""
         sums = embedding(ids, self._embeddings)
         rotation = Rotation.of(self._rotary, sums, flat.positions)
         for layer in self._layers:
@@ -169,7 +173,7 @@ class DirectForward:
             if layer is self._layers[-1]:
                 sums, mixed = sums[last], mixed[last]
             layer.finish(sums, mixed)
-        return self._head(self._norm(sums))
+        return self._norm(sums)
 
 
 def _is_known(model: Any) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from asyncrl.engines.generation.attention import NAME, Chunks, FlatTokens, Padding
 from asyncrl.engines.generation.cache import Ints, KVCache
@@ -25,6 +26,21 @@ class Whole:
     tokens: Ints
 
 
+class Float32Head:
+    """An output layer that computes in float32, with a copy of its weights: `take` after each change of these."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = module
+        self.take()
+
+    def take(self) -> None:
+        bias = self._module.bias
+        self._weight, self._bias = self._module.weight.float(), None if bias is None else bias.float()
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return linear(states.float(), self._weight, self._bias)
+
+
 class FlatModel:
     """A causal LM whose attention is `flat_attention`. The model must be nobody else's: its config is changed.
     direct: its forward written out; None: its modules compute.
@@ -33,9 +49,19 @@ class FlatModel:
         model: a transformers causal LM in evaluation mode.
         vocabulary: ids from here on stand for no token (padding rows of the head) and get -inf.
         fixed: attend to all of a slot's chunks, so that no sequence's length changes another's shapes.
+        float32_head: logits are computed in float32, whatever the model's dtype.
     """
 
-    def __init__(self, model: Any, slots: int, limit: int, vocabulary: int, *, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        slots: int,
+        limit: int,
+        vocabulary: int,
+        *,
+        fixed: bool = False,
+        float32_head: bool = False,
+    ) -> None:
         self.model, self.slots = model, slots
         self.device: torch.device = model.device  # asking the model walks through its parameters
         self.dtype: torch.dtype = model.dtype
@@ -43,6 +69,12 @@ class FlatModel:
         self.cache = KVCache(slots, limit, fixed=fixed)
         model.set_attn_implementation(NAME)
         self.direct = DirectForward.of(model)
+        self._head = Float32Head(model.get_output_embeddings()) if float32_head else None
+
+    def weights_changed(self) -> None:
+        """After new values, or new tensors, for the model's parameters."""
+        if self._head is not None:
+            self._head.take()
 
     @torch.no_grad()
     def logits(self, tokens: Ints, positions: Ints, whole: Sequence[Whole] = ()) -> Tensor:
@@ -55,16 +87,27 @@ class FlatModel:
         flat = self._flat(positions, whole, lengths)
         ids = np.concatenate([tokens, *(sequence.tokens for sequence in whole)])
         last = np.concatenate([np.arange(len(tokens)), len(tokens) + np.cumsum(lengths, dtype=np.int64) - 1])
-        forward = self._by_modules if self.direct is None else self.direct.logits
-        logits = forward(self.tensor(ids), flat, self.tensor(last))
+        logits = self._logits(self.tensor(ids), flat, self.tensor(last))
         logits[:, self._vocabulary :] = -torch.inf
         return logits
 
-    def _by_modules(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
+    def _logits(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
+        if self._head is not None:
+            return self._head(self._states(ids, flat, last))
+        if self.direct is not None:
+            return self.direct.logits(ids, flat, last)
         logits: Tensor = self.model(
             input_ids=ids[None], position_ids=flat.positions[None], logits_to_keep=last, use_cache=False, flat=flat
         ).logits[0]
         return logits
+
+    def _states(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
+        if self.direct is not None:
+            return self.direct.states(ids, flat, last)
+        states: Tensor = self.model.base_model(
+            input_ids=ids[None], position_ids=flat.positions[None], use_cache=False, flat=flat
+        ).last_hidden_state
+        return states[0, last]
 
     def tensor(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device)

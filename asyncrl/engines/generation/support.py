@@ -6,12 +6,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncrl.engines.generation.cache import Ints
 from asyncrl.engines.generation.forward import NOTHING, FlatModel, Whole
 from asyncrl.engines.loading import load_pretrained
 from asyncrl.errors import ConfigError
 
+PROBE_TEXT = "The ferry left the harbour at seven, carrying three goats and a piano to the island"
+"""Over special tokens, which it has never seen in a row, two right forwards of SmolLM2-135M in bfloat16 differ by 2.7
+nats in the mean; over a sentence by 0.07, and wrong ones by 0.7 and more."""
 PROBE_TOKENS, PROBE_WHOLE = 12, 8  # few enough to cost nothing, more than one single step
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # far over rounding, far under a wrong mask
+PROBE_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.2}  # nats, mean: far over rounding, far under a wrong mask
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Any:
@@ -41,15 +45,24 @@ def refuse_unsupported(config: Any) -> None:
         raise _unsupported(name, "it biases attention by distance (ALiBi)")
 
 
-def probe_logprobs(model: Any) -> torch.Tensor:
-    """Log-probabilities of the model's own forward over a few tokens, before its attention is replaced."""
+def probe_ids(tokenizer: Any) -> Ints:
+    """The first tokens of a sentence; where they are few different ones, as in a vocabulary of letters alone, the first
+    of the vocabulary."""
+    ids = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][:PROBE_TOKENS]
+    if len(set(ids)) < PROBE_TOKENS // 2:
+        return np.arange(PROBE_TOKENS, dtype=np.int64) % len(tokenizer)
+    return np.resize(np.array(ids, np.int64), PROBE_TOKENS)
+
+
+def probe_logprobs(model: Any, ids: Ints) -> torch.Tensor:
+    """Log-probabilities of the model's own forward over `ids` of `probe_ids`, before its attention is replaced."""
     with torch.no_grad():
-        ids = torch.arange(PROBE_TOKENS, device=model.device) % model.config.vocab_size
-        logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0, PROBE_WHOLE - 1 :]
+        tokens = torch.from_numpy(ids).to(model.device)
+        logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0, PROBE_WHOLE - 1 :]
     return logits.float().log_softmax(-1)
 
 
-def verify(flat: FlatModel, expected: torch.Tensor) -> None:
+def verify(flat: FlatModel, ids: Ints, expected: torch.Tensor) -> None:
     """Compare `expected` (probe_logprobs) with the flat forward, whole and token by token: what no setting tells. A
     forward that is written out and differs gives way to the model's own.
 
@@ -57,24 +70,23 @@ def verify(flat: FlatModel, expected: torch.Tensor) -> None:
         ConfigError: that one differs too, by more than rounding does.
     """
     tolerance = PROBE_TOLERANCE[flat.dtype]
-    found = _spread(flat, expected)
+    found = _spread(flat, ids, expected)
     if not found <= tolerance and flat.direct is not None:
         flat.direct = None
-        found = _spread(flat, expected)
+        found = _spread(flat, ids, expected)
     if not found <= tolerance:
         reason = f"its logits differ by {found:.2g} from transformers' own forward, so its attention is not plain"
         raise _unsupported(flat.model.config.model_type, reason)
 
 
-def _spread(flat: FlatModel, expected: torch.Tensor) -> float:
-    """Largest difference of log-probabilities, common offsets aside."""
-    ids = np.arange(PROBE_TOKENS, dtype=np.int64) % flat.model.config.vocab_size
+def _spread(flat: FlatModel, ids: Ints, expected: torch.Tensor) -> float:
+    """Mean absolute difference of log-probabilities, common offsets aside; nats."""
     found = [flat.logits(NOTHING, NOTHING, [Whole(0, ids[:PROBE_WHOLE])])]
     for position in range(PROBE_WHOLE, PROBE_TOKENS):
         found.append(flat.logits(ids[position : position + 1], np.array([position])))
     real = torch.isfinite(found[0][0])
     difference = (torch.cat(found).float()[:, real] - expected[:, real]).float()
-    return float((difference - difference.mean(-1, keepdim=True)).abs().max())
+    return float((difference - difference.mean(-1, keepdim=True)).abs().mean())
 
 
 def _unsupported(name: str, reason: str) -> ConfigError:

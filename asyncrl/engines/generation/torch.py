@@ -27,7 +27,7 @@ from asyncrl.engines.generation.forward import NOTHING, FlatModel, Whole
 from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, Finish, Key, Request
 from asyncrl.engines.generation.running import RunningTable
 from asyncrl.engines.generation.sampling import sample
-from asyncrl.engines.generation.support import load_model, probe_logprobs, verify
+from asyncrl.engines.generation.support import load_model, probe_ids, probe_logprobs, verify
 from asyncrl.engines.generation.text import Texts, end_ids
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.weights.spec import DTYPES, WeightsSpec, spec_of
@@ -47,6 +47,7 @@ class EngineSettings:
     kv: Literal["keep", "recompute"] = "keep"
     deterministic: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
+    float32_head: bool = False
     device: str = "cpu"
 
     @classmethod
@@ -60,6 +61,7 @@ class EngineSettings:
             kv=generation.kv,
             deterministic=generation.deterministic,
             dtype=config.model.dtype,
+            float32_head=config.model.float32_head,
             device=generation.device,
         )
 
@@ -78,12 +80,13 @@ class TorchEngine:
     def __init__(self, folder: Path, settings: EngineSettings, version: int = NO_WEIGHTS) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = load_model(folder, DTYPES[settings.dtype], settings.device)
-        expected = probe_logprobs(model)
+        probed = probe_ids(tokenizer)
+        expected = probe_logprobs(model, probed)
         fixed = settings.deterministic
         slots = max(settings.slots, FIXED_ROWS) if fixed else settings.slots
         limit = settings.max_prompt_tokens + settings.max_new_tokens
-        self._flat = FlatModel(model, slots, limit, len(tokenizer), fixed=fixed)
-        verify(self._flat, expected)
+        self._flat = FlatModel(model, slots, limit, len(tokenizer), fixed=fixed, float32_head=settings.float32_head)
+        verify(self._flat, probed, expected)
         self._settings = settings
         self._texts = Texts(tokenizer, settings.stop)
         self._end_ids = end_ids(model.generation_config, tokenizer)
@@ -150,6 +153,7 @@ class TorchEngine:
                     parameter.data = tensors[name]
                 else:
                     parameter.copy_(tensors[name])
+            self._flat.weights_changed()
         self.version = version
         if self._settings.kv == "recompute":
             self._table.cached[:] = False

@@ -45,12 +45,16 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CausalModel(LoadedModel):
-    """vocabulary: ids the tokenizer knows; the head's rows beyond it have probability zero."""
+    """vocabulary: ids the tokenizer knows; the head's rows beyond it have probability zero. float32_head: it computes
+    in float32 whatever the body does."""
 
     vocabulary: int
+    float32_head: bool = False
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[tokens, width] -> float32 [tokens, vocabulary]."""
+        if self.float32_head:
+            return self.head(hidden.float())[..., : self.vocabulary]
         with self._autocast():
             return self.head(hidden)[..., : self.vocabulary].float()
 
@@ -72,11 +76,13 @@ class ValueModel(LoadedModel):
         return self.head(self.hidden(ids).flatten(0, 1)[positions].float()).squeeze(-1)
 
 
-def load_causal_model(folder: Path, device: str, precision: Literal["float32", "bfloat16"] = "float32") -> CausalModel:
+def load_causal_model(
+    folder: Path, device: str, precision: Literal["float32", "bfloat16"] = "float32", *, float32_head: bool = False
+) -> CausalModel:
     """Load from a folder in the layout of `save_pretrained`: float32 weights, no dropout anywhere.
 
-    precision: of the computation; bfloat16 is autocast over the float32 weights. Raises ConfigError for a model
-    whose logits are not its output layer applied to its last hidden states.
+    precision: of the computation; bfloat16 is autocast over the float32 weights, without the head if `float32_head`.
+    Raises ConfigError for a model whose logits are not its output layer applied to its last hidden states.
     """
     config = AutoConfig.from_pretrained(folder)
     whole = load_pretrained(
@@ -89,6 +95,7 @@ def load_causal_model(folder: Path, device: str, precision: Literal["float32", "
         body=whole.base_model,
         head=whole.get_output_embeddings(),
         vocabulary=known,
+        float32_head=float32_head,
         source_config=config,
         tokenizer=tokenizer,
         device=torch.device(device),

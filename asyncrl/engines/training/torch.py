@@ -29,7 +29,8 @@ class TorchTraining:
             TaskError: a text has not the columns it should have.
         """
         settings, ranks = config.training, ranks or Alone()
-        model = load_causal_model(folder, own_device(settings.device, ranks.rank, ranks.size), settings.precision)
+        device = own_device(settings.device, ranks.rank, ranks.size)
+        model = load_causal_model(folder, device, settings.precision, float32_head=config.model.float32_head)
         model.whole.train()
         if settings.gradient_checkpointing:
             checkpoint_activations(model.whole)

@@ -84,6 +84,13 @@ async def trains_the_old(fleet: Fleet, gate: Controller) -> None:
             gate.trained(await fleet.training.step(cuts))
 
 
+async def credits_a_part(fleet: Fleet, gate: Controller) -> None:
+    async for iteration in gate.iterations():
+        with iteration as cuts:
+            own = gate.credit(replace(cuts, batch=cuts.batch.take([0])), [1.0])
+            gate.trained(await fleet.training.step(own))
+
+
 async def credits_too_few(fleet: Fleet, gate: Controller) -> None:
     async for iteration in gate.iterations():
         with iteration as cuts:
@@ -118,6 +125,7 @@ OTHER_CUTS = "fleet.training.step got other cuts than those of the iteration tha
         ("train", replaces, "step(", OTHER_CUTS),
         ("train", trains_a_part, "step(", OTHER_CUTS),
         ("train", trains_the_old, "step(", OTHER_CUTS),
+        ("train", credits_a_part, "credit(", "gate.credit got other cuts than those of the iteration that runs"),
         ("train", credits_too_few, "credit(", "gate.credit got 1 advantages for 8 samples: write a finite number"),
         ("train", credits_no_number, "credit(", "gate.credit got 8 advantages for 8 samples: write a finite number"),
         ("train", tells_nothing, "trained(", "gate.trained got a NoneType: hand it what `await fleet.training.step("),

@@ -60,6 +60,9 @@ def test_a_model_folder_tells_its_shape(tmp_path: Path) -> None:
 def test_needs_grow_with_what_causes_them() -> None:
     assert need("generation", generation={"slots": 64}) > need("generation", generation={"slots": 32})
     assert need("generation", generation={"replicas": 2}) == 2 * need("generation")
+    rounded = {"name": "m", "dtype": "bfloat16"}
+    head = need("generation", model={**rounded, "float32_head": True}) - need("generation", model=rounded)
+    assert head == 49152 * 576 * 4
     assert need("training", training={"gradient_checkpointing": True}) < need("training")
     assert need("training") > SMOLLM2.parameters * 16
     names = [each.name for each in needs(config(algorithm={"kl": 0.1}, evaluate={"prompts": "h"}), SMOLLM2)]

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ Drain = Callable[..., dict[Any, Completion]]
 MakeRequests = Callable[..., list[Request]]
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "smollm2"]
 KNOWN, ENDS = 261, (2, 3)
+NOTHING_ELSE: Mapping[str, Any] = {}
 SHAPE = {"slots": 8, "max_prompt_tokens": 40, "max_new_tokens": 24}
 
 
@@ -35,9 +36,11 @@ def train_row(done: Completion) -> TrainRow:
     return TrainRow(group, member, attempt, 0, prompt, tokens, done.logprobs, versions, 1.0, temperature=temperature)
 
 
-def trained_on(folder: Path, done: dict[Any, Completion]) -> dict[str, float]:
-    """Metrics of a step on these samples by the weights that sampled them."""
-    config = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, "steps": 2})
+def trained_on(folder: Path, done: dict[Any, Completion], model: Mapping[str, Any] = NOTHING_ELSE) -> dict[str, float]:
+    """Metrics of a step on these samples by the weights that sampled them; in bfloat16 if that is the model's dtype."""
+    training = {"precision": model.get("dtype", "float32")}
+    given = {"model": {"name": "m", **model}, "training": training, "task": {"prompts": "p"}, "steps": 2}
+    config = Config.model_validate(given)
     return run_step(TorchTraining(config, folder), [train_row(done[key]) for key in sorted(done)], 0, 0).metrics
 
 
@@ -60,6 +63,36 @@ def test_the_ratio_of_what_the_engine_has_just_sampled_is_one(
     assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-4)
     assert metrics["policy/logprob_difference_max"] < 5e-5
     assert metrics["mismatch/kl"] < 1e-8
+
+
+@pytest.mark.trap("engines_disagree")
+def test_with_a_float32_head_engine_and_trainer_in_bfloat16_agree_better(
+    model_folder: Callable[[str], Path], requests: MakeRequests, drain: Drain
+) -> None:
+    folder, kl = model_folder("llama-tied"), {}
+    for exact in (False, True):
+        done = drain(engine(folder, dtype="bfloat16", float32_head=exact), requests(24))
+        metrics = trained_on(folder, done, {"dtype": "bfloat16", "float32_head": exact})
+        kl[exact] = metrics["mismatch/kl"]
+    assert 0 < kl[True] < 0.8 * kl[False]
+
+
+def test_new_weights_are_those_of_a_float32_head_too(
+    model_folder: Callable[[str], Path], requests: MakeRequests, drain: Drain
+) -> None:
+    """Whether they are copied or shared."""
+    for share in (False, True):
+        changed = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.bfloat16)
+        with torch.no_grad():
+            changed.get_output_embeddings().weight.mul_(-1)
+        weights = dict(changed.named_parameters(remove_duplicate=False))
+        late = engine(model_folder("llama"), dtype="bfloat16", float32_head=True)
+        late.load(weights, 0, share=share)
+        plain = engine(model_folder("llama"), dtype="bfloat16")
+        plain.load(weights, 0, share=share)
+        done, expected = drain(late, requests(6)), drain(plain, requests(6))
+        same = [np.array_equal(done[key].tokens, expected[key].tokens) for key in done]
+        assert np.mean(same) > 0.5, "rounding may change a draw, a head of other weights changes all"
 
 
 @pytest.fixture(params=["llama", "llama-tied"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ import torch
 from asyncrl.engines.generation import direct
 from asyncrl.engines.generation.forward import NOTHING, FlatModel, Whole
 from asyncrl.engines.generation.interface import Completion, Request
-from asyncrl.engines.generation.support import load_model, probe_logprobs, verify
+from asyncrl.engines.generation.support import PROBE_TOKENS, load_model, probe_logprobs, verify
 from asyncrl.engines.generation.torch import TorchEngine
 
 ModelFolder = Callable[[str], Path]
 WRITTEN_OUT = ["llama", "llama-tied", "llama-biased", "llama-scaled", "mistral", "qwen2", "qwen3", "smollm2"]
 PROMPTS = (7, 1, 30)
+PROBED = np.arange(PROBE_TOKENS)
 
 
 def steps(flat: FlatModel) -> torch.Tensor:
@@ -47,6 +49,43 @@ def test_bfloat16_is_as_near_to_float32_as_the_modules_are(model_folder: ModelFo
     assert ours < 1.3 * (steps(flat)[:, :261] - exact).abs().mean()
 
 
+@pytest.mark.trap("engines_disagree")
+@pytest.mark.parametrize("family", ["llama", "llama-gelu", "qwen2"])
+def test_a_float32_head_multiplies_the_rounded_states_with_the_rounded_weights_and_rounds_no_more(
+    model_folder: ModelFolder, family: str
+) -> None:
+    """By the written out forward and by the modules; a head with a bias, too; after new weights, with these."""
+    model = load_model(model_folder(family), torch.bfloat16, "cpu")
+    model.get_output_embeddings().bias = torch.nn.Parameter(torch.randn(288).bfloat16())
+    flat = FlatModel(model, 4, 64, 261, float32_head=True)
+    assert (flat.direct is None) == (family == "llama-gelu")
+    ids = np.arange(5, 25)
+    for _ in range(2):
+        found = flat.logits(NOTHING, NOTHING, [Whole(0, ids)])[0, :261]
+        weight, bias = model.get_output_embeddings().weight.double(), model.get_output_embeddings().bias.double()
+        states = last_states(flat, ids)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), (states @ weight.T + bias)[:261], atol=1e-4, rtol=1e-5)
+        assert not torch.equal(found, found.bfloat16().float())
+        model.get_output_embeddings().weight.data = torch.randn_like(model.get_output_embeddings().weight)
+        flat.weights_changed()
+
+
+def last_states(flat: FlatModel, ids: np.ndarray) -> torch.Tensor:
+    """float64 [width]: what a head sees of the last token."""
+    seen: list[torch.Tensor] = []
+    given = FlatModel._states
+
+    def states(self: FlatModel, *arguments: Any) -> torch.Tensor:
+        seen.append(given(self, *arguments))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatModel, "_states", states)
+        flat.logits(NOTHING, NOTHING, [Whole(0, ids)])
+    return seen[0][0].double()
+
+
 def test_a_layer_of_another_kind_is_left_to_the_modules(model_folder: ModelFolder) -> None:
     class Doubled(torch.nn.Linear):
         def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -62,12 +101,12 @@ def test_a_layer_of_another_kind_is_left_to_the_modules(model_folder: ModelFolde
 def test_one_that_differs_gives_way(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a later version of transformers changes what a model computes."""
     model = load_model(model_folder("llama"), torch.float32, "cpu")
-    expected = probe_logprobs(model)
+    expected = probe_logprobs(model, PROBED)
     flat = FlatModel(model, 2, 32, 261)
-    verify(flat, expected)
+    verify(flat, PROBED, expected)
     assert flat.direct is not None
     monkeypatch.setattr(direct.Rotation, "__call__", lambda self, states: states)
-    verify(flat, expected)
+    verify(flat, PROBED, expected)
     assert flat.direct is None
 
 

@@ -4,13 +4,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen2Config
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from asyncrl.engines.generation.attention import flat_attention
 from asyncrl.engines.generation.forward import FlatModel
-from asyncrl.engines.generation.support import load_model, probe_logprobs, refuse_unsupported, verify
+from asyncrl.engines.generation.support import (
+    PROBE_TEXT,
+    PROBE_TOKENS,
+    load_model,
+    probe_ids,
+    probe_logprobs,
+    refuse_unsupported,
+    verify,
+)
 from asyncrl.errors import ConfigError
 
 SMALL: dict[str, Any] = {
@@ -42,12 +59,28 @@ def test_plain_kinds_pass() -> None:
 
 
 def test_what_no_setting_tells_is_found_by_comparing(model_folder: Callable[[str], Path]) -> None:
-    model = load_model(model_folder("llama"), torch.float32, "cpu")
-    expected = probe_logprobs(model)
-    verify(FlatModel(model, 2, 32, 261), expected)
-    model.model.layers[1].self_attn.scaling *= 3
-    with pytest.raises(ConfigError, match="differ by"):
-        verify(FlatModel(model, 2, 32, 261), expected)
+    """In either dtype, by the measure of its rounding."""
+    ids = probe_ids(AutoTokenizer.from_pretrained(model_folder("llama")))
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_model(model_folder("llama"), dtype, "cpu")
+        expected = probe_logprobs(model, ids)
+        verify(FlatModel(model, 2, 32, 261), ids, expected)
+        for layer in model.model.layers:
+            layer.self_attn.scaling *= 3
+        with pytest.raises(ConfigError, match="differ by"):
+            verify(FlatModel(model, 2, 32, 261), ids, expected)
+
+
+def test_a_sentence_is_looked_at_and_where_there_are_no_words_different_tokens(
+    model_folder: Callable[[str], Path],
+) -> None:
+    """Over equal tokens any attention gives the same; special tokens in a row are none that a model has learnt."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("llama"))
+    assert tokenizer.decode(probe_ids(tokenizer)) == PROBE_TEXT[:PROBE_TOKENS]
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"?": 0, **{f"w{i}": i for i in range(1, 9)}}, unk_token="?"))
+    )
+    assert list(probe_ids(words)) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]
 
 
 def test_other_plain_families_run_too() -> None:
@@ -55,8 +88,9 @@ def test_other_plain_families_run_too() -> None:
     shape = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
     model = AutoModelForCausalLM.from_config(shape).eval()
     refuse_unsupported(model.config)
-    expected = probe_logprobs(model)
-    verify(FlatModel(model, 2, 32, 64), expected)
+    ids = np.arange(PROBE_TOKENS)
+    expected = probe_logprobs(model, ids)
+    verify(FlatModel(model, 2, 32, 64), ids, expected)
 
 
 def test_attention_names_what_it_does_not_do() -> None:

@@ -69,6 +69,26 @@ def test_values_are_not_rounded_to_bfloat16(tiny: Path, make_rows: Callable) -> 
     assert not torch.equal(values, values.bfloat16().float())
 
 
+@pytest.mark.trap("engines_disagree")
+def test_a_float32_head_rounds_no_logit_and_passes_its_gradient(tiny: Path) -> None:
+    model = load_causal_model(tiny, "cpu", "bfloat16", float32_head=True)
+    states = torch.randn(7, 32).bfloat16().requires_grad_()
+    logits = model.logits(states)
+    expected = states.detach().double() @ model.head.weight.double().T
+    torch.testing.assert_close(logits.double(), expected[:, : model.vocabulary], atol=1e-5, rtol=1e-5)
+    logits.square().sum().backward()
+    assert states.grad is not None
+    assert model.head.weight.grad.dtype == torch.float32
+    rough = load_causal_model(tiny, "cpu", "bfloat16").logits(states)
+    assert torch.equal(rough, rough.bfloat16().float()), "without it, logits are rounded"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_trainer_takes_its_head_from_the_config(tiny: Path, make_config: Callable, exact: bool) -> None:
+    config = make_config(model={"name": "tiny", "float32_head": exact}, training={"precision": "bfloat16"})
+    assert TorchTraining(config, tiny)._trainer.model.float32_head is exact
+
+
 def test_bfloat16_autocast_trains_close_to_float32(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
     rows = make_rows(10)
     exact = run_step(TorchTraining(make_config(), tiny), rows, EPOCH, VERSION)
