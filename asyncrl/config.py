@@ -253,7 +253,7 @@ class Algorithm(Section):
 
 
 class Mismatch(Section):
-    """Bounds of what lies between the policy that sampled and the one that trains."""
+    """Bounds of what lies between the policy that sampled and the one that trains, and between the two engines."""
 
     warn_kl: PositiveFloat | None = None
     """Print a warning when `mismatch/kl` of a step is larger; nats per token."""
@@ -263,6 +263,10 @@ class Mismatch(Section):
     """Print a warning when `mismatch/ess`, the effective share of tokens, is smaller."""
     stop_ess: Annotated[float, Field(gt=0, le=1)] | None = None
     """End the run when it is smaller."""
+    warn_canary: PositiveFloat | None = 1.0
+    """Print a warning when `mismatch/canary`, what engine and trainer make of the same weights, is larger; nats."""
+    stop_canary: PositiveFloat | None = None
+    """End the run when it is larger."""
 
 
 class Staleness(Section):

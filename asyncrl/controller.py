@@ -18,7 +18,7 @@ from typing import Literal, Self
 from asyncrl.books import Books, lies_at
 from asyncrl.config import Config, Mismatch
 from asyncrl.errors import PageError, first
-from asyncrl.events import DroppedByPage, Observe
+from asyncrl.events import DroppedByPage, Event, Observe, WeightsHandedOver
 from asyncrl.fleet import Fleet
 from asyncrl.foresight import Foresight
 from asyncrl.groups import IN_FLIGHT, OPEN
@@ -114,7 +114,7 @@ class Controller:
         self._books = Books(gate, journal, observe, self._notices.release, self._move)
         self._checks, self._observe = PageChecks(fleet), observe
         self._suspects = Suspects()
-        self._publisher = Publisher(fleet, schedule.publish_deadline, observe, evict)
+        self._publisher = Publisher(fleet, schedule.publish_deadline, self._handed_over, evict)
         self._iterations = Iterations(
             self._books,
             advantages,
@@ -356,6 +356,12 @@ class Controller:
         """A worker came up after the first ones; a reader of weights is handed the newest."""
         if service == "generation":
             self._publisher.announce(await self._fleet.training.published())
+
+    def _handed_over(self, event: Event) -> None:
+        """Of a version of the weights, or that it is overdue."""
+        self._observe(event)
+        if isinstance(event, WeightsHandedOver) and event.canary is not None:
+            self._iterations.handed_over(event.canary)
 
     def _rows_lost(self, cuts: Cuts, why: str) -> None:
         """Groups of the cuts with rows at a dead worker; if none of them is known to be dead, all of the cuts."""

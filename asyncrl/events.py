@@ -119,11 +119,12 @@ class StepLost:
 
 @dataclass(frozen=True, slots=True)
 class WeightsHandedOver:
-    """This reader reads only `version` from now on. seconds: since it was about to be told."""
+    """This reader reads only `version` from now on. seconds: since it was about to be told. canary: as in `Using`."""
 
     version: int
     reader: str
     seconds: float
+    canary: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,7 @@ class Iterations:
         """
         running = self._end()
         self._check(running.cuts, report)
+        report = replace(report, metrics=report.metrics | self._mismatch.canary())
         if report.skipped:
             self._drop(running.picked, report.skipped)
         else:
@@ -144,6 +145,10 @@ class Iterations:
         self._count_fruitless(running.cuts, report.skipped)
         if warning := self._mismatch.see(report.metrics, report.version):
             self._books.observe(PoliciesApart(warning))
+
+    def handed_over(self, canary: float) -> None:
+        """A reader took over a version and is so far from the trainer, in nats; told with the next step."""
+        self._mismatch.heard(canary)
 
     def lost(self, error: LostRows) -> None:
         """Rows were gone before the trainer had read them; nothing was trained."""

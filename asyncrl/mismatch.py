@@ -1,16 +1,47 @@
-"""Bounds of what lies between the policy that sampled and the one that trains: warn, or end the run."""
+"""Bounds of what lies between the policy that sampled and the one that trains, and between the two engines: warn, or
+end the run."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.config import Mismatch
 from asyncrl.errors import PolicyMismatch
-
-ADVICE = "a smaller staleness.limit or training.learning_rate brings the policies together; see docs/corrections.md"
-
+from asyncrl.protocols.messages import Canary
 
 NO_BOUNDS = Mismatch()
-WATCHED = frozenset({"mismatch/kl", "mismatch/ess"})
-"""A step that trained nothing has neither, and says nothing of the bounds."""
+STALE = "a smaller staleness.limit or training.learning_rate brings the policies together; see docs/corrections.md"
+FAULTY = (
+    "engine and trainer do not compute the same with the same weights: rounding, if model.dtype or training.precision "
+    "is bfloat16, else a fault; see docs/troubleshooting.md"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A metric with bounds `warn_<key>` and `stop_<key>`; at_most: upper ones. A step that trained nothing has none but
+    the canary, and says nothing of the others."""
+
+    key: str
+    at_most: bool
+    advice: str
+
+    @property
+    def metric(self) -> str:
+        return f"mismatch/{self.key}"
+
+    def crossed(self, metrics: Mapping[str, float], bounds: Mismatch, kind: str) -> str:
+        """What is said of that; empty: it was not. A number that is none crosses every bound."""
+        bound, found = getattr(bounds, f"{kind}_{self.key}"), metrics.get(self.metric)
+        if bound is None or found is None or (found <= bound if self.at_most else found >= bound):
+            return ""
+        beyond = "over" if self.at_most else "under"
+        return f"{self.metric} is {found:.3g}, {beyond} mismatch.{kind}_{self.key} = {bound:g}"
+
+
+WATCHED = (Watched("kl", True, STALE), Watched("ess", False, STALE), Watched("canary", True, FAULTY))
 
 
 class MismatchWatch:
@@ -18,7 +49,17 @@ class MismatchWatch:
 
     def __init__(self, bounds: Mismatch) -> None:
         self._bounds = bounds
-        self._warned = False
+        self._warned: set[str] = set()
+        self._heard: list[float] = []
+
+    def heard(self, canary: float) -> None:
+        """A reader of weights is so far from the trainer, in nats."""
+        self._heard = [float(np.maximum(canary, self._heard[0]))] if self._heard else [canary]
+
+    def canary(self) -> dict[str, float]:
+        """`mismatch/canary`: the largest heard of since the last call; nothing when there was none."""
+        heard, self._heard = self._heard, []
+        return {"mismatch/canary": heard[0]} if heard else {}
 
     def see(self, metrics: Mapping[str, float], version: int) -> str | None:
         """The metrics of the step that led to `version`; answers with a warning for the user.
@@ -26,19 +67,23 @@ class MismatchWatch:
         Raises:
             PolicyMismatch: a bound that ends the run was crossed.
         """
-        bounds = self._bounds
-        if not metrics.keys() & WATCHED:
-            return None
-        for said in _crossed(metrics, bounds.stop_kl, bounds.stop_ess, "stop"):
-            raise PolicyMismatch(f"step {version}: {said}; {ADVICE}")
-        found = list(_crossed(metrics, bounds.warn_kl, bounds.warn_ess, "warn"))
-        news, self._warned = found and not self._warned, bool(found)
-        return f"step {version}: {', '.join(found)}; {ADVICE}" if news else None
+        for watched in WATCHED:
+            if said := watched.crossed(metrics, self._bounds, "stop"):
+                raise PolicyMismatch(f"step {version}: {said}; {watched.advice}")
+        news = list(self._news(metrics))
+        advice = "; ".join(dict.fromkeys(watched.advice for _, watched in news))
+        return f"step {version}: {', '.join(said for said, _ in news)}; {advice}" if news else None
+
+    def _news(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, Watched]]:
+        for watched in WATCHED:
+            if watched.metric not in metrics:
+                continue
+            said = watched.crossed(metrics, self._bounds, "warn")
+            if said and watched.metric not in self._warned:
+                yield said, watched
+            self._warned = self._warned | {watched.metric} if said else self._warned - {watched.metric}
 
 
-def _crossed(metrics: Mapping[str, float], kl: float | None, ess: float | None, kind: str) -> Iterator[str]:
-    found_kl, found_ess = metrics.get("mismatch/kl"), metrics.get("mismatch/ess")
-    if kl is not None and found_kl is not None and found_kl > kl:
-        yield f"mismatch/kl is {found_kl:.3g}, over mismatch.{kind}_kl = {kl:g}"
-    if ess is not None and found_ess is not None and found_ess < ess:
-        yield f"mismatch/ess is {found_ess:.3g}, under mismatch.{kind}_ess = {ess:g}"
+def apart(canary: Canary, found: NDArray[np.float32]) -> float:
+    """How far an engine that says `found` [vocabulary] is from the trainer: the largest difference, nats."""
+    return float(np.abs(found[list(canary.tokens)] - np.array(canary.logprobs)).max())

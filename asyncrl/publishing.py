@@ -80,7 +80,8 @@ class Publisher:
             return  # Whoever keeps the fleet knows of the death; a reader that takes its place is announced to.
         except Refused:
             return  # Overwritten before a late joiner could hold it; the newer version is announced already.
-        self._observe(WeightsHandedOver(using.version, reader, asyncio.get_running_loop().time() - began))
+        seconds = asyncio.get_running_loop().time() - began
+        self._observe(WeightsHandedOver(using.version, reader, seconds, using.canary))
 
     async def _attach(self, reader: str, published: Published) -> None:
         """It holds this version from now on, so that it is not overwritten under it."""

@@ -183,10 +183,20 @@ def with_cost(score: Score, cost: Score) -> Score:
 
 
 @dataclass(frozen=True, slots=True)
+class Canary:
+    """What the trainer says at one version of the token after `prompt`, a few ids: of the likeliest `tokens`, the
+    likeliest first, the log-probs in nats. An engine that says something else with the same weights is at fault."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
     """Version `version` lies in slot `slot` of weight arena `arena`. digest: hex, of the whole slot or of one tensor
     (`digest_of`: its name, "" for the whole slot). readers: those for which the trainer keeps it; no other reads it in
-    place. None: whoever is told copies it out."""
+    place. None: whoever is told copies it out. canary: to compare with; None: of a trainer that knows no model."""
 
     epoch: int
     version: int
@@ -195,6 +205,7 @@ class Published:
     digest: str
     digest_of: str = ""
     readers: tuple[str, ...] | None = None
+    canary: Canary | None = None
 
     def is_kept_for(self, reader: str) -> bool:
         return self.readers is None or reader in self.readers
@@ -207,14 +218,17 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Using:
-    """Readers that from now on read only `version`."""
+    """Readers that from now on read only `version`. canary: how far they are from the trainer's, the largest difference
+    of a log-prob in nats; None: nobody compared."""
 
     readers: tuple[str, ...]
     version: int
+    canary: float | None = None
 
     @classmethod
     def merge(cls, parts: "list[Using]") -> "Using":
-        return cls(tuple(r for part in parts for r in part.readers), min(part.version for part in parts))
+        readers, version = tuple(r for part in parts for r in part.readers), min(part.version for part in parts)
+        return cls(readers, version, max((part.canary for part in parts if part.canary is not None), default=None))
 
 
 # ---- training --------------------------------------------------------------------------------------------
@@ -291,7 +305,7 @@ class Checkpointed:
         return cls(parts[0].version, parts[0].chain, {k: v for part in parts for k, v in part.files.items()})
 
 
-PROTOCOL = 5
+PROTOCOL = 6
 WIRE_TYPES: tuple[type, ...] = (
     Hello,
     Welcome,
@@ -308,6 +322,7 @@ WIRE_TYPES: tuple[type, ...] = (
     PromptGroup,
     SampleText,
     Score,
+    Canary,
     Published,
     Using,
     TrainedSample,

@@ -21,6 +21,7 @@ from asyncrl.engines.generation.slices import Slices
 from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
 from asyncrl.errors import DeadlineExceeded, LostRows, Refused, TaskError
 from asyncrl.groups import GateConfig
+from asyncrl.mismatch import apart
 from asyncrl.prompt_lengths import refuse_what_has_no_room
 from asyncrl.protocols.batch import BatchRef, Place, RowRef
 from asyncrl.protocols.contracts import Generation
@@ -50,6 +51,7 @@ class GenerationService(Service, Generation):
         self._flipping = asyncio.Lock()
         self._published: Published | None = None
         self._reader: Reader | None = None
+        self._apart: float | None = None
         self.counters = dict.fromkeys(("samples", "tokens", "aborted", "running", "waiting"), 0.0)
 
     async def start(self) -> None:
@@ -105,7 +107,7 @@ class GenerationService(Service, Generation):
                 await self.context.compute.run(self._flip, published)
                 self._published = published
                 self._wake.set()
-        return Using(() if self._evaluates else (self.context.instance,), self._engine.version)
+        return Using(() if self._evaluates else (self.context.instance,), self._engine.version, self._apart)
 
     async def pause(self) -> Boundary:
         return Boundary("decode step", self._slices.pause())
@@ -242,6 +244,9 @@ class GenerationService(Service, Generation):
             share = not self._evaluates and self.context.config.generation.device == "cpu"
             self._engine.load(tensors, published.version, share=share)
             self._reader.check(published)
+        if published.canary is not None and not self._evaluates:
+            found = self._engine.logprobs_after(np.array(published.canary.prompt))
+            self._apart = apart(published.canary, found)
 
     def _check_epoch(self, epoch: int, what: str) -> None:
         if epoch != self.context.epoch:

@@ -1,7 +1,7 @@
 """Trains the policy and publishes each new version into the weight arena."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -299,7 +299,8 @@ class TrainingService(Service, Training):
         if not self._publishes:
             return Published(self.context.epoch, version, "", slot_of(version), "")
         with self.context.clock.state("sync"):
-            return self._writing.write(self.context.epoch, version, self._engine.named_tensors())
+            written = self._writing.write(self.context.epoch, version, self._engine.named_tensors())
+        return replace(written, canary=self._engine.canary())
 
     def _save(self, directory: Path) -> dict[str, str]:
         """On the compute thread."""

@@ -62,6 +62,7 @@ METRICS: dict[str, str] = {
 FURTHER_METRICS: dict[str, str] = {
     "reward/<term>": "mean of one reward function, or of one of its terms",
     "policy/logprob_difference_max": "largest |trainer's - engine's log-prob| in what current weights alone sampled",
+    "mismatch/canary": "largest difference of a log-prob between engine and trainer with the same weights, in nats",
     "policy/kl_reference": "mean of current - reference log-prob, in nats; with a reference",
     "policy/kl_coefficient": "of the KL term in this step; with a reference",
     "critic/updates": "optimizer steps of the critic, 0 when the batch taught it nothing; with a critic",

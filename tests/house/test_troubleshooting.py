@@ -20,7 +20,7 @@ OTHERS = {"asyncrl", "logs/", "/dev/shm", "metrics.jsonl", "nvidia-smi", "asynci
 """First words of what is neither: commands, files, folders."""
 
 METRIC_NAMES = [code for code in CODE if re.fullmatch(r"[a-z_]+/[a-z0-9_/<> ]+", code)]
-KEYED = re.compile(r"[a-z_]+\.[a-z_]+( = .+)?|finish = .+")
+KEYED = re.compile(r"[a-z_]+\.[a-z0-9_]+( = .+)?|finish = .+")
 SETTINGS = [code for code in CODE if KEYED.fullmatch(code) and code not in OTHERS]
 UNSEEN = {
     "end_is_padding": "no id is compared with another",

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,24 @@ def test_what_readers_use_is_told_to_the_trainer() -> None:
     assert scene.leases.using_now == {"a": 1, "b": 1}
     handed_over = [WeightsHandedOver(1, "a", pytest.approx(1.0)), WeightsHandedOver(1, "b", pytest.approx(2.0))]
     assert scene.events == handed_over
+
+
+def test_what_a_reader_says_of_the_canary_is_observed() -> None:
+    class Off(Reader):
+        async def use_weights(self, published: Published) -> Using:
+            return replace(await super().use_weights(published), canary=0.25)
+
+    async def script(scene: Scene) -> None:
+        scene.readers.each["b"] = Off("b", [])
+        scene.announce(1)
+        await asyncio.sleep(1)
+
+    scene = Scene()
+    play(scene, script)
+    assert {event.reader: event.canary for event in scene.events if isinstance(event, WeightsHandedOver)} == {
+        "a": None,
+        "b": 0.25,
+    }
 
 
 def test_readers_jump_to_the_newest() -> None:

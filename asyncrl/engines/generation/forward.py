@@ -91,6 +91,14 @@ class FlatModel:
         logits[:, self._vocabulary :] = -torch.inf
         return logits
 
+    def logits_after(self, tokens: Ints) -> Tensor:
+        """Logits [vocabulary] of the token that follows these, with keys and values that nobody keeps."""
+        kept, self.cache = self.cache, KVCache(1, len(tokens))
+        try:
+            return self.logits(NOTHING, NOTHING, [Whole(0, tokens)])[0]
+        finally:
+            self.cache = kept
+
     def _logits(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
         if self._head is not None:
             return self._head(self._states(ids, flat, last))

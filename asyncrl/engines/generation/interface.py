@@ -110,6 +110,10 @@ class GenerationEngine(Protocol):
         """End requests now; those that had begun are answered, those that had not are forgotten."""
         ...
 
+    def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
+        """[vocabulary]: of the token that follows, by the weights in use at temperature 1; what runs is not touched."""
+        ...
+
     def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
         """Use these weights from the next step on; running sequences go on. share: keep the tensors, do not copy."""
         ...

@@ -9,12 +9,10 @@ import torch
 from asyncrl.engines.generation.cache import Ints
 from asyncrl.engines.generation.forward import NOTHING, FlatModel, Whole
 from asyncrl.engines.loading import load_pretrained
+from asyncrl.engines.probe import PROBE_TOKENS
 from asyncrl.errors import ConfigError
 
-PROBE_TEXT = "The ferry left the harbour at seven, carrying three goats and a piano to the island"
-"""Over special tokens, which it has never seen in a row, two right forwards of SmolLM2-135M in bfloat16 differ by 2.7
-nats in the mean; over a sentence by 0.07, and wrong ones by 0.7 and more."""
-PROBE_TOKENS, PROBE_WHOLE = 12, 8  # few enough to cost nothing, more than one single step
+PROBE_WHOLE = 8  # of the probe at once, before single steps
 PROBE_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.2}  # nats, mean: far over rounding, far under a wrong mask
 
 
@@ -43,15 +41,6 @@ def refuse_unsupported(config: Any) -> None:
         raise _unsupported(name, f"it caps attention logits at {config.attn_logit_softcapping}")
     if getattr(config, "alibi", False):
         raise _unsupported(name, "it biases attention by distance (ALiBi)")
-
-
-def probe_ids(tokenizer: Any) -> Ints:
-    """The first tokens of a sentence; where they are few different ones, as in a vocabulary of letters alone, the first
-    of the vocabulary."""
-    ids = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][:PROBE_TOKENS]
-    if len(set(ids)) < PROBE_TOKENS // 2:
-        return np.arange(PROBE_TOKENS, dtype=np.int64) % len(tokenizer)
-    return np.resize(np.array(ids, np.int64), PROBE_TOKENS)
 
 
 def probe_logprobs(model: Any, ids: Ints) -> torch.Tensor:

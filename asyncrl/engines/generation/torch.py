@@ -27,8 +27,9 @@ from asyncrl.engines.generation.forward import NOTHING, FlatModel, Whole
 from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, Finish, Key, Request
 from asyncrl.engines.generation.running import RunningTable
 from asyncrl.engines.generation.sampling import sample
-from asyncrl.engines.generation.support import load_model, probe_ids, probe_logprobs, verify
+from asyncrl.engines.generation.support import load_model, probe_logprobs, verify
 from asyncrl.engines.generation.text import Texts, end_ids
+from asyncrl.engines.probe import probe_ids
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.weights.spec import DTYPES, WeightsSpec, spec_of
 
@@ -157,6 +158,10 @@ class TorchEngine:
         self.version = version
         if self._settings.kv == "recompute":
             self._table.cached[:] = False
+
+    def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
+        found: NDArray[np.float32] = self._flat.logits_after(prompt).float().log_softmax(-1).cpu().numpy()
+        return found
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
         missing = [tensor.name for tensor in self.spec.tensors if tensor.name not in tensors]

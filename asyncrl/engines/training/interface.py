@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.protocols.messages import Canary
 from asyncrl.weights.spec import WeightsSpec
 
 
@@ -118,6 +119,10 @@ class TrainingEngine(Protocol):
 
     def named_tensors(self) -> dict[str, Tensor]:
         """The master weights, float32, tied ones under every name. They change with the next step."""
+        ...
+
+    def canary(self) -> Canary:
+        """What the master weights say, for engines to compare with; see `weights_spec` for what they are given."""
         ...
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:

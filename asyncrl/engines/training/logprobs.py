@@ -55,6 +55,13 @@ def _entropy(logprobs: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def logprobs_after(model: CausalModel, prompt: NDArray[np.int64]) -> Tensor:
+    """float32 [vocabulary]: of the token that follows these ids, at temperature 1, without gradient."""
+    ids = torch.from_numpy(prompt).to(model.device)
+    return model.logits(model.hidden(ids[None])[0, -1:])[0].log_softmax(-1)
+
+
+@torch.no_grad()
 def frozen_logprobs(
     model: CausalModel,
     prompts: Sequence[NDArray[np.int64]],

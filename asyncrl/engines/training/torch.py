@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.engines.probe import probe_ids
 from asyncrl.engines.training.interface import TrainRow
+from asyncrl.engines.training.logprobs import logprobs_after
 from asyncrl.engines.training.model import load_causal_model
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.pretraining import load_pretraining
@@ -16,7 +18,11 @@ from asyncrl.engines.training.state import MODEL, read_state, write_own_state, w
 from asyncrl.engines.training.step import TorchStep, Trainer
 from asyncrl.objectives.kl import KlCoefficient
 from asyncrl.objectives.lagrangian import Multiplier
+from asyncrl.protocols.messages import Canary
 from asyncrl.weights.spec import WeightsSpec, spec_of
+
+CANARY_TOKENS = 16
+"""Whose log-probs are compared: the likeliest, for those of unlikely ones are large and rounded."""
 
 
 class TorchTraining:
@@ -59,6 +65,12 @@ class TorchTraining:
     def named_tensors(self) -> dict[str, Tensor]:
         parameters = self._trainer.model.whole.named_parameters(remove_duplicate=False)
         return {name: parameter.detach() for name, parameter in parameters}
+
+    def canary(self) -> Canary:
+        model = self._trainer.model
+        prompt = probe_ids(model.tokenizer)
+        logprobs, tokens = logprobs_after(model, prompt).topk(min(CANARY_TOKENS, model.vocabulary))
+        return Canary(tuple(prompt.tolist()), tuple(tokens.tolist()), tuple(logprobs.tolist()))
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
         trainer = self._trainer

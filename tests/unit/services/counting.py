@@ -15,6 +15,7 @@ from asyncrl.engines.training.interface import SampleOutcome, StepOutcome, Train
 from asyncrl.engines.training.ranks import Alone, Ranks
 from asyncrl.engines.training.step import gather_keys
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
+from asyncrl.protocols.messages import Canary
 from asyncrl.rows import HeapRows
 from asyncrl.service import WorkerContext
 from asyncrl.services.training import TrainingService
@@ -63,6 +64,9 @@ class CountingEngine:
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         return {"w": torch.tensor([self.weight])}
+
+    def canary(self) -> Canary:
+        return Canary((0,), (0,), (-self.weight,))
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
         name = "state" if self.ranks.rank == 0 else f"rank-{self.ranks.rank}.pt"

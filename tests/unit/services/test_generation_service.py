@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,8 +18,9 @@ from asyncrl.compute import ThreadCompute
 from asyncrl.config import Config
 from asyncrl.engines.generation.interface import Completion
 from asyncrl.errors import DeadlineExceeded, Refused, TaskError
+from asyncrl.mismatch import apart
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.protocols.messages import PromptGroup, Published
+from asyncrl.protocols.messages import Canary, PromptGroup, Published
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.service import WorkerContext
 from asyncrl.services.generation import GenerationService
@@ -261,6 +263,22 @@ async def test_weights_flip_while_samples_run(start: Start, arena: Any) -> None:
         assert sum(row.first == 0 and row.last == 1 for row in rows) == sampling
         assert (await service.use_weights(first)).version == 1
         assert service.context.clock.seconds()["sync"] > 0
+
+
+@pytest.mark.trap("engines_disagree")
+async def test_how_far_it_is_from_the_trainer_is_told_with_the_version_it_took_over(start: Start, arena: Any) -> None:
+    async with start() as service, start(service="evaluation") as evaluation:
+        published = arena.publish(0)
+        assert (await service.use_weights(published)).canary is None
+        said = service._engine.logprobs_after(np.arange(3))
+        canary = Canary((0, 1, 2), (4, 3), (float(said[4]) + 0.25, float(said[3]) - 0.125))
+        moved = replace(arena.publish(1), canary=canary)
+        told = await service.use_weights(moved)
+        now = service._engine.logprobs_after(np.arange(3))
+        assert told.canary == pytest.approx(apart(canary, now))
+        assert not np.array_equal(now, said), "it is the new weights that are asked"
+        assert (await service.use_weights(moved)).canary == told.canary
+        assert (await evaluation.use_weights(moved)).canary is None
 
 
 async def test_an_idle_engine_flips_and_then_starts_what_waited_for_it(start: Start, arena: Any) -> None:

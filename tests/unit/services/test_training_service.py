@@ -14,6 +14,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, LostRows, Refused
 from asyncrl.protocols.chain import GENESIS, chain
+from asyncrl.protocols.messages import Canary
 from asyncrl.service import WorkerContext
 from asyncrl.virtual import run
 
@@ -42,6 +43,15 @@ async def test_version_zero_lies_in_the_arena_before_the_first_step(tmp_path: Pa
     async with serving(tmp_path) as service:
         assert ((await service.published()).epoch, (await service.published()).version) == (EPOCH, 0)
         assert await published_weight(service) == 0.0
+
+
+@pytest.mark.trap("engines_disagree")
+async def test_each_version_has_a_canary_of_its_own_weights(tmp_path: Path, serving: Serving) -> None:
+    async with serving(tmp_path) as service:
+        first = (await service.published()).canary
+        await service.step(cuts(service, 0, 4, 7))
+        second = (await service.published()).canary
+        assert (first, second) == (Canary((0,), (0,), (0.0,)), Canary((0,), (0,), (-2.0,)))
 
 
 async def test_weights_without_room_in_shared_memory_say_what_to_do(

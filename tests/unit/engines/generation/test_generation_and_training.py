@@ -16,6 +16,7 @@ from asyncrl.engines.generation.interface import Completion, Request
 from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
 from asyncrl.engines.training.interface import TrainRow, run_step
 from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.mismatch import apart
 
 Drain = Callable[..., dict[Any, Completion]]
 MakeRequests = Callable[..., list[Request]]
@@ -93,6 +94,28 @@ def test_new_weights_are_those_of_a_float32_head_too(
         done, expected = drain(late, requests(6)), drain(plain, requests(6))
         same = [np.array_equal(done[key].tokens, expected[key].tokens) for key in done]
         assert np.mean(same) > 0.5, "rounding may change a draw, a head of other weights changes all"
+
+
+@pytest.mark.trap("engines_disagree")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_canary_sings_where_the_engine_has_the_trainers_weights_and_only_there(
+    family: str, model_folder: Callable[[str], Path], requests: MakeRequests, drain: Drain
+) -> None:
+    """While all slots are in use, too; what runs draws what it would have drawn."""
+    folder, asked = model_folder(family), requests(20)
+    config = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, "steps": 2})
+    canary = TorchTraining(config, folder).canary()
+    assert list(canary.logprobs) == sorted(canary.logprobs, reverse=True)
+    prompt, sampling, heard = np.array(canary.prompt), engine(folder), list[float]()
+    listen = lambda step: heard.append(apart(canary, sampling.logprobs_after(prompt)))  # noqa: E731
+    done, expected = drain(sampling, asked, listen), drain(engine(folder), asked)
+    assert max(heard) < 1e-4
+    assert all(np.array_equal(done[key].tokens, expected[key].tokens) for key in expected)
+    changed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        changed.model.layers[0].mlp.down_proj.weight.mul_(-1)
+    sampling.load(dict(changed.named_parameters(remove_duplicate=False)), 1, share=False)
+    assert apart(canary, sampling.logprobs_after(prompt)) > 0.1
 
 
 @pytest.fixture(params=["llama", "llama-tied"])

@@ -11,8 +11,9 @@ import torch
 from asyncrl.engines.generation import direct
 from asyncrl.engines.generation.forward import NOTHING, FlatModel, Whole
 from asyncrl.engines.generation.interface import Completion, Request
-from asyncrl.engines.generation.support import PROBE_TOKENS, load_model, probe_logprobs, verify
+from asyncrl.engines.generation.support import load_model, probe_logprobs, verify
 from asyncrl.engines.generation.torch import TorchEngine
+from asyncrl.engines.probe import PROBE_TOKENS
 
 ModelFolder = Callable[[str], Path]
 WRITTEN_OUT = ["llama", "llama-tied", "llama-biased", "llama-scaled", "mistral", "qwen2", "qwen3", "smollm2"]

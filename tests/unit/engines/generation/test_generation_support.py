@@ -19,15 +19,8 @@ from transformers import (
 
 from asyncrl.engines.generation.attention import flat_attention
 from asyncrl.engines.generation.forward import FlatModel
-from asyncrl.engines.generation.support import (
-    PROBE_TEXT,
-    PROBE_TOKENS,
-    load_model,
-    probe_ids,
-    probe_logprobs,
-    refuse_unsupported,
-    verify,
-)
+from asyncrl.engines.generation.support import load_model, probe_logprobs, refuse_unsupported, verify
+from asyncrl.engines.probe import PROBE_TEXT, PROBE_TOKENS, probe_ids
 from asyncrl.errors import ConfigError
 
 SMALL: dict[str, Any] = {

@@ -1,0 +1,36 @@
+"""What engines make of new weights, on its way from the reader that took them over to the user."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import Mismatch
+from asyncrl.controller import Schedule
+from asyncrl.events import PoliciesApart, StepDone
+from asyncrl.protocols.messages import Published, Using
+from asyncrl.simulated import SimulatedGeneration, SimulatedTraining, StepCost, constant
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scene import CONFIG, Scene
+
+
+class OffKey(SimulatedGeneration):
+    """Says that it is further from the trainer with each version."""
+
+    async def use_weights(self, published: Published) -> Using:
+        return replace(await super().use_weights(published), canary=0.5 * published.version)
+
+
+@pytest.mark.trap("engines_disagree")
+def test_it_is_in_the_metrics_of_the_next_step_and_is_warned_of() -> None:
+    scene = Scene()
+    scene.generation = OffKey(CONFIG.slots, 0.1, constant(20))
+    scene.training = SimulatedTraining(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
+    scene.schedule = Schedule(4, mismatch=Mismatch(warn_canary=0.6))
+    scene.play()
+    heard = [event.report.metrics.get("mismatch/canary") for event in scene.told(StepDone)]
+    assert heard == [0.0, 0.5, 1.0, 1.5]
+    (apart,) = scene.told(PoliciesApart)
+    assert apart.warning.startswith("step 3: mismatch/canary is 1, over mismatch.warn_canary = 0.6; engine and trainer")
