@@ -40,6 +40,7 @@ NEEDED = {
     'algorithm.rejection = "geometric"': ("--algorithm.rejection_low", "0.9", "--algorithm.rejection_high", "1.1"),
     'algorithm.kl_in = "reward"': ("--algorithm.kl_estimator", "k1"),
     "algorithm.gae_lambda = 1": ("--algorithm.preset", "ppo"),
+    "model.float32_head = true": ("--model.dtype", "bfloat16"),
 }
 """What a setting makes no sense without."""
 
