@@ -10,8 +10,10 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config import Config
+from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
 from asyncrl.engines.training.interface import TrainRow, run_step
 from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.mismatch import apart
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -63,6 +65,17 @@ def test_a_step_is_that_of_the_cpu(folder: Path, rows: list[TrainRow]) -> None:
     expected, found = run_step(on_cpu, rows, 1, 0), run_step(on_gpu, rows, 1, 0)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-4)
     assert found.samples == expected.samples
+
+
+@pytest.mark.trap("engines_disagree")
+@pytest.mark.parametrize(("dtype", "exact_head", "most"), [("float32", False, 1e-3), ("bfloat16", True, 0.3)])
+def test_an_engine_says_what_the_trainers_canary_says(folder: Path, dtype: str, exact_head: bool, most: float) -> None:
+    model = {"name": "tiny", "dtype": dtype, "float32_head": exact_head}
+    settings = config("cuda", precision=dtype).model_dump() | {"model": model}
+    canary = TorchTraining(Config.model_validate(settings), folder).canary()
+    shape = EngineSettings(slots=4, max_prompt_tokens=20, device="cuda", dtype=dtype, float32_head=exact_head)
+    sampling = TorchEngine(folder, shape, version=0)
+    assert apart(canary, sampling.logprobs_after(np.array(canary.prompt))) < most
 
 
 def test_autocast_and_gradient_checkpointing_train(folder: Path, rows: list[TrainRow]) -> None:
