@@ -16,6 +16,11 @@ ROW_RATIOS = ("gspo", "gmpo")
 """Losses with one ratio a row, which is the mean over its tokens of what each adds."""
 
 
+TRIED_REJECTIONS = {("rejection_low", "geometric"): 0.9, ("rejection_high", "geometric"): 1.11}
+TRIED_DIVERGENCE = 0.05
+"""Bounds that docs/learning.md has runs of; nats, where the rejection is by a divergence."""
+
+
 def _only_with(config: "Config") -> Iterator[Contradiction]:
     """Values that nothing would read, and those without which a part cannot work."""
     a = config.algorithm
@@ -37,8 +42,7 @@ def _only_with(config: "Config") -> Iterator[Contradiction]:
         if value is not None and not used:
             yield Contradiction(keys, _unread(a.preset, key, value, f"{other} = {_written(getattr(a, other))}"))
         if value is None and used and needed:
-            advice = 'write it, or preset = "ppo", which brings it' if other == "advantage" else "write it"
-            yield Contradiction(keys, f"{other} = {_written(getattr(a, other))} needs it: {advice}")
+            yield Contradiction(keys, f"{other} = {_written(getattr(a, other))} needs it: {_example(key, a.rejection)}")
 
 
 def _without_effect(config: "Config") -> Iterator[Contradiction]:
@@ -59,6 +63,15 @@ def _without_effect(config: "Config") -> Iterator[Contradiction]:
             )
 
 
+def _example(key: str, rejection: str) -> str:
+    """What to write for a key that has no default."""
+    if key in ("rejection_low", "rejection_high"):
+        tried = TRIED_REJECTIONS.get((key, rejection), TRIED_DIVERGENCE)
+        return f"write {key} = {tried}, say; docs/corrections.md has what the bounds are of"
+    preset, value = next((name, each.parts[key]) for name, each in PRESETS.items() if key in each.parts)
+    return f'write {key} = {_written(value)}, or preset = "{preset}", which brings it'
+
+
 def _unread(preset: str, key: str, value: object, found: str) -> str:
     """Why a value that nothing reads is a mistake; one that only the preset brings cannot be removed."""
     if PRESETS[preset].parts.get(key) != value:
@@ -70,7 +83,8 @@ def _unread(preset: str, key: str, value: object, found: str) -> str:
 
 
 def _written(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    """As in TOML."""
+    return f'"{value}"' if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)
 
 
 def _counted_twice(config: "Config") -> Iterator[Contradiction]:
