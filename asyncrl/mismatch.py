@@ -50,16 +50,16 @@ class MismatchWatch:
     def __init__(self, bounds: Mismatch) -> None:
         self._bounds = bounds
         self._warned: set[str] = set()
-        self._heard: list[float] = []
+        self._canary: float | None = None
 
     def heard(self, canary: float) -> None:
         """A reader of weights is so far from the trainer, in nats."""
-        self._heard = [float(np.maximum(canary, self._heard[0]))] if self._heard else [canary]
+        self._canary = canary if self._canary is None else float(np.maximum(canary, self._canary))
 
     def canary(self) -> dict[str, float]:
         """`mismatch/canary`: the largest heard of since the last call; nothing when there was none."""
-        heard, self._heard = self._heard, []
-        return {"mismatch/canary": heard[0]} if heard else {}
+        canary, self._canary = self._canary, None
+        return {} if canary is None else {"mismatch/canary": canary}
 
     def see(self, metrics: Mapping[str, float], version: int) -> str | None:
         """The metrics of the step that led to `version`; answers with a warning for the user.

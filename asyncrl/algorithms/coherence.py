@@ -18,7 +18,7 @@ ROW_RATIOS = ("gspo", "gmpo")
 
 TRIED_REJECTIONS = {("rejection_low", "geometric"): 0.9, ("rejection_high", "geometric"): 1.11}
 TRIED_DIVERGENCE = 0.05
-"""Bounds that docs/learning.md has runs of; nats, where the rejection is by a divergence."""
+"""Bounds of the rejections in docs/learning.md; nats, where it is by a divergence."""
 
 
 def _only_with(config: "Config") -> Iterator[Contradiction]:

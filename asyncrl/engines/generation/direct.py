@@ -47,6 +47,10 @@ class Product:
     def __call__(self, states: Tensor) -> Tensor:
         return linear(states, self.weight, self.bias)
 
+    def float32(self) -> Self:
+        """The same map with weights of its own, in float32; of float32 states."""
+        return type(self)(self.weight.float(), None if self.bias is None else self.bias.float())
+
     def into(self, target: Tensor, states: Tensor) -> None:
         """Write the result into `target`, which may be columns of a wider tensor."""
         if self.bias is None:

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import Tensor
 
 from asyncrl.engines.generation.attention import NAME, Chunks, FlatTokens, Padding
 from asyncrl.engines.generation.cache import Ints, KVCache
-from asyncrl.engines.generation.direct import DirectForward
+from asyncrl.engines.generation.direct import DirectForward, Product
 
 NOTHING: Ints = np.zeros(0, np.int64)
 
@@ -24,21 +23,6 @@ class Whole:
 
     row: int
     tokens: Ints
-
-
-class Float32Head:
-    """An output layer that computes in float32, with a copy of its weights: `take` after each change of these."""
-
-    def __init__(self, module: nn.Linear) -> None:
-        self._module = module
-        self.take()
-
-    def take(self) -> None:
-        bias = self._module.bias
-        self._weight, self._bias = self._module.weight.float(), None if bias is None else bias.float()
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return linear(states.float(), self._weight, self._bias)
 
 
 class FlatModel:
@@ -69,12 +53,12 @@ class FlatModel:
         self.cache = KVCache(slots, limit, fixed=fixed)
         model.set_attn_implementation(NAME)
         self.direct = DirectForward.of(model)
-        self._head = Float32Head(model.get_output_embeddings()) if float32_head else None
+        self._float32_head = float32_head
+        self.weights_changed()
 
     def weights_changed(self) -> None:
         """After new values, or new tensors, for the model's parameters."""
-        if self._head is not None:
-            self._head.take()
+        self._head = Product.of(self.model.get_output_embeddings()).float32() if self._float32_head else None
 
     @torch.no_grad()
     def logits(self, tokens: Ints, positions: Ints, whole: Sequence[Whole] = ()) -> Tensor:
@@ -101,7 +85,7 @@ class FlatModel:
 
     def _logits(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
         if self._head is not None:
-            return self._head(self._states(ids, flat, last))
+            return self._head(self._states(ids, flat, last).float())
         if self.direct is not None:
             return self.direct.logits(ids, flat, last)
         logits: Tensor = self.model(

@@ -13,7 +13,9 @@ from asyncrl.engines.probe import PROBE_TOKENS
 from asyncrl.errors import ConfigError
 
 PROBE_WHOLE = 8  # of the probe at once, before single steps
-PROBE_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.2}  # nats, mean: far over rounding, far under a wrong mask
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Nats: far over rounding, far under a wrong mask. Of the worst log-prob in float32; of their mean in bfloat16, where
+those of single unlikely tokens are rounded by more."""
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Any:
@@ -69,13 +71,14 @@ def verify(flat: FlatModel, ids: Ints, expected: torch.Tensor) -> None:
 
 
 def _spread(flat: FlatModel, ids: Ints, expected: torch.Tensor) -> float:
-    """Mean absolute difference of log-probabilities, common offsets aside; nats."""
+    """How far log-probabilities are apart, as PROBE_TOLERANCE counts it; common offsets aside."""
     found = [flat.logits(NOTHING, NOTHING, [Whole(0, ids[:PROBE_WHOLE])])]
     for position in range(PROBE_WHOLE, PROBE_TOKENS):
         found.append(flat.logits(ids[position : position + 1], np.array([position])))
     real = torch.isfinite(found[0][0])
     difference = (torch.cat(found).float()[:, real] - expected[:, real]).float()
-    return float((difference - difference.mean(-1, keepdim=True)).abs().mean())
+    apart = (difference - difference.mean(-1, keepdim=True)).abs()
+    return float(apart.max() if flat.dtype == torch.float32 else apart.mean())
 
 
 def _unsupported(name: str, reason: str) -> ConfigError:

@@ -43,6 +43,7 @@ class TorchTraining:
         optimizer = Optimizer.of(model.whole, settings, config.steps * settings.updates)
         kl = KlCoefficient(config.algorithm.kl, config.algorithm.kl_target)
         pretraining = None if texts is None else load_pretraining(texts, config, model.tokenizer)
+        self._probe = probe_ids(model.tokenizer)
         self._trainer = Trainer(model, optimizer, config, ranks, kl, multiplier_of(config), pretraining)
 
     @classmethod
@@ -68,9 +69,8 @@ class TorchTraining:
 
     def canary(self) -> Canary:
         model = self._trainer.model
-        prompt = probe_ids(model.tokenizer)
-        logprobs, tokens = logprobs_after(model, prompt).topk(min(CANARY_TOKENS, model.vocabulary))
-        return Canary(tuple(prompt.tolist()), tuple(tokens.tolist()), tuple(logprobs.tolist()))
+        logprobs, tokens = logprobs_after(model, self._probe).topk(min(CANARY_TOKENS, model.vocabulary))
+        return Canary(tuple(self._probe.tolist()), tuple(tokens.tolist()), tuple(logprobs.tolist()))
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
         trainer = self._trainer

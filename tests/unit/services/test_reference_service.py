@@ -74,6 +74,15 @@ async def test_every_sample_gets_one_more_place_with_a_value_a_token(folder: Pat
         assert service.rows.used == 0
 
 
+@pytest.mark.parametrize("exact", [False, True])
+async def test_its_head_is_as_exact_as_the_trainers(folder: Path, serving: Serving, exact: bool) -> None:
+    plain = config().model_dump()
+    rounded = plain["model"] | {"float32_head": exact}, plain["training"] | {"precision": "bfloat16"}
+    settings = Config.model_validate(plain | dict(zip(("model", "training"), rounded, strict=True)))
+    async with serving(folder, settings) as service:
+        assert service._model.float32_head is exact
+
+
 async def test_a_device_that_is_not_there_is_refused_by_its_key(folder: Path, serving: Serving) -> None:
     settings = Config.model_validate(config().model_dump() | {"reference": {"device": "cuda:99"}})
     with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=r'^reference\.device = "cuda:99" cannot be used')):
