@@ -9,7 +9,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import strftime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Rows = Sequence[Mapping[str, Any]]
 Function = Callable[..., Any]
+RewardArgument: TypeAlias = str | Function | Sequence[str | Function | Mapping[str, Any]] | Mapping[str, Any]
 IN_MEMORY = "python:rows"
 """What `task.prompts` says in the config of a run whose prompts were given as Python objects."""
 INTERRUPTIBLE = 0.5
@@ -72,9 +73,9 @@ class Run:
 
 def train(
     *,
-    model: str,
+    model: str | Mapping[str, Any],
     prompts: str | Rows,
-    reward: str | Function | Sequence[str | Function],
+    reward: RewardArgument,
     algorithm: "str | Page | Mapping[str, Any] | object" = "grpo",
     steps: int = 100,
     staleness: int | Mapping[str, Any] = 2,
@@ -85,10 +86,10 @@ def train(
     """Train `model` on `prompts` with `reward`; returns when all steps are done.
 
     Args:
-        model: a folder, a hub name, or another form of `model.name`.
+        model: a form of `model.name`, or keys of the section: `{"name": "folder", "dtype": "bfloat16"}`.
         prompts: a form of `task.prompts`, a list of dicts with a `prompt` each, or a `datasets.Dataset`.
-        reward: a function of a Sample, or the name of one, or several. A function that cannot be imported by name (one
-            of a notebook, a lambda) is called in this process.
+        reward: a function of a Sample, the name of one, or several; one without an importable name is called in this
+            process. Or keys of the section, and of functions: `{"functions": [{"use": f, "weight": 0.5}]}`.
         algorithm: a preset, a page of your own, or keys of the section: `{"preset": "rloo", "page": my_page}`.
         staleness: the limit, or keys of the section: `{"limit": 4, "policy": "drop"}`.
         run_dir: an existing run's directory resumes it; by default a fresh one below runs/.
@@ -114,9 +115,9 @@ def train(
 
 async def train_async(
     *,
-    model: str,
+    model: str | Mapping[str, Any],
     prompts: str | Rows,
-    reward: str | Function | Sequence[str | Function],
+    reward: RewardArgument,
     algorithm: "str | Page | Mapping[str, Any] | object" = "grpo",
     steps: int = 100,
     staleness: int | Mapping[str, Any] = 2,
@@ -129,14 +130,11 @@ async def train_async(
     from asyncrl.deploy.run import run
     from asyncrl.telemetry.display import open_display
 
-    named, here = _by_name(_functions(reward))
+    judged, here = _reward(reward)
     chosen, page = _algorithm(algorithm)
-    values = _values({**sections, "algorithm": chosen, "staleness": _section("staleness", "limit", staleness)}) | {
-        "model.name": model,
-        "task.prompts": _source(prompts),
-        "reward.functions": named,
-        "steps": steps,
-    }
+    own = {"model": _section("model", "name", model), "staleness": _section("staleness", "limit", staleness)}
+    values = _values({**sections, **own, "algorithm": chosen, "reward": judged})
+    values |= {"task.prompts": _source(prompts), "steps": steps}
     config = load(None, (), values=values).config
     fresh = new_run_directory(Path("runs"), strftime("python-%Y%m%d-%H%M%S"))
     with fresh if run_dir is None else nullcontext(Path(run_dir)) as directory, open_display(config.steps) as display:
@@ -203,17 +201,29 @@ def _source(prompts: str | Rows) -> str:
     return prompts if isinstance(prompts, str) else IN_MEMORY
 
 
-def _functions(reward: str | Function | Sequence[str | Function]) -> list[str | Function]:
-    several = [reward] if isinstance(reward, str) or callable(reward) else reward
-    if isinstance(several, list | tuple) and several and all(isinstance(one, str) or callable(one) for one in several):
-        return list(several)
+def _reward(given: RewardArgument) -> tuple[dict[str, Any], list[Function]]:
+    """Keys of the section, and the functions that have no name to import them by."""
+    keys = dict(given) if isinstance(given, Mapping) and "use" not in given else {"functions": given}
+    if "functions" not in keys and "model" in keys:
+        return keys, []
+    named, here = _by_name(_functions(keys.get("functions", given)))
+    return {**keys, "functions": named}, here
+
+
+def _functions(given: Any) -> list[Mapping[str, Any]]:
+    """Each with the keys it was given."""
+    several = given if isinstance(given, list | tuple) else [given]
+    found = [one if isinstance(one, Mapping) else {"use": one} for one in several]
+    if found and all(isinstance(one.get("use"), str) or callable(one.get("use")) for one in found):
+        return found
     raise ConfigError(
-        "reward: write a function of a Sample, the name of one (a template, FILE.py:NAME or module:NAME), or a list of "
-        f"these, not {reward!r:.100}"
+        "reward: write a function of a Sample, the name of one (a template, FILE.py:NAME or module:NAME), a list of "
+        'these, or a dict of keys of the section, {"functions": [{"use": f, "weight": 0.5}], "on_error": "zero"}, not '
+        f"{given!r:.100}"
     )
 
 
-def _by_name(functions: Sequence[str | Function]) -> tuple[list[dict[str, Any]], list[Function]]:
+def _by_name(functions: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Function]]:
     """Config entries of functions that have a name to import them by, and those that have none."""
     from asyncrl.rewards.functions import taking_one
     from asyncrl.rewards.here import importable_name
@@ -221,11 +231,17 @@ def _by_name(functions: Sequence[str | Function]) -> tuple[list[dict[str, Any]],
     named: list[dict[str, Any]] = []
     here: list[Function] = []
     for function in functions:
-        name = function if isinstance(function, str) else importable_name(function)
+        use = function["use"]
+        name = use if isinstance(use, str) else importable_name(use)
         if name is not None:
-            named.append({"use": name})
-        elif callable(function):
-            here.append(taking_one(function))
+            named.append({**function, "use": name})
+        elif len(function) > 1:
+            keys = ", ".join(key for key in function if key != "use")
+            raise ConfigError(
+                f"reward: {name_of(use)} has no importable name, which {keys} needs: put it into a module"
+            )
+        else:
+            here.append(taking_one(use))
     if named and here:
         raise ConfigError(
             f"{name_of(here[0])} has no importable name, the other rewards have: put all of them into a module, or none"

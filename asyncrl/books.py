@@ -156,13 +156,13 @@ class Books:
         """What would train next were no iteration running; [] while that is no full batch."""
         return [row for group, members in self.gate.foreseen() for row in self.rows(group, members)]
 
-    def rewarded(self, cuts: Iterable[Cut]) -> list[RewardedCut]:
-        """The cuts with every reward of their groups that is known now."""
+    def rewarded(self, cuts: Iterable[Cut], counts: Callable[[RowRef], bool]) -> list[RewardedCut]:
+        """The cuts with every reward of their groups that is known now. counts: whether a sample is in the loss."""
         gate = self.gate
-        return [RewardedCut(*cut, gate.rewards(cut[0]), self._tokens(*cut), gate.greedy(cut[0])) for cut in cuts]
+        return [RewardedCut(*cut, gate.rewards(cut[0]), self._tokens(cut, counts), gate.greedy(cut[0])) for cut in cuts]
 
-    def _tokens(self, group: int, members: Iterable[int]) -> dict[int, int]:
-        return {row.member: row.tokens for row in self.rows(group, members)}
+    def _tokens(self, cut: Cut, counts: Callable[[RowRef], bool]) -> dict[int, int]:
+        return {row.member: row.tokens if counts(row) else 0 for row in self.rows(*cut)}
 
     def trained(self, cuts: tuple[Cut, ...], version: int, advantages: tuple[float, ...], chain: str) -> None:
         """These cuts led to `version`. Written down first: what the journal refuses has not happened for the gate.

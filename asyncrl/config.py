@@ -179,9 +179,9 @@ class Algorithm(Section):
     """What a reward is compared with: the mean of its group, of its siblings, of the batch, or of its group and then,
     with the standard deviation, of the batch. greedy: the reward of a greedy answer of the same prompt. gae:
     generalized advantage estimation, with a critic's values."""
-    normalize_std: bool = True
+    normalize_std: bool | None = None
     """Divide the advantages of `group_mean` by the group's standard deviation (ddof 1, eps 1e-4); those of `gae` are
-    centred and divided by that of all response tokens of the batch."""
+    centred and divided by that of all response tokens of the batch. Default for these two: true; no other reads it."""
     gamma: Annotated[float, Field(ge=0, le=1)] | None = None
     """Discount of later tokens; only with advantage = "gae"."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -227,8 +227,8 @@ class Algorithm(Section):
     """Of each token, or the product over the whole answer."""
     weight_cap: PositiveFloat | None = None
     """Largest weight: default 2 for cap, 5 for mask."""
-    weight_floor: PositiveFloat | None = None
-    """Smallest weight of mask: default 0.5."""
+    weight_floor: Annotated[float, Field(ge=0)] | None = None
+    """Smallest weight of mask: default 0.5; 0: none."""
     rejection: Literal["none", "geometric", "token_k2", "token_k3", "sequence_k2", "sequence_k3"] = "none"
     """Leaves out answers whose geometric mean of proximal / behaviour is out of bounds, or answers or tokens whose KL
     estimate is too large."""

@@ -31,13 +31,31 @@ def context_of(shape: Mapping[str, Any]) -> int | None:
 def refuse_without_context(config: Config, folder: Path) -> None:
     """Raises ConfigError when not even a prompt of one token leaves room for an answer. A folder without config.json is
     of services of one's own, which know their bounds themselves."""
-    described, answer = folder / "config.json", config.generation.max_new_tokens
-    context = context_of(json.loads(described.read_text())) if described.exists() else None
+    context, answer = _positions(folder), config.generation.max_new_tokens
     if context is not None and answer >= context:
         raise ConfigError(
             f"generation.max_new_tokens = {answer} leaves no room for a prompt: {config.model.name} was made for "
             f"{context} positions (max_position_embeddings in its config.json); write fewer than {context}"
         )
+
+
+def refuse_short_judge(config: Config, key: str, folder: Path, policy: Path) -> None:
+    """Raises ConfigError when a model that judges has fewer positions than the rows it is given may have tokens."""
+    own, others = (_positions(each) for each in (folder, policy))
+    longest = config.task.max_prompt_tokens + config.generation.max_new_tokens
+    longest = longest if others is None else min(longest, others)
+    if own is not None and own < longest:
+        raise ConfigError(
+            f"{key}: {folder} was made for {own} positions (max_position_embeddings in its config.json), and a prompt "
+            f"with its answer may have {longest} tokens: write a smaller task.max_prompt_tokens or "
+            "generation.max_new_tokens, or take a model with more"
+        )
+
+
+def _positions(folder: Path) -> int | None:
+    """None: a folder that names no bound, or without config.json."""
+    described = folder / "config.json"
+    return context_of(json.loads(described.read_text())) if described.exists() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,8 +293,14 @@ class Controller:
         """The cuts of the running iteration with advantages of your own, one a row of `cuts.batch`, to train instead.
         Journal and samples have these, too.
 
-        Raises PageError: other cuts, another number of advantages, or one that is not finite.
+        Raises PageError: other cuts, another number of advantages, one that is not finite, or a critic gives each token
+        its own.
         """
+        if self._fleet.critic is not None:
+            raise PageError(
+                "gate.credit gives a sample one advantage, and here a critic gives each token its own from the "
+                'sample\'s reward: write another algorithm.advantage than "gae", or hand another score to gate.ready'
+            )
         return self._iterations.credit(cuts, advantages)
 
     def trained(self, report: StepReport, *beside: ValueReport) -> None:

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.errors import Refused, Retryable, WeightsError
+from asyncrl.errors import DeadlineExceeded, Refused, Retryable, WeightsError
 from asyncrl.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.contracts import Generation, Reward
@@ -110,41 +110,69 @@ def _means(prompts: Sequence[Known]) -> list[float]:
     return [fmean(known) for each in prompts if (known := [one for one in each if one is not None])]
 
 
-async def take_over(fleet: Fleet, published: Published, patience: float) -> None:
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds. lease: of one lease of a version; while a worker is away longer than that, the trainer gets its turn in
+    between. deadline: until a version is given up, longer than a worker takes to be started again."""
+
+    lease: float
+    deadline: float
+
+    @classmethod
+    def of(cls, config: Config) -> "Patience":
+        return cls(config.staleness.publish_deadline, config.fleet.start_deadline + config.fleet.call_deadline)
+
+
+async def take_over(fleet: Fleet, published: Published, patience: Patience) -> None:
     """Have the evaluation service copy out a version, leased meanwhile so that the trainer cannot overwrite it.
 
-    patience: seconds of one lease; while a worker is away longer than that, the trainer gets its turn in between.
-    Raises Refused once the version was overwritten.
+    Raises:
+        Refused: the version was overwritten.
+        DeadlineExceeded: it was not copied in time.
     """
     assert fleet.evaluation is not None
-    taken = False
-    while not taken:
+    loop = asyncio.get_running_loop()
+    until = loop.time() + patience.deadline
+    while loop.time() < until:
         await fleet.training.using(READER, published.version)
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(patience.lease):
                 await fleet.evaluation.use_weights(published)
-            taken = True
+            return
         except TimeoutError:
             continue
         finally:
             await fleet.training.detached(READER)
+    raise DeadlineExceeded(
+        f"it was not copied within {patience.deadline:g} s, in tries of {patience.lease:g} s "
+        "(staleness.publish_deadline): raise that when a copy takes longer"
+    )
 
 
 class EvaluationSchedule:
-    """Evaluates the versions asked for, one at a time, beside training. At most one waits: a newer one replaces it,
-    and `passed_over` says which were. patience: see `take_over`."""
+    """Evaluates the versions asked for, one at a time, beside training. At most one waits: a newer one replaces it.
 
-    def __init__(self, fleet: Fleet, evaluator: Evaluator, patience: float, done: Callable[[Evaluation], None]) -> None:
-        self._fleet, self._evaluator, self._patience, self._done = fleet, evaluator, patience, done
+    passed_over: told each version that is not evaluated, and why.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        evaluator: Evaluator,
+        patience: Patience,
+        done: Callable[[Evaluation], None],
+        passed_over: Callable[[int, str], None],
+    ) -> None:
+        self._fleet, self._evaluator, self._patience = fleet, evaluator, patience
+        self._done, self._passed_over = done, passed_over
         self._asked: Published | None = None
         self._changed, self._idle = asyncio.Event(), asyncio.Lock()
         self._newest = -1
-        self.passed_over: list[int] = []
 
     def ask(self, published: Published) -> None:
         """Evaluate this version as soon as the one before is done."""
-        if self._asked is not None:
-            self.passed_over.append(self._asked.version)
+        if self._asked is not None and self._asked.version != published.version:
+            self._passed_over(self._asked.version, f"version {published.version} came before its turn")
         self._asked = published
         self._changed.set()
 
@@ -175,9 +203,9 @@ class EvaluationSchedule:
                 self._done(await self._evaluator.evaluate(published.version, published.epoch))
                 self._newest = published.version
                 return
-            except (WeightsError, Refused):
-                self.passed_over.append(published.version)
+            except (WeightsError, Refused, DeadlineExceeded) as error:
+                self._passed_over(published.version, str(error))
                 return
-            except Retryable:
+            except Retryable as error:
                 if attempt:
-                    self.passed_over.append(published.version)
+                    self._passed_over(published.version, str(error))

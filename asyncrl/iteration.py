@@ -116,7 +116,7 @@ class Iterations:
     def begin(self, picked: tuple[Cut, ...]) -> Iteration:
         """The picked samples with their advantages, sorted by (group, member)."""
         rows = self._with_advantages(picked)
-        counted = [row for row in rows if not (self._mask_truncated and row.finish == "length")]
+        counted = [row for row in rows if self._counts(row)]
         tokens = sum(row.tokens for row in counted)
         cuts = Cuts(self._epoch, self._gate.version, BatchRef(tuple(rows)), tokens, len(counted))
         self._running = Running(picked, cuts, asyncio.get_running_loop().time())
@@ -157,8 +157,12 @@ class Iterations:
         self._books.requeue(running.picked)
         self._rows_lost(running.cuts, str(error))
 
+    def _counts(self, row: RowRef) -> bool:
+        """Whether it is part of denominators and statistics."""
+        return not (self._mask_truncated and row.finish == "length")
+
     def _with_advantages(self, picked: tuple[Cut, ...]) -> list[RowRef]:
-        advantages = self._advantages(self._books.rewarded(picked), self._gate.version)
+        advantages = self._advantages(self._books.rewarded(picked, self._counts), self._gate.version)
         return [
             row.with_advantage(advantage)
             for (group, members), of_cut in zip(picked, advantages, strict=True)

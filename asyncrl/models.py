@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asyncrl.config import Config
+from asyncrl.context import refuse_short_judge
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, system_error_in
 from asyncrl.model_files import has_tokenizer, head_labels, refuse_damaged
 
@@ -49,7 +50,7 @@ def judges_folders(config: Config, policy: Path) -> dict[str, Path]:
 
     Raises:
         ConfigError: there is no such folder, no model in it, files of it are not whole, it has no tokenizer or another
-            than the policy, or its head gives another number of scores than one.
+            than the policy, its head gives another number of scores than one, or it has too few positions.
     """
     found = {"critic": policy, "cost_critic": policy}
     named = {
@@ -58,10 +59,12 @@ def judges_folders(config: Config, policy: Path) -> dict[str, Path]:
         "critic": config.critic.model,
         "cost_critic": config.cost_critic.model,
     }
-    return found | {name: judge_folder(given, f"{name}.model", policy) for name, given in named.items() if given}
+    return found | {
+        name: judge_folder(config, given, f"{name}.model", policy) for name, given in named.items() if given
+    }
 
 
-def judge_folder(name: str, key: str, policy: Path) -> Path:
+def judge_folder(config: Config, name: str, key: str, policy: Path) -> Path:
     """The folder that `key` names. Raises ConfigError as `judges_folders`."""
     folder = _folder(name, key)
     if folder is None:
@@ -73,6 +76,7 @@ def judge_folder(name: str, key: str, policy: Path) -> Path:
     if own and others and own != others:
         raise ConfigError(another_tokenizer(key))
     _refuse_other_heads(folder, key)
+    refuse_short_judge(config, key, folder, policy)
     return folder.absolute()
 
 

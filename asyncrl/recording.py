@@ -21,7 +21,7 @@ from asyncrl.protocols.contracts import Contract
 from asyncrl.protocols.messages import Health, SampleText, TrainedSample
 from asyncrl.rundir import RunDirectory
 from asyncrl.telemetry.lines import LineFile
-from asyncrl.telemetry.metrics import MetricsFile, TimeShares, batch_metrics, report_metrics, term_metric
+from asyncrl.telemetry.metrics import MetricsFile, TimeShares, batch_metrics, report_metrics, step_of, term_metric
 from asyncrl.telemetry.samples import SampleRecord, SamplesFile, sample_record, to_show
 
 WAITING_EVENTS = 100_000
@@ -129,10 +129,11 @@ class Recorder:
 
     async def _step(self, done: StepDone) -> None:
         now = asyncio.get_running_loop().time()
-        metrics: Metrics = {"step": done.report.version, "time": now - self._began, "epoch": self._epoch}
+        metrics: Metrics = {"step": step_of(done.report), "time": now - self._began, "epoch": self._epoch}
         metrics |= done.staleness.metrics()
         metrics |= batch_metrics(done.cuts.batch) | self._term_means(done.cuts.batch)
         metrics |= report_metrics(done.report, now - self._last_step)
+        metrics |= {f"skipped/{done.report.skipped}": 1.0} if done.report.skipped else {}
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
         metrics |= self._shares.since_last(await self._healths()) | self._evaluated
         records = self._records(done)
@@ -142,7 +143,7 @@ class Recorder:
         self._dropped.clear()
         self._evaluated = {}
         self._last_step = now
-        self._send(done.report.version, metrics)
+        self._send(step_of(done.report), metrics)
         self._show(StepLine(metrics, records))
 
     def _records(self, done: StepDone) -> list[SampleRecord]:
@@ -150,7 +151,7 @@ class Recorder:
         by_token = self._fleet.critic is not None  # Then a row carries its reward in place of an advantage.
         return [
             sample_record(
-                done.report.version,
+                step_of(done.report),
                 replace(row, advantage=None) if by_token else row,
                 self._texts[row.key],
                 self._terms.get(row.key, {}),

@@ -26,9 +26,11 @@ def _charts(table: Table, task: str, own: Sequence[Cell]) -> Iterator[tuple[str,
     limits = sorted({cell.limit for cell in own} | ({SYNCHRONOUS} if any(cell.synchronous for cell in own) else set()))
     if len(limits) > 2:
         yield "reward", _by_limit(table, task, own, limits)
-    largest = [cell for cell in own if cell.limit == max(limits)] if limits else []
-    if len(table.limits) > 2 and any(cell.trained_by_decile for cell in largest):
-        yield "deciles", _by_decile(table, task, largest)
+    stale = [limit for limit in limits if limit != SYNCHRONOUS]
+    for limit in (stale[0], stale[-1]) if len(table.limits) > 2 and stale else ():
+        there = [cell for cell in own if cell.limit == limit]
+        if any(cell.trained_by_decile for cell in there):
+            yield f"deciles-{limit}", _by_decile(task, there)
     if len(table.rows) == 1 and own:
         yield "curves", _curves(table, task, own)
 
@@ -49,12 +51,14 @@ def _by_limit(table: Table, task: str, own: Sequence[Cell], limits: Sequence[int
     return Chart(title, "staleness limit η", "held-out reward", ticks, REWARD_TICKS, lines)
 
 
-def _by_decile(table: Table, task: str, largest: Sequence[Cell]) -> Chart:
+def _by_decile(task: str, there: Sequence[Cell]) -> Chart:
+    """there: of one limit."""
+
     def points(cell: Cell) -> list[Point]:
         return [Point(number, share, share, share) for number, share in enumerate(cell.trained_by_decile, 1)]
 
-    lines = {cell.row: points(cell) for cell in largest if cell.trained_by_decile}
-    title = f"{task}: tokens trained, η = {largest[0].limit}"
+    lines = {cell.row: points(cell) for cell in there if cell.trained_by_decile}
+    title = f"{task}: tokens trained, η = {there[0].limit}"
     return Chart(title, "decile of answer length", "share of sampled tokens", DECILE_TICKS, REWARD_TICKS, lines)
 
 

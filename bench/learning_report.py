@@ -32,12 +32,18 @@ LEGEND = """\
 - **loss**: held-out reward of the synchronous run (η = 0) of the same seed less that of this one, mean, with the
   one-sided 95 % bound (Student's t over pairs). The synchronous run is of the same row where the table has η = 0,
   and of GRPO's or PPO's defaults elsewhere.
-- **steps, seconds to the goal**: of training, until the mean reward of five steps reaches {goal}; median over those
-  that did. Seconds only where each worker was a process of its own: most runs are a fleet in one process, two runs on
+- **steps, seconds to the goal**: of training, until the mean reward of five batches reaches {goal}; median over all
+  runs, of which one that never does is the longest. The answers of a batch are `age` versions old, so a larger limit
+  sees the goal so many steps late; and DAPO's batches hold no group of equal rewards, so its steps stand beside no
+  others. Seconds only where each worker was a process of its own: most runs are a fleet in one process, two runs on
   two cores, and their wall clock tells nothing. A star: others used over {loaded:.0%} of the machine, or how
   much was not measured.
-- **tokens trained by decile**: share of the sampled tokens that entered the loss, shortest answers first, over
-  windows of 1,024 samples. **age**: mean staleness of trained tokens, in versions.
+- **tokens trained by decile**: share of the sampled tokens that entered the loss with a weight over 0, shortest answers
+  first, over windows of 1,024 samples; with a mask or a rejection over the seeds of which it is known. **age**: mean
+  staleness of trained tokens, in versions.
+- A step is one update here, so the ratio to *recomputed* log-probs is 1 and no bound of it acts: such rows, and the
+  preset `gspo`, which brings them, differ in what becomes of the weight alone. At η = 0 the ratio to the engine is 1,
+  too, and what differs in the presets' losses is next to nothing.
 - `learning rate 0` and `shuffled advantages` are controls that must not learn."""
 
 TWO_TURNS = """\

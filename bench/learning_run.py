@@ -37,8 +37,8 @@ class Outcome:
     None where nothing has a cost. seconds_to_goal, steps_to_goal: until the mean reward of WINDOW steps reached the
     goal, None when it never did; seconds: of all steps, the start of processes left out. trained_by_decile: share
     of the sampled tokens that trained, shortest answers first, mean over steps. masked: share of a batch's tokens
-    left out for their age. curve: (step, seconds, reward). others: share of the machine that other programs used
-    meanwhile.
+    left out for their age; rejected: of the others, by a correction. curve: (step, seconds, reward). others: share of
+    the machine that other programs used meanwhile.
     """
 
     steps: int
@@ -54,6 +54,7 @@ class Outcome:
     staleness_mean: float
     staleness_max: float
     masked: float
+    rejected: float
     mismatch_kl: float
     mismatch_ess: float
     length_last: float
@@ -125,6 +126,7 @@ def outcome_of(
         staleness_mean=_mean_of(lines, "staleness/mean"),
         staleness_max=max(line.get("staleness/max") or 0.0 for line in lines),
         masked=_mean_of(lines, "staleness/masked_fraction"),
+        rejected=_mean_of(lines, "mask/rejected_fraction"),
         mismatch_kl=_mean_of(lines, "mismatch/kl"),
         mismatch_ess=_mean_of(lines, "mismatch/ess"),
         length_last=round(fmean(line["completions/length_mean"] for line in lines[-WINDOW:]), 2),

@@ -47,9 +47,14 @@ class Cell:
         return differences({seed: line["held_out"] for seed, line in self.synchronous.items()}, self.held_out)
 
     @property
-    def reached(self) -> list[Line]:
+    def reached(self) -> int:
         """Runs that reached the goal."""
-        return [line for line in self.lines.values() if line["steps_to_goal"] is not None]
+        return sum(line["steps_to_goal"] is not None for line in self.lines.values())
+
+    def to_goal(self, unit: str) -> float:
+        """Median over all runs of `steps` or `seconds` to the goal; infinite when half of them never reached it."""
+        found = [line[f"{unit}_to_goal"] for line in self.lines.values()]
+        return float(median(math.inf if each is None else each for each in found))
 
     @property
     def of_processes(self) -> bool:
@@ -58,14 +63,21 @@ class Cell:
 
     @property
     def trained_by_decile(self) -> list[float]:
-        """Mean over seeds; empty when no run was long enough to tell."""
-        told = [line["trained_by_decile"] for line in self.lines.values() if line["trained_by_decile"]]
-        return [fmean(shares) for shares in zip(*told, strict=True)]
+        """Mean over seeds; empty when no run was long enough to tell. What a correction leaves out is known of lines
+        with `rejected` alone."""
+        told = [line for line in self.lines.values() if "rejected" in line or not _leaves_out(line["values"])]
+        shares = [line["trained_by_decile"] for line in told if line["trained_by_decile"]]
+        return [fmean(of_decile) for of_decile in zip(*shares, strict=True)]
 
     @property
     def loaded(self) -> bool:
         """Whether others used much of the machine, or nobody knows how much."""
         return any(line["others"] is None or line["others"] > LOADED for line in self.lines.values())
+
+
+def _leaves_out(values: Mapping[str, Any]) -> bool:
+    """Whether a correction of the row gives some tokens no weight."""
+    return values.get("algorithm.correction") == "mask" or "algorithm.rejection" in values
 
 
 def cells(grid: Grid, table: Table, task: str, results: Results) -> list[Cell]:
@@ -137,17 +149,20 @@ def loss_text(cell: Cell) -> str:
 
 def steps_text(cell: Cell) -> str:
     """Median, and how many reached the goal when not all did."""
-    reached, runs = [line["steps_to_goal"] for line in cell.reached], len(cell.lines)
-    if not reached:
-        return "never"
-    return f"{median(reached):.0f}" + (f" ({len(reached)} of {runs})" if len(reached) < runs else "")
+    return _goal_text(cell, f"{cell.to_goal('steps'):.0f}")
 
 
 def seconds_text(cell: Cell) -> str:
-    """Median; nothing where workers shared a process."""
-    if not cell.of_processes or not cell.reached:
+    """The same in seconds; nothing where workers shared a process."""
+    if not cell.of_processes:
         return ""
-    return f"{median(line['seconds_to_goal'] for line in cell.reached):.1f}" + ("*" if cell.loaded else "")
+    return _goal_text(cell, f"{cell.to_goal('seconds'):.1f}" + ("*" if cell.loaded else ""))
+
+
+def _goal_text(cell: Cell, middle: str) -> str:
+    runs = len(cell.lines)
+    shown = "never" if math.isinf(cell.to_goal("steps")) else middle
+    return shown + (f" ({cell.reached} of {runs})" if 0 < cell.reached < runs else "")
 
 
 def ranking(grid: Grid, table: Table, results: Results) -> list[tuple[str, Spread]]:

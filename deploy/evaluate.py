@@ -139,4 +139,4 @@ def _judge(config: Config, service: Judge, policy: str) -> ServiceSpec:
     spec, model = reward_spec(config, service), section_of(config, service).model
     if not model:
         return spec
-    return replace(spec, options={"model": str(judge_folder(model, f"{service}.model", Path(policy)))})
+    return replace(spec, options={"model": str(judge_folder(config, model, f"{service}.model", Path(policy)))})

@@ -43,7 +43,7 @@ from asyncrl.errors import (
     TaskError,
     first,
 )
-from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator
+from asyncrl.evaluation import Evaluation, EvaluationSchedule, Evaluator, Patience
 from asyncrl.events import Event, GroupFinished, GroupPoisoned, PoliciesApart, SampleScored, StepDone
 from asyncrl.fleet import Fleet, RunningFleet, running_fleet
 from asyncrl.launch import RunFacts
@@ -205,7 +205,7 @@ class _Training:
                 self._fleet.evaluation, self._fleet.reward, questions.held_out, self._config, self._fleet.cost
             )
             self._evaluations = EvaluationSchedule(
-                self._fleet, evaluator, self._config.staleness.publish_deadline, self._evaluated
+                self._fleet, evaluator, Patience.of(self._config), self._evaluated, self._not_evaluated
             )
 
     async def run(self) -> None:
@@ -338,6 +338,9 @@ class _Training:
                     self._evaluations.ask(report.published)
             case _:
                 pass
+
+    def _not_evaluated(self, version: int, why: str) -> None:
+        self._order.display.say(f"version {version} is not evaluated: {why}")
 
     def _evaluated(self, evaluation: Evaluation) -> None:
         self._recorder.evaluated(evaluation)

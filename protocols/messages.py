@@ -236,7 +236,8 @@ class Using:
 
 @dataclass(frozen=True, slots=True)
 class TrainedSample:
-    """trained, masked: response tokens in the loss, and left out; reason: of those left out ("stale", "truncated")."""
+    """trained, masked: response tokens in the loss, and left out; reason: of those left out ("stale", "truncated").
+    rejected: those of neither, within the limit but with no weight from the correction."""
 
     group: int
     member: int
@@ -244,6 +245,7 @@ class TrainedSample:
     trained: int
     masked: int
     reason: str = ""
+    rejected: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +307,7 @@ class Checkpointed:
         return cls(parts[0].version, parts[0].chain, {k: v for part in parts for k, v in part.files.items()})
 
 
-PROTOCOL = 6
+PROTOCOL = 7
 WIRE_TYPES: tuple[type, ...] = (
     Hello,
     Welcome,

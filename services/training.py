@@ -233,7 +233,7 @@ class TrainingService(Service, Training):
             ) from None
 
     def _report(self, outcome: StepOutcome, published: Published | None) -> StepReport:
-        samples = tuple(TrainedSample(*s.key, s.trained, s.masked, s.reason) for s in outcome.samples)
+        samples = tuple(TrainedSample(*s.key, s.trained, s.masked, s.reason, s.rejected) for s in outcome.samples)
         epoch, version = self._at
         return StepReport(
             epoch, version, outcome.updates, outcome.skipped, self._chain.hex(), outcome.metrics, samples, published

@@ -83,7 +83,7 @@ def advantages_of(config: Config) -> Advantages:
 def _estimator(algorithm: Algorithm) -> Advantages:
     match algorithm.advantage:
         case "group_mean":
-            return GroupBaseline(algorithm.normalize_std)
+            return GroupBaseline(bool(algorithm.normalize_std))
         case "leave_one_out":
             return LeaveOneOut()
         case "batch":

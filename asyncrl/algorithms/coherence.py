@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from asyncrl.algorithms.presets import PRESETS
+from asyncrl.algorithms.presets import DEFAULT_BOUNDS, PRESETS, STANDARDIZING
 from asyncrl.contradiction import Contradiction
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ TRIED_DIVERGENCE = 0.05
 def _only_with(config: "Config") -> Iterator[Contradiction]:
     """Values that nothing would read, and those without which a part cannot work."""
     a = config.algorithm
+    standardizing, weighted = a.advantage in STANDARDIZING, a.correction != "none"
     needs = (
+        ("normalize_std", a.normalize_std, "advantage", standardizing, True),
         ("second_moment", a.second_moment, "loss", a.loss == "m2po", True),
         ("gate_temperatures", a.gate_temperatures, "loss", a.loss == "sapo", True),
         ("gamma", a.gamma, "advantage", a.advantage == "gae", True),
@@ -32,8 +34,8 @@ def _only_with(config: "Config") -> Iterator[Contradiction]:
         ("dual_clip", a.dual_clip, "loss", a.loss == "clip", False),
         ("divisor", a.divisor, "aggregation", a.aggregation == "constant", False),
         ("kl_target", a.kl_target, "kl", a.kl > 0, False),
-        ("weight_cap", a.weight_cap, "correction", a.correction != "none" or a.old_logprobs == "engine", False),
-        ("weight_floor", a.weight_floor, "correction", a.correction == "mask", False),
+        ("weight_cap", a.weight_cap, "correction", weighted or a.old_logprobs == "engine", weighted),
+        ("weight_floor", a.weight_floor, "correction", a.correction == "mask", True),
         ("rejection_low", a.rejection_low, "rejection", a.rejection == "geometric", True),
         ("rejection_high", a.rejection_high, "rejection", a.rejection != "none", True),
     )
@@ -42,7 +44,8 @@ def _only_with(config: "Config") -> Iterator[Contradiction]:
         if value is not None and not used:
             yield Contradiction(keys, _unread(a.preset, key, value, f"{other} = {_written(getattr(a, other))}"))
         if value is None and used and needed:
-            yield Contradiction(keys, f"{other} = {_written(getattr(a, other))} needs it: {_example(key, a.rejection)}")
+            needing = getattr(a, other)
+            yield Contradiction(keys, f"{other} = {_written(needing)} needs it: {_example(key, needing)}")
 
 
 def _without_effect(config: "Config") -> Iterator[Contradiction]:
@@ -63,11 +66,30 @@ def _without_effect(config: "Config") -> Iterator[Contradiction]:
             )
 
 
-def _example(key: str, rejection: str) -> str:
-    """What to write for a key that has no default."""
+def _bounds_of_one(config: "Config") -> Iterator[Contradiction]:
+    """Bounds that were written for a ratio that is 1."""
+    a = config.algorithm
+    if a.old_logprobs != "recomputed" or config.training.updates > 1:
+        return
+    for key in ("clip_low", "clip_high", "dual_clip", "gate_temperatures"):
+        if getattr(a, key) not in (type(a).model_fields[key].default, PRESETS[a.preset].parts.get(key)):
+            yield Contradiction(
+                (f"algorithm.{key}", "algorithm.old_logprobs", "training.updates"),
+                "the ratio to recomputed log-probs is 1 in the first update of a step, and there is no other, so it "
+                'bounds nothing: write training.updates = 2 or more, or old_logprobs = "engine", or remove it',
+            )
+
+
+def _example(key: str, needing: str) -> str:
+    """What to write for a key that cannot be left out. needing: the value that needs it."""
     if key in ("rejection_low", "rejection_high"):
-        tried = TRIED_REJECTIONS.get((key, rejection), TRIED_DIVERGENCE)
+        tried = TRIED_REJECTIONS.get((key, needing), TRIED_DIVERGENCE)
         return f"write {key} = {tried}, say; docs/corrections.md has what the bounds are of"
+    if key == "normalize_std":
+        return "write true or false"
+    if key in DEFAULT_BOUNDS.get(needing, {}):
+        off = "; 0 is no floor" if key == "weight_floor" else ""
+        return f"remove the line, for {DEFAULT_BOUNDS[needing][key]:g}, or write a number{off}"
     preset, value = next((name, each.parts[key]) for name, each in PRESETS.items() if key in each.parts)
     return f'write {key} = {_written(value)}, or preset = "{preset}", which brings it'
 
@@ -84,7 +106,21 @@ def _unread(preset: str, key: str, value: object, found: str) -> str:
 
 def _written(value: object) -> str:
     """As in TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)
+
+
+def _taken_back(config: "Config") -> Iterator[Contradiction]:
+    """A written config leaves out what is none, and the preset would bring it again."""
+    a = config.algorithm
+    for key, value in PRESETS[a.preset].parts.items():
+        if getattr(a, key) is None:
+            yield Contradiction(
+                (f"algorithm.{key}", "algorithm.preset"),
+                f'preset = "{a.preset}" is {key} = {_written(value)}, which cannot be taken back: write another preset '
+                "under your values, or remove the line",
+            )
 
 
 def _counted_twice(config: "Config") -> Iterator[Contradiction]:
@@ -152,7 +188,7 @@ def _bounds_of_another_loss(config: "Config") -> Iterator[Contradiction]:
         yield Contradiction(
             ("algorithm.preset", "algorithm.loss"),
             f'preset = "{a.preset}" brings {" and ".join(f"{key} = {brought[key]:g}" for key in kept)}, meant for '
-            f'loss = "{parts["loss"]}"; with loss = "{a.loss}" write both bounds, or a preset of that loss',
+            f'loss = "{parts["loss"]}"; with loss = "{a.loss}" write bounds of your own, or a preset of that loss',
         )
 
 
@@ -292,7 +328,9 @@ def _thresholds(config: "Config") -> Iterator[Contradiction]:
 
 ALGORITHM_RULES: tuple[Callable[["Config"], Iterator[Contradiction]], ...] = (
     _only_with,
+    _taken_back,
     _without_effect,
+    _bounds_of_one,
     _counted_twice,
     _bounds,
     _bounds_of_another_loss,

@@ -4,12 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-STANDARDIZED = {"advantage": "group_mean", "normalize_std": True}
+STANDARDIZED = {"advantage": "group_mean"}
+STANDARDIZING = ("group_mean", "gae")
+"""Advantages that are divided by a standard deviation unless `normalize_std` says otherwise."""
+DEFAULT_BOUNDS: Mapping[str, Mapping[str, float]] = {
+    "none": {},
+    "cap": {"weight_cap": 2.0},
+    "mask": {"weight_floor": 0.5, "weight_cap": 5.0},
+}
+"""Of the weight, by `correction`."""
+
 WITH_A_CRITIC = {
     "advantage": "gae",
     "gamma": 1.0,
     "gae_lambda": 0.95,
-    "normalize_std": True,
     "loss": "clip",
     "aggregation": "token_mean",
     "kl_in": "reward",
@@ -118,8 +126,6 @@ def expanded(given: Mapping[str, Any], preset: str) -> dict[str, Any]:
     values = {**PRESETS[preset].parts, **given}
     if values.get("old_logprobs") == "recomputed":
         values.setdefault("correction", "cap")
-    if values.get("correction") == "cap":
-        values.setdefault("weight_cap", 2.0)
-    if values.get("correction") == "mask":
-        values = {"weight_floor": 0.5, "weight_cap": 5.0, **values}
-    return values
+    if values["advantage"] in STANDARDIZING:
+        values.setdefault("normalize_std", True)
+    return {**DEFAULT_BOUNDS.get(str(values.get("correction")), {}), **values}

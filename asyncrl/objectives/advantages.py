@@ -18,7 +18,7 @@ class RewardedCut:
     """Members of one group that train together, and every reward known of that group.
 
     members: rising; rewards: by member, of these members and of others in the baseline. tokens: sampled by each of
-    these members. greedy: reward of the greedy answer, where there is one.
+    these members, 0 of one that is left out of the loss. greedy: reward of the greedy answer, where there is one.
     """
 
     group: int
@@ -68,11 +68,12 @@ def batch_advantages(values: Floats, tokens: Floats) -> Floats:
 
     Args:
         values: float64 [samples], finite: rewards, or rewards less the mean of their group.
-        tokens: float64 [samples], at least 1: sampled tokens of each.
+        tokens: float64 [samples]: sampled tokens of each; with 0 a sample is in no statistic.
     """
     if not np.all(np.isfinite(values)):
         raise ValueError(f"rewards of a batch are finite, not {values.tolist()}")
-    if values.max() == values.min():
+    counted = values[tokens > 0]
+    if not len(counted) or counted.max() == counted.min():
         return np.zeros_like(values)
     centred = values - np.average(values, weights=tokens)
     std = np.sqrt((tokens * centred**2).sum() / (tokens.sum() - 1))

@@ -134,7 +134,7 @@ class LiveDisplay:
         self._live.console.print(Text(text))
 
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
-        self._progress.update(self._bar, completed=int(metrics["step"]))
+        self._progress.update(self._bar, completed=int(metrics["version"]))
         parts: list[RenderableType] = [self._progress, _table(metrics)]
         if sample is not None:
             parts.append(sample_panel(sample, SHOWN_CHARACTERS))
@@ -178,6 +178,8 @@ def _verdict(sample: SampleRecord) -> str:
     parts += [f"ended by {sample.finish}", _versions(sample), f"{sample.trained} tokens trained"]
     if sample.masked:
         parts.append(f"{sample.masked} masked ({sample.reason})")
+    if sample.rejected:
+        parts.append(f"{sample.rejected} rejected by the correction")
     return " · ".join(parts)
 
 

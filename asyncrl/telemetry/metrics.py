@@ -14,12 +14,14 @@ from asyncrl.telemetry.lines import LineFile, Object, read_lines
 Metrics = Mapping[str, float]
 
 METRICS: dict[str, str] = {
-    "step": "training iterations so far, this one included",
+    "step": "training iterations so far, this one included; one that trained nothing is tried again",
     "time": "seconds since this epoch of the run began",
     "epoch": "how often the run was resumed",
     "version": "version of the weights after the step",
     "reward/mean": "mean reward of the samples in the batch",
-    "reward/std": "their standard deviation",
+    "reward/std": "their standard deviation over the whole batch",
+    "reward/group_std": "standard deviation of the rewards within a group, mean over groups",
+    "reward/equal_groups": "share of groups whose samples all got the same reward",
     "staleness/mean": "mean versions between sampling and training, over tokens in the loss",
     "staleness/max": "largest of them, measured by the trainer",
     "staleness/updates_max": "largest staleness in optimizer steps",
@@ -27,7 +29,7 @@ METRICS: dict[str, str] = {
     "staleness/expired": "samples dropped because no token was young enough",
     "staleness/cut_fraction": "share of trained samples whose group still had open members",
     "staleness/cut_baseline_gap": "baseline at an early cut minus that of the whole group; 0 when none finished",
-    "staleness/wasted_tokens": "tokens sampled and never trained",
+    "staleness/wasted_tokens": "tokens sampled and never trained, those a correction left out included",
     "mask/stale_fraction": "share of the batch's response tokens masked as stale",
     "mask/truncated_fraction": "share masked because their completion was truncated",
     "perf/tokens_per_s": "trained tokens per second of wall clock",
@@ -55,9 +57,9 @@ METRICS: dict[str, str] = {
     "grad_norm": "norm of the gradient before clipping",
     "learning_rate": "of the step's last update",
     "tokens/response": "response tokens in the batch",
-    "tokens/trained": "those of them in the loss",
+    "tokens/trained": "those of them that updates learnt from, without those a correction left out",
 }
-"""In every line."""
+"""In every line; those that the trainer measures only where something trained."""
 
 FURTHER_METRICS: dict[str, str] = {
     "reward/<term>": "mean of one reward function, or of one of its terms",
@@ -95,9 +97,10 @@ FURTHER_METRICS: dict[str, str] = {
     "sampling/accepted": "share of samples whose group had differing rewards, of the last 1024; dynamic sampling only",
     "sampling/accepted/<decile>": "the same by length, d1 the shortest",
     "staleness/trained_samples/<decile>": "share of samples that trained, by length, d1 the shortest, of ten or more",
-    "staleness/trained_tokens/<decile>": "share of their tokens that trained",
+    "staleness/trained_tokens/<decile>": "share of their tokens that trained, without those a correction left out",
     "staleness/redone/<decile>": "share of samples sampled more than once, by length; when one was",
     "data/dropped/<reason>": "samples dropped since the step before",
+    "skipped/<reason>": "1 in the line of a step that trained nothing, and why; the next attempt has the same number",
     "time/<service>/<state>": "share of wall clock since the step before, mean over the service's workers",
     "eval/reward/mean": "of held-out prompts, sampled by eval/version; with the step after it is known",
     "eval/reward/stderr": "its standard error over prompts",
@@ -128,7 +131,8 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Object]:
-    """One object a step, in order. A resumed run repeats steps after its checkpoint: the latest line counts."""
+    """One object a step, in order. A resumed run repeats steps after its checkpoint, and a step that trained nothing is
+    tried again with other samples: the latest line counts."""
     surviving: list[Object] = []
     for line in read_lines(path):
         while surviving and surviving[-1]["step"] >= line["step"]:
@@ -156,14 +160,33 @@ def batch_metrics(batch: BatchRef) -> dict[str, float]:
         **({"cost/mean": fmean(costs)} if costs else {}),
         "reward/mean": fmean(rewards) if rewards else float("nan"),
         "reward/std": pstdev(rewards) if rewards else float("nan"),
+        **_within_groups(batch),
         "completions/length_mean": _mean([row.tokens for row in batch]),
         "completions/truncated_fraction": _mean([row.finish == "length" for row in batch]),
+    }
+
+
+def _within_groups(batch: BatchRef) -> dict[str, float]:
+    """Of the groups with a reward in the batch."""
+    groups: dict[int, list[float]] = {}
+    for row in batch:
+        if row.reward is not None:
+            groups.setdefault(row.group, []).append(row.reward)
+    deviations = [pstdev(rewards) for rewards in groups.values()]
+    return {
+        "reward/group_std": _mean(deviations),
+        "reward/equal_groups": _mean([deviation == 0 for deviation in deviations]),
     }
 
 
 def term_metric(term: str) -> str:
     """Under what name the mean of a term of the scores is written; those of costs say so themselves."""
     return term if term.startswith(COSTS) else f"reward/{term}"
+
+
+def step_of(report: StepReport) -> int:
+    """The number of a step is the version it led to or, when it trained nothing, would have led to."""
+    return report.version + bool(report.skipped)
 
 
 def report_metrics(report: StepReport, seconds: float) -> dict[str, float]:
@@ -173,7 +196,7 @@ def report_metrics(report: StepReport, seconds: float) -> dict[str, float]:
         seconds: wall clock since the step before was done.
     """
     trained = sum(sample.trained for sample in report.samples)
-    total = trained + sum(sample.masked for sample in report.samples)
+    total = trained + sum(sample.masked + sample.rejected for sample in report.samples)
     return {
         **report.metrics,
         "version": report.version,

@@ -17,8 +17,8 @@ class SampleRecord:
     """One sample as a person looks at it.
 
     finish: why the completion ended; terms: each reward function's own value; first, last: versions that sampled its
-    first and last token; trained, masked: response tokens in the loss and left out, with the reason. advantage: None
-    also where a critic gives each token its own.
+    first and last token; trained, masked: response tokens in the loss and left out, with the reason; rejected: those
+    of neither, that a correction gave no weight. advantage: None also where a critic gives each token its own.
     """
 
     step: int
@@ -38,6 +38,7 @@ class SampleRecord:
     trained: int
     masked: int
     reason: str = ""
+    rejected: int = 0
 
 
 def sample_record(
@@ -63,6 +64,7 @@ def sample_record(
         trained=trained.trained,
         masked=trained.masked,
         reason=trained.reason,
+        rejected=trained.rejected,
     )
 
 
@@ -121,7 +123,7 @@ class Selection:
             for record in records
             if (step is None or record.step == step)
             and (self.group is None or record.group == self.group)
-            and (not self.masked or record.masked > 0)
+            and (not self.masked or record.masked + record.rejected > 0)
         ]
         return self._sorted(kept)[: self.count]
 

@@ -1,10 +1,10 @@
 """asyncrl graph: the services of an experiment, their endpoints, transfer protocols and sockets, from the contracts."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config
+    from asyncrl.config import Algorithm, Config
     from asyncrl.fleet import ServiceSpec
     from asyncrl.protocols.contracts import EndpointSpec
 
@@ -45,7 +45,7 @@ def graph(config: "Config") -> Iterator[str]:
 def _parts(config: "Config") -> Iterator[str]:
     """The page that is run, and what the preset stands for, key by key; `*` where the config says otherwise."""
     from asyncrl.algorithms.choice import page_of
-    from asyncrl.algorithms.presets import PRESETS
+    from asyncrl.algorithms.presets import PRESETS, expanded
     from asyncrl.settings.toml import value_text
 
     preset, chosen = PRESETS[config.algorithm.preset], config.algorithm
@@ -55,10 +55,30 @@ def _parts(config: "Config") -> Iterator[str]:
         value = getattr(chosen, key)
         own = "" if value == stands_for else f"  * not {value_text(stands_for)}"
         yield f"    {key} = {value_text(value)}{own}"
-    further = {key: value for key, value in chosen.model_dump(exclude_defaults=True).items() if key not in preset.parts}
-    further = {key: value for key, value in further.items() if key not in ("preset", "page")}
-    for key, value in further.items():
-        yield f"    {key} = {value_text(value)}  *"
+    follows = expanded({key: getattr(chosen, key) for key in LEADING}, chosen.preset)
+    for key, value in _further(chosen).items():
+        own = "" if value == follows.get(key, type(chosen).model_fields[key].default) else "  *"
+        yield f"    {key} = {value_text(value)}{own}"
+
+
+OFF = (0, "none")
+LEADING = ("advantage", "old_logprobs", "correction")
+"""Values of parts that are not there, and keys on which defaults of others depend."""
+
+
+def _further(chosen: "Algorithm") -> dict[str, Any]:
+    """Keys that are none of the preset's parts, without those that are off or that nothing reads."""
+    from asyncrl.algorithms.coherence import WITHOUT_BOUNDS
+    from asyncrl.algorithms.presets import PRESETS
+
+    unread = {"preset", "page", *PRESETS[chosen.preset].parts}
+    if chosen.kl == 0:
+        unread |= {"kl_in", "kl_estimator"} | ({"clip_low", "clip_high"} if chosen.loss in WITHOUT_BOUNDS else set())
+    if chosen.correction == "none":
+        unread.add("correction_level")
+    defaults = {name: known.default for name, known in type(chosen).model_fields.items()}
+    there = chosen.model_dump(exclude_none=True).items()
+    return {key: value for key, value in there if key not in unread and (value not in OFF or value != defaults[key])}
 
 
 def _service(spec: "ServiceSpec", config: "Config") -> Iterator[str]:

@@ -183,7 +183,7 @@ def train(config: "Config", run_dir: Path, accept_changes: bool, command: str) -
 def _ending(directory: "RunDirectory", steps: int, command: str) -> str:
     from asyncrl.telemetry.metrics import read_metrics
 
-    done = max((int(line["step"]) for line in read_metrics(directory.metrics)), default=0)
+    done = max((int(line["version"]) for line in read_metrics(directory.metrics)), default=0)
     if done < steps:
         return f"stopped at step {done} of {steps}; go on with: {command}"
     run = shlex.quote(str(directory.path))

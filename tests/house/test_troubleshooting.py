@@ -37,6 +37,7 @@ UNSEEN = {
 
 NEEDED = {
     'algorithm.correction = "mask"': ("--algorithm.old_logprobs", "recomputed"),
+    'algorithm.correction_level = "sequence"': ("--algorithm.old_logprobs", "recomputed"),
     'algorithm.rejection = "geometric"': ("--algorithm.rejection_low", "0.9", "--algorithm.rejection_high", "1.1"),
     'algorithm.kl_in = "reward"': ("--algorithm.kl_estimator", "k1"),
     "algorithm.gae_lambda = 1": ("--algorithm.preset", "ppo"),

@@ -15,7 +15,7 @@ import pytest
 
 import asyncrl.api
 from asyncrl.algorithms import grpo
-from asyncrl.api import _algorithm, _by_name, _page_here, _reward_here, _run_here_or_beside, _section
+from asyncrl.api import _algorithm, _by_name, _page_here, _reward, _reward_here, _run_here_or_beside, _section
 from asyncrl.controller import Controller, Page
 from asyncrl.errors import ConfigError
 from asyncrl.fleet import Fleet
@@ -104,12 +104,28 @@ def test_a_reward_without_a_name_of_its_own_is_called_by_that_of_its_function() 
         return by
 
     said: list[str] = []
-    named, here = _by_name([partial(scaled, by=2.0)])
+    named, here = _by_name([{"use": partial(scaled, by=2.0)}])
     assert not named
     assert list(_reward_here(here, "", said.append)) == ["reward"]
     with pytest.raises(ConfigError, match=r"reward\.model works beside .* scaled has no importable name"):
         _reward_here(here, "folder", said.append)
     assert said == ["reward scaled has no importable name: it is called in this process"]
+
+
+def test_rewards_are_functions_or_a_section_whose_functions_have_keys() -> None:
+    named, here = _reward({"functions": ["numeric", {"use": "length", "weight": -0.1}], "on_error": "zero"})
+    functions = [{"use": "numeric"}, {"use": "length", "weight": -0.1}]
+    assert (named, here) == ({"functions": functions, "on_error": "zero"}, [])
+    assert _reward({"use": "length", "weight": 2}) == ({"functions": [{"use": "length", "weight": 2}]}, [])
+    assert _reward({"model": "folder"}) == ({"model": "folder"}, [])
+    assert _reward(["numeric", "length"])[0] == {"functions": [{"use": "numeric"}, {"use": "length"}]}
+    with pytest.raises(ConfigError, match=r"lambda has no importable name, which weight needs: put it into a module"):
+        _reward({"functions": [{"use": lambda sample: 1.0, "weight": 2}]})
+    with pytest.raises(ConfigError, match=r"not \{'on_error': 'zero'\}$"):
+        _reward({"on_error": "zero"})
+    for wrong in ([], {"functions": [{"weight": 2}]}, None, 3):
+        with pytest.raises(ConfigError, match=r'^reward: write a function of a Sample.*"on_error": "zero"\}, not'):
+            _reward(wrong)  # type: ignore[arg-type]
 
 
 def test_a_setting_or_a_dict_of_keys_is_a_section() -> None:
@@ -132,13 +148,15 @@ def test_an_algorithm_is_a_preset_a_page_or_keys_with_a_page_among_them() -> Non
 
 def test_dicts_of_keys_reach_the_config_and_mistakes_in_them_are_named() -> None:
     def order(**given: Any) -> Any:
-        return asyncrl.api.train_async(model="m", prompts="nowhere.jsonl", reward="exact_match", **given)
+        return asyncrl.api.train_async(**{"model": "m", "prompts": "nowhere.jsonl", "reward": "exact_match", **given})
 
     wrong = {"algorithm": {"preset": "gropo"}, "staleness": {"limit": -1, "polcy": "drop"}}
     with pytest.raises(ConfigError) as caught:
         asyncio.run(order(**wrong))
     for part in ("algorithm.preset", "did you mean grpo?", "staleness.limit", "did you mean staleness.policy?"):
         assert part in str(caught.value)
+    with pytest.raises(ConfigError, match=r"model\.dtype"):
+        asyncio.run(order(model={"name": "m", "dtype": "float8"}))
     with pytest.raises(ConfigError, match='only the policy "mask" cuts groups'):
         asyncio.run(order(staleness={"limit": 1, "policy": "drop", "cut_at": 4}))
 

@@ -28,6 +28,31 @@ def config(**sections: Any) -> Config:
         ({"algorithm": {"weight_cap": 0.5, "old_logprobs": "recomputed"}}, "corrects nothing"),
         ({"task": {"samples_per_prompt": 1}, "algorithm": {"dynamic_sampling": True}}, "always equal"),
         ({"algorithm": {"correction": "cap"}}, "count the staleness twice"),
+        (
+            {"algorithm": {"old_logprobs": "recomputed", "weight_cap": None}},
+            "needs it: remove the line, for 2, or write a number",
+        ),
+        (
+            {"algorithm": {"old_logprobs": "recomputed", "correction": "mask", "weight_floor": None}},
+            "remove the line, for 0.5, or write a number; 0 is no floor",
+        ),
+        ({"algorithm": {"normalize_std": None}}, "needs it: write true or false"),
+        (
+            {"algorithm": {"advantage": "leave_one_out", "normalize_std": True}},
+            'nothing reads it with advantage = "leave_one_out": remove it',
+        ),
+        (
+            {"algorithm": {"preset": "m2po", "loss": "clip", "second_moment": None}},
+            'preset = "m2po" is second_moment = 0.04, which cannot be taken back',
+        ),
+        (
+            {"algorithm": {"old_logprobs": "recomputed", "clip_high": 0.28}},
+            "bounds nothing: write training.updates = 2 or more",
+        ),
+        (
+            {"algorithm": {"old_logprobs": "recomputed", "dual_clip": 3}},
+            "bounds nothing: write training.updates = 2 or more",
+        ),
         ({"algorithm": {"loss": "m2po", "second_moment": 0.1, "old_logprobs": "recomputed"}}, "write old_logprobs"),
         ({"algorithm": {"preset": "m2po", "rejection": "token_k2", "rejection_high": 1}}, "remove the rejection"),
         (
@@ -73,7 +98,7 @@ def config(**sections: Any) -> Config:
         ),
         (
             {"algorithm": {"preset": "dapo", "loss": "gmpo", "aggregation": "sequence_mean_token_mean"}},
-            "write both bounds",
+            "write bounds of your own",
         ),
         (
             {"algorithm": {"preset": "cispo", "loss": "clip", "clip_low": 0.2}},
@@ -219,7 +244,10 @@ def test_refused(sections: dict[str, Any], says: str) -> None:
         {"staleness": {"cut_at": 2}},
         {"staleness": {"cut_at": "never", "policy": "drop"}},
         {"algorithm": {"weight_cap": 1.0, "old_logprobs": "recomputed"}},
-        {"task": {"samples_per_prompt": 1}, "algorithm": {"advantage": "batch", "normalize_std": False}},
+        {"task": {"samples_per_prompt": 1}, "algorithm": {"advantage": "batch"}},
+        {"algorithm": {"old_logprobs": "recomputed", "correction": "mask", "weight_floor": 0}},
+        {"algorithm": {"old_logprobs": "recomputed", "clip_high": 0.28}, "training": {"updates": 2}},
+        {"algorithm": {"advantage": "group_mean", "normalize_std": False}},
         {"algorithm": {"old_logprobs": "recomputed", "correction": "none"}},
         {"algorithm": {"old_logprobs": "recomputed", "rejection": "token_k2", "rejection_high": 0.1}},
         {"algorithm": {"rejection": "geometric", "rejection_low": 0.9, "rejection_high": 1.1}},

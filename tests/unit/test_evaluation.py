@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from asyncrl import virtual
-from asyncrl.errors import Refused
-from asyncrl.evaluation import summary, take_over
+from asyncrl.errors import DeadlineExceeded, Refused
+from asyncrl.evaluation import Patience, summary, take_over
 from asyncrl.fleet import Fleet
 from asyncrl.protocols.messages import Published, Using
 from asyncrl.weights.session import Leases
@@ -65,7 +65,11 @@ def taken_over(training_busy: float, back: float) -> Training:
         evaluation: Any = AwayUntil(back)
         working = asyncio.ensure_future(training.train())
         try:
-            await take_over(Fleet(UNUSED, UNUSED, training, None, evaluation), Published(0, 0, "a", 0, ""), PATIENCE)
+            await take_over(
+                Fleet(UNUSED, UNUSED, training, None, evaluation),
+                Published(0, 0, "a", 0, ""),
+                Patience(PATIENCE, 3000.0),
+            )
         finally:
             working.cancel()
             assert training.waited <= PATIENCE + 2 * MESSAGE
@@ -81,6 +85,11 @@ def test_a_worker_that_is_away_does_not_keep_the_trainer_from_writing() -> None:
 
 def test_a_version_that_still_lies_in_its_slot_is_waited_for() -> None:
     assert taken_over(training_busy=5000.0, back=1000.0).version == 0
+
+
+def test_a_worker_that_never_takes_over_is_given_up_with_what_to_raise() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"within 3000 s, in tries of .* s \(staleness.publish_deadline\)"):
+        taken_over(training_busy=50_000.0, back=20_000.0)
 
 
 def test_costs_are_averaged_as_rewards_are() -> None:

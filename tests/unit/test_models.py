@@ -238,6 +238,20 @@ def test_a_model_that_judges_has_to_have_the_policys_tokenizer(tmp_path: Path) -
             judged_by(service, folders["other"], folders["policy"])
 
 
+def test_a_model_that_judges_has_positions_for_the_longest_row(tmp_path: Path) -> None:
+    folders = {}
+    for name, positions in (("policy", 2000), ("small", 500), ("short", 520)):
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        (folders[name] / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+        save_file({"score.weight": torch.zeros(1, 4)}, folders[name] / "model.safetensors")
+        (folders[name] / "tokenizer.json").write_text("{}")
+    for service in ("reward", "cost", "critic", "cost_critic"):
+        with pytest.raises(ConfigError, match=rf"^{service}\.model: .* made for 520 positions .* may have \d+ tokens"):
+            judged_by(service, folders["short"], folders["policy"])
+        assert judged_by(service, folders["short"], folders["small"]), "no row is longer than the policy's positions"
+
+
 def judged_by(service: str, folder: Path, policy: Path | None = None) -> dict[str, Path]:
     changes: dict[str, dict[str, Any]] = {"algorithm": {"preset": "safe_rlhf"}}
     changes["cost"] = {"functions": ["exact_match"], "limit": 1}

@@ -68,7 +68,9 @@ async def test_where_a_critic_judges_tokens_a_sample_has_no_advantage(
     recorder = recorder_of(Fleet(well, well, well, critic=critic), tmp_path)
     recorder._texts[0, 0] = SampleText(0, 0, "1+1?", "two")
     row = RowRef(0, 0, 0, 0, 1, 1, 0, 0, "stop", (), reward=1.0, advantage=0.25)
-    done: Any = SimpleNamespace(report=SimpleNamespace(version=1, samples=()), cuts=SimpleNamespace(batch=[row]))
+    done: Any = SimpleNamespace(
+        report=SimpleNamespace(version=1, skipped="", samples=()), cuts=SimpleNamespace(batch=[row])
+    )
     (record,) = recorder._records(done)
     assert (record.reward, record.advantage) == (1.0, advantage)
     recorder.close()

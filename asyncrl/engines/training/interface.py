@@ -57,12 +57,14 @@ class TrainRow:
 
 @dataclass(frozen=True, slots=True)
 class SampleOutcome:
-    """trained, masked: response tokens in the loss, and left out; reason: "stale" | "truncated" | "not finite"."""
+    """trained, masked: response tokens in the loss, and left out; reason: "stale" | "truncated" | "not finite".
+    rejected: those of neither, within the limit but with no weight from the correction."""
 
     key: tuple[int, int, int]
     trained: int
     masked: int
     reason: str = ""
+    rejected: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,12 @@ class Masked:
         """Of prompt and response."""
         return len(self.row.prompt_ids) + len(self.row.response_ids)
 
-    def outcome(self, lost: str = "") -> SampleOutcome:
-        """lost: why the live tokens did not train after all."""
-        tokens = len(self.live)
+    def outcome(self, lost: str = "", rejected: int = 0) -> SampleOutcome:
+        """lost: why the live tokens did not train after all. rejected: live tokens that a correction left out."""
+        tokens, trained = len(self.live), self.trained
         if lost:
-            return SampleOutcome(self.row.key, 0, tokens, self._reason() if self.trained == 0 else lost)
-        return SampleOutcome(self.row.key, self.trained, tokens - self.trained, self._reason())
+            return SampleOutcome(self.row.key, 0, tokens, self._reason() if trained == 0 else lost)
+        return SampleOutcome(self.row.key, trained - rejected, tokens - trained, self._reason(), rejected)
 
     def _reason(self) -> str:
         if not self.counted:

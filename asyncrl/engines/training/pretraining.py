@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config import Config
+from asyncrl.context import context_of
 from asyncrl.engines.generation.text import Texts
 from asyncrl.engines.training.logprobs import token_logprobs
 from asyncrl.engines.training.model import CausalModel
@@ -44,16 +45,19 @@ class Pretraining:
     seed: int
 
 
-def load_pretraining(path: Path, config: Config, tokenizer: Any) -> Pretraining:
-    """The texts that were written to `path`, each up to as many tokens as the longest prompt and answer have together.
+def load_pretraining(path: Path, config: Config, model: CausalModel) -> Pretraining:
+    """The texts that were written to `path`, each up to as many tokens as the longest prompt and answer have together,
+    and no more than the model has positions.
 
     Raises:
         TaskError: the prompt of one cannot be rendered, or has no room for an answer; or a text has only one token.
     """
     longest = config.task.max_prompt_tokens + config.generation.max_new_tokens
+    positions = context_of(model.source_config.to_dict())
+    longest = longest if positions is None else min(longest, positions)
     with path.open(encoding="utf-8") as lines:
         texts = [
-            _tokenized(json.loads(line), tokenizer, longest, f"task.pretrain, row {row}")
+            _tokenized(json.loads(line), model.tokenizer, longest, f"task.pretrain, row {row}")
             for row, line in enumerate(lines)
         ]
     algorithm = config.algorithm

@@ -12,7 +12,8 @@ KL(behaviour || current); policy/logprob_difference_max: largest |current - beha
 tokens that the very weights that now train sampled, and all before them in their sample; left out when there is none.
 
 staleness/mean, max: versions; staleness/updates_max: the same in optimizer steps, at most. mask/*_fraction: shares
-of all response tokens by reason. tokens/trained, tokens/response: counts.
+of all response tokens by reason. tokens/response: count; tokens/trained: those that updates learnt from, without
+what a correction left out.
 """
 
 from collections.abc import Sequence
@@ -115,6 +116,7 @@ def policy_metrics(
         "policy/ess": effective_sample_share(sums["share"], sums["share_squares"], tokens),
         "policy/weight_mean": sums["weight"] / tokens,
         "mask/rejected_fraction": sums["rejected"] / tokens,
+        "tokens/trained": tokens - sums["rejected"],
         "staleness/mean": sums["staleness"] / tokens,
         "staleness/max": largest["staleness"],
         "staleness/updates_max": largest["staleness"] * planned + updates - 1,
@@ -147,11 +149,11 @@ def why_nothing_trained(counts: Tensor) -> str:
 
 
 def mask_metrics(counts: Tensor) -> dict[str, float]:
-    """From the sum of `mask_counts` over all ranks."""
-    tokens, trained, stale, truncated = counts.tolist()
+    """From the sum of `mask_counts` over all ranks; of a step without an update, which trained nothing."""
+    tokens, _, stale, truncated = counts.tolist()
     return {
         "tokens/response": tokens,
-        "tokens/trained": trained,
+        "tokens/trained": 0.0,
         "staleness/masked_fraction": stale / max(1, tokens),
         "mask/stale_fraction": stale / max(1, tokens),
         "mask/truncated_fraction": truncated / max(1, tokens),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.engines.training.credit import mean_cost, with_credit
-from asyncrl.engines.training.interface import StepOutcome, TrainRow
+from asyncrl.engines.training.interface import SampleOutcome, StepOutcome, TrainRow
 from asyncrl.engines.training.logprobs import frozen_logprobs, token_logprobs
 from asyncrl.engines.training.masking import Masked, mask_rows
 from asyncrl.engines.training.microbatch import MicroBatch, PartRow, micro_batch
@@ -70,6 +70,7 @@ class TorchStep:
         self._norms: list[float] = []
         self._pretrain_losses: list[float] = []
         self._lost: dict[Key, str] = {}
+        self._rejected: dict[Key, int] = {}
         self._culprits: list[Key] = []
         self._outcome: StepOutcome | None = None
         self._work = self._run()
@@ -93,7 +94,7 @@ class TorchStep:
         updates = self._trainer.config.training.updates
         for number, part in enumerate(parts_of(rows, batch, updates)):
             yield from self._update(part, texts_of(self._trainer.pretraining, self._version, number, updates))
-        metrics = self._metrics()
+        metrics = mask_metrics(counts) | self._metrics()
         if "policy/kl_reference" in metrics:
             self._trainer.kl.update(metrics["policy/kl_reference"])
         if self._trainer.multiplier is not None and costs is not None and self._norms:
@@ -101,11 +102,15 @@ class TorchStep:
         self._outcome = StepOutcome(
             updates=len(self._norms),
             skipped="" if self._norms else why_nothing_trained(counts),
-            samples=tuple(item.outcome(self._lost.get(item.row.key, "")) for item in self._masked),
+            samples=tuple(self._sample(item) for item in self._masked),
             batch=tuple(batch),
-            metrics=metrics | mask_metrics(counts),
+            metrics=metrics,
             culprits=tuple(self._culprits),
         )
+
+    def _sample(self, item: Masked) -> SampleOutcome:
+        key = item.row.key
+        return item.outcome(self._lost.get(key, ""), self._rejected.get(key, 0))
 
     def _proximal(self) -> Generator[bool, None, dict[int, NDArray[np.float32]]]:
         """The trainer's own log-probs at the start of the step, by row, where several updates will move them."""
@@ -187,6 +192,7 @@ class TorchStep:
             return False
         torch.autograd.backward(terms.loss)
         totals.add(terms, found.logprobs, found.entropy, batch, first=not self._norms)
+        self._rejected.update(zip((row.masked.row.key for row in rows), left_out(terms, batch), strict=True))
         return True
 
     def _pretrain(self, pretraining: Pretraining | None, texts: Sequence[Text]) -> Generator[bool, None, float]:
@@ -269,8 +275,18 @@ def denominators(part: Sequence[OfBatch]) -> Tensor:
 
 def culprits(terms: Terms, batch: MicroBatch) -> list[Key]:
     """Samples with a term that is not finite; all of the micro-batch when only their sum is not."""
-    ends = np.cumsum([item.trained for item in batch.masked])
-    parts = np.split(terms.tokens.detach().cpu().numpy(), ends[:-1])
     keys = [item.row.key for item in batch.masked]
+    parts = _by_row(terms.tokens, batch)
     broken = [key for key, part in zip(keys, parts, strict=True) if not np.isfinite(part).all()]
     return broken or keys
+
+
+def left_out(terms: Terms, batch: MicroBatch) -> list[int]:
+    """Live tokens that the correction gave no weight, of each row."""
+    return [int((part == 0).sum()) for part in _by_row(terms.weight, batch)]
+
+
+def _by_row(tokens: Tensor, batch: MicroBatch) -> list[NDArray[np.float32]]:
+    """tokens: of the live ones, row after row."""
+    ends = np.cumsum([item.trained for item in batch.masked])
+    return np.split(tokens.detach().cpu().numpy(), ends[:-1])

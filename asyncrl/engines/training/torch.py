@@ -42,7 +42,7 @@ class TorchTraining:
             checkpoint_activations(model.whole)
         optimizer = Optimizer.of(model.whole, settings, config.steps * settings.updates)
         kl = KlCoefficient(config.algorithm.kl, config.algorithm.kl_target)
-        pretraining = None if texts is None else load_pretraining(texts, config, model.tokenizer)
+        pretraining = None if texts is None else load_pretraining(texts, config, model)
         self._probe = probe_ids(model.tokenizer)
         self._trainer = Trainer(model, optimizer, config, ranks, kl, multiplier_of(config), pretraining)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.algorithms import grpo
+from asyncrl.algorithms import grpo, ppo
 from asyncrl.algorithms.own import blamed
 from asyncrl.controller import Controller, Page
 from asyncrl.errors import PageError
@@ -20,6 +20,7 @@ from asyncrl.protocols.messages import Score
 from asyncrl.records import Trained
 from asyncrl.rolling import Attempt
 from asyncrl.simulated import SimulatedTraining
+from asyncrl.simulated_critic import SimulatedCritic
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scene import Scene
@@ -62,6 +63,17 @@ def test_advantages_of_a_pages_own_are_trained_with_and_written_down() -> None:
     for record in trained:
         rows = [(group, member) for group, members in sorted(record.cuts) for member in members]
         assert list(record.advantages) == [10.0 * group + member for group, member in rows]
+
+
+def test_a_samples_own_advantage_has_no_place_where_a_critic_judges_tokens() -> None:
+    scene = Scene()
+    scene.critic = SimulatedCritic(0.1, 0.1, [scene.generation])
+    scene.page = blamed(Page(ppo.roll_out, credits), "pages:MINE")
+    with pytest.raises(
+        PageError, match="here a critic gives each token its own from the sample's reward: write another"
+    ):
+        scene.play()
+    assert scene.records(Trained) == []
 
 
 async def replaces(fleet: Fleet, gate: Controller) -> None:

@@ -26,7 +26,11 @@ def test_a_preset_is_its_parts_and_each_can_be_overridden(preset: str) -> None:
     chosen = config(preset=preset).algorithm
     parts = dict(PRESETS[preset].parts)
     assert {key: getattr(chosen, key) for key in parts} == parts
-    assert config(preset=preset, normalize_std=False, aggregation=chosen.aggregation).algorithm.normalize_std is False
+    standardized = config(preset=preset, aggregation=chosen.aggregation).algorithm.normalize_std
+    reads = chosen.advantage in ("group_mean", "gae")
+    assert standardized is ((preset != "dr_grpo") if reads else None)
+    if reads:
+        assert config(preset=preset, normalize_std=not standardized).algorithm.normalize_std is not standardized
     assert config(preset=preset, entropy_bonus=0.5).algorithm.entropy_bonus == 0.5
 
 
@@ -88,7 +92,8 @@ def test_remax_has_a_page_and_one_sample_a_prompt_is_enough() -> None:
     [("group_mean", [0.5, -0.5]), ("leave_one_out", [1.0, -1.0]), ("batch", [1.0, -1.0]), ("group_batch", [1.0, -1.0])],
 )
 def test_every_advantage_is_reached(advantage: str, expected: list[float]) -> None:
-    estimate = advantages_of(config(advantage=advantage, normalize_std=False))
+    unscaled = {"normalize_std": False} if advantage == "group_mean" else {}
+    estimate = advantages_of(config(advantage=advantage, **unscaled))
     (found,) = estimate([RewardedCut(0, (0, 1), {0: 1.0, 1: 0.0}, {0: 500, 1: 500})], 0)
     assert found == pytest.approx(expected, abs=2e-3) or advantage.endswith("batch")
     assert found[0] == pytest.approx(-found[1])

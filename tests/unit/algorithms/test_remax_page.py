@@ -135,8 +135,9 @@ def test_no_part_of_a_group_trains_before_it_can_be_compared() -> None:
     held.books.compared(row(held.group, GREEDY), Score(0.25, {}))
     assert held.moved > moved, "whoever waits for a batch looks again"
     assert held.books.pick() == ((held.group, (0, 1, 2, 3)),)
-    (cut,) = held.books.rewarded([(held.group, (0, 1, 2, 3))])
+    (cut,) = held.books.rewarded([(held.group, (0, 1, 2, 3))], lambda row: row.member != 3)
     assert cut.greedy == 0.25
+    assert [cut.tokens[member] > 0 for member in range(4)] == [True, True, True, False]
 
 
 def test_the_row_of_a_greedy_answer_is_released_once_judged_and_when_its_attempt_is_given_up() -> None:

@@ -25,6 +25,7 @@ OUTCOME = Outcome(
     staleness_mean=1.5,
     staleness_max=2.0,
     masked=0.0,
+    rejected=0.0,
     mismatch_kl=0.0,
     mismatch_ess=1.0,
     length_last=5.0,

@@ -66,8 +66,8 @@ def test_the_goal_is_told_with_who_reached_it_and_on_which_machine(small_grid: G
         return columns(cell)[5:7]
 
     assert told(first, {**second, "seconds_to_goal": 13.0, "steps_to_goal": 50}) == ("45", "11.5")
-    assert told(first, {**second, **never}) == ("40 (1 of 2)", "10.0")
-    assert told({**first, **never}, {**second, **never}) == ("never", "")
+    assert told(first, {**second, **never}) == ("never (1 of 2)", "never (1 of 2)")
+    assert told({**first, **never}, {**second, **never}) == ("never", "never")
     assert told(first, {**second, "others": 0.2}) == ("40", "10.0*")
     assert told(first, {**second, "others": None}) == ("40", "10.0*")
 
@@ -77,6 +77,21 @@ def test_wall_clock_of_a_fleet_in_one_process_is_not_shown(small_grid: Grid) -> 
     rewards = {("grpo", 0, 0): 0.9, ("grpo", 0, 1): 0.9}
     (cell,) = cells(small_grid, table, "quickstart", results_of(small_grid, rewards, wire="inproc"))
     assert columns(cell)[5:7] == ("40", "")
+
+
+def test_what_a_correction_leaves_out_is_told_by_runs_that_measured_it(small_grid: Grid) -> None:
+    (table,) = small_grid.tables
+    both = results_of(small_grid, {("grpo", 0, 0): 0.9, ("grpo", 0, 1): 0.9})
+
+    def shown(*values: dict[str, Any]) -> str:
+        lines = dict(zip(both, ({**line, **own} for line, own in zip(both.values(), values, strict=True)), strict=True))
+        return columns(cells(small_grid, table, "quickstart", lines)[0])[7]
+
+    tenths, rejecting = [0.5] * 10, {"values": {"algorithm.rejection": "token_k3"}}
+    measured = {**rejecting, "rejected": 0.5, "trained_by_decile": tenths}
+    assert shown({"trained_by_decile": tenths}, {"trained_by_decile": [1.0] * 10}) == " ".join(["75"] * 10)
+    assert shown({**rejecting, "trained_by_decile": [1.0] * 10}, measured) == " ".join(["50"] * 10)
+    assert shown(rejecting, {"values": {"algorithm.correction": "mask"}}) == ""
 
 
 def test_held_out_costs_are_shown_where_there_are_any(small_grid: Grid) -> None:
@@ -160,7 +175,7 @@ def test_what_was_written_can_be_read_and_every_plot_is_on_the_page(small_grid: 
     rewards = {("grpo", limit, seed): 0.9 - 0.05 * limit for limit in (0, 2, 8) for seed in (0, 1)}
     paths = write_report(only_grpo, results_of(only_grpo, rewards), tmp_path)
     names = sorted(path.stem for path in paths if path.suffix == ".svg")
-    assert names == [f"defaults-quickstart-{what}" for what in ("curves", "deciles", "reward")]
+    assert names == [f"defaults-quickstart-{what}" for what in ("curves", "deciles-2", "deciles-8", "reward")]
     text = (tmp_path / "learning.md").read_text()
     for name in names:
         assert f"](learning/{name}.svg)" in text

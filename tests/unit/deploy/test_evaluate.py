@@ -127,7 +127,7 @@ def test_a_model_is_prepared_as_in_training(
     assert capsys.readouterr().err == "making it\n"
 
 
-@pytest.mark.parametrize("reward", [None, 3, [], [None], {"use": "exact_match"}])
+@pytest.mark.parametrize("reward", [None, 3, [], [None], {"function": "exact_match"}])
 def test_what_is_no_reward_is_refused(reward: Any) -> None:
     with pytest.raises(ConfigError, match=r"^reward: write a function of a Sample"):
         _functions(reward)

@@ -66,6 +66,15 @@ def test_the_batch_is_normalized_over_its_tokens(pairs: list[tuple[float, int]])
     assert batch_advantages(values, tokens.astype(np.float64)) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
+def test_what_is_left_out_of_the_loss_is_in_no_statistic_of_the_batch() -> None:
+    values, tokens = np.array([1.0, 0.0, 0.5]), np.array([3.0, 5.0, 0.0])
+    found = batch_advantages(values, tokens)
+    assert found[:2] == pytest.approx(batch_advantages(values[:2], tokens[:2]))
+    assert np.isfinite(found).all()
+    assert not batch_advantages(values, np.zeros(3)).any()
+    assert not batch_advantages(values, np.array([1.0, 0.0, 0.0])).any(), "one token has no deviation"
+
+
 def test_estimators_answer_for_the_members_of_each_cut() -> None:
     cuts = [
         RewardedCut(0, (0, 2), {0: 1.0, 1: 0.0, 2: 0.5}, {0: 2, 2: 3}),

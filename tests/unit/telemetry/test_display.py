@@ -14,7 +14,14 @@ SAMPLE = SampleRecord(
     reward=0.75, terms={"exact": 1.0, "brief": 0.5}, advantage=0.25, first=1, last=2, trained=3, masked=1,
     reason="stale",
 )  # fmt: skip
-METRICS = {"step": 3, "reward/mean": 0.5, "perf/tokens_per_s": 1234.5, "staleness/max": 2.0, "grad_norm": None}
+METRICS = {
+    "step": 3,
+    "version": 3,
+    "reward/mean": 0.5,
+    "perf/tokens_per_s": 1234.5,
+    "staleness/max": 2.0,
+    "grad_norm": None,
+}
 
 
 def rendered(sample: SampleRecord, characters: int | None = None) -> str:

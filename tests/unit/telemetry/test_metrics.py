@@ -1,6 +1,7 @@
 """One object a step."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from asyncrl.telemetry.metrics import (
     numbers,
     read_metrics,
     report_metrics,
+    step_of,
     unknown_metrics,
 )
 
@@ -41,6 +43,25 @@ def test_a_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
     ]
 
 
+def test_a_step_that_is_tried_again_counts_once_and_leaves_the_one_before_it(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for report in (StepReport(0, 5, 1, "", "00", {}, (), None), StepReport(0, 5, 0, "not finite", "00", {}, (), None)):
+        file.write({"step": step_of(report), "epoch": 0})
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [5, 6]
+    file.write({"step": step_of(StepReport(0, 6, 1, "", "00", {}, (), None)), "epoch": 0, "grad_norm": 1.0})
+    file.close()
+    assert [line.get("grad_norm") for line in read_metrics(tmp_path / "metrics.jsonl")] == [None, 1.0]
+
+
+def test_a_batch_of_all_right_and_all_wrong_groups_spreads_and_teaches_nothing() -> None:
+    rewards = {0: (1.0, 1.0), 1: (0.0, 0.0), 2: (0.0, 1.0), 3: (None, 1.0)}
+    rows = [replace(row(m, 5, reward), group=g) for g, of in rewards.items() for m, reward in enumerate(of)]
+    found = batch_metrics(BatchRef(tuple(rows)))
+    assert found["reward/std"] > 0.45
+    assert found["reward/group_std"] == 0.5 / 4
+    assert found["reward/equal_groups"] == 3 / 4
+
+
 @pytest.mark.trap("truncated")
 def test_batch_metrics() -> None:
     found = batch_metrics(BatchRef((row(0, 10, 1.0), row(1, 20, 0.0, "length"), row(2, 30, None))))
@@ -56,13 +77,13 @@ def test_report_metrics_turn_masks_into_shares_and_tokens_into_a_rate() -> None:
     samples = (
         TrainedSample(0, 0, 0, trained=30, masked=10, reason="stale"),
         TrainedSample(0, 1, 0, trained=0, masked=20, reason="truncated"),
-        TrainedSample(0, 2, 0, trained=40, masked=0),
+        TrainedSample(0, 2, 0, trained=30, masked=0, rejected=10),
     )
     report = StepReport(0, 5, 1, "", "00", {"grad_norm": 0.5, "staleness/max": 2.0}, samples, None)
     found = report_metrics(report, seconds=2.0)
     assert found["mask/stale_fraction"] == 0.1
     assert found["mask/truncated_fraction"] == 0.2
-    assert found["perf/tokens_per_s"] == 35
+    assert found["perf/tokens_per_s"] == 30
     assert (found["version"], found["grad_norm"], found["staleness/max"]) == (5, 0.5, 2.0)
 
 

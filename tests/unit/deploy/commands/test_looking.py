@@ -95,6 +95,28 @@ def test_graph_shows_what_the_contracts_say(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["graph"]) == 2
 
 
+def test_graph_shows_every_part_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(TOML)
+
+    def parts(*flags: str) -> dict[str, str]:
+        assert cli.main(["graph", str(path), *flags]) == 0
+        lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+        return dict(line.strip().split(" = ", 1) for line in lines if " = " in line)
+
+    plain = parts()
+    assert (plain["clip_low"], plain["clip_high"], plain["old_logprobs"]) == ("0.2", "0.2", '"engine"')
+    assert plain["normalize_std"] == "true"
+    assert not {"kl", "kl_in", "correction_level", "dynamic_sampling", "entropy_bonus"} & plain.keys()
+    assert parts("--algorithm.kl", "0.1").keys() - plain.keys() == {"kl", "kl_in", "kl_estimator"}
+    assert not {"clip_low", "clip_high"} & parts("--algorithm.preset", "m2po").keys()
+    capped = parts("--algorithm.old_logprobs", "recomputed", "--training.updates", "2", "--algorithm.clip_high", "0.3")
+    assert (capped["correction"], capped["weight_cap"], capped["clip_high"]) == ('"cap"', "2.0", "0.3  *")
+    taken = ["--algorithm.preset", "m2po", "--algorithm.loss", "clip", "--algorithm.second_moment", "none"]
+    assert cli.main(["graph", str(path), *taken]) != 0
+    assert "cannot be taken back" in capsys.readouterr().err
+
+
 def test_graph_shows_a_critic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(TOML)

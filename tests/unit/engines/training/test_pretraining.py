@@ -194,6 +194,14 @@ def test_every_text_comes_once_before_one_comes_again(reader: Path, texts: Path,
     assert len(set(drawn[:14])) == len(set(drawn[14:])) == 14
 
 
+def test_no_text_goes_beyond_the_positions_of_the_model(reader: Path, learning: Callable, tmp_path: Path) -> None:
+    path, described = tmp_path / "long.jsonl", json.loads((reader / "config.json").read_text())
+    path.write_text(json.dumps({"text": "w1 " * 100}) + "\n")
+    assert engine_texts(TorchTraining(learning(), reader, texts=path))[0].tokens == 40
+    (reader / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 25}))
+    assert engine_texts(TorchTraining(learning(), reader, texts=path))[0].tokens == 25
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [

@@ -300,6 +300,7 @@ def test_a_broken_update_among_several_loses_only_its_own_samples(
     assert (outcome.updates, outcome.skipped) == (1, "")
     assert outcome.keys == [row.key for row in rows[:4]]
     assert {s.reason for s in outcome.samples[4:]} == {"not finite"}
+    assert outcome.metrics["tokens/trained"] == sum(len(row.response_ids) for row in rows[:4])
 
 
 def test_recomputed_log_probs_are_those_at_the_start_of_the_step(
@@ -311,6 +312,56 @@ def test_recomputed_log_probs_are_those_at_the_start_of_the_step(
     assert outcome.metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert outcome.metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
     assert outcome.metrics["policy/weight_mean"] != pytest.approx(1, abs=1e-2)
+
+
+def test_the_second_update_is_measured_against_the_start_of_the_step(
+    tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    """Its ratio is to the policy before the first update, and the weight goes from there to the sampler."""
+    rows = make_rows(8, reference_logprobs=None)
+    algorithm = {"old_logprobs": "recomputed", "weight_cap": 1.5, "aggregation": "token_mean"}
+    fast = {"learning_rate": 3e-3}
+    before = load_causal_model(tiny, "cpu")
+    halfway = TorchTraining(make_config(training=fast, algorithm=algorithm), tiny)
+    first = run_step(halfway, rows[:4], EPOCH, VERSION)
+    total, tokens = 0.0, 0
+    for row in rows[4:]:
+        start, now = (
+            frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [1.0], 1024)[0].astype(np.float64)
+            for model in (before, halfway._trainer.model)
+        )
+        ratio, weight = np.exp(now - start), np.minimum(np.exp(start - row.logprobs), 1.5)
+        total -= (weight * np.minimum(ratio * row.advantage, np.clip(ratio, 0.8, 1.2) * row.advantage)).sum()
+        tokens += len(now)
+        assert not np.allclose(ratio, 1, atol=1e-3)
+    both = TorchTraining(make_config(training={"updates": 2, **fast}, algorithm=algorithm), tiny)
+    metrics = run_step(both, rows, EPOCH, VERSION).metrics
+    assert metrics["loss/policy"] == pytest.approx((first.metrics["loss/policy"] + total / tokens) / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"old_logprobs": "recomputed", "correction": "mask"},
+        {"rejection": "token_k3", "rejection_high": 0.5},
+    ],
+)
+def test_tokens_that_a_correction_leaves_out_have_not_trained(
+    algorithm: dict, tiny: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    rows, model = make_rows(8), load_causal_model(tiny, "cpu")
+    config = make_config(algorithm=algorithm, training={"micro_batch_tokens": 100})
+    outcome = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION)
+    for row, sample in zip(rows, outcome.samples, strict=True):
+        (now,) = frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [1.0], 1024)
+        log_weight = now.astype(np.float64) - row.logprobs
+        weight = np.exp(log_weight)
+        out = (weight < 0.5) | (weight > 5) if "correction" in algorithm else weight - 1 - log_weight > 0.5
+        expected = (len(row.response_ids) - out.sum(), 0, out.sum())
+        assert (sample.trained, sample.masked, sample.rejected) == expected
+    rejected = sum(sample.rejected for sample in outcome.samples)
+    assert 0 < rejected < outcome.metrics["tokens/response"]
+    assert outcome.metrics["tokens/trained"] == outcome.metrics["tokens/response"] - rejected
 
 
 def outcome_and_weights(config: Config, folder: Path, rows: list[TrainRow]) -> tuple[StepOutcome, dict]:
