@@ -204,7 +204,7 @@ def _source(prompts: str | Rows) -> str:
 def _reward(given: RewardArgument) -> tuple[dict[str, Any], list[Function]]:
     """Keys of the section, and the functions that have no name to import them by."""
     keys = dict(given) if isinstance(given, Mapping) and "use" not in given else {"functions": given}
-    if "functions" not in keys and "model" in keys:
+    if "model" in keys and not keys.get("functions"):
         return keys, []
     named, here = _by_name(_functions(keys.get("functions", given)))
     return {**keys, "functions": named}, here

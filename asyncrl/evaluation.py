@@ -145,7 +145,7 @@ async def take_over(fleet: Fleet, published: Published, patience: Patience) -> N
             await fleet.training.detached(READER)
     raise DeadlineExceeded(
         f"it was not copied within {patience.deadline:g} s, in tries of {patience.lease:g} s "
-        "(staleness.publish_deadline): raise that when a copy takes longer"
+        "(staleness.publish_deadline): raise that when a copy takes longer, or look into the worker's log"
     )
 
 
@@ -204,6 +204,7 @@ class EvaluationSchedule:
                 self._newest = published.version
                 return
             except (WeightsError, Refused, DeadlineExceeded) as error:
+                self._newest = published.version
                 self._passed_over(published.version, str(error))
                 return
             except Retryable as error:

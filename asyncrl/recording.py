@@ -140,8 +140,9 @@ class Recorder:
         self._metrics.write(metrics)
         self._samples.write(records)
         self._forget(row.key for row in done.cuts.batch)
-        self._dropped.clear()
-        self._evaluated = {}
+        if not done.report.skipped:  # The line of the next try takes its place.
+            self._dropped.clear()
+            self._evaluated = {}
         self._last_step = now
         self._send(step_of(done.report), metrics)
         self._show(StepLine(metrics, records))
@@ -156,6 +157,7 @@ class Recorder:
                 self._texts[row.key],
                 self._terms.get(row.key, {}),
                 trained.get(row.key, TrainedSample(row.group, row.member, row.attempt, 0, row.tokens, "skipped")),
+                done.report.skipped,
             )
             for row in done.cuts.batch
             if row.key in self._texts

@@ -105,8 +105,8 @@ class StalenessReport:
             return None
         *_, shorter, longest = self.by_length()
         return (
-            f"completions longer than {shorter.longest} tokens trained {longest.tokens:.0%} of their tokens, the "
-            f"others were too old; staleness.limit = {larger} is the smallest that would let half of them train"
+            f"completions longer than {shorter.longest} tokens trained {longest.tokens:.0%} of their tokens; "
+            f"staleness.limit = {larger} is the smallest under which half of them would be young enough to train"
         )
 
 

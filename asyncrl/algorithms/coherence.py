@@ -67,11 +67,11 @@ def _without_effect(config: "Config") -> Iterator[Contradiction]:
 
 
 def _bounds_of_one(config: "Config") -> Iterator[Contradiction]:
-    """Bounds that were written for a ratio that is 1."""
+    """Bounds that were written for a ratio that is 1; under another loss than the preset's they have to be."""
     a = config.algorithm
-    if a.old_logprobs != "recomputed" or config.training.updates > 1:
+    if a.old_logprobs != "recomputed" or config.training.updates > 1 or a.loss != PRESETS[a.preset].parts["loss"]:
         return
-    for key in ("clip_low", "clip_high", "dual_clip", "gate_temperatures"):
+    for key in ("clip_low", "clip_high", "dual_clip"):
         if getattr(a, key) not in (type(a).model_fields[key].default, PRESETS[a.preset].parts.get(key)):
             yield Contradiction(
                 (f"algorithm.{key}", "algorithm.old_logprobs", "training.updates"),

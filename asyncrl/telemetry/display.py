@@ -90,6 +90,9 @@ class LineDisplay:
             self._reader_gone = True
 
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
+        if reason := skipped(metrics):
+            self.say(f"step {metrics['step']}/{self._steps}  {reason}")
+            return
         numbers = "  ".join(f"{name} {number}" for name, number in shown(metrics))
         self.say(f"step {metrics['step']}/{self._steps}  {numbers}{self._left(int(metrics['step']))}")
 
@@ -135,10 +138,18 @@ class LiveDisplay:
 
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
         self._progress.update(self._bar, completed=int(metrics["version"]))
+        if reason := skipped(metrics):
+            self.say(f"step {metrics['step']}: {reason}")
         parts: list[RenderableType] = [self._progress, _table(metrics)]
         if sample is not None:
             parts.append(sample_panel(sample, SHOWN_CHARACTERS))
         self._live.update(Group(*parts))
+
+
+def skipped(metrics: Metrics) -> str:
+    """That the step trained nothing, and why; empty when it did."""
+    reason = next((name.removeprefix("skipped/") for name in metrics if name.startswith("skipped/")), "")
+    return f"trained nothing ({reason}): it is tried again with other samples" if reason else ""
 
 
 def shown(metrics: Metrics) -> list[tuple[str, str]]:

@@ -20,8 +20,6 @@ METRICS: dict[str, str] = {
     "version": "version of the weights after the step",
     "reward/mean": "mean reward of the samples in the batch",
     "reward/std": "their standard deviation over the whole batch",
-    "reward/group_std": "standard deviation of the rewards within a group, mean over groups",
-    "reward/equal_groups": "share of groups whose samples all got the same reward",
     "staleness/mean": "mean versions between sampling and training, over tokens in the loss",
     "staleness/max": "largest of them, measured by the trainer",
     "staleness/updates_max": "largest staleness in optimizer steps",
@@ -62,6 +60,8 @@ METRICS: dict[str, str] = {
 """In every line; those that the trainer measures only where something trained."""
 
 FURTHER_METRICS: dict[str, str] = {
+    "reward/group_std": "standard deviation of rewards within a group, mean over groups of two or more in the batch",
+    "reward/equal_groups": "share of these groups whose samples all got the same reward",
     "reward/<term>": "mean of one reward function, or of one of its terms",
     "policy/logprob_difference_max": "largest |trainer's - engine's log-prob| in what current weights alone sampled",
     "mismatch/canary": "largest difference of a log-prob between engine and trainer with the same weights, in nats",
@@ -167,15 +167,17 @@ def batch_metrics(batch: BatchRef) -> dict[str, float]:
 
 
 def _within_groups(batch: BatchRef) -> dict[str, float]:
-    """Of the groups with a reward in the batch."""
+    """Of the groups with two rewards or more in the batch; nothing when there are none."""
     groups: dict[int, list[float]] = {}
     for row in batch:
         if row.reward is not None:
             groups.setdefault(row.group, []).append(row.reward)
-    deviations = [pstdev(rewards) for rewards in groups.values()]
+    deviations = [pstdev(rewards) for rewards in groups.values() if len(rewards) > 1]
+    if not deviations:
+        return {}
     return {
-        "reward/group_std": _mean(deviations),
-        "reward/equal_groups": _mean([deviation == 0 for deviation in deviations]),
+        "reward/group_std": fmean(deviations),
+        "reward/equal_groups": fmean(deviation == 0 for deviation in deviations),
     }
 
 

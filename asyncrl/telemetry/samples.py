@@ -18,7 +18,8 @@ class SampleRecord:
 
     finish: why the completion ended; terms: each reward function's own value; first, last: versions that sampled its
     first and last token; trained, masked: response tokens in the loss and left out, with the reason; rejected: those
-    of neither, that a correction gave no weight. advantage: None also where a critic gives each token its own.
+    of neither, that a correction gave no weight; skipped: why the whole step trained nothing. advantage: None also
+    where a critic gives each token its own.
     """
 
     step: int
@@ -39,10 +40,11 @@ class SampleRecord:
     masked: int
     reason: str = ""
     rejected: int = 0
+    skipped: str = ""
 
 
 def sample_record(
-    step: int, row: RowRef, text: SampleText, terms: Mapping[str, float], trained: TrainedSample
+    step: int, row: RowRef, text: SampleText, terms: Mapping[str, float], trained: TrainedSample, skipped: str = ""
 ) -> SampleRecord:
     """Put together what the engine, the reward and the trainer say about one sample."""
     assert row.key == (text.group, text.member) == (trained.group, trained.member)
@@ -65,6 +67,7 @@ def sample_record(
         masked=trained.masked,
         reason=trained.reason,
         rejected=trained.rejected,
+        skipped=skipped,
     )
 
 
@@ -90,7 +93,8 @@ class SamplesFile:
 
 
 def read_samples(path: Path) -> list[SampleRecord]:
-    """Every record of the surviving history: steps that a resumed run did again count once, as done last."""
+    """Every record of the surviving history: steps that a resumed run did again, or that trained nothing at first,
+    count once, as done last."""
     surviving: list[SampleRecord] = []
     for record in read_records(path, SampleRecord):
         while surviving and (surviving[-1].step > record.step or _older(surviving[-1], record)):
@@ -100,7 +104,8 @@ def read_samples(path: Path) -> list[SampleRecord]:
 
 
 def _older(before: SampleRecord, record: SampleRecord) -> bool:
-    return before.step == record.step and before.epoch < record.epoch
+    """Of an earlier try of the same step."""
+    return before.step == record.step and (before.epoch < record.epoch or before.skipped != record.skipped)
 
 
 @dataclass(frozen=True, slots=True)

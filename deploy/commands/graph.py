@@ -55,15 +55,17 @@ def _parts(config: "Config") -> Iterator[str]:
         value = getattr(chosen, key)
         own = "" if value == stands_for else f"  * not {value_text(stands_for)}"
         yield f"    {key} = {value_text(value)}{own}"
-    follows = expanded({key: getattr(chosen, key) for key in LEADING}, chosen.preset)
+    leading = {key: getattr(chosen, key) for key in LEADING}
     for key, value in _further(chosen).items():
-        own = "" if value == follows.get(key, type(chosen).model_fields[key].default) else "  *"
+        before = LEADING[: LEADING.index(key)] if key in LEADING else LEADING
+        expected = expanded({each: leading[each] for each in before}, chosen.preset)
+        own = "" if value == expected.get(key, type(chosen).model_fields[key].default) else "  *"
         yield f"    {key} = {value_text(value)}{own}"
 
 
 OFF = (0, "none")
 LEADING = ("advantage", "old_logprobs", "correction")
-"""Values of parts that are not there, and keys on which defaults of others depend."""
+"""Values of parts that are not there, and keys on which defaults of others depend, each on those before it."""
 
 
 def _further(chosen: "Algorithm") -> dict[str, Any]:
@@ -73,12 +75,17 @@ def _further(chosen: "Algorithm") -> dict[str, Any]:
 
     unread = {"preset", "page", *PRESETS[chosen.preset].parts}
     if chosen.kl == 0:
-        unread |= {"kl_in", "kl_estimator"} | ({"clip_low", "clip_high"} if chosen.loss in WITHOUT_BOUNDS else set())
+        unread |= {"kl_in", "kl_estimator"}
+    if chosen.loss in WITHOUT_BOUNDS and (chosen.kl == 0 or chosen.kl_in == "reward"):
+        unread |= {"clip_low", "clip_high"}
     if chosen.correction == "none":
         unread.add("correction_level")
     defaults = {name: known.default for name, known in type(chosen).model_fields.items()}
     there = chosen.model_dump(exclude_none=True).items()
-    return {key: value for key, value in there if key not in unread and (value not in OFF or value != defaults[key])}
+    off = {key for key, value in there if value in OFF and value == defaults[key]}
+    if chosen.old_logprobs == "recomputed":
+        off.discard("correction")
+    return {key: value for key, value in there if key not in unread | off}
 
 
 def _service(spec: "ServiceSpec", config: "Config") -> Iterator[str]:

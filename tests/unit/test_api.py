@@ -117,6 +117,7 @@ def test_rewards_are_functions_or_a_section_whose_functions_have_keys() -> None:
     functions = [{"use": "numeric"}, {"use": "length", "weight": -0.1}]
     assert (named, here) == ({"functions": functions, "on_error": "zero"}, [])
     assert _reward({"use": "length", "weight": 2}) == ({"functions": [{"use": "length", "weight": 2}]}, [])
+    assert _reward({"model": "folder", "functions": []}) == ({"model": "folder", "functions": []}, [])
     assert _reward({"model": "folder"}) == ({"model": "folder"}, [])
     assert _reward(["numeric", "length"])[0] == {"functions": [{"use": "numeric"}, {"use": "length"}]}
     with pytest.raises(ConfigError, match=r"lambda has no importable name, which weight needs: put it into a module"):

@@ -248,6 +248,8 @@ def test_refused(sections: dict[str, Any], says: str) -> None:
         {"algorithm": {"old_logprobs": "recomputed", "correction": "mask", "weight_floor": 0}},
         {"algorithm": {"old_logprobs": "recomputed", "clip_high": 0.28}, "training": {"updates": 2}},
         {"algorithm": {"advantage": "group_mean", "normalize_std": False}},
+        {"algorithm": {"old_logprobs": "recomputed", "loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}},
+        {"algorithm": {"old_logprobs": "recomputed", "loss": "sapo", "gate_temperatures": (1, 1.05)}},
         {"algorithm": {"old_logprobs": "recomputed", "correction": "none"}},
         {"algorithm": {"old_logprobs": "recomputed", "rejection": "token_k2", "rejection_high": 0.1}},
         {"algorithm": {"rejection": "geometric", "rejection_low": 0.9, "rejection_high": 1.1}},

@@ -9,12 +9,13 @@ import pytest
 
 from asyncrl import recording, virtual
 from asyncrl.errors import FleetFailed
-from asyncrl.events import SampleScored, SamplesDropped
+from asyncrl.events import SampleScored, SamplesDropped, StepDone
 from asyncrl.fleet import Fleet
-from asyncrl.protocols.batch import RowRef
-from asyncrl.protocols.messages import Health, SampleText, Score
-from asyncrl.recording import Recorder
+from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
+from asyncrl.protocols.messages import Health, SampleText, Score, StepReport
+from asyncrl.recording import Recorder, StepLine
 from asyncrl.rundir import RunDirectory
+from asyncrl.staleness_report import StepStaleness
 
 NO_FLEET: Any = None
 HEALTH = Health("training", 0, 0, "training0.0-0-a", (), 0, {}, 1.0)
@@ -73,6 +74,20 @@ async def test_where_a_critic_judges_tokens_a_sample_has_no_advantage(
     )
     (record,) = recorder._records(done)
     assert (record.reward, record.advantage) == (1.0, advantage)
+    recorder.close()
+
+
+async def test_what_a_step_that_trained_nothing_told_is_told_again_by_the_next_try(tmp_path: Path) -> None:
+    well: Any = Well()
+    told: list[StepLine] = []
+    recorder = Recorder(RunDirectory(tmp_path), Fleet(well, well, well), 0, 0, told.append, lambda step, numbers: None)
+    recorder._dropped["not finite"] += 3
+    for skipped, version in (("not finite", 5), ("", 6), ("", 7)):
+        report = StepReport(0, version, 0 if skipped else 1, skipped, "00", {}, (), None)
+        await recorder._step(StepDone(Cuts(0, 5, BatchRef(()), 0, 0), report, StepStaleness((), (), 0, ()), 0.0, 1.0))
+    assert [line.metrics["step"] for line in told] == [6, 6, 7]
+    assert [line.metrics.get("data/dropped/not finite") for line in told] == [3, 3, None]
+    assert [line.metrics.get("skipped/not finite") for line in told] == [1, None, None]
     recorder.close()
 
 

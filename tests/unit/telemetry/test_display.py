@@ -47,6 +47,17 @@ def test_piped_there_is_one_line_a_step() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
+def test_a_step_that_trained_nothing_is_told_so() -> None:
+    stream, console = io.StringIO(), Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
+    with open_display(10, stream=stream) as lines, LiveDisplay(console, 10) as picture:
+        for display in (lines, picture):
+            display.step({**METRICS, "skipped/not finite": 1.0}, None)
+    told = "trained nothing (not finite): it is tried again with other samples"
+    assert stream.getvalue() == f"step 3/10  {told}\n"
+    assert isinstance(console.file, io.StringIO)
+    assert told in console.file.getvalue()
+
+
 def test_on_a_terminal_the_picture_shows_numbers_and_a_sample() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
     with LiveDisplay(console, 10) as display:

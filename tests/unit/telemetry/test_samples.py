@@ -45,6 +45,15 @@ def test_steps_done_again_after_a_resume_count_once(tmp_path: Path) -> None:
     assert kept == [(1, 0), (1, 0), (2, 1), (2, 1)]
 
 
+def test_a_try_that_trained_nothing_gives_way_to_the_next_one(tmp_path: Path) -> None:
+    file = SamplesFile(tmp_path / "samples.jsonl")
+    history = [(1, ""), (2, "not finite"), (2, "not finite"), (2, ""), (2, ""), (3, "stale")]
+    file.write([replace(RECORD, step=step, skipped=skipped) for step, skipped in history])
+    file.close()
+    kept = [(record.step, record.skipped) for record in read_samples(tmp_path / "samples.jsonl")]
+    assert kept == [(1, ""), (2, ""), (2, ""), (3, "stale")]
+
+
 def test_the_samples_shown_are_spread_over_the_batch() -> None:
     assert to_show(range(64), 8) == [0, 8, 16, 24, 32, 40, 48, 56]
     assert to_show(range(3), 8) == [0, 1, 2]

@@ -112,6 +112,14 @@ def test_graph_shows_every_part_that_is_read(tmp_path: Path, capsys: pytest.Capt
     assert not {"clip_low", "clip_high"} & parts("--algorithm.preset", "m2po").keys()
     capped = parts("--algorithm.old_logprobs", "recomputed", "--training.updates", "2", "--algorithm.clip_high", "0.3")
     assert (capped["correction"], capped["weight_cap"], capped["clip_high"]) == ('"cap"', "2.0", "0.3  *")
+    masked = parts("--algorithm.old_logprobs", "recomputed", "--algorithm.correction", "mask")
+    assert (masked["old_logprobs"], masked["correction"]) == ('"recomputed"  *', '"mask"  *')
+    assert (
+        parts("--algorithm.old_logprobs", "recomputed", "--algorithm.correction", "none")["correction"] == '"none"  *'
+    )
+    assert parts("--algorithm.preset", "gspo")["weight_cap"] == "2.0"
+    in_reward = ["--algorithm.kl", "0.1", "--algorithm.kl_in", "reward", "--algorithm.kl_estimator", "k1"]
+    assert "clip_low" not in parts("--algorithm.preset", "sapo", *in_reward)
     taken = ["--algorithm.preset", "m2po", "--algorithm.loss", "clip", "--algorithm.second_moment", "none"]
     assert cli.main(["graph", str(path), *taken]) != 0
     assert "cannot be taken back" in capsys.readouterr().err
