@@ -28,6 +28,12 @@ def context_of(shape: Mapping[str, Any]) -> int | None:
     return max(known, int(original * float(scaling.get("factor") or 1.0)))
 
 
+def longest_row(config: Config, context: int | None = None) -> int:
+    """Tokens of the longest prompt and its longest answer, which end with the positions of the model."""
+    tokens = config.task.max_prompt_tokens + config.generation.max_new_tokens
+    return tokens if context is None else min(tokens, context)
+
+
 def refuse_without_context(config: Config, folder: Path) -> None:
     """Raises ConfigError when not even a prompt of one token leaves room for an answer. A folder without config.json is
     of services of one's own, which know their bounds themselves."""
@@ -41,9 +47,7 @@ def refuse_without_context(config: Config, folder: Path) -> None:
 
 def refuse_short_judge(config: Config, key: str, folder: Path, policy: Path) -> None:
     """Raises ConfigError when a model that judges has fewer positions than the rows it is given may have tokens."""
-    own, others = (_positions(each) for each in (folder, policy))
-    longest = config.task.max_prompt_tokens + config.generation.max_new_tokens
-    longest = longest if others is None else min(longest, others)
+    own, longest = _positions(folder), longest_row(config, _positions(policy))
     if own is not None and own < longest:
         raise ConfigError(
             f"{key}: {folder} was made for {own} positions (max_position_embeddings in its config.json), and a prompt "

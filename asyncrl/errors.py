@@ -97,7 +97,7 @@ class ArenaFull(AsyncrlError):
 
 
 class WeightsError(AsyncrlError):
-    """Published weights that do not match their digest or specification."""
+    """Published weights that do not match their digest or specification, or that a reader cannot take over."""
 
 
 class JournalError(AsyncrlError):

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.errors import DeadlineExceeded, Refused, Retryable, WeightsError
+from asyncrl.errors import Refused, Retryable, WeightsError
 from asyncrl.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.contracts import Generation, Reward
@@ -128,7 +128,7 @@ async def take_over(fleet: Fleet, published: Published, patience: Patience) -> N
 
     Raises:
         Refused: the version was overwritten.
-        DeadlineExceeded: it was not copied in time.
+        WeightsError: they do not match their digest, or could not be copied in time.
     """
     assert fleet.evaluation is not None
     loop = asyncio.get_running_loop()
@@ -143,7 +143,7 @@ async def take_over(fleet: Fleet, published: Published, patience: Patience) -> N
             continue
         finally:
             await fleet.training.detached(READER)
-    raise DeadlineExceeded(
+    raise WeightsError(
         f"it was not copied within {patience.deadline:g} s, in tries of {patience.lease:g} s "
         "(staleness.publish_deadline): raise that when a copy takes longer, or look into the worker's log"
     )
@@ -203,7 +203,7 @@ class EvaluationSchedule:
                 self._done(await self._evaluator.evaluate(published.version, published.epoch))
                 self._newest = published.version
                 return
-            except (WeightsError, Refused, DeadlineExceeded) as error:
+            except (WeightsError, Refused) as error:
                 self._newest = published.version
                 self._passed_over(published.version, str(error))
                 return

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from asyncrl.config import Config, Critic, Reward
+from asyncrl.context import longest_row
 from asyncrl.deploy.machine import available_memory
 from asyncrl.errors import ConfigError
 from asyncrl.groups import GateConfig
@@ -150,7 +151,7 @@ def _generation(config: Config, shape: Shape, name: str = "generation", replicas
     head = shape.vocabulary * shape.hidden * FLOAT if config.model.float32_head and rounded else 0
     weights = shape.parameters * BYTES[config.model.dtype] + head
     chunk = CHUNK * shape.cache_bytes_per_token * BYTES[config.model.dtype] // FLOAT
-    longest = -(-_tokens(config) // CHUNK)
+    longest = -(-longest_row(config) // CHUNK)
     at_first = generation.slots * chunk * (longest if generation.deterministic else min(FIRST_CHUNKS, longest))
     cache = max(at_first, min(generation.slots, gate.cap * gate.members) * longest * chunk)
     doc = f"weights {size_text(weights)} and cache {size_text(at_first)} to {size_text(cache)} a replica"
@@ -187,7 +188,7 @@ def _critic(name: str, config: Config, critic: Critic, policy: Shape) -> Need:
 def _micro_batch(config: Config) -> int:
     """Tokens of the largest one."""
     samples = config.task.prompts_per_step * config.task.samples_per_prompt
-    return min(config.training.micro_batch_tokens, samples * _tokens(config))
+    return min(config.training.micro_batch_tokens, samples * longest_row(config))
 
 
 def _activations(config: Config, shape: Shape) -> int:
@@ -201,12 +202,8 @@ def shared_memory(config: Config, shape: Shape) -> int:
     gate = GateConfig.of(config)
     critics = (config.algorithm.advantage == "gae") + (config.algorithm.constraint == "lagrangian")
     a_token = ROW_BYTES_PER_TOKEN + critics * VALUE_BYTES_PER_TOKEN
-    rows = gate.cap * gate.members * _tokens(config) * a_token
+    rows = gate.cap * gate.members * longest_row(config) * a_token
     return 2 * shape.parameters * BYTES[config.model.dtype] + (rows if config.fleet.wire == "ipc" else 0)
-
-
-def _tokens(config: Config) -> int:
-    return config.task.max_prompt_tokens + config.generation.max_new_tokens
 
 
 def size_text(size: float) -> str:

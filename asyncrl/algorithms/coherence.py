@@ -7,7 +7,7 @@ from asyncrl.algorithms.presets import DEFAULT_BOUNDS, PRESETS, STANDARDIZING
 from asyncrl.contradiction import Contradiction
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config
+    from asyncrl.config import Algorithm, Config
 
 WITHOUT_BOUNDS = ("m2po", "sapo")
 """Losses that do not read clip_low and clip_high but for a KL's weight."""
@@ -71,13 +71,12 @@ def _bounds_of_one(config: "Config") -> Iterator[Contradiction]:
     a = config.algorithm
     if a.old_logprobs != "recomputed" or config.training.updates > 1 or a.loss != PRESETS[a.preset].parts["loss"]:
         return
-    for key in ("clip_low", "clip_high", "dual_clip"):
-        if getattr(a, key) not in (type(a).model_fields[key].default, PRESETS[a.preset].parts.get(key)):
-            yield Contradiction(
-                (f"algorithm.{key}", "algorithm.old_logprobs", "training.updates"),
-                "the ratio to recomputed log-probs is 1 in the first update of a step, and there is no other, so it "
-                'bounds nothing: write training.updates = 2 or more, or old_logprobs = "engine", or remove it',
-            )
+    for key in _changed(a, "clip_low", "clip_high", "dual_clip"):
+        yield Contradiction(
+            (f"algorithm.{key}", "algorithm.old_logprobs", "training.updates"),
+            "the ratio to recomputed log-probs is 1 in the first update of a step, and there is no other, so it bounds "
+            'nothing: write training.updates = 2 or more, or old_logprobs = "engine", or remove it',
+        )
 
 
 def _example(key: str, needing: str) -> str:
@@ -194,13 +193,22 @@ def _bounds_of_another_loss(config: "Config") -> Iterator[Contradiction]:
 
 def _bounds_without_a_reader(config: "Config") -> Iterator[Contradiction]:
     a = config.algorithm
-    if a.loss not in WITHOUT_BOUNDS or (a.kl > 0 and a.kl_in == "loss"):
+    if reads_bounds(a):
         return
-    for key in ("clip_low", "clip_high"):
-        value = getattr(a, key)
-        if value not in (type(a).model_fields[key].default, PRESETS[a.preset].parts.get(key)):
-            found = f"loss = {_written(a.loss)} and no KL in the loss"
-            yield Contradiction((f"algorithm.{key}", "algorithm.loss"), _unread(a.preset, key, value, found))
+    for key in _changed(a, "clip_low", "clip_high"):
+        found = f"loss = {_written(a.loss)} and no KL in the loss"
+        yield Contradiction((f"algorithm.{key}", "algorithm.loss"), _unread(a.preset, key, getattr(a, key), found))
+
+
+def reads_bounds(algorithm: "Algorithm") -> bool:
+    """Whether clip_low and clip_high say anything: of the loss, or of a KL's weight in it."""
+    return algorithm.loss not in WITHOUT_BOUNDS or (algorithm.kl > 0 and algorithm.kl_in == "loss")
+
+
+def _changed(algorithm: "Algorithm", *keys: str) -> list[str]:
+    """Keys whose values are neither their defaults nor the preset's."""
+    fields, parts = type(algorithm).model_fields, PRESETS[algorithm.preset].parts
+    return [key for key in keys if getattr(algorithm, key) not in (fields[key].default, parts.get(key))]
 
 
 def _signal(config: "Config") -> Iterator[Contradiction]:

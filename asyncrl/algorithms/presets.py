@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-STANDARDIZED = {"advantage": "group_mean"}
 STANDARDIZING = ("group_mean", "gae")
 """Advantages that are divided by a standard deviation unless `normalize_std` says otherwise."""
 DEFAULT_BOUNDS: Mapping[str, Mapping[str, float]] = {
-    "none": {},
     "cap": {"weight_cap": 2.0},
     "mask": {"weight_floor": 0.5, "weight_cap": 5.0},
 }
@@ -38,7 +36,7 @@ PRESETS: dict[str, Preset] = {
     "safe_rlhf": Preset("arXiv 2310.12773", {**WITH_A_CRITIC, "constraint": "lagrangian"}),
     "grpo": Preset(
         "DeepSeekMath, arXiv 2402.03300",
-        {**STANDARDIZED, "loss": "clip", "aggregation": "sequence_mean_token_mean"},
+        {"advantage": "group_mean", "loss": "clip", "aggregation": "sequence_mean_token_mean"},
     ),
     "dr_grpo": Preset(
         "arXiv 2503.20783",
@@ -75,7 +73,7 @@ PRESETS: dict[str, Preset] = {
     "dapo": Preset(
         "arXiv 2503.14476",
         {
-            **STANDARDIZED,
+            "advantage": "group_mean",
             "loss": "clip",
             "clip_low": 0.2,
             "clip_high": 0.28,
@@ -87,7 +85,7 @@ PRESETS: dict[str, Preset] = {
     "gspo": Preset(
         "arXiv 2507.18071",
         {
-            **STANDARDIZED,
+            "advantage": "group_mean",
             "loss": "gspo",
             "clip_low": 3e-4,
             "clip_high": 4e-4,
@@ -99,20 +97,26 @@ PRESETS: dict[str, Preset] = {
     ),
     "cispo": Preset(
         "MiniMax-M1, arXiv 2506.13585; bounds of ScaleRL, arXiv 2510.13786",
-        {**STANDARDIZED, "loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token_mean"},
+        {"advantage": "group_mean", "loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token_mean"},
     ),
     "gmpo": Preset(
         "arXiv 2507.20673",
-        {**STANDARDIZED, "loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "aggregation": "sequence_mean_token_mean"},
+        {
+            "advantage": "group_mean",
+            "loss": "gmpo",
+            "clip_low": 0.4,
+            "clip_high": 0.4,
+            "aggregation": "sequence_mean_token_mean",
+        },
     ),
     "m2po": Preset(
         "arXiv 2510.01161",
-        {**STANDARDIZED, "loss": "m2po", "second_moment": 0.04, "aggregation": "token_mean"},
+        {"advantage": "group_mean", "loss": "m2po", "second_moment": 0.04, "aggregation": "token_mean"},
     ),
     "sapo": Preset(
         "arXiv 2511.20347",
         {
-            **STANDARDIZED,
+            "advantage": "group_mean",
             "loss": "sapo",
             "gate_temperatures": (1.0, 1.05),
             "aggregation": "sequence_mean_token_mean",

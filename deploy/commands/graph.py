@@ -70,13 +70,13 @@ LEADING = ("advantage", "old_logprobs", "correction")
 
 def _further(chosen: "Algorithm") -> dict[str, Any]:
     """Keys that are none of the preset's parts, without those that are off or that nothing reads."""
-    from asyncrl.algorithms.coherence import WITHOUT_BOUNDS
+    from asyncrl.algorithms.coherence import reads_bounds
     from asyncrl.algorithms.presets import PRESETS
 
     unread = {"preset", "page", *PRESETS[chosen.preset].parts}
     if chosen.kl == 0:
         unread |= {"kl_in", "kl_estimator"}
-    if chosen.loss in WITHOUT_BOUNDS and (chosen.kl == 0 or chosen.kl_in == "reward"):
+    if not reads_bounds(chosen):
         unread |= {"clip_low", "clip_high"}
     if chosen.correction == "none":
         unread.add("correction_level")

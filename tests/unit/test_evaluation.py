@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from asyncrl import virtual
-from asyncrl.errors import DeadlineExceeded, Refused
-from asyncrl.evaluation import Patience, summary, take_over
+from asyncrl.errors import DeadlineExceeded, Refused, WeightsError
+from asyncrl.evaluation import Evaluation, EvaluationSchedule, Patience, summary, take_over
 from asyncrl.fleet import Fleet
 from asyncrl.protocols.messages import Published, Using
 from asyncrl.weights.session import Leases
@@ -88,8 +88,84 @@ def test_a_version_that_still_lies_in_its_slot_is_waited_for() -> None:
 
 
 def test_a_worker_that_never_takes_over_is_given_up_with_what_to_raise() -> None:
-    with pytest.raises(DeadlineExceeded, match=r"within 3000 s, in tries of .* s \(staleness.publish_deadline\)"):
+    with pytest.raises(WeightsError, match=r"within 3000 s, in tries of .* s \(staleness.publish_deadline\)"):
         taken_over(training_busy=50_000.0, back=20_000.0)
+
+
+class Evaluated:
+    """An evaluator whose answers come when they may, or that fails."""
+
+    def __init__(self, may_answer: asyncio.Event, error: Exception | None = None) -> None:
+        self._may_answer, self._error = may_answer, error
+        self.versions: list[int] = []
+
+    async def evaluate(self, version: int, epoch: int) -> Evaluation:
+        self.versions.append(version)
+        await self._may_answer.wait()
+        if self._error:
+            raise self._error
+        return summary(version, [[1.0]], None, 0.0)
+
+
+def published(version: int) -> Published:
+    return Published(0, version, "a", 0, "")
+
+
+def scheduled(fleet_back: float, evaluated: Any, told: list[tuple[int, str]], done: list[int]) -> EvaluationSchedule:
+    training: Any = Training(1.0)
+    evaluation: Any = AwayUntil(fleet_back)
+    fleet = Fleet(UNUSED, UNUSED, training, None, evaluation)
+    return EvaluationSchedule(
+        fleet,
+        evaluated,
+        Patience(PATIENCE, 100.0),
+        lambda found: done.append(found.version),
+        lambda version, why: told.append((version, why)),
+    )
+
+
+def test_a_version_that_another_one_replaces_is_told_with_that_one() -> None:
+    told: list[tuple[int, str]] = []
+    done: list[int] = []
+
+    async def main() -> None:
+        may_answer = asyncio.Event()
+        schedule = scheduled(0.0, Evaluated(may_answer), told, done)
+        for version in (0, 0, 3):
+            schedule.ask(published(version))
+        may_answer.set()
+        schedule._fleet.training.leases.wrote(3)  # type: ignore[attr-defined]
+        await schedule.finish(published(3))
+
+    virtual.run(main())
+    assert told == [(0, "version 3 came before its turn")]
+    assert done == [3], "the last version was asked for already, and is evaluated once"
+
+
+def test_a_version_that_is_given_up_is_told_and_waited_for_once() -> None:
+    told: list[tuple[int, str]] = []
+
+    async def main() -> float:
+        schedule = scheduled(50_000.0, Evaluated(asyncio.Event()), told, [])
+        schedule.ask(published(0))
+        await schedule.finish(published(0))
+        return asyncio.get_running_loop().time()
+
+    assert virtual.run(main()) < 2 * 100
+    ((version, why),) = told
+    assert version == 0
+    assert "it was not copied within 100 s" in why
+
+
+def test_a_judge_that_does_not_answer_in_time_ends_the_run() -> None:
+    async def main() -> None:
+        may_answer = asyncio.Event()
+        may_answer.set()
+        schedule = scheduled(0.0, Evaluated(may_answer, DeadlineExceeded("reward0.0 did not answer")), [], [])
+        await schedule.finish(published(0))
+
+    with pytest.raises(DeadlineExceeded, match=r"reward0\.0"):
+        virtual.run(main())
 
 
 def test_costs_are_averaged_as_rewards_are() -> None:

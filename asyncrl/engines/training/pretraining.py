@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.context import context_of
+from asyncrl.context import context_of, longest_row
 from asyncrl.engines.generation.text import Texts
 from asyncrl.engines.training.logprobs import token_logprobs
 from asyncrl.engines.training.model import CausalModel
@@ -52,9 +52,7 @@ def load_pretraining(path: Path, config: Config, model: CausalModel) -> Pretrain
     Raises:
         TaskError: the prompt of one cannot be rendered, or has no room for an answer; or a text has only one token.
     """
-    longest = config.task.max_prompt_tokens + config.generation.max_new_tokens
-    positions = context_of(model.source_config.to_dict())
-    longest = longest if positions is None else min(longest, positions)
+    longest = longest_row(config, context_of(model.source_config.to_dict()))
     with path.open(encoding="utf-8") as lines:
         texts = [
             _tokenized(json.loads(line), model.tokenizer, longest, f"task.pretrain, row {row}")
