@@ -13,6 +13,9 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 
+LISTED = 12
+"""Names that an error message lists when it knows of none that is close."""
+
 
 def resolve(spec: str, where: str) -> Any:
     """The object that `FILE.py:NAME` or `module:NAME` names.
@@ -44,11 +47,12 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """The end of an error message: the closest of `names`, or all of them when none is close."""
+    """The end of an error message: the closest of `names`, or the first of them when none is close."""
     known = list(names)
     if near := difflib.get_close_matches(name, known, 1, 0.5):
         return f"; did you mean {near[0]}?"
-    return f"; there are {', '.join(known)}" if known else ""
+    told = ", ".join(known[:LISTED]) + (f" and {len(known) - LISTED} more" if len(known) > LISTED else "")
+    return f"; there are {told}" if known else ""
 
 
 def _own_names(module: ModuleType) -> list[str]:

@@ -38,6 +38,9 @@ LEGEND = """\
   others. Seconds only where each worker was a process of its own: most runs are a fleet in one process, two runs on
   two cores, and their wall clock tells nothing. A star: others used over {loaded:.0%} of the machine, or how
   much was not measured.
+- **of that at η = 0**: seconds to the goal over those of the synchronous run, as of *loss*, from the least to the most
+  of the pairs in which both got there; in brackets how many did, when not all. A star: some pairs are of two
+  revisions, so of two sessions, whose speeds differed by up to a third.
 - **tokens trained by decile**: share of the sampled tokens that entered the loss with a weight over 0, shortest answers
   first, over windows of 1,024 samples; with a mask or a rejection over the seeds of which it is known. **age**: mean
   staleness of trained tokens, in versions.

@@ -57,6 +57,17 @@ class Cell:
         return float(median(math.inf if each is None else each for each in found))
 
     @property
+    def pairs(self) -> list[tuple[Line, Line]]:
+        """Each run that has its synchronous one, with it."""
+        return [(line, self.synchronous[seed]) for seed, line in self.lines.items() if seed in self.synchronous]
+
+    @property
+    def time_shares(self) -> list[float]:
+        """Seconds to the goal over those of the synchronous run, of the pairs in which both got there."""
+        times = [[line["seconds_to_goal"] for line in pair] for pair in self.pairs]
+        return [seconds / waited for seconds, waited in times if seconds is not None and waited is not None]
+
+    @property
     def of_processes(self) -> bool:
         """Whether each worker was a process: in one, stages wait for each other, and wall clock says nothing."""
         return all(line["wire"] != "inproc" for line in self.lines.values())
@@ -116,7 +127,7 @@ def held_out(results: Results) -> dict[str, float | None]:
 
 HEAD = (
     *("", "η", "seeds", "held out", "loss against η = 0", "steps to the goal", "seconds to the goal"),
-    *("tokens trained by decile, %", "age"),
+    *("of that at η = 0", "tokens trained by decile, %", "age"),
 )
 
 
@@ -130,6 +141,7 @@ def columns(cell: Cell) -> tuple[str, ...]:
         loss_text(cell),
         steps_text(cell),
         seconds_text(cell),
+        shares_text(cell),
         " ".join(f"{100 * share:.0f}" for share in cell.trained_by_decile),
         f"{fmean(line['staleness_mean'] for line in cell.lines.values()):.2f}",
     )
@@ -157,6 +169,16 @@ def seconds_text(cell: Cell) -> str:
     if not cell.of_processes:
         return ""
     return _goal_text(cell, f"{cell.to_goal('seconds'):.1f}" + ("*" if cell.loaded else ""))
+
+
+def shares_text(cell: Cell) -> str:
+    """Least to most of the pairs in which both runs got there, and of how many pairs when not of all."""
+    if cell.limit == SYNCHRONOUS or not cell.of_processes or not (shares := cell.time_shares):
+        return ""
+    there, pairs = len(shares), len(cell.pairs)
+    mixed = any(line["revision"] != synchronous["revision"] for line, synchronous in cell.pairs)
+    told = f"{min(shares):.2f} to {max(shares):.2f}" + ("*" if mixed else "")
+    return told + (f" ({there} of {pairs})" if there < pairs else "")
 
 
 def _goal_text(cell: Cell, middle: str) -> str:

@@ -103,8 +103,9 @@ def _given(rows: Any) -> Rows:
 def _existing(path: Path) -> Path:
     if path.is_file():
         return path
-    near = suggestion(path.name, [other.name for other in path.parent.glob("*")][:50])
-    raise TaskError(f"task.prompts: there is no file {path}{near}")
+    others = [other for other in path.parent.glob("*") if other.is_file()]
+    readable = sorted(other.name for other in others if other.suffix.lower() in READERS)
+    raise TaskError(f"task.prompts: there is no file {path}{suggestion(path.name, readable)}")
 
 
 def _from_file(reader: Callable[[Path], Rows], path: Path) -> Rows:

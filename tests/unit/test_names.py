@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.names import resolve
+from asyncrl.names import resolve, suggestion
 
 
 @pytest.fixture
@@ -55,3 +55,9 @@ def test_only_what_a_file_defines_is_offered(file: Path) -> None:
     passing.write_text("from asyncrl import train\n")
     with pytest.raises(ConfigError, match=r"has no nosuch; there are train$"):
         resolve("passing_on:nosuch", "here")
+
+
+def test_of_many_names_the_first_are_told_and_how_many_more_there_are() -> None:
+    assert suggestion("zz", [f"name{number}" for number in range(13)]).endswith(", name11 and 1 more")
+    assert suggestion("zz", [f"name{number}" for number in range(12)]).endswith(", name10, name11")
+    assert suggestion("nmae3", [f"name{number}" for number in range(13)]) == "; did you mean name3?"

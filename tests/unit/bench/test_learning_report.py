@@ -21,6 +21,7 @@ def line(case: Case, held_out: float, **more: Any) -> dict[str, Any]:
     told = {"task": case.task, "limit": case.limit, "seed": case.seed, "wire": "ipc", "values": dict(case.values)}
     found = {
         "date": "2026-01-02",
+        "revision": "abc",
         "took": 40.0,
         "held_out_before": 0.2,
         "held_out": held_out,
@@ -72,11 +73,35 @@ def test_the_goal_is_told_with_who_reached_it_and_on_which_machine(small_grid: G
     assert told(first, {**second, "others": None}) == ("40", "10.0*")
 
 
+PAIRS = {("grpo", limit, seed): 0.9 for limit in (0, 2) for seed in (0, 1)}
+
+
+def test_the_time_to_the_goal_is_compared_pair_by_pair(small_grid: Grid) -> None:
+    def told(seconds: Mapping[tuple[int, int], float | None], **more: Any) -> str:
+        results = results_of(small_grid, PAIRS).items()
+        timed = {key: (line, (line["limit"], line["seed"])) for key, line in results}
+        changed = {
+            key: {**line, "seconds_to_goal": seconds[place], **(more if place == (2, 1) else {})}
+            for key, (line, place) in timed.items()
+            if place in seconds
+        }
+        synchronous, stale = cells(small_grid, small_grid.tables[0], "quickstart", changed)
+        assert columns(synchronous)[7] == ""
+        return columns(stale)[7]
+
+    first: dict[tuple[int, int], float | None] = {(0, 0): 10.0, (2, 0): 8.0}
+    assert told({**first, (0, 1): 20.0, (2, 1): 10.0}) == "0.50 to 0.80"
+    assert told({**first, (0, 1): 20.0, (2, 1): 10.0}, revision="def") == "0.50 to 0.80*"
+    assert told({**first, (0, 1): 20.0, (2, 1): None}) == "0.80 to 0.80 (1 of 2)"
+    assert told({**first, (0, 1): None, (2, 1): 10.0}) == "0.80 to 0.80 (1 of 2)"
+    assert told({**first, (2, 1): 10.0}) == "0.80 to 0.80"
+    assert told({(0, 0): None, (2, 0): 8.0}) == ""
+
+
 def test_wall_clock_of_a_fleet_in_one_process_is_not_shown(small_grid: Grid) -> None:
     (table,) = small_grid.tables
-    rewards = {("grpo", 0, 0): 0.9, ("grpo", 0, 1): 0.9}
-    (cell,) = cells(small_grid, table, "quickstart", results_of(small_grid, rewards, wire="inproc"))
-    assert columns(cell)[5:7] == ("40", "")
+    for cell in cells(small_grid, table, "quickstart", results_of(small_grid, PAIRS, wire="inproc")):
+        assert columns(cell)[5:8] == ("40", "", "")
 
 
 def test_what_a_correction_leaves_out_is_told_by_runs_that_measured_it(small_grid: Grid) -> None:
@@ -85,7 +110,7 @@ def test_what_a_correction_leaves_out_is_told_by_runs_that_measured_it(small_gri
 
     def shown(*values: dict[str, Any]) -> str:
         lines = dict(zip(both, ({**line, **own} for line, own in zip(both.values(), values, strict=True)), strict=True))
-        return columns(cells(small_grid, table, "quickstart", lines)[0])[7]
+        return columns(cells(small_grid, table, "quickstart", lines)[0])[8]
 
     tenths, rejecting = [0.5] * 10, {"values": {"algorithm.rejection": "token_k3"}}
     measured = {**rejecting, "rejected": 0.5, "trained_by_decile": tenths}

@@ -71,6 +71,14 @@ def test_a_missing_file_names_the_closest(tmp_path: Path) -> None:
         load_prompts(str(tmp_path / "row.jsonl"))
 
 
+def test_where_none_is_close_a_missing_file_names_those_that_can_be_read(tmp_path: Path) -> None:
+    for name in ["hard.csv", "easy.jsonl", "notes.txt"]:
+        (tmp_path / name).write_text("")
+    (tmp_path / "questions.parquet").mkdir()
+    with pytest.raises(TaskError, match=r"there is no file .*questions.parquet; there are easy.jsonl, hard.csv$"):
+        load_prompts(str(tmp_path / "questions.parquet"))
+
+
 def test_what_is_no_source_says_what_is() -> None:
     with pytest.raises(TaskError, match=r"write a file ending in \.jsonl, \.csv, \.parquet, hub:NAME"):
         load_prompts("gsm8k")
