@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncrl.api import Run, train, train_async
-    from asyncrl.config import Config
-    from asyncrl.controller import Page
+    from asyncrl.config.schema import Config
+    from asyncrl.controller.algorithm import Algorithm
     from asyncrl.errors import AsyncrlError
     from asyncrl.rewards import Sample
 
 __version__ = "0.1.0"
-__all__ = ["AsyncrlError", "Config", "Page", "Run", "Sample", "train", "train_async"]
+__all__ = ["Algorithm", "AsyncrlError", "Config", "Run", "Sample", "train", "train_async"]
 
 _HOMES = {
     "AsyncrlError": "asyncrl.errors",
-    "Config": "asyncrl.config",
-    "Page": "asyncrl.controller",
+    "Config": "asyncrl.config.schema",
+    "Algorithm": "asyncrl.controller.algorithm",
     "Run": "asyncrl.api",
     "Sample": "asyncrl.rewards",
     "train": "asyncrl.api",

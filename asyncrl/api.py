@@ -1,4 +1,4 @@
-"""`asyncrl.train(...)`: a run from a script or a notebook, and a look at what came of it."""
+"""`asyncrl.train(...)`: runs an experiment from a script or a notebook, and returns its results."""
 
 import asyncio
 import shlex
@@ -6,37 +6,35 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import strftime
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from asyncrl.config import Config
+from asyncrl.config.schema import IN_MEMORY, Config
+from asyncrl.config.sources import load
+from asyncrl.config.user_code import name_of
 from asyncrl.errors import ConfigError
-from asyncrl.names import name_of
-from asyncrl.rundir import RunDirectory, new_run_directory
-from asyncrl.settings import load
-from asyncrl.telemetry.metrics import read_metrics
-from asyncrl.telemetry.samples import read_samples
+from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.run_directory import RunDirectory, new_run_directory
+from asyncrl.telemetry.samples_file import read_samples
 
 if TYPE_CHECKING:
-    from asyncrl.controller import Page
-    from asyncrl.evaluation import Evaluation
-    from asyncrl.fleet import ServiceSpec
+    from asyncrl.controller.algorithm import Algorithm
+    from asyncrl.controller.observers.evaluation import Evaluation
+    from asyncrl.fleet.fleet import ServiceSpec
 
 T = TypeVar("T")
 Rows = Sequence[Mapping[str, Any]]
 Function = Callable[..., Any]
 RewardArgument: TypeAlias = str | Function | Sequence[str | Function | Mapping[str, Any]] | Mapping[str, Any]
-IN_MEMORY = "python:rows"
-"""What `task.prompts` says in the config of a run whose prompts were given as Python objects."""
 INTERRUPTIBLE = 0.5
-"""Seconds after which a thread that waits looks up: an interrupt in the moment before it waits does not wake it."""
+"""Seconds between checks of a waiting thread, which an interrupt just before its wait does not wake."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished run. path: its directory. services: those of this process, rewards that no other process can call."""
+    """A finished run. path: its directory. services: services of this process, for rewards without importable names."""
 
     path: Path
     config: Config
@@ -44,16 +42,16 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict a step, names as in docs/metrics.md."""
+        """Returns one dict for each step, with the names of docs/metrics.md."""
         return [dict(line) for line in read_metrics(RunDirectory(self.path).metrics)]
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """What `samples.jsonl` kept: prompt, text, reward by term, tokens trained and masked ..."""
+        """Returns the samples in `samples.jsonl`: prompt, text, reward by term, trained and masked tokens ..."""
         return [asdict(record) for record in read_samples(RunDirectory(self.path).samples)]
 
     def evaluate(self, prompts: str | Rows | None = None) -> "Evaluation":
-        """Score the newest checkpoint on held-out prompts; by default those of the run's section `evaluate`."""
+        """Scores the newest checkpoint on held-out prompts; default: those of the run's section `evaluate`."""
         from asyncrl.deploy.evaluate import evaluate_run
 
         if prompts is None and not self.config.evaluate.prompts:
@@ -64,7 +62,7 @@ class Run:
         return _run_here_or_beside(evaluate_run(self.path, self.config, prompts, self.services))
 
     def save_pretrained(self, target: str | Path) -> Path:
-        """Copy the newest checkpoint's model and tokenizer to a folder for `from_pretrained`."""
+        """Copies the newest checkpoint's model and tokenizer to a folder for `from_pretrained`."""
         from asyncrl.deploy.commands.export import export
 
         export(self.path, Path(target))
@@ -76,23 +74,23 @@ def train(
     model: str | Mapping[str, Any],
     prompts: str | Rows,
     reward: RewardArgument,
-    algorithm: "str | Page | Mapping[str, Any] | object" = "grpo",
+    algorithm: "str | Algorithm | Mapping[str, Any] | object" = "grpo",
     steps: int = 100,
     staleness: int | Mapping[str, Any] = 2,
     run_dir: str | Path | None = None,
     accept_changes: bool = False,
     **sections: Mapping[str, Any],
 ) -> Run:
-    """Train `model` on `prompts` with `reward`; returns when all steps are done.
+    """Trains `model` on `prompts` with `reward`; returns when all steps are done.
 
     Args:
         model: a form of `model.name`, or keys of the section: `{"name": "folder", "dtype": "bfloat16"}`.
         prompts: a form of `task.prompts`, a list of dicts with a `prompt` each, or a `datasets.Dataset`.
-        reward: a function of a Sample, the name of one, or several; one without an importable name is called in this
-            process. Or keys of the section, and of functions: `{"functions": [{"use": f, "weight": 0.5}]}`.
-        algorithm: a preset, a page of your own, or keys of the section: `{"preset": "rloo", "page": my_page}`.
+        reward: a function of a Sample, the name of one, or several; a function without an importable name is called in
+            this process. Or keys of the section, and of functions: `{"functions": [{"use": f, "weight": 0.5}]}`.
+        algorithm: a preset, an algorithm of your own, or keys of the section: `{"preset": "rloo", "custom": mine}`.
         staleness: the limit, or keys of the section: `{"limit": 4, "policy": "drop"}`.
-        run_dir: an existing run's directory resumes it; by default a fresh one below runs/.
+        run_dir: the directory of an existing run, which is resumed; by default a fresh directory below runs/.
         sections: further keys by section, as in the file: `training={"learning_rate": 3e-6}`.
 
     Raises ConfigError or TaskError for mistakes in the arguments, all at once. Works inside a running event loop too;
@@ -118,38 +116,38 @@ async def train_async(
     model: str | Mapping[str, Any],
     prompts: str | Rows,
     reward: RewardArgument,
-    algorithm: "str | Page | Mapping[str, Any] | object" = "grpo",
+    algorithm: "str | Algorithm | Mapping[str, Any] | object" = "grpo",
     steps: int = 100,
     staleness: int | Mapping[str, Any] = 2,
     run_dir: str | Path | None = None,
     accept_changes: bool = False,
     **sections: Mapping[str, Any],
 ) -> Run:
-    """`train`, on the caller's event loop."""
-    from asyncrl.deploy.beginning import Order
+    """Trains as `train` does, on the caller's event loop."""
     from asyncrl.deploy.run import run
+    from asyncrl.deploy.run_request import RunRequest
     from asyncrl.telemetry.display import open_display
 
-    judged, here = _reward(reward)
-    chosen, page = _algorithm(algorithm)
+    scored, here = _reward(reward)
+    chosen, custom = _algorithm(algorithm)
     own = {"model": _section("model", "name", model), "staleness": _section("staleness", "limit", staleness)}
-    values = _values({**sections, **own, "algorithm": chosen, "reward": judged})
+    values = _values({**sections, **own, "algorithm": chosen, "reward": scored})
     values |= {"task.prompts": _source(prompts), "steps": steps}
     config = load(None, (), values=values).config
     fresh = new_run_directory(Path("runs"), strftime("python-%Y%m%d-%H%M%S"))
     with fresh if run_dir is None else nullcontext(Path(run_dir)) as directory, open_display(config.steps) as display:
-        order = Order(
+        request = RunRequest(
             config=config,
             run_dir=directory,
             display=display,
             command=f"the same call with run_dir={shlex.quote(str(directory))}",
             accept_changes=accept_changes,
             prompts=None if isinstance(prompts, str) else prompts,
-            page=_page_here(page, config.algorithm.page, display.say),
+            algorithm=_algorithm_here(custom, config.algorithm.custom, display.say),
             services=_reward_here(here, config.reward.model, display.say),
         )
-        finished = await run(order)
-    return Run(finished.path, config, order.services)
+        finished = await run(request)
+    return Run(finished.path, config, request.services)
 
 
 def _values(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -164,7 +162,7 @@ def _values(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _section(name: str, key: str, given: Any) -> Mapping[str, Any]:
-    """Keys of a section of which a single value stands for `key`."""
+    """Returns keys of a section; a single value stands for `key`."""
     if isinstance(given, Mapping):
         return given
     if isinstance(given, int | str):
@@ -172,37 +170,37 @@ def _section(name: str, key: str, given: Any) -> Mapping[str, Any]:
     raise ConfigError(f"{name}: write the value of {name}.{key}, or a dict of keys of that section, not {given!r:.100}")
 
 
-def _algorithm(given: Any) -> tuple[Mapping[str, Any], "Page | None"]:
-    """Keys of the section, `page` always as a name, and the page where it was given as an object."""
-    from asyncrl.algorithms.own import FROM_PYTHON, importable_page, page_from
+def _algorithm(given: Any) -> tuple[Mapping[str, Any], "Algorithm | None"]:
+    """Returns keys of the section, with `custom` as a name, and the algorithm if it was given as an object."""
+    from asyncrl.algorithms.custom import FROM_PYTHON, algorithm_from, importable_algorithm
 
-    keys = _section("algorithm", "preset", given if isinstance(given, str | Mapping) else {"page": given})
-    if "page" not in keys or isinstance(keys["page"], str):
+    keys = _section("algorithm", "preset", given if isinstance(given, str | Mapping) else {"custom": given})
+    if "custom" not in keys or isinstance(keys["custom"], str):
         return keys, None
-    page = page_from(keys["page"], f"algorithm: {keys['page']!r:.100}")
-    return {**keys, "page": importable_page(keys["page"]) or FROM_PYTHON}, page
+    custom = algorithm_from(keys["custom"], f"algorithm: {keys['custom']!r:.100}")
+    return {**keys, "custom": importable_algorithm(keys["custom"]) or FROM_PYTHON}, custom
 
 
-def _page_here(page: "Page | None", name: str, say: Callable[[str], None]) -> "Page | None":
-    """A page given as an object, which answers for its errors."""
-    from asyncrl.algorithms.own import FROM_PYTHON, blamed
+def _algorithm_here(custom: "Algorithm | None", name: str, say: Callable[[str], None]) -> "Algorithm | None":
+    """Returns an algorithm given as an object under the name that its errors are attributed to."""
+    from asyncrl.algorithms.custom import FROM_PYTHON
 
-    if page is None:
+    if custom is None:
         return None
     if name == FROM_PYTHON:
-        say("the page has no importable name: only the same call resumes this run")
-    return blamed(page, "the page" if name == FROM_PYTHON else name)
+        say("the algorithm has no importable name: only the same call resumes this run")
+    return replace(custom, name="the algorithm" if name == FROM_PYTHON else name)
 
 
 def _source(prompts: str | Rows) -> str:
-    """What `task.prompts` says."""
+    """Returns the value of `task.prompts`."""
     if prompts is None:
         raise ConfigError("prompts: write a form of task.prompts, a list of rows or a datasets.Dataset, not None")
     return prompts if isinstance(prompts, str) else IN_MEMORY
 
 
 def _reward(given: RewardArgument) -> tuple[dict[str, Any], list[Function]]:
-    """Keys of the section, and the functions that have no name to import them by."""
+    """Returns keys of the section, and the functions that have no importable name."""
     keys = dict(given) if isinstance(given, Mapping) and "use" not in given else {"functions": given}
     if "model" in keys and not keys.get("functions"):
         return keys, []
@@ -211,7 +209,7 @@ def _reward(given: RewardArgument) -> tuple[dict[str, Any], list[Function]]:
 
 
 def _functions(given: Any) -> list[Mapping[str, Any]]:
-    """Each with the keys it was given."""
+    """Returns each function with the keys that it was given."""
     several = given if isinstance(given, list | tuple) else [given]
     found = [one if isinstance(one, Mapping) else {"use": one} for one in several]
     if found and all(isinstance(one.get("use"), str) or callable(one.get("use")) for one in found):
@@ -224,9 +222,9 @@ def _functions(given: Any) -> list[Mapping[str, Any]]:
 
 
 def _by_name(functions: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Function]]:
-    """Config entries of functions that have a name to import them by, and those that have none."""
+    """Returns config entries of functions with importable names, and the functions without."""
+    from asyncrl.rewards.execution.in_process import importable_name
     from asyncrl.rewards.functions import taking_one
-    from asyncrl.rewards.here import importable_name
 
     named: list[dict[str, Any]] = []
     here: list[Function] = []
@@ -250,8 +248,8 @@ def _by_name(functions: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any
 
 
 def _reward_here(functions: Sequence[Function], model: str, say: Callable[[str], None]) -> "dict[str, ServiceSpec]":
-    """A reward service of this process; empty when there is nothing to serve. model: `reward.model`."""
-    from asyncrl.fleet import ServiceSpec
+    """Returns a reward service of this process; empty without functions. model: `reward.model`."""
+    from asyncrl.fleet.fleet import ServiceSpec
     from asyncrl.protocols.contracts import Reward
     from asyncrl.services.reward import reward_service_of
 
@@ -268,7 +266,7 @@ def _reward_here(functions: Sequence[Function], model: str, say: Callable[[str],
 
 
 def _run_here_or_beside(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end: on this thread, or on one beside it when an event loop runs here already (Jupyter)."""
+    """Runs to the end on this thread, or on another thread if an event loop runs here already (Jupyter)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -277,7 +275,7 @@ def _run_here_or_beside(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _run_beside(work: Coroutine[Any, Any, T]) -> T:
-    """A notebook's interrupt reaches only the thread that waits: it passes it on, and waits until all is stopped."""
+    """Runs on another thread. A notebook interrupts only the waiting thread, which cancels the run and waits for it."""
     interrupted = threading.Event()
     begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
 
@@ -285,7 +283,7 @@ def _run_beside(work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
         assert task is not None
         begun.append((asyncio.get_running_loop(), task))
-        if interrupted.is_set():  # before there was anything to cancel
+        if interrupted.is_set():  # The interrupt came before the task existed.
             task.cancel()
         return await work
 
@@ -301,9 +299,9 @@ def _run_beside(work: Coroutine[Any, Any, T]) -> T:
             except KeyboardInterrupt:
                 interrupted.set()
                 for loop, task in begun:
-                    with suppress(RuntimeError):  # its loop is closed: it has ended
+                    with suppress(RuntimeError):  # The loop is closed, because the run has ended.
                         loop.call_soon_threadsafe(task.cancel)
                 raise
     finally:
-        for each in (supervised, work):  # they may not have begun
+        for each in (supervised, work):  # A coroutine that never started is closed.
             each.close()

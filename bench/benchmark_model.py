@@ -1,6 +1,6 @@
-"""The model that the measurements of engines run on: a Llama of three million random weights, and its tokenizer.
+"""Writes the model for engine measurements: a Llama with three million random weights, and its tokenizer.
 
-Small enough for its weights to stay in the caches of two cores, which else would compete for memory.
+The weights fit into the caches of two cores, so that the cores do not compete for memory.
 """
 
 from pathlib import Path
@@ -11,27 +11,27 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 VOCABULARY = 2048
-SHARPER = 3.0
-"""Factor on the usual initialisation, under which all tokens would be equally likely."""
+LOGIT_FACTOR = 3.0
+"""Factor on the usual initialisation, which would make all tokens about equally likely."""
 
 
-def make_subject(folder: Path) -> Path:
-    """Write model and tokenizer into `folder`, unless they are there. Always the same weights."""
+def write_model(folder: Path) -> Path:
+    """Writes model and tokenizer into `folder` unless they exist. The weights are always the same."""
     if (folder / "config.json").exists():
         return folder
     torch.manual_seed(0)
-    model = LlamaForCausalLM(_shape())
+    model = LlamaForCausalLM(_config())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and "embed" not in name:
-                parameter.mul_(SHARPER)
+                parameter.mul_(LOGIT_FACTOR)
     make_tokenizer().save_pretrained(folder)
     model.save_pretrained(folder)
     return folder
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Words w0, w1, ... divided by spaces, one token each; adds no special tokens by itself."""
+    """Makes a tokenizer of words w0, w1, ... between spaces, one token each, which adds no special tokens."""
     words = [f"w{number}" for number in range(VOCABULARY - len(SPECIAL))]
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -42,7 +42,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _shape() -> LlamaConfig:
+def _config() -> LlamaConfig:
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=192,

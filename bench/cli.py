@@ -1,25 +1,33 @@
-"""asyncrl-bench NAME: run one measurement."""
+"""Runs one measurement: `asyncrl-bench NAME`."""
 
 import sys
 from collections.abc import Callable
 from importlib import import_module
 
 BENCHMARKS = {
-    "channels": "calls and batches between processes, beside memcpy, Ray, xoscar and TransferQueue",
-    "lanes": "control calls beside 1,000 queued work calls; a flood of small messages beside a ticking loop",
-    "end-to-end": "trained tokens per second beside TRL's GRPOTrainer and beside ours with asynchrony off",
-    "generation": "useful tokens per CPU-second of our engine, beside transformers.generate",
-    "overhead": "what the runtime adds to stages that only sleep, and the CPU that tracing takes",
-    "learning": "does it learn: presets, limits, policies and corrections over seeds; writes docs/learning.md",
-    "policies": "staleness policies under the virtual clock: live tokens, idle trainer, masked samples",
+    "channels": ("transfer_speed.benchmark", "calls and batches between processes, beside memcpy and other systems"),
+    "lanes": ("control_latency.benchmark", "control calls beside queued work, event loop stalls in a message flood"),
+    "end-to-end": ("end_to_end.benchmark", "trained tokens per second, beside TRL and beside synchronous runs"),
+    "generation": ("generation_speed.benchmark", "useful tokens per CPU-second, beside transformers.generate"),
+    "overhead": ("overhead.overhead", "runtime added to stages that only sleep, and the CPU time of tracing"),
+    "learning": ("learning.run_grid", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),
+    "start": (
+        "overhead.start_cost",
+        "a run from its command to its first step, a killed worker, memory; forked, spawned",
+    ),
+    "policies": (
+        "staleness_policies",
+        "staleness policies under the virtual clock: live tokens, idle trainer, masked samples",
+    ),
 }
+"""Each command name with its module and its line of help."""
 
 
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHMARKS:
-        listed = "\n".join(f"  {key:10} {what}" for key, what in BENCHMARKS.items())
+        listed = "\n".join(f"  {key:10} {help_text}" for key, (_, help_text) in BENCHMARKS.items())
         print(f"usage: asyncrl-bench NAME [flags]\n{listed}")
         sys.exit(0 if name in {"", "-h", "--help"} else 2)
-    run: Callable[[list[str]], None] = import_module(f"asyncrl.bench.{name.replace('-', '_')}").main
+    run: Callable[[list[str]], None] = import_module(f"asyncrl.bench.{BENCHMARKS[name][0]}").main
     run(sys.argv[2:])

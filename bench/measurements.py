@@ -1,4 +1,4 @@
-"""What all measurements share: rounds in turn, medians with their range, goals beside what was seen."""
+"""Statistics and text that all measurements share: rounds, medians with their range, goals, load of the machine."""
 
 import os
 import time
@@ -10,11 +10,13 @@ from statistics import median
 from typing import TypeVar
 
 T = TypeVar("T")
+LOADED = 0.1
+"""Share of the machine that other programs use, above which wall clock times are not reliable."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """Values of one side, one a round."""
+class RoundValues:
+    """Holds the values of one side of a comparison, one per round."""
 
     values: tuple[float, ...]
 
@@ -27,7 +29,7 @@ class Seen:
 
 
 def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Every side once a round, in an order that turns around with each: what the machine does meanwhile hits all."""
+    """Runs every side once per round, in reverse order every other round: all sides see the same changes of load."""
     found: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(rounds):
         for name in list(sides)[:: -1 if turn % 2 else 1]:
@@ -35,13 +37,20 @@ def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list
     return found
 
 
-def seen(found: Mapping[str, Sequence[float]]) -> dict[str, Seen]:
-    """Values of several sides."""
-    return {name: Seen(tuple(values)) for name, values in found.items()}
+def round_values(found: Mapping[str, Sequence[float]]) -> dict[str, RoundValues]:
+    return {name: RoundValues(tuple(values)) for name, values in found.items()}
+
+
+def ratios(above: RoundValues, below: RoundValues) -> RoundValues:
+    """Divides round by round, so that a slow moment of the machine affects both sides of a ratio."""
+    return RoundValues(tuple(one / other for one, other in zip(above.values, below.values, strict=True)))
 
 
 def stage_seconds(lines: Sequence[Mapping[str, float]], warm: int, stages: Iterable[str]) -> dict[str, float]:
-    """Seconds a step that each stage was busy. lines: of `metrics.jsonl`, of which the first `warm` do not count."""
+    """Returns the busy seconds per step of each stage.
+
+    lines: records of `metrics.jsonl`; the first `warm` of them are left out.
+    """
     counted = list(zip(lines[warm - 1 :], lines[warm:], strict=False))
     return {
         stage: sum(line[f"time/{stage}/busy"] * (line["time"] - before["time"]) for before, line in counted)
@@ -50,26 +59,23 @@ def stage_seconds(lines: Sequence[Mapping[str, float]], warm: int, stages: Itera
     }
 
 
-def ratios(above: Seen, below: Seen) -> Seen:
-    """Round by round, so that a slow moment of the machine is on both sides of the line."""
-    return Seen(tuple(one / other for one, other in zip(above.values, below.values, strict=True)))
+# ---- text ------------------------------------------------------------------------------------------------
 
 
 def number(value: float) -> str:
-    """Three digits that matter, and all before the point."""
+    """Formats three significant digits, and all digits before the decimal point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def verdict(what: str, seen: float, goal: float, *, most: bool = False) -> str:
-    """most: the goal is an upper bound."""
-    met = seen <= goal if most else seen >= goal
-    return (
-        f"  {'met   ' if met else 'MISSED'}  {what}: {number(seen)}, goal {'at most' if most else 'at least'} {goal:g}"
-    )
+def goal_line(label: str, value: float, goal: float, *, at_most: bool = False) -> str:
+    """Compares a value with its goal. at_most: the goal is an upper bound, else a lower bound."""
+    met = value <= goal if at_most else value >= goal
+    bound = f"at {'most' if at_most else 'least'} {goal:g}"
+    return f"  {'met   ' if met else 'MISSED'}  {label}: {number(value)}, goal {bound}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be."""
+    """Aligns columns to their widest cell."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
@@ -77,49 +83,53 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-class Load:
-    """Load average at the start and the end, and how much of the machine others used in between."""
+# ---- load of the machine ---------------------------------------------------------------------------------
+
+
+class MachineLoad:
+    """Measures the load average before and after, and the share of the CPU that other programs use in between."""
 
     def __init__(self) -> None:
-        self._began, self._busy, self._own = time.monotonic(), _busy_seconds(), own_seconds()
-        self._before = os.getloadavg()[0]
+        self._began = time.monotonic()
+        self._busy = _busy_seconds()
+        self._own = own_seconds()
+        self._load_before = os.getloadavg()[0]
 
     @property
     def others(self) -> float:
-        """Share of all cores that others used so far."""
+        """Returns the share of all cores that other programs used so far."""
         span, cores = time.monotonic() - self._began, os.cpu_count() or 1
         return max(0.0, _busy_seconds() - self._busy - (own_seconds() - self._own)) / (span * cores)
 
     def __str__(self) -> str:
-        """Others' share is of all cores; above a tenth, wall clock says little."""
         others = self.others
-        marked = " (UNDER LOAD: wall clock says little)" if others > 0.1 else ""
+        warning = " (UNDER LOAD: wall clock times are not reliable)" if others > LOADED else ""
         return (
-            f"load average {self._before:.2f} before, {os.getloadavg()[0]:.2f} after, {os.cpu_count() or 1} cores; "
-            f"others used {others:.0%} of them{marked}"
+            f"load average {self._load_before:.2f} before, {os.getloadavg()[0]:.2f} after, {os.cpu_count() or 1} "
+            f"cores; other programs used {others:.0%} of them{warning}"
         )
 
 
 def _busy_seconds() -> float:
-    """CPU seconds of everybody since boot, idle and waiting left out."""
+    """Returns the CPU seconds of all programs since boot, without idle time and waits for disks."""
     with open("/proc/stat") as stat:
         fields = [int(field) for field in stat.readline().split()[1:9]]
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def own_seconds() -> float:
-    """Of this process and all that it started, whether they have ended or not."""
-    seen = dict(_processes())
+    """Returns the CPU seconds of this process and of all its descendants, including those that have ended."""
+    processes = dict(_processes())
     family = {os.getpid()}
-    while born := {pid for pid, (parent, _) in seen.items() if parent in family} - family:
+    while born := {pid for pid, (parent, _) in processes.items() if parent in family} - family:
         family |= born
-    return sum(seen[pid][1] for pid in family)
+    return sum(processes[pid][1] for pid in family)
 
 
 def _processes() -> Iterator[tuple[int, tuple[int, float]]]:
-    """Of each process its parent, and the CPU seconds of it and of its children that have ended."""
+    """Yields each process id with its parent, and the CPU seconds of it and of its children that have ended."""
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # It has ended meanwhile.
-            fields = path.read_text().rpartition(")")[2].split()  # A name may have blanks and brackets.
+        with suppress(FileNotFoundError, ProcessLookupError):  # The process has ended meanwhile.
+            fields = path.read_text().rpartition(")")[2].split()  # A process name may hold blanks and brackets.
             seconds = sum(int(ticks) for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")
             yield int(path.parent.name), (int(fields[1]), seconds)

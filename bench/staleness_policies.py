@@ -1,28 +1,29 @@
-"""What each staleness policy makes of the same fleet, on virtual time: `python -m asyncrl.bench.policies`.
+"""Compares the staleness policies on the same simulated fleet: `python -m asyncrl.bench.staleness_policies`.
 
 Eight prompts a step, eight samples of each, 192 slots, limit 2; one completion in twenty is ten times as long as the
-others. The slots can sample a batch in 4.8 s and the trainer takes as long for one, so that neither has to wait for
-the other but for what the policy does. `whole groups` is `mask` that never trains a part of a group; `cut_at = never`
-still cuts a group when one of its samples has its last chance.
+others. The slots sample a batch in 4.8 s and the trainer takes as long for one, so that either waits for the other only
+because of the policy. `whole groups` is `mask` that never trains a part of a group; `cut_at = never` still cuts a group
+when one of its samples has its last chance.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from asyncrl.groups import OPEN, Group
-from asyncrl.simulated import StepCost, stragglers
-from asyncrl.simulation import Result, Scenario, simulate
-from asyncrl.staleness import Gate
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.group_state import OPEN, GroupState
+from asyncrl.simulation.fakes.sample_lengths import stragglers
+from asyncrl.simulation.fakes.training import StepCost
+from asyncrl.simulation.scenarios import Scenario, SimulationResult, simulate
 
 SHORT, TIMES = 100, 10
 SLOW = SHORT * TIMES
 
 
 class WholeGroups(Gate):
-    """`mask` without cuts."""
+    """Never trains a part of a group."""
 
-    def may_cut(self, group: Group) -> bool:
+    def may_cut(self, group: GroupState) -> bool:
         return not group.members(*OPEN)
 
 
@@ -38,12 +39,13 @@ POLICIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Means over seeds; shares of 1.
+class PolicyResult:
+    """Holds means over seeds; shares lie between 0 and 1.
 
-    live: tokens within the limit that were trained, a second. over: share of the trained tokens over the limit.
-    idle: of the trainer's time. slots: of the slots' time that was used. masked: samples that left without any live
-    token. slow: of the long completions that left, those with a trained token; slow_tokens: their tokens that trained.
+    live: trained tokens within the limit, per second. over: share of the trained tokens that are over the limit.
+    idle: share of the trainer's time without a batch. slots: share of the slots' time that was used. masked: share of
+    samples that left without a live token. slow: share of the long completions that trained; slow_tokens: of their
+    tokens.
     """
 
     live: float
@@ -55,15 +57,15 @@ class Outcome:
     slow_tokens: float
 
 
-def outcome(name: str, steps: int, seeds: int) -> Outcome:
-    """Simulate one policy of POLICIES."""
+def outcome(name: str, steps: int, seeds: int) -> PolicyResult:
+    """Simulates one policy of POLICIES."""
     scenario = replace(POLICIES[name], steps=steps)
     results = [simulate(replace(scenario, seed=seed)) for seed in range(seeds)]
 
-    def over_seeds(of: Callable[[Result], float]) -> float:
+    def over_seeds(of: Callable[[SimulationResult], float]) -> float:
         return mean(of(result) for result in results)
 
-    return Outcome(
+    return PolicyResult(
         live=over_seeds(lambda result: result.live_tokens / result.seconds),
         over=over_seeds(lambda result: 1 - result.live_tokens / result.in_loss),
         idle=over_seeds(lambda result: result.idle),
@@ -74,22 +76,22 @@ def outcome(name: str, steps: int, seeds: int) -> Outcome:
     )
 
 
-def _left(result: Result) -> Iterator[tuple[int, int]]:
-    """Samples that were trained or dropped."""
+def _left(result: SimulationResult) -> Iterator[tuple[int, int]]:
+    """Yields the samples that were trained or dropped."""
     return iter(result.live | dict.fromkeys(result.dropped, 0))
 
 
-def _left_slow(result: Result) -> Iterator[tuple[int, int]]:
+def _left_slow(result: SimulationResult) -> Iterator[tuple[int, int]]:
     return (key for key in _left(result) if result.lengths.get(key, 0) == SLOW)
 
 
-def table(steps: int = 40, seeds: int = 5) -> dict[str, Outcome]:
-    """All policies, over the same seeds."""
+def table(steps: int = 40, seeds: int = 5) -> dict[str, PolicyResult]:
+    """Simulates all policies over the same seeds."""
     return {name: outcome(name, steps, seeds) for name in POLICIES}
 
 
-def lines(outcomes: dict[str, Outcome]) -> Iterator[str]:
-    """The table as text."""
+def lines(outcomes: dict[str, PolicyResult]) -> Iterator[str]:
+    """Formats the table as text."""
     columns = ("live tokens/s", "over limit", "trainer idle", "slots used", "all masked", "slow: trained", "tokens")
     yield f"{'':<21}" + "".join(f"{column:>15}" for column in columns)
     for name, o in outcomes.items():
@@ -98,7 +100,7 @@ def lines(outcomes: dict[str, Outcome]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Print the table."""
+    """Prints the table."""
     if arguments:
         raise SystemExit("asyncrl-bench policies takes no flags")
     print("\n".join(lines(table())))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from asyncrl import __version__
-from asyncrl.errors import AsyncrlError, ConfigError, FleetFailed, Interrupted, PageError, RewardError, TaskError
+from asyncrl.errors import AlgorithmError, AsyncrlError, ConfigError, FleetFailed, Interrupted, RewardError, TaskError
 
 COMMANDS = {
     "run": "train an experiment; with the --run-dir of an earlier run, resume it",
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    from asyncrl.installing import program
+    from asyncrl.config.install_hints import program
 
     width = max(map(len, COMMANDS))
     return "\n".join(
@@ -68,7 +68,7 @@ def help_text() -> str:
 def _unknown(name: str) -> str:
     import difflib
 
-    from asyncrl.installing import program
+    from asyncrl.config.install_hints import program
 
     near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
     meant = f"did you mean `{program()} {near[0]}`?" if near else f"there are {', '.join(COMMANDS)}"
@@ -80,7 +80,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
     try:
         code: int = import_module(f"asyncrl.deploy.commands.{name}").main(arguments)
         sys.stdout.flush()
-    except (ConfigError, TaskError, RewardError, PageError) as error:
+    except (ConfigError, TaskError, RewardError, AlgorithmError) as error:
         return _refuse(str(error))
     except Interrupted as error:
         print(f"asyncrl: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What is exchanged: contracts, transfer protocols, layouts, batches and wire messages. Knows nobody."""
+"""The things that processes exchange: contracts, transfer protocols, layouts, batches and wire messages."""
 
 if __name__ != "asyncrl.protocols":
     raise ImportError("import asyncrl.protocols, not protocols: the folder is mounted in the package by a link")

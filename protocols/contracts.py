@@ -1,6 +1,6 @@
-"""What each service answers to: declared once here, implemented in services/, called through typed handles.
+"""The contracts of the services: declared once here, implemented in services/, called through typed handles.
 
-A contract is a class whose methods carry `@endpoint`. Pages, handles and the simulation know contracts only.
+A contract is a class whose methods carry `@endpoint`. Algorithms, handles and the simulation know contracts only.
 A handle on a contract has the contract's own type, so a wrong argument fails the type check.
 """
 
@@ -35,16 +35,16 @@ class Lane(Enum):
 
 
 class Idempotent(Enum):
-    """Whether the runtime may repeat a call whose answer was lost."""
+    """Says whether the runtime may repeat a call whose answer was lost."""
 
     NO = "no"
     PURE = "pure"  # may run twice; the first matching answer wins
-    BY_VERSION = "by version"  # a compare-and-set on (epoch, version): repeating it is harmless
+    BY_VERSION = "by version"  # a compare-and-set on (incarnation, version): repeating it is harmless
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointSpec:
-    """What `@endpoint` declared. `stream`: the call yields items as they are ready."""
+    """The declaration made by `@endpoint`. stream: whether the call yields items as they are ready."""
 
     name: str
     transfer: Transfer
@@ -56,7 +56,7 @@ class EndpointSpec:
 def endpoint(
     transfer: Transfer, *, lane: Lane = Lane.WORK, idempotent: Idempotent = Idempotent.NO, stream: bool = False
 ) -> Callable[[F], F]:
-    """Declare a contract method as a message, without changing its type."""
+    """Declares a contract method as a message, without changing its type."""
 
     def declare(method: F) -> F:
         spec = EndpointSpec(method.__name__, transfer, lane, idempotent, stream)
@@ -67,7 +67,7 @@ def endpoint(
 
 
 class Contract:
-    """Base of all contracts: what every worker answers to.
+    """Base of all contracts: the calls that every worker answers.
 
     `endpoints` maps names to their declarations, inherited ones included.
     """
@@ -80,8 +80,10 @@ class Contract:
         cls.endpoints = {**cls.endpoints, **own}
 
     def replica_of(self, instance: str) -> Self:
-        """The one replica that this instance works in: calls on it reach no other, and wait for no other. A service is
-        its own only replica. Raises PeerLost when the instance was replaced."""
+        """Returns the replica of this instance: calls on it reach no other replica, and wait for none.
+
+        A service itself is its only replica. Raises PeerLost when the instance was replaced.
+        """
         return self
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
@@ -91,18 +93,20 @@ class Contract:
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
     async def health(self) -> list[Health]:
-        """Of each worker: what it is doing now, and how its time was spent so far."""
+        """Returns for each worker what it is doing now, and how its time was spent so far."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
     async def release(self, samples: list[SampleName], oldest: int) -> None:
-        """Free the rows of these samples in these attempts and earlier ones, and those of all groups before `oldest`,
-        the first one still in flight. What lies elsewhere, or was freed before, is ignored."""
+        """Frees the rows of these samples in these attempts and earlier ones, and of all groups before `oldest`.
+
+        oldest: the first group in flight. Rows that are stored elsewhere, or were freed before, are ignored.
+        """
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
     async def idle_because(self, state: str) -> None:
-        """Book idle time from now on as `starved` (no input) or `blocked` (held back by the gate)."""
+        """Books idle time from now on as `starved` (no input) or `blocked` (held back by the gate)."""
         raise NotImplementedError
 
 
@@ -116,19 +120,23 @@ class Generation(Contract):
 
     @endpoint(ONE_OF, idempotent=Idempotent.PURE, stream=True)
     def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
-        """The samples of a group, as they finish: each item those that did since the one before, at least one.
-        Closing the stream aborts what is still running."""
+        """Yields the samples of a group as they finish: each item holds those finished since the item before.
+
+        Closing the stream aborts the samples that still run.
+        """
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
     async def use_weights(self, published: Published) -> Using:
-        """Flip to these weights between two decode steps; answers when the old slot is no longer read. A reader for
-        which they are not kept goes on as it is, and is not among the readers that answer."""
+        """Changes to these weights between two decode steps; answers when the old slot is no longer read.
+
+        A reader that the version is not leased to keeps its weights, and is not among the readers of the answer.
+        """
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
     async def pause(self) -> Boundary:
-        """Start no further decode step until `resume`. Answers at once with the boundary."""
+        """Starts no further decode step until `resume`. Answers at once with the boundary."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
@@ -137,7 +145,7 @@ class Generation(Contract):
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
     async def texts(self, refs: BatchRef) -> list[SampleText]:
-        """Prompt, completion and decoded text of samples this worker holds; those of other owners are left out."""
+        """Returns prompt, completion and decoded text of the samples that this worker holds; others are left out."""
         raise NotImplementedError
 
 
@@ -146,8 +154,10 @@ class Reward(Contract):
 
     @endpoint(ONE_OF, idempotent=Idempotent.PURE)
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
-        """Scores of samples of one group, in their order; `row` is their prompt's row. A group function is answered
-        when all members are there."""
+        """Returns the scores of samples of one group, in order. row: the row of their prompt.
+
+        A group function is called when all members have arrived.
+        """
         raise NotImplementedError
 
 
@@ -156,7 +166,7 @@ class Reference(Contract):
 
     @endpoint(DP_PROTO, idempotent=Idempotent.PURE)
     async def logprobs(self, samples: BatchRef) -> BatchRef:
-        """The same references with one more place each, column `reference_logprobs` float32 [tokens]."""
+        """Returns the references with one more place each: column `reference_logprobs`, float32 [tokens]."""
         raise NotImplementedError
 
 
@@ -165,19 +175,20 @@ class Critic(Contract):
 
     @endpoint(ONE_OF, idempotent=Idempotent.PURE)
     async def values(self, samples: BatchRef) -> BatchRef:
-        """The same references with one more place each: column `values` float32 [tokens], of the states before each
-        token was sampled, and `judged_at` int64 [1], updates taken until then. Asked again, newer values."""
+        """Returns the references with one more place each: column `values` float32 [tokens], of the states before each
+        token was sampled, and `valued_at` int64 [1], updates taken until then. Asked again, newer values."""
         raise NotImplementedError
 
     @endpoint(ONE_OF, idempotent=Idempotent.BY_VERSION)
     async def update(self, cuts: Cuts) -> ValueReport:
-        """Learn from the batch that trains the policy from (cuts.epoch, cuts.version): a call that is repeated gets the
-        stored report, a batch of an earlier version is Refused. Rows that are gone are no error: the report says so."""
+        """Learns from the batch that trains the policy from (cuts.incarnation, cuts.version): a call that is repeated
+        gets the stored report, a batch of an earlier version is Refused. Rows that are gone are no error: the report
+        says so."""
         raise NotImplementedError
 
     @endpoint(ONE_OF, idempotent=Idempotent.BY_VERSION)
-    async def checkpoint(self, directory: str, epoch: int, version: int) -> Checkpointed:
-        """Write model and optimizer below `directory`/critic, fsynced; answers with file digests."""
+    async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
+        """Writes model and optimizer below `directory`/critic, fsynced; answers with file digests."""
         raise NotImplementedError
 
 
@@ -186,33 +197,35 @@ class Training(Contract):
 
     @endpoint(balanced(THREE_D_PROTO), idempotent=Idempotent.BY_VERSION)
     async def step(self, cuts: Cuts) -> StepReport:
-        """Train one iteration, each rank on rows of about as many tokens. A compare-and-set on (cuts.epoch,
+        """Trains one iteration, each rank on rows of about as many tokens. A compare-and-set on (cuts.incarnation,
         cuts.version); raises Refused elsewhere, and LostRows, with nothing changed, when rows are gone."""
         raise NotImplementedError
 
     @endpoint(balanced(THREE_D_PROTO), idempotent=Idempotent.PURE)
-    async def foresee(self, samples: BatchRef) -> list[bool]:
-        """What the next `step` will probably train, told while this one runs. Of each sample whether its row is held
-        until the next `foresee`: if all are, that step may name them without their places. Here: none."""
+    async def prefetch(self, samples: BatchRef) -> list[bool]:
+        """Reads the rows that the next `step` will probably train, while this step runs.
+
+        Returns for each sample whether its row is held until the next `prefetch`. By default no row is.
+        """
         return [False] * len(samples)
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
     async def published(self) -> Published:
-        """The newest version in the weight arena: what a late joiner attaches to."""
+        """Returns the newest version in the weight arena, which a late joiner attaches to."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
     async def using(self, reader: str, version: int) -> None:
-        """Reader now reads only `version`; first call attaches it."""
+        """Notes that a reader now reads only `version`; the first call attaches the reader."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
     async def detached(self, reader: str) -> None:
-        """Reader is dead (its process was waited for); its leases end."""
+        """Ends the leases of a reader whose process has ended."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, idempotent=Idempotent.BY_VERSION)
-    async def checkpoint(self, directory: str, epoch: int, version: int) -> Checkpointed:
-        """Write model/, optimizer and RNG state of `version` into `directory`, fsynced; answers with file digests.
+    async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
+        """Writes model/, optimizer and RNG state of `version` into `directory`, fsynced; answers with file digests.
         What all ranks share is written by the first."""
         raise NotImplementedError

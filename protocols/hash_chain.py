@@ -15,7 +15,7 @@ GENESIS = bytes(32)
 
 
 def chain(previous: bytes, keys: Iterable[tuple[int, int, int]]) -> bytes:
-    """The next link, 32 bytes, after an iteration over these (group, member, attempt), given in any order.
+    """Returns the next link, 32 bytes, after an iteration over these (group, member, attempt), given in any order.
 
     Written in hex where it travels in a message, a record or a manifest.
     """

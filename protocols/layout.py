@@ -72,7 +72,7 @@ class Layout:
         return (self.pp * self.tp) // (self.gpp * self.gtp)
 
     def rank(self, pp: int = 0, tp: int = 0, dp: int = 0) -> int:
-        """The rank at these indices; -1 is the last one."""
+        """Returns the rank at these indices; -1 is the last one."""
         return (dp % self.dp) * self.pp * self.tp + (pp % self.pp) * self.tp + tp % self.tp
 
     def place(self, rank: int) -> Place3D:
@@ -80,7 +80,7 @@ class Layout:
         return Place3D(rank % model // self.tp, rank % self.tp, rank // model)
 
     def generation_place(self, rank: int) -> GenerationPlace:
-        """Where a rank is in generation.
+        """Returns the place of a rank in generation.
 
         vanilla: the training rule with the smaller sizes. zero-redundancy: generation groups pick ranks at intervals
         of t / t_g and p / p_g, so that each rank's training shard is a part of its generation shard (HybridFlow 5.3).
@@ -107,11 +107,11 @@ class Layout:
         return self._grouped(lambda rank: self.generation_place(rank)._replace(tp=0))
 
     def micro_dp_groups(self) -> Groups:
-        """Ranks of one training replica that hold the same part of the model in generation."""
+        """Returns the ranks of one training replica that hold the same part of the model in generation."""
         return self._grouped(lambda rank: self.generation_place(rank)._replace(micro_dp=0))
 
     def generation_replicas(self) -> Groups:
-        """Ranks that generate together, dp x micro_dp groups of p_g x t_g ranks, by data and micro-data index."""
+        """Returns the ranks that generate together: dp x micro_dp groups of p_g x t_g ranks."""
         groups = self._grouped(lambda rank: self.generation_place(rank)._replace(pp=0, tp=0))
         return sorted(groups, key=lambda group: (self.generation_place(group[0]).dp, self.micro_index(group[0])))
 
@@ -119,7 +119,7 @@ class Layout:
         return self.generation_place(rank).micro_dp
 
     def _grouped(self, key: Callable[[int], Hashable]) -> Groups:
-        """Ranks with the same key, rising, groups in the order of their first rank."""
+        """Returns the ranks with the same key, rising, groups in the order of their first rank."""
         groups: dict[Hashable, list[int]] = {}
         for rank in range(self.size):
             groups.setdefault(key(rank), []).append(rank)

@@ -1,4 +1,4 @@
-"""Every message that crosses a wire, one screen a lane. Frozen dataclasses of plain values and arrays.
+"""All messages that cross a wire: frozen dataclasses of plain values and arrays.
 
 `WIRE_TYPES` is the closed list of what the codec encodes and decodes; nothing else is ever built from bytes.
 """
@@ -13,10 +13,10 @@ from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, Place, RowRef
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Caller -> worker, first on every link. protocol: version of this file's messages."""
+    """Caller -> worker: the first message on every link. protocol: version of this file's messages."""
 
     run: str
-    epoch: int
+    incarnation: int
     service: str
     rank: int
     instance: str
@@ -26,7 +26,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Worker -> caller. credit: calls that may be outstanding on this link."""
+    """Worker -> caller: the link is open. credit: calls that may be outstanding on this link."""
 
     instance: str
     credit: int
@@ -34,14 +34,14 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Worker -> caller, instead of Welcome: what was wrong, both sides named."""
+    """Worker -> caller: the link is refused, with a reason that names both sides."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Caller -> worker. deadline: seconds the caller will wait, counted from arrival."""
+    """Caller -> worker: a call. deadline: seconds the caller will wait, counted from arrival."""
 
     call: int
     method: str
@@ -104,7 +104,7 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """service, rank, instance; doing: what each running call does; seconds by state since start, see telemetry."""
+    """The health of a worker. doing: what each running call does; seconds: by state since start, see telemetry."""
 
     service: str
     replica: int
@@ -119,7 +119,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Where a pause, resume or abort takes effect: `kind` "decode step" | "micro-batch" | "call", its count."""
+    """The boundary at which a pause, resume or abort takes effect. kind: "decode step" | "micro-batch" | "call"."""
 
     kind: str
     at: int
@@ -142,7 +142,7 @@ class PromptGroup:
 
     id: int
     attempt: int
-    epoch: int
+    incarnation: int
     prompt: str | list[dict[str, Any]]
     members: tuple[int, ...]
     seed: int
@@ -154,7 +154,7 @@ class PromptGroup:
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
-    """What a person reads of one sample."""
+    """One sample as text, for a person to read."""
 
     group: int
     member: int
@@ -164,7 +164,10 @@ class SampleText:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """reward: the weighted sum, None when unscorable; terms: each function's own value; error: why unscorable."""
+    """The score of a sample.
+
+    reward: the weighted sum, None when unscorable; terms: each function's own value; error: why it is unscorable.
+    """
 
     reward: float | None
     terms: dict[str, float]
@@ -184,8 +187,10 @@ def with_cost(score: Score, cost: Score) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """What the trainer says at one version of the token after `prompt`, a few ids: of the likeliest `tokens`, the
-    likeliest first, the log-probs in nats. An engine that says something else with the same weights is at fault."""
+    """The trainer's log-probs at one version of the likeliest `tokens` after `prompt` (a few ids), in nats.
+
+    The likeliest token comes first. An engine that computes other log-probs with the same weights is at fault.
+    """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -194,11 +199,14 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Version `version` lies in slot `slot` of weight arena `arena`. digest: hex, of the whole slot or of one tensor
-    (`digest_of`: its name, "" for the whole slot). readers: those for which the trainer keeps it; no other reads it in
-    place. None: whoever is told copies it out. canary: to compare with; None: of a trainer that knows no model."""
+    """Version `version` is stored in slot `slot` of weight arena `arena`.
 
-    epoch: int
+    digest: hex, of the whole slot or of one tensor (`digest_of`: its name, "" for the whole slot). readers: those that
+    the version is leased to, which read it in place; None: a reader copies it out. canary: to compare with; None: the
+    trainer has no model.
+    """
+
+    incarnation: int
     version: int
     arena: str
     slot: int
@@ -212,14 +220,16 @@ class Published:
 
     @classmethod
     def merge(cls, parts: "list[Published]") -> "Published":
-        """Ranks of one trainer write one arena; the first speaks for all."""
+        """Returns the first answer: the ranks of one trainer write one arena."""
         return parts[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Using:
-    """Readers that from now on read only `version`. canary: how far they are from the trainer's, the largest difference
-    of a log-prob in nats; None: nobody compared."""
+    """Readers that from now on read only `version`.
+
+    canary: the largest difference of a log-prob from the trainer's, in nats; None: it was not compared.
+    """
 
     readers: tuple[str, ...]
     version: int
@@ -236,8 +246,11 @@ class Using:
 
 @dataclass(frozen=True, slots=True)
 class TrainedSample:
-    """trained, masked: response tokens in the loss, and left out; reason: of those left out ("stale", "truncated").
-    rejected: those of neither, within the limit but with no weight from the correction."""
+    """The trainer's account of one sample. trained, masked: response tokens in the loss, and left out.
+
+    reason: why tokens were left out ("stale", "truncated"). rejected: tokens within the limit that the correction gave
+    no weight.
+    """
 
     group: int
     member: int
@@ -250,14 +263,14 @@ class TrainedSample:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one training iteration did.
+    """The report of the trainer on one iteration.
 
     version: the trainer's after it. updates: optimizer steps taken; 0 means that nothing was trained: `skipped` says
     why ("" | "stale" | "not finite") and the version stayed. chain: hex of the trainer's own hash chain.
     metrics: `loss/...`, `policy/...`, `grad_norm`, `staleness/...` of tokens in the loss. published: where it lies.
     """
 
-    epoch: int
+    incarnation: int
     version: int
     updates: int
     skipped: str
@@ -268,25 +281,32 @@ class StepReport:
 
     @classmethod
     def merge(cls, parts: "list[StepReport]") -> "StepReport":
-        """Ranks agree on everything but the samples each held; the first published."""
+        """Joins the samples of all ranks; the ranks agree on everything else, and the first one published."""
         head = parts[0]
-        facts = {(part.epoch, part.version, part.updates, part.skipped, part.chain) for part in parts}
+        facts = {(part.incarnation, part.version, part.updates, part.skipped, part.chain) for part in parts}
         assert len(facts) == 1, f"ranks that trained together report different steps: {sorted(facts)}"
         samples = tuple(sorted((s for p in parts for s in p.samples), key=lambda s: (s.group, s.member)))
         return cls(
-            head.epoch, head.version, head.updates, head.skipped, head.chain, head.metrics, samples, head.published
+            head.incarnation,
+            head.version,
+            head.updates,
+            head.skipped,
+            head.chain,
+            head.metrics,
+            samples,
+            head.published,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ValueReport:
-    """What a critic learnt from the batch that trained the policy from `version`.
+    """The report of a critic on the batch that trained the policy from `version`.
 
     updates: optimizer steps taken; 0: nothing was learnt, `skipped` says why ("" | "stale" | "not finite" |
     "rows lost" | "learnt before"). metrics: `critic/...`, of a cost critic `cost_critic/...`.
     """
 
-    epoch: int
+    incarnation: int
     version: int
     updates: int
     skipped: str
@@ -295,8 +315,11 @@ class ValueReport:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointed:
-    """files: path below the checkpoint directory -> sha256 hex. chain: the trainer's hash chain at this version, ""
-    of a critic."""
+    """The files of a checkpoint.
+
+    files: path below the checkpoint directory -> sha256 hex. chain: the trainer's hash chain at this version, "" of a
+    critic.
+    """
 
     version: int
     chain: str
@@ -307,7 +330,7 @@ class Checkpointed:
         return cls(parts[0].version, parts[0].chain, {k: v for part in parts for k, v in part.files.items()})
 
 
-PROTOCOL = 7
+PROTOCOL = 8
 WIRE_TYPES: tuple[type, ...] = (
     Hello,
     Welcome,

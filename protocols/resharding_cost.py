@@ -1,4 +1,4 @@
-"""What it costs to go from training to generation on the same ranks: HybridFlow (EuroSys 2025), Table 2.
+"""The cost of going from training to generation on the same ranks: HybridFlow (EuroSys 2025), Table 2.
 
 All numbers are per rank, as fractions of the bytes of the whole model. `formula` is the printed table; `measured`
 moves the shards of every rank and counts, so that the table can be checked.
@@ -25,7 +25,7 @@ class Transition:
 
 
 def formula(system: System, layout: Layout) -> Transition:
-    """Table 2. The redundancy of `vanilla` is that of its worst ranks, whose two shards do not overlap."""
+    """Returns Table 2. The redundancy of `vanilla` is that of its worst ranks, whose two shards do not overlap."""
     model, ranks = layout.pp * layout.tp, layout.size
     whole, shard = Fraction(1), Fraction(1, model)
     if system == "DeepSpeed-Chat":
@@ -37,13 +37,13 @@ def formula(system: System, layout: Layout) -> Transition:
 
 
 def training_cells(layout: Layout, rank: int) -> Cells:
-    """The part of a model cut into pp x tp cells that a rank holds in training."""
+    """Returns the part of a model cut into pp x tp cells that a rank holds in training."""
     place = layout.place(rank)
     return frozenset([(place.pp, place.tp)])
 
 
 def generation_cells(layout: Layout, rank: int) -> Cells:
-    """The part that it needs in generation: consecutive stages and tensor slices of training."""
+    """Returns the part that a rank needs in generation: consecutive stages and tensor slices of training."""
     place, stages, slices = layout.generation_place(rank), layout.pp // layout.gpp, layout.tp // layout.gtp
     return frozenset(
         (stage, part)
@@ -53,7 +53,7 @@ def generation_cells(layout: Layout, rank: int) -> Cells:
 
 
 def measured(layout: Layout) -> list[Transition]:
-    """By rank, for the layout's own grouping.
+    """Counts the cost by rank, for the layout's own grouping.
 
     zero-redundancy: all-gather inside each micro-data group, which is just what the rank needs. vanilla: all-gather of
     the whole model inside each training replica, of which the rank keeps its generation shard.

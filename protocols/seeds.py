@@ -1,4 +1,4 @@
-"""Seeds and draws: functions of what is sampled, never of where, when or beside whom.
+"""Seeds and draws: functions of the sample only, never of place, time or neighbours.
 
 run seed -> group seed -> member seed -> one uniform number per position. No generator has a state, so a retried
 sample, another slot or another replica draws the same numbers.
@@ -14,17 +14,17 @@ DRAW_BITS = 48  # few enough that draw * total never rounds up to total in float
 
 
 def group_seed(run_seed: int, group: int) -> int:
-    """63-bit seed of a group of a run."""
+    """Returns the 63-bit seed of a group of a run."""
     return _digest("group", run_seed, group)
 
 
 def member_seed(group: int, member: int) -> int:
-    """63-bit seed of one member; `group` is the group's seed, not its id."""
+    """Returns the 63-bit seed of one member; `group` is the group's seed, not its id."""
     return _digest("member", group, member)
 
 
 def draws(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Uniform numbers in the open interval (0, 1), one for each (member seed, position), broadcast.
+    """Returns uniform numbers in the open interval (0, 1), one for each (member seed, position), broadcast.
 
     SplitMix64's output function on seed + (position + 1) * gamma (Steele, Lea, Flood: Fast splittable pseudorandom
     number generators, OOPSLA 2014, section 3), with the seed mixed once before so that nearby seeds share no sequence.

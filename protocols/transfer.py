@@ -61,7 +61,7 @@ class Fan:
     gather: bool = False
 
     def join(self, answers: Sequence[Any]) -> Any:
-        """One result from the answers of the kept ranks, given in the order of `kept`.
+        """Returns one result from the answers of the kept ranks, given in the order of `kept`.
 
         None: None. A type with a `merge` class method: merged by it. Divisible: joined, and lists: concatenated. Where
         the rows were split over the kept ranks they come back in the caller's order; a list may also hold something
@@ -99,7 +99,7 @@ class Fan:
 
 
 def fan_out(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fan, list[tuple[Any, ...]]]:
-    """The fan of one call and each rank's arguments.
+    """Returns the fan of one call and each rank's arguments.
 
     Raises ValueError when divisible arguments differ in their rows, or ALL_TO_ALL gets another number of values than
     there are ranks.
@@ -124,7 +124,7 @@ def _fan(transfer: Transfer, weights: Sequence[int], layout: Layout, count: int 
 
 @lru_cache(maxsize=256)
 def _undivided(transfer: Transfer, layout: Layout) -> Fan:
-    """Of a call that is not split; there are as many as protocols and layouts in use."""
+    """Returns the fan of a call that is not split; cached, one for each protocol and layout in use."""
     return _fan(transfer, (), layout, None)
 
 
@@ -139,7 +139,7 @@ def _per_rank(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[
 
 
 def _part(argument: Any, rows: Rows) -> Any:
-    """All rows in order are the argument itself: taking them would copy it."""
+    """Takes rows of an argument; all rows in order are the argument itself, without a copy."""
     if not is_divisible(argument) or _all_in_order(rows, len(argument)):
         return argument
     return argument.take(rows)
@@ -164,15 +164,18 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def even_parts(weights: Sequence[int], parts: int) -> list[Rows]:
-    """Consecutive ranges whose lengths differ by at most one, the longer ones first."""
+    """Returns consecutive ranges whose lengths differ by at most one, the longer ones first."""
     short, longer = divmod(len(weights), parts)
     starts = [part * short + min(part, longer) for part in range(parts + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
 
 
 def balanced_parts(weights: Sequence[int], parts: int) -> list[Rows]:
-    """Parts of about equal weight, rows rising in each: heaviest row first, to the lightest part (Graham 1969: the
-    heaviest part is at most 4/3 of the best possible). With as many rows as parts or more none is empty."""
+    """Returns parts of about equal weight, rows rising in each: heaviest row first, to the lightest part.
+
+    The heaviest part is at most 4/3 of the best possible (Graham 1969). With as many rows as parts or more none is
+    empty.
+    """
     rows: list[list[int]] = [[] for _ in range(parts)]
     load = [0] * parts
     for row in sorted(range(len(weights)), key=lambda row: (-weights[row], row)):
@@ -183,9 +186,9 @@ def balanced_parts(weights: Sequence[int], parts: int) -> list[Rows]:
 
 
 def balanced(transfer: Transfer) -> Transfer:
-    """The same protocol, with rows split by weight (tokens) instead of by number.
+    """Returns the same protocol, with rows split by weight (tokens) instead of by number.
 
-    Which ranks share a part is asked of the protocol itself, with one row for each rank.
+    The protocol itself tells which ranks share a part, from one row for each rank.
     """
 
     def distribute(weights: Sequence[int], layout: Layout) -> list[Rows]:
@@ -241,7 +244,7 @@ def _first_of_each(groups: Iterable[Sequence[int]]) -> list[int]:
 
 
 ONE_TO_ALL = Transfer("ONE_TO_ALL", _to_everyone, _all_ranks)
-"""The same input to all ranks, the answers of all."""
+"""ONE_TO_ALL sends the same input to all ranks and keeps the answers of all."""
 
 ONE_OF = Transfer("ONE_OF", _to_everyone, _one_rank, one_of=True)
 """The whole call to one replica, the answer of its last pipeline stage. Not in Table 3."""

@@ -1,4 +1,4 @@
-"""The services of a fleet, one file each: generation, reward, reference, training."""
+"""Implements the services of a fleet, one per file."""
 
 if __name__ != "asyncrl.services":
     raise ImportError("import asyncrl.services, not services: the folder is mounted in the package by a link")

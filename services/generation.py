@@ -1,10 +1,10 @@
-"""The generation service: samples groups while new weights arrive.
+"""Samples groups of completions while new weights arrive.
 
     generate ── requests ──┐                          ┌── finished samples ── rows ── reference to the caller
     use_weights ── flip ───┼── compute thread, in turn ┤
-                           └── slices of decode steps ─┘      (engines/generation/slices.py)
+                           └── slices of decode steps ─┘      (engines/generation/decode_loop.py)
 
-Whatever touches the engine runs on the compute thread, so a flip falls between two decode steps by itself.
+All engine calls run on the compute thread, so that a change of weights falls between two decode steps.
 """
 
 import asyncio
@@ -13,55 +13,59 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.config import Config
-from asyncrl.context import Room
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.config.schema import Config
+from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, GenerationEngine, Key, Request
-from asyncrl.engines.generation.slices import Slices
-from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
+from asyncrl.engines.generation.decode_loop import DecodeLoop
+from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, GenerationEngine, Key, SampleRequest
+from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
 from asyncrl.errors import DeadlineExceeded, LostRows, Refused, TaskError
-from asyncrl.groups import GateConfig
-from asyncrl.mismatch import apart
-from asyncrl.prompt_lengths import refuse_what_has_no_room
-from asyncrl.protocols.batch import BatchRef, Place, RowRef
+from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.lanes.data.row_store import bytes_of_slot
+from asyncrl.lanes.weights.arena import Reader, open_reader
+from asyncrl.lanes.weights.leases import must_flip
+from asyncrl.protocols.batch import Array, BatchRef, RowRef
 from asyncrl.protocols.contracts import Generation
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.seeds import member_seed
-from asyncrl.rows import bytes_of_slot
-from asyncrl.service import Service, WorkerContext
-from asyncrl.weights.arena import Reader, open_reader
-from asyncrl.weights.session import must_flip
+from asyncrl.tasks.prompt_check import TokenBudget, refuse_what_has_no_room
 
 EVALUATION = "evaluation"
-"""Name of the service that samples held-out prompts: it copies the version it is told to use, and leases none."""
+"""Service that samples held-out prompts: it copies the version under evaluation and holds no lease."""
 
-Stream = asyncio.Queue[Completion]
+CompletionQueue = asyncio.Queue[Completion]
 
 
 class GenerationService(Service, Generation):
-    """options: `own_version`: the version of the model folder's weights, which are then used from the start.
-    `longest_prompts`: a file of prompts whose tokens are counted before anything is sampled (see prompt_lengths)."""
+    """Samples groups with an engine of its own.
+
+    options: `own_version`: version of the weights in the model folder, which the engine then uses from the start.
+    `longest_prompts`: file of prompts whose tokens are counted before sampling starts (see prompt_check).
+    """
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._evaluates = context.service == EVALUATION
-        self._streams: dict[Key, Stream] = {}  # bounded by the gate: the samples in flight
+        self._streams: dict[Key, CompletionQueue] = {}  # The gate bounds their number: samples in flight.
         self._aborted: list[Key] = []
-        self._wake = asyncio.Event()
-        self._flipping = asyncio.Lock()
+        self._wakeup = asyncio.Event()
+        self._weights_lock = asyncio.Lock()
         self._published: Published | None = None
         self._reader: Reader | None = None
-        self._apart: float | None = None
+        self._canary_distance: float | None = None
         self.counters = dict.fromkeys(("samples", "tokens", "aborted", "running", "waiting"), 0.0)
 
     async def start(self) -> None:
         context = self.context
         self._engine: GenerationEngine = await context.compute.run(self._load_engine)
         config = context.config
-        self._room = Room(config.task.max_prompt_tokens, config.generation.max_new_tokens, self._engine.context)
+        self._token_budget = TokenBudget(
+            config.task.max_prompt_tokens, config.generation.max_new_tokens, self._engine.context
+        )
         if longest := context.options.get("longest_prompts"):
-            await context.compute.run(refuse_what_has_no_room, Path(longest), self._engine.tokenize, self._room)
-        self._slices = Slices(self._engine, lambda: context.compute.queued > 1)
+            await context.compute.run(refuse_what_has_no_room, Path(longest), self._engine.tokenize, self._token_budget)
+        self._decode_loop = DecodeLoop(self._engine, lambda: context.compute.queued > 1)
         self.rows = context.open_rows(_row_slots(context.config, self._evaluates), self._row_bytes())
         context.tasks.create_task(self._decode(), name="decode loop")
 
@@ -73,66 +77,67 @@ class GenerationService(Service, Generation):
     # ---- endpoints ---------------------------------------------------------------------------------------
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
-        """Samples as they finish, one row each; columns prompt_ids, response_ids, versions (int32), logprobs
-        (float32) and text (uint8, UTF-8, cut before a stop string). At the group's deadline what runs ends as `length`.
+        """Yields samples as they finish, one row each: columns prompt_ids, response_ids, versions (int32), logprobs
+        (float32) and text (uint8, UTF-8, cut before a stop string). At the deadline of the group, running samples end
+        with finish `length`.
 
         Raises:
-            Refused: the group is of another epoch.
-            TaskError: the prompt has no tokens, too many of them, or cannot be rendered.
-            DeadlineExceeded: some members had not even begun at the deadline.
+            Refused: the group has another incarnation.
+            TaskError: the prompt has no tokens, has too many of them, or cannot be rendered.
+            DeadlineExceeded: some members had not begun at the deadline.
         """
-        self._check_epoch(prompts.epoch, f"group {prompts.id}")
-        until = asyncio.get_running_loop().time() + prompts.deadline
-        stream = Stream()
+        self._check_incarnation(prompts.incarnation, f"group {prompts.id}")
+        deadline = asyncio.get_running_loop().time() + prompts.deadline
+        stream = CompletionQueue()
         requests = await self.context.compute.run(self._requests, prompts)
         keys = [request.key for request in requests]
         self._streams |= dict.fromkeys(keys, stream)
         try:
             await self.context.compute.run(self._submit, requests)
-            self._wake.set()
+            self._wakeup.set()
             left = len(keys)
             while left:
-                finished = await self._next(stream, keys, until)
+                finished = await self._next_completions(stream, keys, deadline)
                 left -= len(finished)
-                yield BatchRef(tuple(self._stored(done) for done in finished))
+                yield BatchRef(tuple(self._store(completion) for completion in finished))
         finally:
             self._abort(keys)
 
     async def use_weights(self, published: Published) -> Using:
-        self._check_epoch(published.epoch, f"version {published.version}")
+        self._check_incarnation(published.incarnation, f"version {published.version}")
         if not published.is_kept_for(self.context.instance):
             return Using((), published.version)
-        async with self._flipping:
+        async with self._weights_lock:
             if must_flip(self._published, published):
-                await self.context.compute.run(self._flip, published)
+                await self.context.compute.run(self._load_weights, published)
                 self._published = published
-                self._wake.set()
-        return Using(() if self._evaluates else (self.context.instance,), self._engine.version, self._apart)
+                self._wakeup.set()
+        return Using(() if self._evaluates else (self.context.instance,), self._engine.version, self._canary_distance)
 
     async def pause(self) -> Boundary:
-        return Boundary("decode step", self._slices.pause())
+        return Boundary("decode step", self._decode_loop.pause())
 
     async def resume(self) -> Boundary:
-        boundary = Boundary("decode step", self._slices.resume())
-        self._wake.set()
+        boundary = Boundary("decode step", self._decode_loop.resume())
+        self._wakeup.set()
         return boundary
 
     async def texts(self, refs: BatchRef) -> list[SampleText]:
-        found = []
+        texts = []
         for row in refs:
-            if (columns := self._read(row)) is not None:
+            if (columns := self._read_own(row)) is not None:
                 prompt = await self.context.compute.run(self._engine.decode, columns[0])
-                found.append(SampleText(row.group, row.member, prompt, bytes(columns[1]).decode()))
-        return found
+                texts.append(SampleText(row.group, row.member, prompt, bytes(columns[1]).decode()))
+        return texts
 
     # ---- samples -----------------------------------------------------------------------------------------
 
-    def _requests(self, prompts: PromptGroup) -> list[Request]:
+    def _requests(self, prompts: PromptGroup) -> list[SampleRequest]:
         ids = self._engine.tokenize(prompts.prompt)
-        if mistake := self._room.mistake(len(ids)):
+        if mistake := self._token_budget.mistake(len(ids)):
             raise TaskError(mistake)
         return [
-            Request(
+            SampleRequest(
                 key=(prompts.id, member, prompts.attempt),
                 prompt=ids,
                 seed=member_seed(prompts.seed, member),
@@ -143,89 +148,86 @@ class GenerationService(Service, Generation):
             for member in prompts.members
         ]
 
-    def _submit(self, requests: Sequence[Request]) -> None:
+    def _submit(self, requests: Sequence[SampleRequest]) -> None:
         for request in requests:
             self._engine.submit(request)
 
-    async def _next(self, stream: Stream, keys: Sequence[Key], until: float) -> list[Completion]:
-        """Those of these that finished since the last; at the deadline all that run finish."""
+    async def _next_completions(
+        self, stream: CompletionQueue, keys: Sequence[Key], deadline: float
+    ) -> list[Completion]:
+        """Waits for finished samples of these keys; at the deadline, running samples finish."""
         try:
-            async with asyncio.timeout_at(until):
-                return [await stream.get(), *_taken(stream)]
+            async with asyncio.timeout_at(deadline):
+                return [await stream.get(), *_drain(stream)]
         except TimeoutError:
             open_keys = [key for key in keys if key in self._streams]
             self._deliver(await self.context.compute.run(self._engine.end, open_keys, "length"))
         if stream.empty():
-            raise DeadlineExceeded(self._late([key for key in keys if key in self._streams]))
-        return _taken(stream)
+            raise DeadlineExceeded(self._not_begun([key for key in keys if key in self._streams]))
+        return _drain(stream)
 
-    def _late(self, keys: Sequence[Key]) -> str:
+    def _not_begun(self, keys: Sequence[Key]) -> str:
         engine, members = self._engine, ", ".join(str(member) for _, member, _ in keys)
         version = "none yet" if engine.version == NO_WEIGHTS else engine.version
         return (
             f"members {members} of group {keys[0][0]} had not begun at their deadline: {self.context.instance} runs "
-            f"{engine.running} samples, {engine.waiting} wait, its weights are of version {version}"
+            f"{engine.running} samples, {engine.waiting} samples wait, and its weights have version {version}"
         )
 
-    def _stored(self, done: Completion) -> RowRef:
-        group, member, attempt = done.request.key
-        place = self.keep(
-            done.request.key,
-            {
-                "prompt_ids": done.request.prompt,
-                "response_ids": done.tokens,
-                "logprobs": done.logprobs,
-                "versions": done.versions,
-                "text": np.frombuffer(done.text.encode(), np.uint8),
-            },
-        )
+    def _store(self, completion: Completion) -> RowRef:
+        group, member, attempt = completion.request.key
+        columns: dict[str, Array] = {
+            "prompt_ids": completion.request.prompt,
+            "response_ids": completion.tokens,
+            "logprobs": completion.logprobs,
+            "versions": completion.versions,
+            "text": np.frombuffer(completion.text.encode(), np.uint8),
+        }
+        place = self.keep(completion.request.key, columns)
         self.context.tracer.flow_start(f"sample {group}.{member}.{attempt}")
-        return self._row(done, place)
-
-    def _row(self, done: Completion, place: Place) -> RowRef:
-        group, member, attempt = done.request.key
         return RowRef(
             group=group,
             member=member,
             attempt=attempt,
-            epoch=self.context.epoch,
-            prompt_tokens=len(done.request.prompt),
-            tokens=len(done.tokens),
-            first=int(done.versions[0]),
-            last=int(done.versions[-1]),
-            finish=done.finish,
+            incarnation=self.context.incarnation,
+            prompt_tokens=len(completion.request.prompt),
+            tokens=len(completion.tokens),
+            first=int(completion.versions[0]),
+            last=int(completion.versions[-1]),
+            finish=completion.finish,
             places=(place,),
         )
 
     def _abort(self, keys: Iterable[Key]) -> None:
-        """End those that nobody waits for any more, at the next decode step."""
+        """Ends the open samples of these keys at the next decode step."""
         open_keys = [key for key in keys if self._streams.pop(key, None) is not None]
         self._aborted += open_keys
         self.counters["aborted"] += len(open_keys)
         if open_keys:
-            self._wake.set()
+            self._wakeup.set()
 
     # ---- decoding ----------------------------------------------------------------------------------------
 
     async def _decode(self) -> None:
-        """For ever: slices of decode steps while there is something to sample."""
+        """Runs slices of decode steps while there are samples, until cancelled."""
         while True:
-            await self._wake.wait()
-            self._wake.clear()
+            await self._wakeup.wait()
+            self._wakeup.clear()
             more = True
-            while self._aborted or (more and not self._slices.paused):
-                aborted, self._aborted = self._aborted, []
-                done, more = await self.context.compute.run(self._slices.run, aborted)
+            while self._aborted or (more and not self._decode_loop.paused):
+                aborted = self._aborted
+                self._aborted = []
+                done, more = await self.context.compute.run(self._decode_loop.run, aborted)
                 self._deliver(done)
-                await asyncio.sleep(0)  # callers get their samples also where computing is done on this very loop
+                await asyncio.sleep(0)  # Lets callers run where the compute thread is this event loop.
             self.context.clock.idle()
 
     def _deliver(self, completions: Iterable[Completion]) -> None:
-        for done in completions:
-            if (stream := self._streams.pop(done.request.key, None)) is not None:
-                stream.put_nowait(done)
+        for completion in completions:
+            if (stream := self._streams.pop(completion.request.key, None)) is not None:
+                stream.put_nowait(completion)
                 self.counters["samples"] += 1
-                self.counters["tokens"] += len(done.tokens)
+                self.counters["tokens"] += len(completion.tokens)
         self.counters |= {"running": self._engine.running, "waiting": self._engine.waiting}
 
     # ---- weights and rows --------------------------------------------------------------------------------
@@ -235,8 +237,8 @@ class GenerationService(Service, Generation):
         version = self.context.options.get("own_version", NO_WEIGHTS)
         return TorchEngine(self.context.model_dir, EngineSettings.of(self.context.config), version)
 
-    def _flip(self, published: Published) -> None:
-        """On the CPU a following engine reads the arena in place; others copy."""
+    def _load_weights(self, published: Published) -> None:
+        """Loads weights on the compute thread; on the CPU, the engine reads the arena in place, else it copies."""
         with self.context.clock.state("sync"), self.context.tracer.span("flip", version=published.version):
             if self._reader is None:
                 self._reader = open_reader(published, self._engine.spec)
@@ -245,15 +247,18 @@ class GenerationService(Service, Generation):
             self._engine.load(tensors, published.version, share=share)
             self._reader.check(published)
         if published.canary is not None and not self._evaluates:
-            found = self._engine.logprobs_after(np.array(published.canary.prompt))
-            self._apart = apart(published.canary, found)
+            logprobs = self._engine.logprobs_after(np.array(published.canary.prompt))
+            self._canary_distance = canary_distance(published.canary, logprobs)
 
-    def _check_epoch(self, epoch: int, what: str) -> None:
-        if epoch != self.context.epoch:
-            raise Refused(f"{what} is of epoch {epoch}; {self.context.instance} is of epoch {self.context.epoch}")
+    def _check_incarnation(self, incarnation: int, subject: str) -> None:
+        if incarnation != self.context.incarnation:
+            raise Refused(
+                f"{subject} has incarnation {incarnation}; {self.context.instance} has incarnation "
+                f"{self.context.incarnation}"
+            )
 
-    def _read(self, row: RowRef) -> list[np.ndarray] | None:
-        """Prompt and text of a row that lies here."""
+    def _read_own(self, row: RowRef) -> list[np.ndarray] | None:
+        """Returns prompt and text of a row that this worker stores."""
         place = row.place_of("text")
         if self.rows is None or place.owner != self.rows.address:
             return None
@@ -277,13 +282,13 @@ class GenerationService(Service, Generation):
         )
 
 
-def _taken(stream: Stream) -> list[Completion]:
-    """What lies in the stream now."""
+def _drain(stream: CompletionQueue) -> list[Completion]:
+    """Takes all completions that are queued now."""
     return [stream.get_nowait() for _ in range(stream.qsize())]
 
 
 def _row_slots(config: Config, evaluates: bool) -> int:
-    """Evaluation asks for no more groups than it has slots for, and at least one."""
+    """Reserves rows for one group at least, and for as many groups as an evaluation samples at a time."""
     if evaluates:
         return max(config.generation.slots, config.evaluate.samples)
     return GateConfig.of(config).row_slots

@@ -1,48 +1,48 @@
-"""Reward and cost service: score samples with the user's functions, which run in children that can be killed."""
+"""Scores samples with the functions of the user, which run in child processes that can be killed."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from asyncrl.concurrency import gather
+from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.contracts import Reward
 from asyncrl.protocols.messages import Score
-from asyncrl.rewards.functions import FunctionSpec, Judge, function_specs, load, overlong_specs, section_of
-from asyncrl.rewards.gathering import Gathering
-from asyncrl.rewards.here import HerePool, named
-from asyncrl.rewards.pool import Pool
-from asyncrl.rewards.sample import Function, Sample, Verdict
+from asyncrl.rewards.execution.child_pool import ChildPool
+from asyncrl.rewards.execution.in_process import InProcessPool, named
+from asyncrl.rewards.functions import FunctionSpec, Scorer, function_specs, load, overlong_specs, section_of
+from asyncrl.rewards.group_barrier import GroupBarrier
+from asyncrl.rewards.sample import Function, FunctionResult, Sample
 from asyncrl.rewards.scoring import score_of
-from asyncrl.service import Service, WorkerContext
-from asyncrl.together import together
 
 TEXT = "text"
-"""The column that is read: the completion as uint8 UTF-8, made by generation."""
+"""Column that generation writes: the completion as uint8 UTF-8."""
 
 SHARE_OF_CALL = 0.9
-"""Of a call's deadline that a group may wait for its members, so that there is time left to judge those that came."""
+"""Share of the deadline of a call that a group waits for its members; the rest is for scoring them."""
 
 
 class RewardService(Service, Reward):
-    """Each sample is scored by all functions of `reward.functions`; the score is their weighted sum. As the service
-    `cost` it does the same by the section `[cost]`."""
+    """Scores each sample with all functions of `reward.functions`; the score is their weighted sum. The service `cost`
+    uses the functions of `cost.functions`."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         config = context.config
-        self._section = section_of(config, _judge_of(context))
-        self._pool: Pool | HerePool = self.make_pool(context)
+        self._section = section_of(config, _scorer_of(context))
+        self._pool: ChildPool | InProcessPool = self.make_pool(context)
         self._specs: tuple[FunctionSpec, ...] = self._pool.specs
-        patience = SHARE_OF_CALL * min(config.generation.deadline, config.fleet.call_deadline)
-        self._gathering = Gathering(self._judge_group, patience, context.tasks)
+        group_deadline = SHARE_OF_CALL * min(config.generation.deadline, config.fleet.call_deadline)
+        self._barrier = GroupBarrier(self._score_group, group_deadline, context.tasks)
         self._single = [number for number, spec in enumerate(self._pool.specs) if not spec.group]
         self._grouped = [number for number, spec in enumerate(self._pool.specs) if spec.group]
 
     @staticmethod
-    def make_pool(context: WorkerContext) -> Pool | HerePool:
-        """Where the functions run."""
-        service = _judge_of(context)
+    def make_pool(context: WorkerContext) -> ChildPool | InProcessPool:
+        """Makes the pool of children in which the functions run."""
+        service = _scorer_of(context)
         section = section_of(context.config, service)
-        return Pool(
+        return ChildPool(
             function_specs(context.config, service),
             context.tasks,
             workers=section.workers,
@@ -62,58 +62,63 @@ class RewardService(Service, Reward):
         return self._pool.queued
 
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
-        """Raises RewardError under on_error = "fail", LostRows when a sample is gone."""
-        async with self.context.reader.borrowed(samples, [TEXT]) as found:
-            judged = [_sample(ref, bytes(text), row) for ref, text in zip(samples, found[TEXT], strict=True)]
-        verdicts = await self._judge(samples, judged)
-        return [self._score(sample, said) for sample, said in zip(judged, verdicts, strict=True)]
+        """Scores samples that share the prompt row `row`.
 
-    async def _judge(self, samples: BatchRef, judged: list[Sample]) -> list[list[Verdict]]:
-        """What is said of each sample, in the order of `_specs`."""
-        return await self._verdicts(judged, samples.rows[0].attempt)
+        Raises:
+            RewardError: a function failed under on_error = "fail".
+            LostRows: a sample is gone.
+        """
+        async with self.context.reader.views(samples, [TEXT]) as found:
+            texts = [_sample(ref, bytes(text), row) for ref, text in zip(samples, found[TEXT], strict=True)]
+        results = await self._score_all(samples, texts)
+        return [self._weighted_sum(sample, own) for sample, own in zip(texts, results, strict=True)]
 
-    def _score(self, sample: Sample, verdicts: list[Verdict]) -> Score:
-        score = score_of(sample, self._specs, verdicts, self._section.on_error)
+    def _weighted_sum(self, sample: Sample, results: list[FunctionResult]) -> Score:
+        score = score_of(sample, self._specs, results, self._section.on_error)
         if score.error:
             self.counters["failed"] = self.counters.get("failed", 0) + 1
             self.context.log.warning("reward failed", group=sample.group, member=sample.member, error=score.error)
         return score
 
-    async def _verdicts(self, samples: list[Sample], attempt: int) -> list[list[Verdict]]:
-        """Of each sample, in the order of the functions."""
+    async def _score_all(self, refs: BatchRef, samples: list[Sample]) -> list[list[FunctionResult]]:
+        """Returns the results of all functions for each sample, in the order of `_specs`."""
         if not self._pool.specs:
             return [[] for _ in samples]
-        singly, in_groups = await together(self._judge_singly(samples), self._judge_members(samples, attempt))
-        said = dict(zip((*self._single, *self._grouped), (*singly, *in_groups), strict=True))
-        return [list(of_sample) for of_sample in zip(*(said[number] for number in sorted(said)), strict=True)]
+        singly, in_groups = await gather(
+            self._score_singly(samples), self._score_in_groups(samples, refs.rows[0].attempt)
+        )
+        by_function = dict(zip((*self._single, *self._grouped), (*singly, *in_groups), strict=True))
+        return [
+            list(of_sample) for of_sample in zip(*(by_function[number] for number in sorted(by_function)), strict=True)
+        ]
 
-    async def _judge_singly(self, samples: list[Sample]) -> list[list[Verdict]]:
-        """What each function of single samples says about each."""
-        return await together(*(self._run(number, samples) for number in self._single))
+    async def _score_singly(self, samples: list[Sample]) -> list[list[FunctionResult]]:
+        """Returns the results of each function of single samples."""
+        return list(await gather(*(self._run(number, samples) for number in self._single)))
 
-    async def _judge_members(self, samples: list[Sample], attempt: int) -> list[list[Verdict]]:
-        """What each function of groups says about each, once their siblings are there."""
+    async def _score_in_groups(self, samples: list[Sample], attempt: int) -> list[list[FunctionResult]]:
+        """Returns the results of each function of groups, once the other members of the group have arrived."""
         if not self._grouped:
             return []
-        by_sample = await together(*(self._of_group(sample, attempt) for sample in samples))
+        by_sample = await gather(*(self._score_member(sample, attempt) for sample in samples))
         return [list(of_function) for of_function in zip(*by_sample, strict=True)]
 
-    async def _of_group(self, sample: Sample, attempt: int) -> list[Verdict]:
+    async def _score_member(self, sample: Sample, attempt: int) -> list[FunctionResult]:
         config = self.context.config
-        # Evaluation's groups have negative ids.
+        # Groups of the evaluation have negative ids.
         members = config.task.samples_per_prompt if sample.group >= 0 else config.evaluate.samples
-        return await self._gathering.judged((sample.group, attempt), members, sample)
+        return await self._barrier.results((sample.group, attempt), members, sample)
 
-    async def _judge_group(self, samples: list[Sample]) -> list[list[Verdict]]:
+    async def _score_group(self, samples: list[Sample]) -> list[list[FunctionResult]]:
         by_function = [await self._run(number, samples) for number in self._grouped]
-        return [list(verdicts) for verdicts in zip(*by_function, strict=True)]
+        return [list(own) for own in zip(*by_function, strict=True)]
 
-    async def _run(self, function: int, samples: list[Sample]) -> list[Verdict]:
+    async def _run(self, function: int, samples: list[Sample]) -> list[FunctionResult]:
         with self.context.occupancy.computing():
             return await self._pool.run(function, samples)
 
 
-def _judge_of(context: WorkerContext) -> Judge:
+def _scorer_of(context: WorkerContext) -> Scorer:
     return "cost" if context.service == "cost" else "reward"
 
 
@@ -123,12 +128,12 @@ def _sample(ref: RowRef, completion: bytes, row: dict[str, Any]) -> Sample:
 
 
 def reward_service_of(functions: Sequence[Function]) -> Callable[[WorkerContext], RewardService]:
-    """Makes the service for functions that exist in this process only."""
+    """Makes a service class for functions that exist only in this process."""
 
-    class Here(RewardService):
+    class InProcessRewardService(RewardService):
         @staticmethod
-        def make_pool(context: WorkerContext) -> HerePool:
+        def make_pool(context: WorkerContext) -> InProcessPool:
             shaping = [(spec.name, load(spec)) for spec in overlong_specs(context.config)]
-            return HerePool([*named(functions), *shaping], context.config.reward.deadline)
+            return InProcessPool([*named(functions), *shaping], context.config.reward.deadline)
 
-    return Here
+    return InProcessRewardService

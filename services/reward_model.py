@@ -1,28 +1,27 @@
-"""The reward service with a model: its score of each sample, beside those of the user's functions."""
+"""Scores samples with a reward model, in addition to the functions of the user."""
 
 from pathlib import Path
 
 import torch
 
+from asyncrl.concurrency import gather
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.training.model import ValueModel, load_score_model, refuse_another_tokenizer
-from asyncrl.engines.training.packing import pad_whole
-from asyncrl.engines.training.rows import forward_passes, token_ids
+from asyncrl.engines.training.batch.packing import pad_sequences
+from asyncrl.engines.training.batch.rows_from_columns import forward_passes, token_ids
+from asyncrl.engines.training.state.models_with_heads import ValueModel, load_score_model, refuse_another_tokenizer
+from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import Batch, BatchRef
-from asyncrl.rewards.calling import verdict
+from asyncrl.rewards.execution.function_call import result_of
 from asyncrl.rewards.functions import MODEL_TERM, FunctionSpec
-from asyncrl.rewards.sample import Sample, Verdict
-from asyncrl.service import WorkerContext
+from asyncrl.rewards.sample import FunctionResult, Sample
 from asyncrl.services.reward import RewardService
-from asyncrl.together import both
 
 
 class RewardModelService(RewardService):
-    """Scores a sample by the state of its last token, of the very token ids that were sampled, a stop string included.
-    Option `model`: the folder.
+    """Scores a sample by the model state at its last sampled token, which may belong to a stop string.
 
-    A score that is not finite is treated as that of a function is. With `generation.deterministic` each row has a
-    forward pass of its own, so that its bits depend on nothing else.
+    options: `model`: the folder of the reward model. A score that is not finite is handled like that of a function.
+    With `generation.deterministic`, each row has a forward pass of its own, so that its bits do not depend on others.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -32,20 +31,24 @@ class RewardModelService(RewardService):
         self._specs = (*self._specs, FunctionSpec(MODEL_TERM, MODEL_TERM, self._section.weight, key=key))
 
     async def start(self) -> None:
-        """Raises ConfigError: torch has no such device; the folder holds no reward model of the policy's tokenizer."""
+        """Loads the model and starts the functions.
+
+        Raises:
+            ConfigError: torch lacks the device, or the folder holds no reward model with the tokenizer of the policy.
+        """
         self._model = await self.context.compute.run(self._load)
         await super().start()
 
-    async def _judge(self, samples: BatchRef, judged: list[Sample]) -> list[list[Verdict]]:
-        by_functions, by_model = await both(super()._judge(samples, judged), self._judge_by_model(samples))
-        return [[*said, of_model] for said, of_model in zip(by_functions, by_model, strict=True)]
+    async def _score_all(self, refs: BatchRef, samples: list[Sample]) -> list[list[FunctionResult]]:
+        by_functions, by_model = await gather(super()._score_all(refs, samples), self._score_with_model(refs))
+        return [[*own, of_model] for own, of_model in zip(by_functions, by_model, strict=True)]
 
-    async def _judge_by_model(self, samples: BatchRef) -> list[Verdict]:
-        rows = await self.context.reader.read(samples, ["prompt_ids", "response_ids"])
-        found: dict[int, float] = {}
+    async def _score_with_model(self, refs: BatchRef) -> list[FunctionResult]:
+        rows = await self.context.reader.read(refs, ["prompt_ids", "response_ids"])
+        scores: dict[int, float] = {}
         for part in forward_passes(rows, self.context.config):
-            found.update(zip(part, await self.context.compute.run(self._scores, rows.take(part)), strict=True))
-        return [verdict(found[row]) for row in range(len(samples))]
+            scores.update(zip(part, await self.context.compute.run(self._scores, rows.take(part)), strict=True))
+        return [result_of(scores[row]) for row in range(len(refs))]
 
     # ---- on the compute thread ---------------------------------------------------------------------------
 
@@ -58,7 +61,7 @@ class RewardModelService(RewardService):
 
     @torch.no_grad()
     def _scores(self, rows: Batch) -> list[float]:
-        """One forward pass."""
+        """Runs one forward pass."""
         prompts, responses = token_ids(rows)
-        scores: list[float] = self._model.scores(pad_whole(prompts, responses, self._model.device)).cpu().tolist()
+        scores: list[float] = self._model.scores(pad_sequences(prompts, responses, self._model.device)).cpu().tolist()
         return scores

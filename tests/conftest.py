@@ -12,12 +12,28 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SHARED_MEMORY = Path("/dev/shm")
+SIDE_BY_SIDE = "PYTEST_XDIST_WORKER" in os.environ
+"""True when tests run side by side: another test may own shared memory, so leftovers are checked at the end of the
+run."""
+
+
+BEFORE = pytest.StashKey[set[Path]]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The word of a trap can be asked for with -k."""
     for item in items:
         item.extra_keyword_matches.update(mark.args[0] for mark in item.iter_markers("trap"))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.stash[BEFORE] = _segments()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    left = _segments() - session.stash[BEFORE]
+    if left and not SIDE_BY_SIDE and not _others_at_work():
+        raise pytest.UsageError(f"shared memory left behind: {sorted(path.name for path in left)}")
 
 
 def _children() -> set[int]:
@@ -68,7 +84,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     if inspect.iscoroutinefunction(getattr(request, "function", None)):
         request.getfixturevalue("_no_task_left_behind")
     yield
-    left = _segments() - segments
+    left = set() if SIDE_BY_SIDE else _segments() - segments
     assert not left or _others_at_work(), f"shared memory left behind: {sorted(path.name for path in left)}"
     assert _children() <= children, f"child processes left behind: {_children() - children}"
 

@@ -1,1 +1,1 @@
-"""The algorithms: each a page of plain asyncio over the services of a fleet."""
+"""The algorithms: each an algorithm of plain asyncio over the services of a fleet."""

@@ -1,65 +1,63 @@
-"""A page of the user's own: found by its name, checked before anything starts, and blamed for what its code raises."""
+"""Finds the user's algorithm by its name and checks it before anything starts."""
 
 import inspect
 import os
 import sys
-import traceback
-from dataclasses import dataclass
-from functools import wraps
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
-from asyncrl.controller import Controller, Page
-from asyncrl.errors import AsyncrlError, ConfigError, PageError, first
-from asyncrl.fleet import Fleet
-from asyncrl.names import module_named, resolve
-from asyncrl.rolling import Attempt
+from asyncrl.config.user_code import module_named, resolve
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.errors import ConfigError
 
-KEY = "algorithm.page"
-FROM_PYTHON = "python:page"
-"""What `algorithm.page` says in the config of a run whose page has no name to import it by."""
-ARGUMENTS = {"roll_out": ("fleet", "gate", "group"), "train": ("fleet", "gate")}
-"""What each function of a page is called with."""
+KEY = "algorithm.custom"
+FROM_PYTHON = "python:algorithm"
+"""Value of `algorithm.custom` in the config of a run whose algorithm cannot be imported by a name."""
+ARGUMENTS = {"roll_out": ("fleet", "control", "group"), "train": ("fleet", "control")}
+"""Arguments that each function of an algorithm is called with."""
 
 
-def page_named(name: str) -> Page:
-    """The page that `module:NAME` or `FILE.py:NAME` names, or a module or file with both functions.
+def algorithm_named(name: str) -> Algorithm:
+    """Returns the algorithm that `module:NAME` or `FILE.py:NAME` names, or a module or file with both functions.
 
     Raises:
-        ConfigError: there is none, or it is no page; the message says what to write.
+        ConfigError: there is none of that name, or it is no algorithm; the message says what to write.
     """
     if name == FROM_PYTHON:
         raise ConfigError(
-            f"{KEY}: the run was started from Python with a page that cannot be imported: resume it with the same call"
+            f"{KEY}: the run was started from Python with an algorithm that cannot be imported: resume it with the "
+            "same call"
         )
     if (folder := os.getcwd()) not in sys.path:
-        sys.path.insert(0, folder)  # Workers find modules there, and so must who starts them.
+        sys.path.insert(0, folder)  # Workers find modules there, and so must the process that starts them.
     found = resolve(name, KEY) if ":" in name else module_named(name, KEY)
-    return page_from(found, f"{KEY} = {name}")
+    return algorithm_from(found, f"{KEY} = {name}")
 
 
-def page_from(given: Any, where: str) -> Page:
-    """The page that a `Page`, or a module or object with its two functions, is. where: what messages begin with.
+def algorithm_from(given: Any, where: str) -> Algorithm:
+    """Returns an `Algorithm` as it is, or makes one of a module or object with the two functions.
+
+    where: the beginning of messages.
 
     Raises:
         ConfigError: a function is missing, is not async or takes other arguments.
     """
     if mistakes := [mistake for name in ARGUMENTS if (mistake := _mistake(given, name))]:
-        raise ConfigError(f"{where} is no page: {_instead(given) or '; '.join(mistakes)}")
-    return given if isinstance(given, Page) else Page(given.roll_out, given.train)
+        raise ConfigError(f"{where} is no algorithm: {_instead(given) or '; '.join(mistakes)}")
+    return given if isinstance(given, Algorithm) else Algorithm(given.roll_out, given.train)
 
 
 def _instead(given: object) -> str:
-    """What to write where the whole is of the wrong kind; empty: it is not."""
+    """Says what to write for an object of the wrong kind; empty: its kind is right."""
     if inspect.isroutine(given):
-        return "it is one function, and a page has two, write `asyncrl.Page(roll_out, train)`"
+        return "it is one function, and an algorithm has two, write `asyncrl.Algorithm(roll_out, train)`"
     if inspect.isclass(given) and all(callable(getattr(given, name, None)) for name in ARGUMENTS):
         return f"it is a class, give an instance, write `{given.__name__}(...)`"
     return ""
 
 
-def importable_page(given: object) -> str | None:
-    """The name under which this very page can be imported elsewhere; None: a script's, a notebook's, a local one."""
+def importable_algorithm(given: object) -> str | None:
+    """Returns the name to import this algorithm by in other processes; None: for one of a script or a notebook."""
     if isinstance(given, ModuleType):
         return given.__name__ if sys.modules.get(given.__name__) is given and _importable(given.__name__) else None
     made_by = (getattr(given, "__module__", None), getattr(getattr(given, "roll_out", None), "__module__", None))
@@ -75,7 +73,7 @@ def _importable(module: str | None) -> bool:
 
 
 def _mistake(given: object, name: str) -> str:
-    """What is wrong with one function of a page; empty: nothing."""
+    """Says what is wrong with one function of an algorithm; empty: nothing."""
     function, arguments = getattr(given, name, None), ", ".join(ARGUMENTS[name])
     write = f"write `async def {name}({arguments})`"
     if not callable(function):
@@ -93,56 +91,3 @@ def _mistake(given: object, name: str) -> str:
 
 def _is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def blamed(page: Page, name: str) -> Page:
-    """The same page; what its own code raises, and what it leaves undone, is a PageError that says where."""
-
-    @wraps(page.roll_out)
-    async def roll_out(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-        with _Blame(f"roll_out of {name}", _file_of(page.roll_out)):
-            await page.roll_out(fleet, gate, group)
-        if undone := gate.undone(group):
-            raise PageError(f"roll_out of {name} returned although {undone}")
-
-    @wraps(page.train)
-    async def train(fleet: Fleet, gate: Controller) -> None:
-        with _Blame(f"train of {name}", _file_of(page.train)):
-            await page.train(fleet, gate)
-        if not gate.over:
-            raise PageError(
-                f"train of {name} returned at version {gate.version}, before `gate.iterations()` had ended: write "
-                "`async for iteration in gate.iterations()` without leaving the loop"
-            )
-
-    return Page(roll_out, train)
-
-
-def _file_of(function: Any) -> str:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code.co_filename if code is not None else ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Blame:
-    """Errors of asyncrl itself, and timeouts, pass: a lost worker is no fault of the page."""
-
-    what: str
-    file: str
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None:
-            return
-        cause = first(error)
-        if isinstance(cause, PageError):
-            raise PageError(f"{self.what}: {cause}{self._place(cause)}") from cause
-        if isinstance(cause, Exception) and not isinstance(cause, AsyncrlError | TimeoutError):
-            raise PageError(f"{self.what} raised {type(cause).__name__}: {cause}{self._place(cause)}") from cause
-
-    def _place(self, cause: Exception) -> str:
-        frames = traceback.extract_tb(cause.__traceback__)
-        of_the_page = [frame for frame in frames if frame.filename == self.file] or frames[-1:]
-        return f" ({of_the_page[-1].filename}, line {of_the_page[-1].lineno})" if of_the_page else ""

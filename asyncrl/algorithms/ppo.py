@@ -1,43 +1,44 @@
-"""PPO (arXiv 1707.06347): each token is judged against what a critic expected before it.
+"""PPO (arXiv 1707.06347): each token is compared with what a critic expected before it.
 
-As GRPO, and a critic: it values samples beside reward and reference, and learns from each batch beside the trainer.
+PPO adds a critic to GRPO. It values samples beside reward and reference, and learns from each batch beside the trainer.
 Rewards stay with the samples; trainer and critic make advantages of rewards and values where they read the rows.
 """
 
 from asyncio import TaskGroup
 
-from asyncrl.controller import Controller, Page
-from asyncrl.fleet import Fleet
+from asyncrl.concurrency import gather
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.rollouts import Attempt
+from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.contracts import Critic
-from asyncrl.rolling import Attempt
-from asyncrl.together import both
 
 
-async def roll_out(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    """Sample one prompt; samples are judged as soon as they are there, while their siblings still run."""
+async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    """Samples one prompt; samples are scored as soon as they finish, while others of the group still run."""
     async with TaskGroup() as tasks:
         async for samples in fleet.generation.generate(group.prompts):
-            gate.generated(samples)
-            tasks.create_task(judge(fleet, gate, group, samples))
+            control.generated(samples)
+            tasks.create_task(score(fleet, control, group, samples))
 
 
-async def judge(fleet: Fleet, gate: Controller, group: Attempt, samples: BatchRef) -> None:
-    """Reward, values and reference log-probabilities of samples that finished together, side by side."""
+async def score(fleet: Fleet, control: Controller, group: Attempt, samples: BatchRef) -> None:
+    """Asks for reward, values and reference log-probabilities of finished samples, side by side."""
     async with TaskGroup() as tasks:
         scores = tasks.create_task(fleet.reward.score(samples, group.row))
         valued = tasks.create_task(critic_of(fleet).values(samples))
         if fleet.reference is not None:
-            samples = gate.holds(await fleet.reference.logprobs(samples))
-    gate.ready(gate.holds(samples.also_at(valued.result())), scores.result())
+            samples = control.holds(await fleet.reference.logprobs(samples))
+    control.ready(control.holds(samples.also_at(valued.result())), scores.result())
 
 
-async def train(fleet: Fleet, gate: Controller) -> None:
-    """Train policy and critic whenever enough samples are ready."""
-    async for iteration in gate.iterations():
+async def train(fleet: Fleet, control: Controller) -> None:
+    """Trains policy and critic whenever enough samples are ready."""
+    async for iteration in control.iterations():
         with iteration as cuts:
-            learnt, report = await both(critic_of(fleet).update(cuts), fleet.training.step(cuts))
-            gate.trained(report, learnt)
+            learnt, report = await gather(critic_of(fleet).update(cuts), fleet.training.step(cuts))
+            control.trained(report, learnt)
 
 
 def critic_of(fleet: Fleet) -> Critic:
@@ -45,4 +46,4 @@ def critic_of(fleet: Fleet) -> Critic:
     return fleet.critic
 
 
-PAGE = Page(roll_out, train)
+ALGORITHM = Algorithm(roll_out, train)

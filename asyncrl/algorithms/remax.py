@@ -1,46 +1,47 @@
-"""ReMax (arXiv 2310.10505): each sample is judged against the greedy answer to its prompt.
+"""ReMax (arXiv 2310.10505): each sample is compared with the greedy answer to its prompt.
 
-As REINFORCE++, whose page is GRPO's, and one more answer a group, of the likeliest tokens. Its reward is what the
-samples of the group are compared with; they train once it is known. The answer itself is never trained.
+ReMax adds to GRPO one more answer a group, of the likeliest tokens. The samples of the group are compared with its
+reward and train once it is known. The answer itself is never trained.
 """
 
 from asyncio import TaskGroup
 
-from asyncrl.controller import Controller, Page
-from asyncrl.fleet import Fleet
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.rollouts import Attempt
+from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.rolling import Attempt
 
 
-async def roll_out(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    """Sample one prompt; samples are judged as soon as they are there, while their siblings still run."""
+async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    """Samples one prompt; samples are scored as soon as they finish, while others of the group still run."""
     async with TaskGroup() as tasks:
-        tasks.create_task(compare(fleet, gate, group))
+        tasks.create_task(compare(fleet, control, group))
         async for samples in fleet.generation.generate(group.prompts):
-            gate.generated(samples)
-            tasks.create_task(judge(fleet, gate, group, samples))
+            control.generated(samples)
+            tasks.create_task(score(fleet, control, group, samples))
 
 
-async def compare(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    """The reward of the greedy answer."""
+async def compare(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    """Asks for a greedy answer and its reward."""
     async for answer in fleet.generation.generate(group.greedy):
-        gate.compared(answer, await fleet.reward.score(answer, group.row))
+        control.compared(answer, await fleet.reward.score(answer, group.row))
 
 
-async def judge(fleet: Fleet, gate: Controller, group: Attempt, samples: BatchRef) -> None:
-    """Reward and reference log-probabilities of samples that finished together, side by side."""
+async def score(fleet: Fleet, control: Controller, group: Attempt, samples: BatchRef) -> None:
+    """Asks for reward and reference log-probabilities of finished samples, side by side."""
     async with TaskGroup() as tasks:
         scores = tasks.create_task(fleet.reward.score(samples, group.row))
         if fleet.reference is not None:
-            samples = gate.holds(await fleet.reference.logprobs(samples))
-    gate.ready(samples, scores.result())
+            samples = control.holds(await fleet.reference.logprobs(samples))
+    control.ready(samples, scores.result())
 
 
-async def train(fleet: Fleet, gate: Controller) -> None:
-    """Train whenever enough samples are ready; new weights are on their way to generation when a step returns."""
-    async for iteration in gate.iterations():
+async def train(fleet: Fleet, control: Controller) -> None:
+    """Trains whenever enough samples are ready; new weights are on their way to generation when a step returns."""
+    async for iteration in control.iterations():
         with iteration as cuts:
-            gate.trained(await fleet.training.step(cuts))
+            control.trained(await fleet.training.step(cuts))
 
 
-PAGE = Page(roll_out, train)
+ALGORITHM = Algorithm(roll_out, train)

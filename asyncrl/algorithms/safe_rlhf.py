@@ -1,6 +1,6 @@
-"""Safe RLHF (arXiv 2310.12773): as much reward as there is where answers cost no more than `cost.limit` on average.
+"""Safe RLHF (arXiv 2310.12773): the most reward at which answers cost no more than `cost.limit` on average.
 
-As PPO, with a cost for each sample beside its reward, and a second critic that learns what costs to expect. The trainer
+Safe RLHF adds to PPO a cost for each sample, and a second critic that learns what costs to expect. The trainer
 weighs the advantages of both with a multiplier, which rises while the mean cost of a batch is above the limit; to the
 policy's loss it may add that of texts which the policy shall not forget (`task.pretrain`).
 """
@@ -8,42 +8,43 @@ policy's loss it may add that of texts which the policy shall not forget (`task.
 from asyncio import TaskGroup
 
 from asyncrl.algorithms.ppo import critic_of
-from asyncrl.controller import Controller, Page
-from asyncrl.fleet import Fleet
+from asyncrl.concurrency import gather
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.rollouts import Attempt
+from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.contracts import Critic, Reward
-from asyncrl.rolling import Attempt
-from asyncrl.together import both
 
 
-async def roll_out(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    """Sample one prompt; samples are judged as soon as they are there, while their siblings still run."""
+async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    """Samples one prompt; samples are scored as soon as they finish, while others of the group still run."""
     async with TaskGroup() as tasks:
         async for samples in fleet.generation.generate(group.prompts):
-            gate.generated(samples)
-            tasks.create_task(judge(fleet, gate, group, samples))
+            control.generated(samples)
+            tasks.create_task(score(fleet, control, group, samples))
 
 
-async def judge(fleet: Fleet, gate: Controller, group: Attempt, samples: BatchRef) -> None:
-    """Reward, cost, values of both and reference log-probabilities of samples that finished together, side by side."""
+async def score(fleet: Fleet, control: Controller, group: Attempt, samples: BatchRef) -> None:
+    """Asks for reward, cost, values of both and reference log-probabilities of finished samples, side by side."""
     async with TaskGroup() as tasks:
         scores = tasks.create_task(fleet.reward.score(samples, group.row))
         costs = tasks.create_task(cost_of(fleet).score(samples, group.row))
         valued = tasks.create_task(critic_of(fleet).values(samples))
         cost_valued = tasks.create_task(cost_critic_of(fleet).values(samples))
         if fleet.reference is not None:
-            samples = gate.holds(await fleet.reference.logprobs(samples))
+            samples = control.holds(await fleet.reference.logprobs(samples))
     samples = samples.also_at(cost_valued.result())
-    gate.ready(gate.holds(samples.also_at(valued.result())), scores.result(), costs.result())
+    control.ready(control.holds(samples.also_at(valued.result())), scores.result(), costs.result())
 
 
-async def train(fleet: Fleet, gate: Controller) -> None:
-    """Train policy and both critics whenever enough samples are ready."""
-    async for iteration in gate.iterations():
+async def train(fleet: Fleet, control: Controller) -> None:
+    """Trains policy and both critics whenever enough samples are ready."""
+    async for iteration in control.iterations():
         with iteration as cuts:
-            critics = both(critic_of(fleet).update(cuts), cost_critic_of(fleet).update(cuts))
-            learnt, report = await both(critics, fleet.training.step(cuts))
-            gate.trained(report, *learnt)
+            critics = gather(critic_of(fleet).update(cuts), cost_critic_of(fleet).update(cuts))
+            learnt, report = await gather(critics, fleet.training.step(cuts))
+            control.trained(report, *learnt)
 
 
 def cost_of(fleet: Fleet) -> Reward:
@@ -56,4 +57,4 @@ def cost_critic_of(fleet: Fleet) -> Critic:
     return fleet.cost_critic
 
 
-PAGE = Page(roll_out, train)
+ALGORITHM = Algorithm(roll_out, train)

@@ -1,9 +1,12 @@
-"""What a config chose: the page that is run, and the estimator of advantages."""
+"""Selects the algorithm and the estimator of advantages that a config asks for."""
+
+from dataclasses import replace
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
-from asyncrl.algorithms.own import blamed, page_named
-from asyncrl.config import Algorithm, Config
-from asyncrl.controller import Page
+from asyncrl.algorithms.custom import algorithm_named
+from asyncrl.config.problems import Problem
+from asyncrl.config.schema import AlgorithmConfig, Config
+from asyncrl.controller.algorithm import Algorithm
 from asyncrl.errors import ConfigError
 from asyncrl.objectives.advantages import (
     Advantages,
@@ -15,7 +18,7 @@ from asyncrl.objectives.advantages import (
     Shuffled,
 )
 
-SHIPPED = {"grpo": grpo.PAGE, "remax": remax.PAGE, "ppo": ppo.PAGE, "safe_rlhf": safe_rlhf.PAGE}
+SHIPPED = {"grpo": grpo.ALGORITHM, "remax": remax.ALGORITHM, "ppo": ppo.ALGORITHM, "safe_rlhf": safe_rlhf.ALGORITHM}
 MADE_FOR = {
     "grpo": "advantages without a critic or a greedy answer",
     "remax": 'advantage = "greedy"',
@@ -28,59 +31,62 @@ TRAIN_RUNS = {
     "ppo": {"grpo", "remax", "ppo"},
     "safe_rlhf": {"grpo", "remax", "ppo", "safe_rlhf"},
 }
-"""Whose `train` finds the services that it calls. Who rolls out otherwise may want critics that do not learn."""
+"""For the services of each algorithm, the algorithms whose `train` finds there every service that it calls."""
 
 
-def page_of(config: Config) -> Page:
-    """The page of the algorithm: all that need no service or row beside those of GRPO share its page.
+def algorithm_of(config: Config) -> Algorithm:
+    """Returns the algorithm to run; configs that need no other service or row than GRPO share its algorithm.
 
     Raises:
-        ConfigError: `algorithm.page` names none.
+        ConfigError: `algorithm.custom` names no algorithm.
     """
-    if config.algorithm.page:
-        return blamed(page_named(config.algorithm.page), config.algorithm.page)
+    if config.algorithm.custom:
+        return replace(algorithm_named(config.algorithm.custom), name=config.algorithm.custom)
     return SHIPPED[_shipped(config.algorithm)]
 
 
-def _shipped(algorithm: Algorithm) -> str:
-    """The name of the page that comes with asyncrl for this algorithm."""
+def _shipped(algorithm: AlgorithmConfig) -> str:
+    """Returns the name of the algorithm of asyncrl that fits this section."""
     if algorithm.constraint == "lagrangian":
         return "safe_rlhf"
     return {"gae": "ppo", "greedy": "remax"}.get(algorithm.advantage, "grpo")
 
 
-def page_mistakes(config: Config, given: Page | None = None) -> list[str]:
-    """Why `algorithm.page`, or the page that was given as an object, cannot run; empty: it can."""
-    if not config.algorithm.page:
+def algorithm_problems(config: Config, given: Algorithm | None = None) -> list[Problem]:
+    """Returns why `algorithm.custom`, or the algorithm that was given as an object, cannot run."""
+    if not config.algorithm.custom:
         return []
     try:
-        page = given or page_of(config)
+        algorithm = given or algorithm_of(config)
     except ConfigError as error:
-        return [str(error)]
+        where, _, text = str(error).partition(": ")
+        return [Problem("algorithm.custom", where, text)]
     runs = _shipped(config.algorithm)
     return [
-        f"algorithm.page = {config.algorithm.page}: its {function} is that of asyncrl.algorithms.{name}, made for "
-        f'{MADE_FOR[name]}, and this config has {MADE_FOR[runs]}: write preset = "{name}", or leave `page` out to run '
-        f"asyncrl.algorithms.{runs}"
+        Problem(
+            "algorithm.custom",
+            f"algorithm.custom = {config.algorithm.custom}",
+            f"its {function} is that of asyncrl.algorithms.{name}, made for {MADE_FOR[name]}, and this config has "
+            f'{MADE_FOR[runs]}: write preset = "{name}", or leave `custom` out to run asyncrl.algorithms.{runs}',
+        )
         for function, names in (("roll_out", {runs}), ("train", TRAIN_RUNS[runs]))
-        if (name := _shipped_function(page, function)) and name not in names
+        if (name := _shipped_function(algorithm, function)) and name not in names
     ]
 
 
-def _shipped_function(page: Page, function: str) -> str:
-    """Whose this function of a page is; empty: the user's own."""
-    its = getattr(page, function)
-    its = getattr(its, "__wrapped__", its)  # by `blamed`
+def _shipped_function(algorithm: Algorithm, function: str) -> str:
+    """Returns the name of the algorithm of asyncrl that this function belongs to; empty: it is the user's own."""
+    its = getattr(algorithm, function)
     return next((name for name, shipped in SHIPPED.items() if getattr(shipped, function) is its), "")
 
 
 def advantages_of(config: Config) -> Advantages:
-    """The estimator of `algorithm.advantage`, or the control that must not learn."""
+    """Returns the estimator of `algorithm.advantage`, shuffled for the control experiment that must not learn."""
     estimate = _estimator(config.algorithm)
     return Shuffled(estimate, config.seed) if config.algorithm.shuffle_advantages else estimate
 
 
-def _estimator(algorithm: Algorithm) -> Advantages:
+def _estimator(algorithm: AlgorithmConfig) -> Advantages:
     match algorithm.advantage:
         case "group_mean":
             return GroupBaseline(bool(algorithm.normalize_std))

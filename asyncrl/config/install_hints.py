@@ -1,4 +1,4 @@
-"""Commands as they can be typed here: asyncrl itself, and what installs missing parts. Only the standard library."""
+"""Commands as the user can type them here: asyncrl itself, and pip. Imports only the standard library."""
 
 import importlib.metadata
 import json
@@ -12,8 +12,7 @@ from urllib.parse import unquote, urlparse
 
 
 def program() -> str:
-    """What to type for `asyncrl`: no more when the shell finds this very installation by it, else the path that this
-    process was started with, or where the installation has it."""
+    """Returns the command for `asyncrl`: its name if the shell finds this installation by it, else its path."""
     typed = Path(sys.argv[0])
     script = typed if typed.name == "asyncrl" and typed.is_file() else Path(sysconfig.get_path("scripts"), "asyncrl")
     if not script.is_file():
@@ -26,12 +25,12 @@ def program() -> str:
 
 
 def pip_install(*arguments: str) -> str:
-    """`.venv/bin/python -m pip install ...`, with the interpreter that runs."""
+    """Returns `.venv/bin/python -m pip install ...` with the interpreter of this process."""
     return shlex.join([_short(Path(sys.executable)), "-m", "pip", "install", *arguments])
 
 
 def install_extra(extra: str) -> str:
-    """The same for an extra of asyncrl; a checkout is installed from where it lies, with the versions it pins."""
+    """Returns the command that installs an extra of asyncrl; a checkout is installed in place, with its pins."""
     checkout = _checkout()
     if checkout is None:
         return pip_install(f"asyncrl[{extra}]")
@@ -41,17 +40,17 @@ def install_extra(extra: str) -> str:
 
 
 def _short(path: Path) -> str:
-    """Relative to the working directory for what lies in it. Not resolved: a virtual environment's Python is a link."""
+    """Shortens a path below the working directory, without resolving links: a virtual environment's Python is one."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _checkout() -> Path | None:
-    """The folder that asyncrl was installed from with `pip install --editable`."""
+    """Returns the folder that asyncrl was installed from with `pip install --editable`, if it was."""
     try:
-        told = importlib.metadata.distribution("asyncrl").read_text("direct_url.json")
+        text = importlib.metadata.distribution("asyncrl").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
         return None
-    origin = json.loads(told) if told else {}
+    origin = json.loads(text) if text else {}
     if not origin.get("dir_info", {}).get("editable"):
         return None
     return Path(unquote(urlparse(origin["url"]).path))

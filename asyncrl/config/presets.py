@@ -1,18 +1,18 @@
-"""What `algorithm.preset` stands for: values of other keys of the section, each of which a config may override."""
+"""Presets of `algorithm.preset`: values of other keys of the section, each of which a config may override."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 STANDARDIZING = ("group_mean", "gae")
-"""Advantages that are divided by a standard deviation unless `normalize_std` says otherwise."""
+"""Advantages that are divided by a standard deviation unless `normalize_std` is false."""
 DEFAULT_BOUNDS: Mapping[str, Mapping[str, float]] = {
     "cap": {"weight_cap": 2.0},
     "mask": {"weight_floor": 0.5, "weight_cap": 5.0},
 }
-"""Of the weight, by `correction`."""
+"""Default bounds of the weight, by `correction`."""
 
-WITH_A_CRITIC = {
+PPO_PARTS = {
     "advantage": "gae",
     "gamma": 1.0,
     "gae_lambda": 0.95,
@@ -25,15 +25,15 @@ WITH_A_CRITIC = {
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """paper: where it is described. parts: keys of `[algorithm]` and their values."""
+    """An algorithm of a paper. parts: keys of `[algorithm]` and their values."""
 
     paper: str
     parts: Mapping[str, Any]
 
 
 PRESETS: dict[str, Preset] = {
-    "ppo": Preset("arXiv 1707.06347; advantages of arXiv 1506.02438", WITH_A_CRITIC),
-    "safe_rlhf": Preset("arXiv 2310.12773", {**WITH_A_CRITIC, "constraint": "lagrangian"}),
+    "ppo": Preset("arXiv 1707.06347; advantages of arXiv 1506.02438", PPO_PARTS),
+    "safe_rlhf": Preset("arXiv 2310.12773", {**PPO_PARTS, "constraint": "lagrangian"}),
     "grpo": Preset(
         "DeepSeekMath, arXiv 2402.03300",
         {"advantage": "group_mean", "loss": "clip", "aggregation": "sequence_mean_token_mean"},
@@ -126,7 +126,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def expanded(given: Mapping[str, Any], preset: str) -> dict[str, Any]:
-    """The values of the preset under those that were given, and defaults that depend on other values."""
+    """Adds the values of the preset, and defaults that depend on other values, to those that were given."""
     values = {**PRESETS[preset].parts, **given}
     if values.get("old_logprobs") == "recomputed":
         values.setdefault("correction", "cap")

@@ -1,4 +1,4 @@
-"""Objects named by the user: `FILE.py:NAME` or `module:NAME`."""
+"""Loads objects that the user names: `FILE.py:NAME` or `module:NAME`."""
 
 import difflib
 import importlib
@@ -13,18 +13,22 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 
+BUILTIN_TASKS = "asyncrl.tasks.builtin"
+MOVED_TASKS = {"opening": "first_token"}
+"""New names of built-in tasks, by their names in older versions."""
+
 LISTED = 12
 """Names that an error message lists when it knows of none that is close."""
 
 
 def resolve(spec: str, where: str) -> Any:
-    """The object that `FILE.py:NAME` or `module:NAME` names.
+    """Returns the object that `FILE.py:NAME` or `module:NAME` names.
 
-    where: what the error begins with. A file's folder becomes importable, as it is for a script.
+    where: beginning of error messages. The folder of a file becomes importable, as it is for a script.
 
     Raises:
-        ConfigError: no such file, module or name; the message says which and the closest name there is. An error
-            inside the file itself is raised as it is.
+        ConfigError: there is no such file, module or name; the message has the closest name that exists. Errors in
+            the file itself are raised as they are.
     """
     source, _, name = spec.rpartition(":")
     if not source or not name:
@@ -36,27 +40,27 @@ def resolve(spec: str, where: str) -> Any:
 
 
 def module_named(source: str, where: str) -> ModuleType:
-    """The module that `FILE.py` or `package.module` names. Raises ConfigError as `resolve`."""
+    """Returns the module that `FILE.py` or `package.module` names; raises ConfigError as `resolve` does."""
     return _module_of_file(Path(source).expanduser(), where) if source.endswith(".py") else _module(source, where)
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What messages and terms call a function: its own name, or that of its class."""
+    """Returns the name of a function in messages and reward terms: its own name, or that of its class."""
     target = function.func if isinstance(function, partial) else function
     return str(getattr(target, "__name__", type(target).__name__)).strip("<>")
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """The end of an error message: the closest of `names`, or the first of them when none is close."""
+    """Returns the end of an error message: the closest of `names`, or the first of them when none is close."""
     known = list(names)
     if near := difflib.get_close_matches(name, known, 1, 0.5):
         return f"; did you mean {near[0]}?"
-    told = ", ".join(known[:LISTED]) + (f" and {len(known) - LISTED} more" if len(known) > LISTED else "")
-    return f"; there are {told}" if known else ""
+    listed = ", ".join(known[:LISTED]) + (f" and {len(known) - LISTED} more" if len(known) > LISTED else "")
+    return f"; there are {listed}" if known else ""
 
 
 def _own_names(module: ModuleType) -> list[str]:
-    """Public names that a module defines itself; all of a module that only passes others' on."""
+    """Returns the public names that a module defines itself, or all its public names if it defines none."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     return [name for name, value in public.items() if not _is_imported(value, module)] or list(public)
 
@@ -72,7 +76,15 @@ def _module(name: str, where: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not (name + ".").startswith(error.name + "."):
             raise
-        raise ConfigError(f"{where}: there is no module {name}; a file is written as FILE.py:NAME") from None
+        raise ConfigError(f"{where}: there is no module {name}; {module_advice(name)}") from None
+
+
+def module_advice(name: str) -> str:
+    """Returns advice about a module that does not exist; older versions of asyncrl had their tasks elsewhere."""
+    package, _, task = name.rpartition(".")
+    if package != "asyncrl.tasks":
+        return "a file is written as FILE.py:NAME"
+    return f"the tasks of asyncrl are in {BUILTIN_TASKS}: write {BUILTIN_TASKS}.{MOVED_TASKS.get(task, task)}"
 
 
 def _module_of_file(path: Path, where: str) -> ModuleType:

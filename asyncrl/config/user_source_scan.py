@@ -1,6 +1,6 @@
-"""What the user's source defines, read without running it: a mistake is told before anything is started.
+"""Finds mistakes in the user's source without running it, before anything is started.
 
-Only certain mistakes count. A module that makes its names while it runs is left to `asyncrl.names.resolve`.
+Only certain mistakes count. `asyncrl.config.user_code.resolve` checks modules that make their names while they run.
 """
 
 import ast
@@ -10,42 +10,47 @@ from collections.abc import Collection, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from asyncrl.names import suggestion
+from asyncrl.config.problems import Problem
+from asyncrl.config.user_code import module_advice, suggestion
 
 ONE_ARGUMENT = "a reward function is called with one argument, the sample (or the list of a group's samples)"
 OWN_SCOPE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 MAKES_NAMES = {"__getattr__", "globals", "vars", "setattr", "exec", "eval"}
-"""Used or defined in a module, names can be there that no statement binds."""
+"""A module that uses or defines one of these may have names that no statement binds."""
 
 
-def mistake_in(spec: str, where: str) -> str | None:
-    """Why `FILE.py:NAME` or `module:NAME` cannot be resolved, as far as that can be told from the source; else None.
+def source_problem(spec: str, key: str) -> Problem | None:
+    """Returns why `FILE.py:NAME` or `module:NAME` cannot be resolved, as far as the source shows it; else None.
 
-    where: what the message begins with.
+    key: config key that has `spec`.
     """
     source, _, name = spec.rpartition(":")
     if not source or not name:
-        return f'{where}: "{spec}" names no function; write FILE.py:NAME or module:NAME'
+        return Problem(key, "", f'"{spec}" names no function; write FILE.py:NAME or module:NAME')
     if source.endswith(".py"):
-        return _mistake_in_file(Path(source).expanduser().resolve(), source, name, where)
-    return _mistake_in_module(source, name, where)
+        mistake = _mistake_in_file(Path(source).expanduser().resolve(), source, name)
+    else:
+        mistake = _mistake_in_module(source, name)
+    return Problem(key, "", mistake) if mistake else None
 
 
-def signature_mistake(spec: str, options: Collection[str], where: str) -> str | None:
-    """Why the function that `FILE.py:NAME` or `module:NAME` names cannot be called with one argument and `options`, as
-    far as that can be told from its one plain `def` in the source; else None."""
+def signature_problem(spec: str, options: Collection[str], key: str) -> Problem | None:
+    """Returns why a function cannot be called with one argument and `options`, as far as its source shows it.
+
+    Only a function with one plain `def` is checked; the result is None for all others.
+    """
     source, _, name = spec.rpartition(":")
     path = Path(source).expanduser().resolve() if source.endswith(".py") else _path_of(source)
     if path is None:
         return None
     function = _only_definition(name, ast.parse(path.read_bytes()).body)
-    if function is None or not (wrong := _not_one(function.args, options)):
+    if function is None or not (mistake := _argument_mistake(function.args, options)):
         return None
-    return f"{where}: {spec}: {ONE_ARGUMENT}, not as {name}({ast.unparse(function.args)}): {wrong}"
+    return Problem(key, "", f"{spec}: {ONE_ARGUMENT}, not as {name}({ast.unparse(function.args)}): {mistake}")
 
 
 def _only_definition(name: str, body: Sequence[ast.stmt]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The plain `def` of `name` where nothing else in a module's body binds it."""
+    """Returns the plain `def` of `name` if nothing else in a module's body binds that name."""
     bound = ((node, {name for inner in (node, *_of_top_level(node)) for name in _bound(inner)}) for node in body)
     match [node for node, names in bound if name in names]:
         case [ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]) as function]:
@@ -53,8 +58,8 @@ def _only_definition(name: str, body: Sequence[ast.stmt]) -> ast.FunctionDef | a
     return None
 
 
-def _not_one(arguments: ast.arguments, options: Collection[str]) -> str:
-    """What is wrong about one positional argument and `options` by name; empty: nothing."""
+def _argument_mistake(arguments: ast.arguments, options: Collection[str]) -> str:
+    """Returns what is wrong about a call with one positional argument and `options` by name; "" if it is right."""
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     if not positional and arguments.vararg is None:
         return "it takes no argument"
@@ -73,37 +78,37 @@ def _path_of(module: str) -> Path | None:
     return Path(str(found.origin)) if found is not None and (found.origin or "").endswith(".py") else None
 
 
-def _mistake_in_file(path: Path, source: str, name: str, where: str) -> str | None:
+def _mistake_in_file(path: Path, source: str, name: str) -> str | None:
     if not path.is_file():
         near = suggestion(path.name, [other.name for other in path.parent.glob("*.py")])
-        return f"{where}: there is no file {path}{near}"
+        return f"there is no file {path}{near}"
     try:
         names = names_in(path.read_bytes())
     except (SyntaxError, ValueError) as error:
-        return f"{where}: {path} is no Python that can be read: {error}"
+        return f"{path} is not valid Python: {error}"
     if names is None or name in names:
         return None
-    return f"{where}: {source} has no {name}{suggestion(name, sorted(each for each in names if each[0] != '_'))}"
+    return f"{source} has no {name}{suggestion(name, sorted(each for each in names if each[0] != '_'))}"
 
 
-def _mistake_in_module(module: str, name: str, where: str) -> str | None:
+def _mistake_in_module(module: str, name: str) -> str | None:
     try:
         found = _find(module)
     except ModuleNotFoundError:
-        return f"{where}: there is no module {module}; a file is written as FILE.py:NAME"
+        return f"there is no module {module}; {module_advice(module)}"
     if found is None or not (found.origin or "").endswith(".py"):
         return None
-    return _mistake_in_file(Path(str(found.origin)), module, name, where)
+    return _mistake_in_file(Path(str(found.origin)), module, name)
 
 
 def _find(module: str) -> ModuleSpec | None:
-    """Unlike importlib's own search it imports no parent.
+    """Finds a module as importlib does, but imports no parent package.
 
     Returns:
-        None when a parent says in no way that can be read here where its parts lie.
+        None when a parent package does not show where its parts are.
 
     Raises:
-        ModuleNotFoundError: it is nowhere.
+        ModuleNotFoundError: there is no such module.
     """
     first, *rest = module.split(".")
     # Workers run as `python -m`, which puts the current folder first.
@@ -116,7 +121,7 @@ def _find(module: str) -> ModuleSpec | None:
 
 
 def _search(module: str, folders: Sequence[str] | None) -> ModuleSpec:
-    """As `import` does, through all finders, which those of editable installations are among."""
+    """Asks all finders, as `import` does; editable installations have finders of their own."""
     for finder in sys.meta_path:
         if (spec := finder.find_spec(module, folders)) is not None:
             return spec
@@ -124,19 +129,19 @@ def _search(module: str, folders: Sequence[str] | None) -> ModuleSpec:
 
 
 def names_in(source: bytes) -> set[str] | None:
-    """What a module's statements bind at its top level; None: it may have any name.
+    """Returns the names that a module binds at its top level; None if it may have any name.
 
     Raises:
-        SyntaxError, ValueError: it is no Python.
+        SyntaxError, ValueError: the source is not valid Python.
     """
     tree = ast.parse(source)
-    if any(_anything(node) for node in ast.walk(tree)):
+    if any(_makes_names(node) for node in ast.walk(tree)):
         return None
     inner = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     return inner.union(*map(_bound, _of_top_level(tree)))
 
 
-def _anything(node: ast.AST) -> bool:
+def _makes_names(node: ast.AST) -> bool:
     if isinstance(node, ast.ImportFrom):
         return any(alias.name == "*" for alias in node.names)
     return getattr(node, "id", getattr(node, "name", None)) in MAKES_NAMES

@@ -1,29 +1,36 @@
-"""Gate, journal and observers in step: every change of a sample's state is made here, in all of them, or nowhere."""
+"""Keeps gate, journal and observers in step: every change of a sample's state is made here, in all three or in none."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
-from asyncrl import records
-from asyncrl.events import AttemptFailed, GroupDrawn, GroupFinished, Observe, SampleScored, SamplesDropped
-from asyncrl.groups import DROPPABLE
-from asyncrl.ledger import Journal
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.group_state import DROPPABLE, Cut, GroupState, Stage
+from asyncrl.controller.journal import journal_records
+from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.observers.events import (
+    AttemptFailed,
+    GroupDrawn,
+    GroupFinished,
+    Observe,
+    SampleScored,
+    SamplesDropped,
+)
 from asyncrl.objectives.advantages import RewardedCut
 from asyncrl.protocols.batch import GREEDY, RowRef, SampleName
 from asyncrl.protocols.messages import Score
-from asyncrl.staleness import Cut, Gate, Stage
 
 POISON = "poison"
 """The reason of a drop that is no progress of the run."""
 
 NO_GREEDY = "greedy_unscorable"
-"""The reason of a drop of a group whose greedy answer has no reward, so that nothing can be compared with it."""
+"""The reason of a drop of a group whose greedy answer has no reward, so that no sample can be compared with it."""
 
 
-class Books:
-    """What became of every sample in flight.
+class SampleTracker:
+    """Tracks every sample in flight. What it knows of a sample or group is in the gate's state of it.
 
-    release: told the samples whose rows, in these attempts and earlier ones, nobody needs any more.
-    changed: told that something moved.
+    release: called with the samples whose rows, in these attempts and earlier ones, are no longer needed.
+    changed: called when a group may be drawn, or a batch may be complete.
     """
 
     def __init__(
@@ -34,93 +41,100 @@ class Books:
         release: Callable[[Iterable[SampleName]], None],
         changed: Callable[[], None],
     ) -> None:
-        self.gate, self.journal, self.observe = gate, journal, observe
-        self._release, self._changed = release, changed
-        self._rows: dict[int, dict[int, RowRef]] = {group: {} for group in gate.groups()}
-        self._attempts = {group: journal.ledger.groups[group].attempt for group in gate.groups()}
-        self._awaited = {group: None for group in gate.groups() if gate.awaits(group)}
-
-    def attempt(self, group: int) -> int:
-        """Number of the newest attempt at a group in flight."""
-        return self._attempts[group]
+        self.gate = gate
+        self.journal = journal
+        self.observe = observe
+        self._release = release
+        self._changed = changed
 
     def rows(self, group: int, members: Iterable[int]) -> list[RowRef]:
-        """Where these generated members lie, in order."""
-        return [self._rows[group][member] for member in members]
+        """Returns the rows of these generated members, in order."""
+        samples = self.gate.group(group).samples
+        return [row for member in members if (row := samples[member].row) is not None]
 
     def groups_at(self, instance: str) -> list[int]:
-        """Groups with members that wait for scores or training and have rows at this worker."""
-        return [group for group in self._rows if any(lies_at(row, instance) for row in self._waiting(group))]
-
-    def _waiting(self, group: int) -> list[RowRef]:
-        return self.rows(group, self.gate.members(group, Stage.SCORING, Stage.READY))
+        """Returns the groups with members that wait for scores or training and have rows at this worker."""
+        waiting = {group: self.gate.members(group, Stage.SCORING, Stage.READY) for group in self.gate.groups()}
+        return [
+            group
+            for group, members in waiting.items()
+            if any(stored_by(row, instance) for row in self.rows(group, members))
+        ]
 
     # ---- a sample's way ----------------------------------------------------------------------------------
 
     def draw(self) -> int:
-        """The next group is in flight."""
+        """Puts the next group in flight and returns its id."""
         group, version = self.gate.draw(), self.gate.version
-        self.journal.append(records.Drawn(group, version, self.gate.config.members))
-        self._rows[group], self._attempts[group] = {}, 0
-        self._awaited |= {group: None} if self.gate.awaits(group) else {}
+        self.journal.append(journal_records.Drawn(group, version, self.gate.config.members))
         self.observe(GroupDrawn(group, version))
         return group
 
     def restart(self, group: int, reason: str, failures: int) -> None:
-        """All members but those trained, dropped or just being trained begin again in a new attempt."""
-        members = self.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
+        """Begins a new attempt for all members but those that are trained, dropped or being trained."""
+        state = self.gate.group(group)
+        members, old = state.members(*DROPPABLE), state.attempt
         number = self.gate.restart(group, members)
-        self.journal.append(records.Attempt(group, number, members, reason))
-        self._free(group, (*members, GREEDY) if group in self._awaited else members)
-        self._attempts[group] = number
+        self.journal.append(journal_records.AttemptStarted(group, number, members, reason))
+        self._free(state, (*members, GREEDY) if state.awaits else members, old)
         self.observe(AttemptFailed(group, failures, members, reason))
         self._changed()
 
     def generated(self, samples: Iterable[RowRef]) -> None:
-        """Samples of one attempt left the engine. Late answers of an old attempt are refused, their rows freed."""
-        taken = [row for row in samples if self._took(row)]
-        if not taken:
+        """Takes samples of one attempt that left the engine. Late answers of an old attempt are refused and freed."""
+        accepted = [row for row in samples if self._accepts(row)]
+        if not accepted:
             return
-        group, attempt = taken[0].group, taken[0].attempt
-        stamps = tuple((row.member, row.first, row.last, row.tokens) for row in taken)
-        self.journal.append(records.Generated(group, attempt, stamps))
-        self._rows[group] |= {row.member: row for row in taken}
+        group, attempt = accepted[0].group, accepted[0].attempt
+        stamps = tuple((row.member, row.first, row.last, row.tokens) for row in accepted)
+        self.journal.append(journal_records.Generated(group, attempt, stamps))
+        for row in accepted:
+            self.gate.group(group).samples[row.member].row = row
 
-    def _took(self, row: RowRef) -> bool:
+    def _accepts(self, row: RowRef) -> bool:
         assert row.member != GREEDY, f"the greedy answer of group {row.group} is no sample: hand it to `compared`"
         if self.gate.generated(row.group, row.member, row.attempt, row.first, row.last, row.tokens):
             return True
-        held = self._rows.get(row.group, {}).get(row.member)
-        if held is None or held.name != row.name:
+        known = self._row(row)
+        if known is None or known.name != row.name:
             self._release([row.name])
         return False
 
+    def _row(self, row: RowRef) -> RowRef | None:
+        """Returns the row that is known of this sample in its newest attempt."""
+        if row.member == GREEDY or self.gate.finished(row.group):
+            return None
+        return self.gate.group(row.group).samples[row.member].row
+
     def holds(self, row: RowRef) -> None:
-        """Another service made columns of a generated sample; those of an old attempt are freed."""
-        held = self._rows.get(row.group, {}).get(row.member)
-        if held is not None and held.attempt == row.attempt:
-            self._rows[row.group][row.member] = row
+        """Takes columns that another service made of a generated sample; those of an old attempt are freed."""
+        known = self._row(row)
+        if known is not None and known.attempt == row.attempt:
+            self.gate.group(row.group).samples[row.member].row = row
         else:
             self._release([row.name])
 
     def scored(self, row: RowRef, score: Score, cost: float | None = None) -> None:
-        """A sample has its reward, or cannot be scored and is dropped. The answer of an old attempt is refused."""
+        """Takes the score of a sample, which is dropped without a reward. A score of an old attempt is refused."""
         reward = score.reward
-        if not self.gate.scored(row.group, row.member, row.attempt, reward):
+        state = None if self.gate.finished(row.group) else self.gate.group(row.group)
+        if not self.gate.scored(row.group, row.member, row.attempt, reward) or state is None:
             return
-        self._rows[row.group][row.member] = scored = row.with_reward(reward, cost)
+        state.samples[row.member].row = scored = row.with_reward(reward, cost)
         if reward is not None:
-            self.journal.append(records.Scored(row.group, row.member, reward))
+            self.journal.append(journal_records.Scored(row.group, row.member, reward))
         self.observe(SampleScored(scored, score))
         if reward is None:
-            self._dropped(row.group, (row.member,), "unscorable")
-            self._close(row.group)
+            self._dropped(state, (row.member,), "unscorable")
+            self._close(state)
         if reward is None or self.gate.worth_picking:
             self._changed()
 
     def compared(self, row: RowRef, score: Score) -> None:
-        """The greedy answer of a group was judged; its row is freed. Without a reward the group is dropped. The first
-        one counts: that of an old attempt, or of a group that has one, is refused."""
+        """Takes the score of a group's greedy answer and frees its row; a group without that reward is dropped.
+
+        The first score counts: that of an old attempt, or of a group that has one, is refused.
+        """
         assert row.member == GREEDY, f"sample {row.key} is no greedy answer: hand it to `ready`"
         self._release([row.name])
         if not self.gate.compared(row.group, row.attempt, score.reward):
@@ -128,89 +142,93 @@ class Books:
         if score.reward is None:
             self.drop(row.group, self.gate.members(row.group, *DROPPABLE), NO_GREEDY)
             return
-        self.journal.append(records.Compared(row.group, score.reward))
-        del self._awaited[row.group]
+        self.journal.append(journal_records.Compared(row.group, score.reward))
         self._changed()
 
     def drop(self, group: int, members: Sequence[int], reason: str) -> None:
-        """These members leave untrained."""
+        """Drops these members untrained."""
+        state = self.gate.group(group)
         self.gate.drop(group, members, reason)
-        self._dropped(group, tuple(members), reason)
-        self._close(group, poison=reason == POISON)
+        self._dropped(state, tuple(members), reason)
+        self._close(state, poison=reason == POISON)
         self._changed()
 
     # ---- training ----------------------------------------------------------------------------------------
 
     def pick(self) -> tuple[Cut, ...] | None:
-        """What to train next; None: wait."""
+        """Returns what to train next; None: wait."""
         pick = self.gate.pick()
+        states = {drop.group: drop.state for drop in pick.dropped}
         for (group, reason), drops in groupby(pick.dropped, key=lambda drop: (drop.group, drop.reason)):
-            self._dropped(group, tuple(drop.member for drop in drops), reason)
-        for group in dict.fromkeys(drop.group for drop in pick.dropped):
-            self._close(group)
+            self._dropped(states[group], tuple(drop.member for drop in drops), reason)
+        for state in states.values():
+            self._close(state)
         if pick.dropped:
             self._changed()
         return pick.cuts
 
-    def foreseen(self) -> list[RowRef]:
-        """What would train next were no iteration running; [] while that is no full batch."""
-        return [row for group, members in self.gate.foreseen() for row in self.rows(group, members)]
+    def preview(self) -> list[RowRef]:
+        """Returns what would train next if no iteration were running; [] while that is no full batch."""
+        return [row for group, members in self.gate.preview() for row in self.rows(group, members)]
 
     def rewarded(self, cuts: Iterable[Cut], counts: Callable[[RowRef], bool]) -> list[RewardedCut]:
-        """The cuts with every reward of their groups that is known now. counts: whether a sample is in the loss."""
-        gate = self.gate
-        return [RewardedCut(*cut, gate.rewards(cut[0]), self._tokens(cut, counts), gate.greedy(cut[0])) for cut in cuts]
+        """Returns the cuts with every known reward of their groups. counts: whether a sample is in the loss."""
+        states = [(cut, self.gate.group(cut[0])) for cut in cuts]
+        return [RewardedCut(*cut, state.rewards(), self._tokens(cut, counts), state.greedy) for cut, state in states]
 
     def _tokens(self, cut: Cut, counts: Callable[[RowRef], bool]) -> dict[int, int]:
         return {row.member: row.tokens if counts(row) else 0 for row in self.rows(*cut)}
 
     def trained(self, cuts: tuple[Cut, ...], version: int, advantages: tuple[float, ...], chain: str) -> None:
-        """These cuts led to `version`. Written down first: what the journal refuses has not happened for the gate.
-        Their rows are freed at once: a group may wait long for its stragglers, and its samples hold no credit then.
+        """Takes these cuts as trained by the iteration that led to `version`.
+
+        The journal comes first: what it refuses has not happened for the gate. The rows are freed at once, for a group
+        may wait long for its stragglers, and its trained samples hold no credit then.
 
         Raises:
             TrainedTwice, IllegalTransition, JournalError: as `Journal.append`.
         """
-        self.journal.append(records.Trained(version, cuts, advantages, chain))
+        self.journal.append(journal_records.Trained(version, cuts, advantages, chain))
+        states = [self.gate.group(group) for group, _ in cuts]
         self.gate.trained(cuts, version)
-        for group, members in cuts:
-            self._free(group, members)
-            self._close(group)
+        for state, (_, members) in zip(states, cuts, strict=True):
+            self._free(state, members)
+            self._close(state)
         self._changed()
 
     def requeue(self, cuts: Iterable[Cut]) -> None:
-        """These cuts were not trained; they wait as before."""
+        """Returns cuts that were not trained to the samples that wait for training."""
         self.gate.requeue(cuts)
         self._changed()
 
     def close(self) -> None:
-        """At a clean exit: write down what is in flight."""
-        self.journal.append(records.InFlight(self.journal.ledger.in_flight()))
+        """Writes down what is in flight, at a clean exit."""
+        self.journal.append(journal_records.InFlight(self.journal.ledger.in_flight()))
         self.journal.sync()
 
     # ---- parts -------------------------------------------------------------------------------------------
 
-    def _dropped(self, group: int, members: tuple[int, ...], reason: str) -> None:
-        self.journal.append(records.Dropped(group, members, reason))
-        self._free(group, members)
-        self.observe(SamplesDropped(group, members, reason))
+    def _dropped(self, state: GroupState, members: tuple[int, ...], reason: str) -> None:
+        self.journal.append(journal_records.Dropped(state.id, members, reason))
+        self._free(state, members)
+        self.observe(SamplesDropped(state.id, members, reason))
 
-    def _free(self, group: int, members: Iterable[int]) -> None:
-        """Also what a worker made and nobody here has heard of yet."""
-        attempt = self._attempts[group]
+    def _free(self, state: GroupState, members: Iterable[int], attempt: int | None = None) -> None:
+        """Releases rows up to an attempt, by default the newest; also rows that were made but not received yet."""
+        last = state.attempt if attempt is None else attempt
         for member in members:
-            self._rows[group].pop(member, None)
-        self._release([(group, member, attempt) for member in members])
+            if member != GREEDY:
+                state.samples[member].row = None
+        self._release([(state.id, member, last) for member in members])
 
-    def _close(self, group: int, *, poison: bool = False) -> None:
-        if self.gate.finished(group):
-            if group in self._awaited:
-                del self._awaited[group]
-                self._free(group, (GREEDY,))
-            del self._rows[group], self._attempts[group]
-            self.observe(GroupFinished(group, poison))
+    def _close(self, state: GroupState, *, poison: bool = False) -> None:
+        if not state.finished:
+            return
+        if state.awaits:
+            self._free(state, (GREEDY,))
+        self.observe(GroupFinished(state.id, poison))
 
 
-def lies_at(row: RowRef, instance: str) -> bool:
-    """Whether this worker owns some column of the row: an owner's address contains its instance."""
+def stored_by(row: RowRef, instance: str) -> bool:
+    """Returns whether this worker owns some column of the row: the address of an owner contains its instance."""
     return any(instance in place.owner for place in row.places)

@@ -1,1 +1,1 @@
-"""What computes: one file an engine, behind one small interface for generation and one for training."""
+"""The engines that compute: generation engines sample, training engines update the policy and the critics."""

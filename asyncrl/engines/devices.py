@@ -1,5 +1,8 @@
-"""Whether torch can compute where a config says: `python -m asyncrl.engines.devices KEY=DEVICE ...` prints a line for
-each that it cannot, for those who must not import torch."""
+"""Checks that torch can compute on the configured devices.
+
+`python -m asyncrl.engines.devices KEY=DEVICE ...` prints one line for each unusable device, so that processes that must
+not import torch can run the check in a child.
+"""
 
 import sys
 
@@ -9,15 +12,15 @@ from asyncrl.errors import ConfigError
 
 
 def refuse_unusable(key: str, device: str) -> None:
-    """Raises ConfigError: torch has no such device here; names the key, the reason and what to write instead."""
+    """Raises ConfigError when torch cannot use the device; the error names the key, the reason and a valid value."""
     try:
         torch.zeros(1, device=device)
     except (AssertionError, RuntimeError, NotImplementedError) as error:
         why = str(error).strip().partition("\n")[0].rstrip(".")
-        raise ConfigError(f'{key} = "{device}" cannot be used: {why}. {_instead(device)}') from error
+        raise ConfigError(f'{key} = "{device}" cannot be used: {why}. {_suggestion(device)}') from error
 
 
-def _instead(device: str) -> str:
+def _suggestion(device: str) -> str:
     if not device.startswith("cuda"):
         return 'Write "cpu", "cuda" or "cuda:0"'
     if torch.version.cuda is None:
@@ -27,8 +30,8 @@ def _instead(device: str) -> str:
     return 'torch finds no GPU (does `nvidia-smi` list one?): make it visible, or write "cpu"'
 
 
-def main(asked: list[str]) -> None:
-    for key, _, device in (each.partition("=") for each in asked):
+def main(arguments: list[str]) -> None:
+    for key, _, device in (each.partition("=") for each in arguments):
         try:
             refuse_unusable(key, device)
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Loading models, one at a time in a process: transformers patches global state of torch while it does."""
+"""Loads models with transformers: one at a time per process, quietly, and into private memory."""
 
 import threading
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from asyncrl.engines.models.file_checks import HEADS, refuse_damaged
 from asyncrl.errors import ConfigError
-from asyncrl.model_files import HEADS, refuse_damaged
 
-_one_at_a_time = threading.Lock()
+_loading = threading.Lock()  # transformers patches global state of torch while it loads a model
 
 
 @contextmanager
-def _alone_and_silent() -> Iterator[None]:
-    """What transformers says of a head without weights, that it should be trained, is what becomes of it here."""
-    with _one_at_a_time:
+def _exclusive_and_quiet() -> Iterator[None]:
+    """Serialises loading and silences transformers, whose advice to train a head without weights is what we do."""
+    with _loading:
         verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
         logging.set_verbosity_error()
         logging.disable_progress_bar()
@@ -33,32 +33,34 @@ def _alone_and_silent() -> Iterator[None]:
 
 
 def load_pretrained(folder: Path, **options: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained`, safe in several threads (services inside one process).
+    """Loads a causal model with `AutoModelForCausalLM.from_pretrained`; safe in several threads of one process.
 
-    The weights lie in memory of their own. As transformers leaves them they are pages of the file: when that is cut
-    short, they are gone, those that were changed since too, and who reads them is killed by SIGBUS.
+    The weights are copied into private memory. transformers maps them from the file: if the file is truncated later,
+    every process that reads the weights is killed by SIGBUS.
 
     Raises:
-        ConfigError: files of it are not whole.
+        ConfigError: a file of the folder is damaged.
     """
     refuse_damaged(folder)
-    with _alone_and_silent():
+    with _exclusive_and_quiet():
         return _in_memory(AutoModelForCausalLM.from_pretrained(folder, **options))
 
 
 def load_pretrained_classifier(folder: Path, kind: Any, role: str, **options: Any) -> tuple[Any, list[str]]:
-    """The same for an automatic class of classifiers, and which parameters of its head are missing in the folder.
+    """Loads a classifier and returns it with the names of the head's parameters that the folder lacks.
 
-    role: what the model is to be, for messages.
+    Args:
+        kind: an automatic class of transformers, such as AutoModelForTokenClassification.
+        role: the role of the model, for error messages.
 
     Raises:
-        ConfigError: files are not whole, transformers has no such model, its head has other labels, or more than the
-            head is missing.
+        ConfigError: a file is damaged, transformers has no such model, the head has another number of labels, or
+            parameters outside the head are missing.
     """
     refuse_damaged(folder)
     try:
-        with _alone_and_silent():
-            model, told = kind.from_pretrained(folder, output_loading_info=True, **options)
+        with _exclusive_and_quiet():
+            model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
             _in_memory(model)
     except ValueError as error:
         raise ConfigError(f"model {folder} cannot be a {role}: {error}") from error
@@ -66,14 +68,15 @@ def load_pretrained_classifier(folder: Path, kind: Any, role: str, **options: An
         if "mismatch" not in str(error):
             raise
         raise ConfigError(f"model {folder} cannot be a {role}: its head has another number of labels than 1") from error
-    missing = sorted(told["missing_keys"])
-    if strange := [name for name in missing if name.split(".")[0] not in HEADS]:
-        raise ConfigError(f"model {folder} cannot be a {role}: it has no weights {', '.join(strange[:3])}")
+    missing = sorted(info["missing_keys"])
+    if body := [name for name in missing if name.split(".")[0] not in HEADS]:
+        raise ConfigError(f"model {folder} cannot be a {role}: it has no weights {', '.join(body[:3])}")
     return model, missing
 
 
 @torch.no_grad()
 def _in_memory(model: Any) -> Any:
+    """Copies every parameter and buffer out of the memory-mapped file."""
     for tensor in chain(model.parameters(), model.buffers()):
         tensor.data = tensor.data.clone()
     return model

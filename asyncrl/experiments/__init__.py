@@ -1,4 +1,4 @@
-"""The experiments that come with the package: one TOML file each, its first line says what it shows."""
+"""Lists and reads the experiments of the package: TOML files whose first line describes them."""
 
 import difflib
 from importlib.resources import files
@@ -9,7 +9,7 @@ SUFFIX = ".toml"
 
 
 def experiments() -> dict[str, str]:
-    """Names and one-line descriptions."""
+    """Returns one-line descriptions by name."""
     found = [entry for entry in files(__name__).iterdir() if entry.name.endswith(SUFFIX)]
     return {
         entry.name.removesuffix(SUFFIX): _description(entry.read_text(encoding="utf-8"))
@@ -18,10 +18,10 @@ def experiments() -> dict[str, str]:
 
 
 def experiment_text(name: str) -> str:
-    """The TOML of the experiment `name`.
+    """Returns the TOML of the experiment `name`.
 
     Raises:
-        ConfigError: there is none of that name; the message says which there are.
+        ConfigError: there is no experiment of that name; the message lists the existing names.
     """
     resource = files(__name__) / f"{name}{SUFFIX}"
     if not resource.is_file():

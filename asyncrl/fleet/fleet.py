@@ -1,4 +1,4 @@
-"""The services of a run: as a page sees them, and how they are started, linked, kept alive and stopped."""
+"""The services of a run: their handles for algorithms, and how they are started, connected, kept alive and stopped."""
 
 import asyncio
 import json
@@ -10,41 +10,49 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from asyncrl.compute import ThreadCompute
-from asyncrl.errors import FleetFailed, PeerLost, first
-from asyncrl.handle import connect
-from asyncrl.inproc_launcher import InprocLauncher
-from asyncrl.launch import Launcher, RunFacts, WorkerSpec
-from asyncrl.links import Links
-from asyncrl.memory import sweep
+from asyncrl.errors import FleetFailed, PeerLost, root_cause
+from asyncrl.fleet.handle import make_handle
+from asyncrl.fleet.hang_detection import HangDetection, round_seconds
+from asyncrl.fleet.health_poller import HealthPoller
+from asyncrl.fleet.inproc_launcher import InprocLauncher
+from asyncrl.fleet.launcher import Launcher
+from asyncrl.fleet.lifecycle_events import (
+    FleetEvent,
+    FleetStalled,
+    WorkerCleanedUp,
+    WorkerHung,
+    WorkerLost,
+    WorkerSpawned,
+)
+from asyncrl.fleet.replicas import DEATH_NOTICE, RemoteWorker, Replicas
+from asyncrl.fleet.stall_watchdog import StallWatchdog
+from asyncrl.fleet.supervisor import STOP_STAGES, RunningInstance, Supervisor, WorkerSlot
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
+from asyncrl.fleet.worker.run_worker import identity
+from asyncrl.fleet.worker.worker_spec import Origin, RunFacts, WorkerSpec
+from asyncrl.fleet.worker_connection import WorkerConnection
+from asyncrl.lanes.control.auth import CurveKeys
+from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import Wire, WireByScheme
+from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.lanes.shared_memory import unlink_run_segments
 from asyncrl.protocols.contracts import Contract, Critic, Generation, Reference, Reward, Training
 from asyncrl.protocols.layout import Layout
-from asyncrl.protocols.messages import Hello
-from asyncrl.rundir import replace_text
-from asyncrl.silence import Silence
-from asyncrl.supervisor import STOP_STAGES, Post, Present, Supervisor
-from asyncrl.watchdog import Watchdog
-from asyncrl.wire.auth import CurveKeys
-from asyncrl.wire.ends import Wire, Wires
-from asyncrl.wire.inproc import InprocWire
-from asyncrl.wire.socket import ZmqWire
-from asyncrl.worker import identity
-from asyncrl.workers import DEATH_NOTICE, RemoteWorker, Workers
+from asyncrl.telemetry.run_directory import replace_text
 
 if TYPE_CHECKING:
-    from asyncrl.launch import Implementation
+    from asyncrl.fleet.worker.worker_spec import Implementation
 
 C = TypeVar("C", bound=Contract)
-Told = Callable[[str, str], None]
-Note = Callable[[Mapping[str, Present]], None]
+RecordInstances = Callable[[Mapping[str, RunningInstance]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Handles typed by contracts, or the services themselves.
+    """The services of a training run: handles typed by contracts, or the services themselves.
 
-    reference: None when no log-probabilities of a frozen model are needed. evaluation: None without held-out prompts.
-    critic, cost, cost_critic: None where the algorithm has none.
+    reference: None without a KL term. evaluation: None without held-out prompts. critic, cost, cost_critic: None when
+    the algorithm has none.
     """
 
     generation: Generation
@@ -59,9 +67,10 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """A service to run. implementation: "module:Class"; here: inside this process, where it may be any callable.
+    """A service to run.
 
-    options: plain values that the service finds in its context.
+    implementation: "module:Class". here: whether it runs inside this process; then implementation may be any callable.
+    options: plain values that the service finds in its context. origin: what its processes are forked from.
     """
 
     name: str
@@ -71,44 +80,50 @@ class ServiceSpec:
     layout: Layout = field(default_factory=Layout)
     options: Mapping[str, Any] = field(default_factory=dict)
     here: bool = False
+    origin: Origin = "plain"
 
     @property
     def restart(self) -> bool:
-        """Whether the run survives a worker's death. What trainer and critic have learnt dies with them."""
+        """Returns whether a dead worker is restarted. Trainer and critic are not: what they have learnt dies with
+        them."""
         return not issubclass(self.contract, Training | Critic)
 
 
 class RunningFleet:
-    """What `running_fleet` gives: handles by service, and news of workers.
+    """A started fleet: handles by service, the workers behind them, and the events of workers.
 
-    Lists of functions to call, which must not block. on_lives(service, instance): it takes calls; those that live when
-    the fleet is handed over are not told. on_lost(service, instance, why): its calls have failed. on_gone(service,
-    instance): nothing of it runs any more; who waits for it to let go of something need not any longer.
-    about_page: what the watchdog says of whatever calls the workers.
+    Attributes:
+        workers: by service.
+        subscribers: functions that get every FleetEvent; they must not block. Workers that started before the fleet
+            was handed over are not reported again.
+        describe_algorithm: returns lines about the algorithm for the stall watchdog.
+        health_poller: asks workers for their health.
     """
 
+    health_poller: HealthPoller
+    supervisor: Supervisor
+
     def __init__(
-        self, facts: RunFacts, specs: Sequence[ServiceSpec], report: Callable[[str], None], note: Note
+        self, facts: RunFacts, specs: Sequence[ServiceSpec], report: Callable[[str], None], record: RecordInstances
     ) -> None:
-        self.facts, self._report, self._note = facts, report, note
+        self.facts = facts
         self.restarted = [spec.name for spec in specs if spec.restart]
         self.critics = [spec.name for spec in specs if issubclass(spec.contract, Critic)]
-        self.on_lives: list[Told] = []
-        self.on_lost: list[Callable[[str, str, str], None]] = []
-        self.on_gone: list[Told] = []
-        self.about_page: Callable[[], Sequence[str]] = tuple
-        self.workers = {spec.name: Workers(spec.name, spec.replicas, spec.layout) for spec in specs}
+        self.workers = {spec.name: Replicas(spec.name, spec.replicas, spec.layout) for spec in specs}
+        self.subscribers: list[Callable[[FleetEvent], None]] = []
+        self.describe_algorithm: Callable[[], Sequence[str]] = tuple
+        self._report = report
+        self._record = record
         deadline = facts.config.fleet.call_deadline
-        self._handles = {spec.name: connect(spec.contract, self.workers[spec.name], deadline) for spec in specs}
-        self.supervisor: Supervisor
+        self._handles = {spec.name: make_handle(spec.contract, self.workers[spec.name], deadline) for spec in specs}
 
     def handle(self, service: str, contract: type[C]) -> C:
-        """The handle on a service, typed by its contract."""
+        """Returns the handle on a service, typed by its contract."""
         return cast(C, self._handles[service])
 
     @property
     def fleet(self) -> Fleet:
-        """The services of a training run. Raises KeyError when one of the three that every run has is missing."""
+        """The services of a training run. Raises KeyError when generation, reward or training is missing."""
         get = self._handles.get
         return Fleet(
             generation=self.handle("generation", Generation),
@@ -122,40 +137,37 @@ class RunningFleet:
         )
 
     @property
-    def all_live(self) -> bool:
-        """Whether every worker takes calls."""
-        return all(worker.lives for workers in self.workers.values() for worker in workers)
+    def all_alive(self) -> bool:
+        """Returns whether every worker takes calls."""
+        return all(worker.alive for replicas in self.workers.values() for worker in replicas)
 
     def progressed(self) -> None:
-        """A group was finished: deaths so far do not end the run."""
+        """Notes a finished group: deaths so far do not end the run."""
         self.supervisor.progressed()
 
     def kill(self, instance: str) -> None:
-        """End an instance that holds up others; another one is started in its place."""
+        """Kills an instance that holds up others; its worker is restarted."""
         self.supervisor.kill(instance)
 
-    # ---- what the supervisor tells -----------------------------------------------------------------------
-
-    def changed(self, present: Mapping[str, Present]) -> None:
-        self._note(present)
-
-    def lives(self, service: str, instance: str) -> None:
-        for tell in self.on_lives:
-            tell(service, instance)
-
-    def lost(self, service: str, instance: str, why: str) -> None:
-        if service in self.restarted:
-            self._report(f"lost {instance}: {why}; it is started again")
-        for tell in self.on_lost:
-            tell(service, instance, why)
-
-    def gone(self, service: str, instance: str) -> None:
-        for tell in self.on_gone:
-            tell(service, instance)
+    def emit(self, event: FleetEvent) -> None:
+        """Acts on an event, reports what a person should read, and passes the event to all subscribers."""
+        match event:
+            case WorkerSpawned() | WorkerCleanedUp():
+                self._record(self.supervisor.instances)
+            case WorkerLost(service, instance, reason) if service in self.restarted:
+                self._report(f"lost {instance}: {reason}; it is started again")
+            case WorkerHung(service, instance, seconds):
+                effect = "it is killed and started again" if service in self.restarted else "it is killed: the run ends"
+                self._report(f"{instance} has answered no call for {seconds:.0f} s, not even for its health; {effect}")
+                self.kill(instance)
+            case FleetStalled(description):
+                self._report(description)
+        for notify in self.subscribers:
+            notify(event)
 
 
-def write_fleet_file(path: Path, present: Mapping[str, Present]) -> None:
-    """Write {"workers": [{service, replica, rank, pid, address}]}; readers see the old file or the new one."""
+def write_fleet_file(path: Path, instances: Mapping[str, RunningInstance]) -> None:
+    """Writes {"workers": [{service, replica, rank, pid, address}]}; readers see the old file or the new one."""
     workers = [
         {
             "service": each.spec.service,
@@ -164,9 +176,23 @@ def write_fleet_file(path: Path, present: Mapping[str, Present]) -> None:
             "pid": each.process.pid,
             "address": each.spec.addresses.control,
         }
-        for _, each in sorted(present.items())
+        for _, each in sorted(instances.items())
     ]
     replace_text(path, json.dumps({"workers": workers}, indent=1) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """The machine that a fleet runs on, real or simulated.
+
+    launcher: of the workers of a service. unique_id: returns 8 new hex digits at each call. record: takes the running
+    instances whenever they change.
+    """
+
+    wire: Wire
+    launcher: Callable[[ServiceSpec], Launcher]
+    unique_id: Callable[[], str]
+    record: RecordInstances
 
 
 @asynccontextmanager
@@ -178,130 +204,121 @@ async def running_fleet(
     report: Callable[[str], None] = print,
     resume: str = "the same command",
 ) -> AsyncIterator[RunningFleet]:
-    """Start all workers in parallel, wait until all take calls, keep them alive, and stop them at the end.
+    """Starts all workers in parallel, waits until all take calls, keeps them alive, and stops them at the end.
 
     Args:
-        launcher: starts the workers of services that are not `here`; None: all of them live in this process.
-        report: takes what a person should read: a worker that was lost and is started again, and the text that the
-            watchdog writes when nothing moves.
-        resume: the command that goes on with the run.
+        launcher: starts the workers of services that are not `here`; None: all of them run in this process.
+        report: takes what a person should read: a worker that was lost and is started again, or hangs, and the text of
+            the stall watchdog.
+        resume: the command that resumes the run.
 
     Raises:
-        FleetFailed: the trainer died, or another worker six times without a finished group; also out of the block,
-            whose tasks are cancelled first.
+        FleetFailed: trainer or critic died, or another worker too often; raised out of the block too, whose tasks are
+            cancelled first.
         AsyncrlError: what a worker raised while it started.
     """
     async with AsyncExitStack() as scope:
-        scope.callback(sweep, facts.run)  # of workers that had to be killed
+        scope.callback(unlink_run_segments, facts.run)  # Workers that were killed left theirs.
         inproc = InprocWire()
-        wire = Wires(inproc, ZmqWire(CurveKeys(*facts.curve) if facts.curve else None))
+        wire = WireByScheme(inproc, ZmqWire(CurveKeys(*facts.curve) if facts.curve else None))
         scope.callback(wire.close)
         here = await scope.enter_async_context(InprocLauncher(wire, inproc, ThreadCompute))
-        ground = Ground(
+        platform = Platform(
             wire,
             lambda spec: here if spec.here or launcher is None else launcher,
             lambda: secrets.token_hex(4),
             partial(write_fleet_file, Path(facts.run_dir) / "fleet.json"),
         )
-        yield await scope.enter_async_context(fleet_on(ground, specs, facts, report=report, resume=resume))
-
-
-@dataclass(frozen=True, slots=True)
-class Ground:
-    """What a fleet stands on: this machine, or a simulated one.
-
-    launcher: of the workers of a service. unique: 8 hex digits, new ones each time. note: told who is there now.
-    """
-
-    wire: Wire
-    launcher: Callable[[ServiceSpec], Launcher]
-    unique: Callable[[], str]
-    note: Note
+        yield await scope.enter_async_context(fleet_on(platform, specs, facts, report=report, resume=resume))
 
 
 @asynccontextmanager
 async def fleet_on(
-    ground: Ground, specs: Sequence[ServiceSpec], facts: RunFacts, *, report: Callable[[str], None], resume: str
+    platform: Platform, specs: Sequence[ServiceSpec], facts: RunFacts, *, report: Callable[[str], None], resume: str
 ) -> AsyncIterator[RunningFleet]:
-    """`running_fleet` on any ground."""
-    running = RunningFleet(facts, specs, report, ground.note)
-    posts = [
-        Post(worker, _next_instance(spec, worker, facts, ground), ground.launcher(spec), spec.restart)
+    """Does what `running_fleet` does, on any platform."""
+    running = RunningFleet(facts, specs, report, platform.record)
+    slots = [
+        WorkerSlot(
+            worker, partial(_next_instance, spec, worker, facts, platform), platform.launcher(spec), spec.restart
+        )
         for spec in specs
         for worker in running.workers[spec.name]
     ]
-    running.supervisor = _supervisor(posts, facts, ground, running, resume)
-    async with _kept(running, report):
+    deadline = facts.config.fleet.start_deadline
+    hello = identity(facts, "controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
+
+    def connect(spec: WorkerSpec) -> WorkerConnection:
+        return WorkerConnection(spec, platform.wire, hello, deadline)
+
+    running.supervisor = Supervisor(slots, connect, running.emit, deadline, resume)
+    async with _supervised(running):
         yield running
 
 
-VERDICT = DEATH_NOTICE + sum(seconds for _, seconds in STOP_STAGES) + 1.0
-"""Seconds at most until the supervisor, whose link to a worker broke, knows the cause and says that it cannot go on."""
+FAILURE_NOTICE = DEATH_NOTICE + sum(seconds for _, seconds in STOP_STAGES) + 1.0
+"""Seconds in which the supervisor, after a connection broke, finds the cause and raises when the fleet cannot go on."""
 
 
 @asynccontextmanager
-async def _kept(running: RunningFleet, report: Callable[[str], None]) -> AsyncIterator[None]:
-    patience = running.facts.config.fleet.watchdog
-    watchdog = Watchdog(running.workers, patience, report, lambda: running.about_page())
-    silence = Silence(running.workers, running.restarted, running.critics, patience, report, running.kill)
+async def _supervised(running: RunningFleet) -> AsyncIterator[None]:
     try:
         async with asyncio.TaskGroup() as tasks:
-            keeping = tasks.create_task(running.supervisor.run(), name="supervisor")
+            supervision = tasks.create_task(running.supervisor.run(), name="supervisor")
             try:
                 await running.supervisor.all_started()
-                watching = [
-                    tasks.create_task(watchdog.run(), name="watchdog"),
-                    tasks.create_task(silence.run(), name="who is silent"),
-                ]
+                stop_watching = _watch_health(running, tasks)
                 try:
                     yield
                 except (PeerLost, FleetFailed):
-                    if not running.all_live:
-                        await asyncio.wait([keeping], timeout=VERDICT)
+                    if not running.all_alive:
+                        await asyncio.wait([supervision], timeout=FAILURE_NOTICE)
                     raise
-                for task in watching:
-                    task.cancel()
+                stop_watching()
             finally:
-                keeping.cancel()
+                supervision.cancel()
     except BaseExceptionGroup as errors:
         raise (error := _cause(errors)) from error.__cause__
 
 
+def _watch_health(running: RunningFleet, tasks: asyncio.TaskGroup) -> Callable[[], None]:
+    """Starts the health poller, the stall watchdog and hang detection; returns what stops them."""
+    seconds = running.facts.config.fleet.watchdog
+    running.health_poller = poller = HealthPoller(running.workers, round_seconds(seconds), tasks)
+    watchdog = StallWatchdog(poller, seconds, running.emit, lambda: running.describe_algorithm())
+    hangs = HangDetection(poller, (*running.restarted, *running.critics), seconds, running.emit)
+    watching = [
+        tasks.create_task(watchdog.run(), name="stall watchdog"),
+        tasks.create_task(hangs.run(), name="hang detection"),
+    ]
+
+    def stop() -> None:
+        for task in watching:
+            task.cancel()
+        poller.close()
+
+    return stop
+
+
 def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """A failed fleet explains every other error that came with it; the supervisor speaks first and knows best."""
+    """Returns the FleetFailed that explains the other errors, the supervisor's before others, else their root cause."""
     failed: BaseException | None = errors.subgroup(FleetFailed)
     while isinstance(failed, BaseExceptionGroup):
         failed = failed.exceptions[0]
-    return failed or first(errors)
+    return failed or root_cause(errors)
 
 
-def _next_instance(
-    spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, ground: Ground
-) -> Callable[[], WorkerSpec]:
-    launcher = ground.launcher(spec)
-
-    def make() -> WorkerSpec:
-        instance = f"{worker.name}-{facts.epoch}-{ground.unique()}"
-        return WorkerSpec(
-            service=spec.name,
-            replica=worker.replica,
-            rank=worker.rank,
-            layout=spec.layout,
-            instance=instance,
-            implementation=spec.implementation,
-            addresses=launcher.addresses(instance),
-            facts=facts,
-            options=dict(spec.options),
-        )
-
-    return make
-
-
-def _supervisor(posts: list[Post], facts: RunFacts, ground: Ground, running: RunningFleet, resume: str) -> Supervisor:
-    deadline = facts.config.fleet.start_deadline
-    hello: Hello = identity(facts, "controller", 0, f"controller-{facts.epoch}-{ground.unique()}")
-
-    def links(spec: WorkerSpec) -> Links:
-        return Links(spec, ground.wire, hello, deadline)
-
-    return Supervisor(posts, links, running, deadline, resume)
+def _next_instance(spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, platform: Platform) -> WorkerSpec:
+    instance = f"{worker.name}-{facts.incarnation}-{platform.unique_id()}"
+    return WorkerSpec(
+        service=spec.name,
+        replica=worker.replica,
+        rank=worker.rank,
+        layout=spec.layout,
+        instance=instance,
+        implementation=spec.implementation,
+        addresses=platform.launcher(spec).addresses(instance),
+        facts=facts,
+        options=dict(spec.options),
+        origin=spec.origin,
+    )

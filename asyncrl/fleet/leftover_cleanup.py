@@ -1,4 +1,5 @@
-"""What a start of a run keeps outside the run's directory: shared memory and a folder of sockets, named after it."""
+"""Names each start of a run, and removes what an earlier start left outside the run directory: shared memory and the
+folder of sockets, which carry that name."""
 
 import re
 import secrets
@@ -6,28 +7,28 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from asyncrl.memory import sweep
-from asyncrl.rundir import RunDirectory
+from asyncrl.lanes.shared_memory import unlink_run_segments
+from asyncrl.telemetry.run_directory import RunDirectory
 
 
 def new_start(directory: RunDirectory) -> str:
-    """A name that no other start has, 16 hex digits of which the first 8 are the run's id.
+    """Returns a name that no other start has: 16 hex digits, of which the first 8 are the run's id.
 
-    Whoever calls holds run.lock: the last start in this directory is over, and what it has left is removed. The name in
-    a copy of a directory is that of a run which may live, so it counts only where it was made, as device and inode
-    tell: a directory that was moved keeps them, a copy has others.
+    The caller holds run.lock, so the last start in this directory is over, and what it left is removed. A copy of the
+    directory names a start whose run may be alive; device and inode, which a moved directory keeps and a copy does not,
+    tell the two apart.
     """
     status = directory.path.stat()
     here = f"{status.st_dev} {status.st_ino}"
-    if directory.start.exists() and (made := re.fullmatch(rf"([0-9a-f]{{16}}) {here}\n", directory.start.read_text())):
-        remove_leftovers(made[1])
+    if directory.start.exists() and (last := re.fullmatch(rf"([0-9a-f]{{16}}) {here}\n", directory.start.read_text())):
+        remove_leftovers(last[1])
     start = f"{directory.run_id()}{secrets.token_hex(4)}"
     directory.start.write_text(f"{start} {here}\n")
     return start
 
 
 def remove_leftovers(start: str) -> None:
-    """Remove all that carries the name of this start, none of which is needed any more."""
-    sweep(start)
+    """Removes the shared memory and the socket folders named after this start, which must be over."""
+    unlink_run_segments(start)
     for folder in Path(tempfile.gettempdir()).glob(f"asyncrl-{start}-*"):
         shutil.rmtree(folder, ignore_errors=True)

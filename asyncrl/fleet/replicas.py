@@ -1,4 +1,4 @@
-"""The workers of one service as their callers see them: who lives, who is freest, what is outstanding."""
+"""The workers of one service as callers see them: which are alive, which has the fewest calls, what is outstanding."""
 
 import asyncio
 import itertools
@@ -10,25 +10,24 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
 
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
+from asyncrl.lanes.control.wire import Wakeup
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.contracts import EndpointSpec, Lane
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup
-from asyncrl.wire.ends import Signal
 
 Arguments = tuple[Any, ...]
 
 DEATH_NOTICE = 1.0
-"""Seconds from a broken link until the process behind it is taken for alive. A socket breaks before the kernel tells of
-the death, but only the kernel knows its cause."""
+"""Seconds after a connection broke in which the death of its process becomes known, if it died. The socket breaks
+before the kernel reports the death, but only the kernel knows the cause."""
 
-
-GIVEN_UP = 256
-"""Calls without an answer that a worker remembers for a moment."""
+MAX_FAILED_CALLS = 256
+"""Failed calls that a worker remembers for a moment."""
 
 
 class Channel(Protocol):
-    """The part of a link that calls need. lost: set once no call can reach the worker any more."""
+    """The part of a client that calls need. lost: set once no call can reach the worker any more."""
 
     lost: asyncio.Event
 
@@ -38,8 +37,8 @@ class Channel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outstanding:
-    """A call that an instance of a worker has not answered yet; since: loop time."""
+class OutstandingCall:
+    """A call that an instance of a worker has not answered yet. since: loop time."""
 
     method: str
     lane: Lane
@@ -49,7 +48,7 @@ class Outstanding:
 
     @property
     def groups(self) -> Iterator[int]:
-        """Those it is about."""
+        """Yields the ids of the groups that the arguments belong to."""
         for arg in self.args:
             if isinstance(arg, PromptGroup):
                 yield arg.id
@@ -58,107 +57,115 @@ class Outstanding:
 
 
 class RemoteWorker:
-    """One worker, whichever instance of it lives at the moment.
+    """One worker, whichever instance of it is alive at the moment.
 
-    answers: how many calls it answered and items it sent, but for health; heard: loop time of the last of any.
+    answer_count: calls that were answered and items that came, health excluded. last_answer_at: loop time of the newest
+    answer to any call.
     """
 
-    def __init__(self, service: str, replica: int, rank: int, changed: Signal | None = None) -> None:
-        self.service, self.replica, self.rank = service, replica, rank
+    def __init__(self, service: str, replica: int, rank: int, changed: Wakeup | None = None) -> None:
+        self.service = service
+        self.replica = replica
+        self.rank = rank
         self.instance = ""
-        self.answers = 0
-        self.heard = asyncio.get_running_loop().time()
-        self.outstanding: dict[int, Outstanding] = {}
-        self._given_up: deque[tuple[float, Outstanding]] = deque(maxlen=GIVEN_UP)
+        self.answer_count = 0
+        self.last_answer_at = asyncio.get_running_loop().time()
+        self.outstanding: dict[int, OutstandingCall] = {}
+        self._failed: deque[tuple[float, OutstandingCall]] = deque(maxlen=MAX_FAILED_CALLS)
         self._numbers = itertools.count()
         self._channels: Mapping[Lane, Channel] = {}
-        self._cause = _already("it is starting")
-        self._returns = True
-        self._changed = changed or Signal()
+        self._cause = _resolved("it is starting")
+        self._restarting = True
+        self._changed = changed or Wakeup()
 
     @property
     def name(self) -> str:
         return f"{self.service}{self.replica}.{self.rank}"
 
     @property
-    def lives(self) -> bool:
+    def alive(self) -> bool:
+        """Returns whether it takes calls."""
         for channel in self._channels.values():
             if channel.lost.is_set():
                 return False
         return bool(self._channels)
 
     @property
-    def gone(self) -> bool:
-        """Dead, and nobody starts it again."""
-        return not self.lives and not self._returns
+    def dead_for_good(self) -> bool:
+        """Returns whether it is dead and is not started again."""
+        return not self.alive and not self._restarting
 
     @property
-    def condition(self) -> str:
-        """One clause, for errors and the watchdog."""
-        why = self._cause.result() if self._cause.done() else "its link broke"
-        return f"{self.name} lives" if self.lives else f"{self.name} does not answer: {why}"
+    def status(self) -> str:
+        """One clause for errors and the watchdog."""
+        cause = self._cause.result() if self._cause.done() else "its connection broke"
+        return f"{self.name} is alive" if self.alive else f"{self.name} does not answer: {cause}"
 
     def connected(self, instance: str, channels: Mapping[Lane, Channel]) -> None:
-        """From now on calls go to this instance."""
-        self.instance, self._channels = instance, channels
+        """Sends calls to this instance from now on."""
+        self.instance = instance
+        self._channels = channels
         self._cause = asyncio.get_running_loop().create_future()
         self._changed.wake()
 
-    def lost(self, why: str, *, returns: bool) -> None:
-        """Nobody answers from now on; `returns`: another instance is being started."""
-        self._channels, self._returns = {}, returns
+    def lost(self, cause: str, *, restarting: bool) -> None:
+        """Fails calls from now on. restarting: whether another instance is being started."""
+        self._channels = {}
+        self._restarting = restarting
         if self._cause.done():
-            self._cause = _already(why)
+            self._cause = _resolved(cause)
         else:
-            self._cause.set_result(why)
+            self._cause.set_result(cause)
         self._changed.wake()
 
     async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
-        """Call this worker alone; deadline in seconds. Raises PeerLost when it does not live, or dies meanwhile."""
+        """Calls this worker alone; deadline in seconds. Raises PeerLost when it is dead or dies during the call."""
         instance, cause = self.instance, self._cause
-        with self._noted(spec, args):
+        with self._tracked(spec, args):
             try:
                 answer = await self._channel(spec.lane).call(spec.name, args, deadline)
             except PeerLost as lost:
-                told = await self._explained(lost, instance, cause)
-                raise told from told.__cause__
-        self._heard(spec)
+                explained = await self._explain(lost, instance, cause)
+                raise explained from explained.__cause__
+        self._note_answer(spec)
         return answer
 
     async def stream(self, spec: EndpointSpec, args: Arguments, deadline: float) -> AsyncIterator[Any]:
-        """Items of a call; closing the iterator cancels it in the worker."""
+        """Yields the items of a call; closing the iterator cancels the call in the worker."""
         instance, cause = self.instance, self._cause
-        with self._noted(spec, args):
+        with self._tracked(spec, args):
             try:
                 items = self._channel(spec.lane).stream(spec.name, args, deadline)
                 async with aclosing(cast(Any, items)):
                     async for item in items:
-                        self._heard(spec)
+                        self._note_answer(spec)
                         yield item
             except PeerLost as lost:
-                told = await self._explained(lost, instance, cause)
-                raise told from told.__cause__
+                explained = await self._explain(lost, instance, cause)
+                raise explained from explained.__cause__
 
-    def _heard(self, spec: EndpointSpec) -> None:
-        self.heard = asyncio.get_running_loop().time()
-        self.answers += spec.name != "health"
+    def _note_answer(self, spec: EndpointSpec) -> None:
+        self.last_answer_at = asyncio.get_running_loop().time()
+        self.answer_count += spec.name != "health"
 
     def _channel(self, lane: Lane) -> Channel:
-        if not self.lives:
-            raise PeerLost(self.condition)
+        if not self.alive:
+            raise PeerLost(self.status)
         return self._channels[lane]
 
     def groups_at(self, instance: str) -> list[int]:
-        """Groups that calls at this instance are about, those included that were just given up: who reads the rows of
-        a dying worker may fail, and end its call there, before the worker is known to be dead."""
+        """Returns the groups of calls outstanding at this instance and of calls that failed there a moment ago.
+
+        A call that reads rows of a dying worker may fail, and end calls there, before the death is known.
+        """
         recent = asyncio.get_running_loop().time() - 2 * DEATH_NOTICE
-        calls = [*self.outstanding.values(), *(call for ended, call in self._given_up if ended >= recent)]
+        calls = [*self.outstanding.values(), *(call for failed_at, call in self._failed if failed_at >= recent)]
         return [group for call in calls if call.instance == instance for group in call.groups]
 
     @contextmanager
-    def _noted(self, spec: EndpointSpec, args: Arguments) -> Iterator[None]:
+    def _tracked(self, spec: EndpointSpec, args: Arguments) -> Iterator[None]:
         number, now = next(self._numbers), asyncio.get_running_loop().time
-        self.outstanding[number] = Outstanding(spec.name, spec.lane, now(), self.instance, args)
+        self.outstanding[number] = OutstandingCall(spec.name, spec.lane, now(), self.instance, args)
         answered = False
         try:
             yield
@@ -166,47 +173,48 @@ class RemoteWorker:
         finally:
             call = self.outstanding.pop(number)
             if not answered:
-                self._given_up.append((now(), call))
+                self._failed.append((now(), call))
 
-    async def _explained(self, lost: PeerLost, instance: str, cause: asyncio.Future[str]) -> PeerLost:
-        """With the cause of the death, once that is known; `lost` itself where nobody died."""
-        if self.lives:
+    async def _explain(self, lost: PeerLost, instance: str, cause: asyncio.Future[str]) -> PeerLost:
+        """Returns the error with the cause of the death once that is known; `lost` itself when no worker died."""
+        if self.alive:
             return lost
         await asyncio.wait([cause], timeout=2 * DEATH_NOTICE)
         return PeerLost(f"{instance}: {cause.result()}") if cause.done() and instance else lost
 
 
-def _already(why: str) -> asyncio.Future[str]:
-    known: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    known.set_result(why)
-    return known
+def _resolved(cause: str) -> asyncio.Future[str]:
+    future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    future.set_result(cause)
+    return future
 
 
 class Replica:
-    """One copy of a service: a worker for each rank of its layout. It lives while all of them do."""
+    """One copy of a service, with a worker for each rank of its layout. load: calls that chose this replica."""
 
     def __init__(self, workers: Sequence[RemoteWorker]) -> None:
         self.workers = tuple(workers)
         self.load = 0
 
     @property
-    def lives(self) -> bool:
-        return all([worker.lives for worker in self.workers])
+    def alive(self) -> bool:
+        return all([worker.alive for worker in self.workers])
 
     def __enter__(self) -> None:
-        """Counts in `load` a call that chose this replica, from the choice on: others choose before it is sent."""
+        """Counts a call in `load` as soon as it chose this replica, because others choose before it is sent."""
         self.load += 1
 
     def __exit__(self, *_: object) -> None:
         self.load -= 1
 
 
-class Workers:
+class Replicas:
     """All workers of one service."""
 
     def __init__(self, service: str, replicas: int, layout: Layout) -> None:
-        self.service, self.layout = service, layout
-        self._changed = Signal()
+        self.service = service
+        self.layout = layout
+        self._changed = Wakeup()
         self.replicas = tuple(
             Replica([RemoteWorker(service, replica, rank, self._changed) for rank in range(layout.size)])
             for replica in range(replicas)
@@ -216,7 +224,7 @@ class Workers:
         return (worker for replica in self.replicas for worker in replica.workers)
 
     def replica_of(self, instance: str) -> Self:
-        """Only the replica that this instance works in. Raises PeerLost when it was replaced."""
+        """Returns these replicas reduced to the one of this instance. Raises PeerLost when it was replaced."""
         found = tuple(each for each in self.replicas if any(worker.instance == instance for worker in each.workers))
         if not found:
             raise PeerLost(f"{instance} is no worker of {self.service} any more")
@@ -228,39 +236,38 @@ class Workers:
         return self.replicas[replica].workers[rank]
 
     def groups_at(self, instance: str) -> list[int]:
-        """Groups that calls outstanding at this instance are about."""
+        """Returns the groups of calls outstanding at this instance; see RemoteWorker.groups_at."""
         return [group for worker in self for group in worker.groups_at(instance)]
 
-    async def living(self, until: float) -> list[Replica]:
-        """Replicas that live; waits for one that is being restarted.
+    async def wait_for_live(self, until: float) -> list[Replica]:
+        """Returns the live replicas; waits for a restart when there is none.
 
         Args:
             until: loop time of the deadline.
 
         Raises:
-            FleetFailed: all are dead for good. Not PeerLost: whoever may try again would do so for nothing until the
-                supervisor, which ends them first, gives the fleet up.
+            FleetFailed: no replica can come back. It is no PeerLost, which callers would retry until the supervisor
+                ends the run.
             DeadlineExceeded: none came back in time.
         """
-        if living := self._living():
-            return living
+        if live := self._live():
+            return live
         try:
             async with asyncio.timeout_at(until):
-                while not (living := self._living()):
-                    if all(any(worker.gone for worker in replica.workers) for replica in self.replicas):
-                        raise FleetFailed(self._conditions())
+                while not (live := self._live()):
+                    if all(any(worker.dead_for_good for worker in replica.workers) for replica in self.replicas):
+                        raise FleetFailed(self._dead_workers())
                     await self._changed.wait()
         except TimeoutError as error:
-            raise DeadlineExceeded(f"no worker of {self.service} came back in time: {self._conditions()}") from error
-        return living
+            raise DeadlineExceeded(f"no worker of {self.service} came back in time: {self._dead_workers()}") from error
+        return live
 
-    def _living(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.lives]
+    def _live(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.alive]
 
-    async def freest(self, until: float) -> Replica:
-        """The living replica that the fewest calls chose, the first of equals. Raises as `living`."""
-        living = self._living() or await self.living(until)
-        return living[0] if len(living) == 1 else min(living, key=lambda replica: replica.load)
+    async def least_loaded(self, until: float) -> Replica:
+        """Returns the first live replica that the fewest calls chose. Raises what `wait_for_live` raises."""
+        return min(await self.wait_for_live(until), key=lambda replica: replica.load)
 
-    def _conditions(self) -> str:
-        return "; ".join(worker.condition for worker in self if not worker.lives)
+    def _dead_workers(self) -> str:
+        return "; ".join(worker.status for worker in self if not worker.alive)

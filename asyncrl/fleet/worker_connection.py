@@ -1,27 +1,31 @@
-"""The controller's links to one instance of a worker: one for each lane, that break together."""
+"""The controller's connection to one instance of a worker: a client for each lane, which are lost together."""
 
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Self
 
-from asyncrl.launch import WorkerSpec
+from asyncrl.fleet.worker.worker_spec import WorkerSpec
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.wire import Wire
 from asyncrl.protocols.contracts import Lane
 from asyncrl.protocols.messages import Hello
-from asyncrl.wire.ends import Wire
-from asyncrl.wire.link import Link
 
 
-class Links:
-    """`async with links:` greets the instance, within `start_deadline` seconds: it may still be starting.
+class WorkerConnection:
+    """`async with connection:` greets the instance within `start_deadline` seconds, as it may still be starting.
 
-    Raises PeerLost, Refused, DeadlineExceeded from there.
+    lost: set when a client lost its connection, with the reason in `reason`.
+
+    Raises:
+        PeerLost, Refused, DeadlineExceeded: on entering.
     """
 
     def __init__(self, spec: WorkerSpec, wire: Wire, hello: Hello, start_deadline: float) -> None:
-        self.lost, self.reason = asyncio.Event(), ""
-        self.channels: Mapping[Lane, Link] = {
-            lane: Link(
+        self.lost = asyncio.Event()
+        self.reason = ""
+        self.channels: Mapping[Lane, Client] = {
+            lane: Client(
                 wire.connect(getattr(spec.addresses, lane.value)),
                 hello,
                 f"{spec.service}{spec.replica}[{spec.rank}]",
@@ -38,27 +42,27 @@ class Links:
         await self._tasks.__aenter__()
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.__aexit__)
-            for link in self.channels.values():
-                await link.open(self._tasks, self._start_deadline)
-                self._watches.append(self._tasks.create_task(self._watch(link), name=f"watch of {link.peer}"))
+            for client in self.channels.values():
+                await client.open(self._tasks, self._start_deadline)
+                self._watches.append(self._tasks.create_task(self._watch(client), name=f"watch of {client.peer}"))
             undo.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for watch in self._watches:
             watch.cancel()
-        for link in self.channels.values():
-            link.close()
+        for client in self.channels.values():
+            client.close()
         await self._tasks.__aexit__(None, None, None)
 
-    async def _watch(self, link: Link) -> None:
-        await link.lost.wait()
-        self.fail(link.reason)
+    async def _watch(self, client: Client) -> None:
+        await client.lost.wait()
+        self.fail(client.reason)
 
     def fail(self, reason: str) -> None:
-        """Every outstanding call on either lane raises PeerLost now."""
+        """Makes every outstanding call on all lanes raise PeerLost now."""
         if not self.lost.is_set():
             self.reason = reason
             self.lost.set()
-        for link in self.channels.values():
-            link.fail(reason)
+        for client in self.channels.values():
+            client.fail(reason)

@@ -1,6 +1,7 @@
 """Named shared memory: files on /dev/shm that one process makes and others map.
 
-Not multiprocessing.shared_memory: its resource tracker unlinks what other processes still use (python/cpython#82300).
+multiprocessing.shared_memory would not do: its resource tracker unlinks what other processes still use
+(python/cpython#82300).
 """
 
 import mmap
@@ -17,25 +18,25 @@ from numpy.typing import DTypeLike, NDArray
 from asyncrl.errors import ArenaFull
 
 SHARED_MEMORY = Path("/dev/shm")
-_OWN = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-"""With its pages mapped at once where the kernel can: whoever writes first would pay five times the copy for them."""
+_OWNER_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+"""The owner maps all pages at once where the kernel can; else the first write of a page costs five times a copy."""
 
-COPY_ALONE = 8 * 2**20
-"""Bytes that are copied faster than another thread is woken up, with room to spare."""
+TWO_THREAD_BYTES = 8 * 2**20
+"""Size from which copying in two threads pays: less is copied faster than another thread wakes up."""
 
 COPY_DEADLINE = 60.0
-"""Seconds for a half; it takes milliseconds."""
+"""Seconds for one half, which takes milliseconds."""
 
 _copier = ThreadPoolExecutor(1, thread_name_prefix="copier")
-"""Starts its thread with its first work."""
+"""Starts its thread at its first use."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-def segment_name(run: str, epoch: int, instance: str, kind: str) -> str:
-    """`asyncrl-<run>-<epoch>-<instance>.<kind>`: whose it is, so that it can be swept when its owner is gone."""
+def segment_name(run: str, incarnation: int, instance: str, kind: str) -> str:
+    """Returns `asyncrl-<run>-<incarnation>-<instance>.<kind>`, by which it is unlinked when its owner is gone."""
     assert run.isalnum(), f"a run is named by letters and digits, not {run!r}"
-    return _checked(f"asyncrl-{run}-{epoch}-{instance}.{kind}")
+    return _checked(f"asyncrl-{run}-{incarnation}-{instance}.{kind}")
 
 
 def _checked(name: str) -> str:
@@ -48,17 +49,18 @@ class Segment:
     """A mapped file of fixed size. Views of it must be gone before `close` gives the memory back."""
 
     def __init__(self, path: Path, descriptor: int, size: int, writable: bool) -> None:
-        self.path, self.size = path, size
+        self.path = path
+        self.size = size
         self._descriptor = descriptor
         protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        self._map = mmap.mmap(descriptor, size, _OWN if writable else mmap.MAP_SHARED, protection)
+        self._map = mmap.mmap(descriptor, size, _OWNER_FLAGS if writable else mmap.MAP_SHARED, protection)
 
     @classmethod
     def create(cls, name: str, size: int, directory: Path = SHARED_MEMORY) -> Self:
-        """A new segment of `size` bytes, readable by this user only, writable here.
+        """Makes a segment of `size` bytes, readable by this user only, writable here.
 
-        All its memory is taken at once: later there would be no error but a SIGBUS. Raises ArenaFull when there is not
-        enough, FileExistsError when the name is taken.
+        All its memory is allocated at once, because a lack of memory later is a SIGBUS. Raises ArenaFull when there is
+        too little, FileExistsError when the name exists.
         """
         path = directory / _checked(name)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -75,7 +77,7 @@ class Segment:
 
     @classmethod
     def open(cls, name: str, *, directory: Path = SHARED_MEMORY) -> Self:
-        """Map what another process made, to be read. Raises FileNotFoundError when it is gone."""
+        """Maps the segment of another process, read-only. Raises FileNotFoundError when it is gone."""
         path = directory / _checked(name)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -90,7 +92,7 @@ class Segment:
 
     @property
     def unlinked(self) -> bool:
-        """Whether its name is gone: the owner has closed it, or died and was swept."""
+        """Returns whether its name is gone: the owner has closed it, or died and was cleaned up."""
         return os.fstat(self._descriptor).st_nlink == 0
 
     @property
@@ -98,11 +100,11 @@ class Segment:
         return memoryview(self._map)
 
     def array(self, offset: int, dtype: DTypeLike, count: int) -> NDArray[Any]:
-        """A view of `count` values from byte `offset`. Raises ValueError outside the segment."""
+        """Returns a view of `count` values from byte `offset`. Raises ValueError outside the segment."""
         return np.frombuffer(self._map, dtype, count, offset)
 
     def close(self) -> None:
-        """Unmap. Memory that somebody still views stays mapped until the last view is gone."""
+        """Unmaps the segment; memory with views stays mapped until the last one is gone."""
         if self._descriptor < 0:
             return
         os.close(self._descriptor)
@@ -113,7 +115,7 @@ class Segment:
             return
 
     def unlink(self) -> None:
-        """Remove the name; who has it mapped keeps the memory."""
+        """Removes the name; processes that have it mapped keep the memory."""
         self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -125,8 +127,8 @@ class Segment:
         self.close()
 
 
-def copy_by_two(target: NDArray[Any], source: NDArray[Any]) -> None:
-    """Copy a long one-dimensional array, half of it in another thread: one core does not fill the memory's bus."""
+def copy_in_two_threads(target: NDArray[Any], source: NDArray[Any]) -> None:
+    """Copies a long one-dimensional array, half of it in another thread, as one core cannot use all bandwidth."""
     half = len(source) // 2
     other = _copier.submit(np.copyto, target[:half], source[:half])
     try:
@@ -140,14 +142,14 @@ def free_bytes(directory: Path = SHARED_MEMORY) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def sweep(run: str, directory: Path = SHARED_MEMORY) -> list[str]:
-    """Unlink what this start of a run left; returns the names."""
+def unlink_run_segments(run: str, directory: Path = SHARED_MEMORY) -> list[str]:
+    """Unlinks the segments of this start of a run; returns their names."""
     return _unlink(directory, re.compile(rf"asyncrl-{re.escape(run)}-\d+-.*"))
 
 
-def sweep_instance(run: str, epoch: int, instance: str, directory: Path = SHARED_MEMORY) -> list[str]:
-    """Unlink what a dead worker left; returns the names."""
-    return _unlink(directory, re.compile(rf"asyncrl-{re.escape(run)}-{epoch}-{re.escape(instance)}\.[^.]*"))
+def unlink_instance_segments(run: str, incarnation: int, instance: str, directory: Path = SHARED_MEMORY) -> list[str]:
+    """Unlinks the segments of a dead worker; returns their names."""
+    return _unlink(directory, re.compile(rf"asyncrl-{re.escape(run)}-{incarnation}-{re.escape(instance)}\.[^.]*"))
 
 
 def _unlink(directory: Path, pattern: re.Pattern[str]) -> list[str]:

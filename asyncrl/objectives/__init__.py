@@ -1,1 +1,1 @@
-"""Advantages, losses, corrections and KL: pure functions, each with the source of its formula."""
+"""The formulas of reinforcement learning as pure functions, each with its source."""

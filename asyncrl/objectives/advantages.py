@@ -1,4 +1,4 @@
-"""Advantages of the samples of one training batch, in float64, computed once at the cut."""
+"""Advantage estimators for the samples of one training batch; computed in float64, once, when the batch is cut."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 STD_EPSILON = 1e-4
-"""Added to the standard deviation; the value that TRL divides by too, so that curves can be compared."""
+"""Added to the standard deviation. TRL uses the same value, so that learning curves can be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardedCut:
-    """Members of one group that train together, and every reward known of that group.
+    """Holds the members of one group that train together and every known reward of the group.
 
-    members: rising; rewards: by member, of these members and of others in the baseline. tokens: sampled by each of
-    these members, 0 of one that is left out of the loss. greedy: reward of the greedy answer, where there is one.
+    members: in rising order. rewards: by member; includes members that only enter the baseline. tokens: number of
+    sampled tokens by member, 0 for a member that is left out of the loss. greedy: reward of the greedy answer, if the
+    algorithm samples one.
     """
 
     group: int
@@ -29,16 +30,17 @@ class RewardedCut:
 
 
 Advantages: TypeAlias = Callable[[Sequence[RewardedCut], int], list[list[float]]]
-"""(cuts of one batch, version it trains) -> for each cut the advantages of its members, in their order."""
+"""An estimator: maps the cuts of one batch and the version that they train to one list of advantages per cut, in the
+order of the members."""
 
 
 def group_advantages(rewards: Floats, *, normalize_std: bool = False) -> Floats:
-    """A_i = r_i - mean(R), and divided by std(R) + 1e-4 on request; equal rewards give exactly 0.
+    """Computes A_i = r_i - mean(R), optionally divided by std(R) + 1e-4; equal rewards give exactly 0.
 
     Args:
         rewards: float64 [R], R >= 2, all finite: every known reward of one group.
-        normalize_std: divide by the standard deviation (ddof 1), as in DeepSeekMath (arXiv 2402.03300, section 4.1);
-            without it the estimator is that of Dr. GRPO (arXiv 2503.20783, section 3.2).
+        normalize_std: divide by the standard deviation (ddof 1), as in DeepSeekMath (arXiv 2402.03300, section 4.1).
+            Without the division the estimator is that of Dr. GRPO (arXiv 2503.20783, section 3.2).
 
     Raises:
         ValueError: fewer than two rewards, or one that is not finite.
@@ -52,26 +54,29 @@ def group_advantages(rewards: Floats, *, normalize_std: bool = False) -> Floats:
 
 
 def leave_one_out_advantages(rewards: Floats) -> Floats:
-    """A_i = r_i - mean of the other rewards of the group; equal rewards give exactly 0.
+    """Computes A_i = r_i - mean of the other rewards of the group; equal rewards give exactly 0.
 
-    RLOO (arXiv 2402.14740, REINFORCE leave-one-out). rewards: as for `group_advantages`, which raises alike.
+    Source: RLOO (arXiv 2402.14740, REINFORCE leave-one-out). Takes and raises what `group_advantages` does.
     """
     return group_advantages(rewards) * (len(rewards) / (len(rewards) - 1))
 
 
 def batch_advantages(values: Floats, tokens: Floats) -> Floats:
-    """(v_i - mean) / (std + 1e-4) over all tokens of the batch, each with the value of its sample.
+    """Computes (v_i - mean) / (std + 1e-4), where mean and std run over all tokens of the batch.
 
-    REINFORCE++ (arXiv 2501.03262, global advantage normalization): the statistics of the global batch in place of a
-    group's. Every token of a sample has the same value, so a sample counts as often as it has tokens, in the mean and
-    in the variance, which is divided by the number of tokens less one. Equal values give exactly 0.
+    Source: REINFORCE++ (arXiv 2501.03262, global advantage normalization), which uses the statistics of the global
+    batch instead of the group's. All tokens of a sample have the value of the sample, so a sample counts once per
+    token; the variance is divided by the number of tokens minus one. Equal values give exactly 0.
 
     Args:
-        values: float64 [samples], finite: rewards, or rewards less the mean of their group.
-        tokens: float64 [samples]: sampled tokens of each; with 0 a sample is in no statistic.
+        values: float64 [samples], finite: rewards, or rewards minus the mean of their group.
+        tokens: float64 [samples]: number of sampled tokens; a sample with 0 tokens is excluded from mean and std.
+
+    Raises:
+        ValueError: a value is not finite.
     """
     if not np.all(np.isfinite(values)):
-        raise ValueError(f"rewards of a batch are finite, not {values.tolist()}")
+        raise ValueError(f"the rewards of a batch must be finite, not {values.tolist()}")
     counted = values[tokens > 0]
     if not len(counted) or counted.max() == counted.min():
         return np.zeros_like(values)
@@ -88,7 +93,7 @@ def _check_group(rewards: Floats) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GroupBaseline:
-    """Each sample against the mean of its group."""
+    """Compares each sample with the mean of its group."""
 
     normalize_std: bool = False
 
@@ -98,7 +103,7 @@ class GroupBaseline:
 
 @dataclass(frozen=True, slots=True)
 class LeaveOneOut:
-    """Each sample against the mean of its siblings."""
+    """Compares each sample with the mean of the other samples of its group."""
 
     def __call__(self, cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
         return [_of_group(cut, leave_one_out_advantages) for cut in cuts]
@@ -113,20 +118,20 @@ def _of_group(cut: RewardedCut, estimate: Callable[[Floats], Floats]) -> list[fl
 
 @dataclass(frozen=True, slots=True)
 class GreedyBaseline:
-    """A_i = r_i - r(greedy answer of the same prompt): ReMax (arXiv 2310.10505, section 4, algorithm 1)."""
+    """Computes A_i = r_i - r(greedy answer to the same prompt). Source: ReMax (arXiv 2310.10505, algorithm 1)."""
 
     def __call__(self, cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
         return [[cut.rewards[member] - _greedy(cut) for member in cut.members] for cut in cuts]
 
 
 def _greedy(cut: RewardedCut) -> float:
-    assert cut.greedy is not None, f"the gate cuts group {cut.group} once its greedy answer has a reward"
+    assert cut.greedy is not None, f"group {cut.group} was cut before its greedy answer had a reward"
     return cut.greedy
 
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """Each sample's own reward: with a critic, advantages of tokens are made of it where their rows are (`gae.py`)."""
+    """Passes the rewards on; with a critic the trainer computes token advantages from them (`gae.py`)."""
 
     def __call__(self, cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
         return [[cut.rewards[member] for member in cut.members] for cut in cuts]
@@ -134,9 +139,9 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True)
 class BatchNormalized:
-    """Rewards, or what `first` makes of them, against mean and standard deviation of the samples that train together.
+    """Normalizes rewards, or the advantages of `first`, by mean and standard deviation over the whole batch.
 
-    With GroupBaseline first it is the variant of the paper that is called REINFORCE++-baseline.
+    With `first = GroupBaseline()` this is REINFORCE++-baseline (arXiv 2501.03262).
     """
 
     first: Advantages | None = None
@@ -150,9 +155,9 @@ class BatchNormalized:
 
 @dataclass(frozen=True, slots=True)
 class Shuffled:
-    """A control that must not learn: the same advantages, permuted over all samples of the batch.
+    """Permutes the advantages of `estimate` over the batch: a control experiment that must not learn.
 
-    The permutation depends on seed and version only.
+    The permutation depends only on seed and version.
     """
 
     estimate: Advantages
@@ -164,6 +169,6 @@ class Shuffled:
 
 
 def _split(values: Floats, cuts: Sequence[RewardedCut]) -> list[list[float]]:
-    """Values of all samples, one list a cut."""
+    """Splits the values of all samples into one list per cut."""
     flat = iter(values.tolist())
     return [[next(flat) for _ in cut.members] for cut in cuts]

@@ -1,9 +1,9 @@
-"""Estimators of KL(policy || reference) from the sampled tokens, each where it is right.
+"""Estimators of KL(policy || reference) from sampled tokens, and the coefficient of a KL loss.
 
 With d = log policy - log reference of the sampled token (J. Schulman, "Approximating KL divergence", 2020):
-k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. What counts is the gradient (arXiv 2510.01555, 2512.21852):
-k1 differentiated as a loss has zero expected gradient, so it only works as part of the reward; k2 as a loss
-has the gradient of the KL itself for samples of the current policy; k3 as a loss approximates it with a bias.
+k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Their gradients differ (arXiv 2510.01555,
+2512.21852): k1 as a loss has zero expected gradient, so it is used only inside the reward; k2 as a loss has the
+gradient of the KL for samples of the current policy; k3 as a loss approximates that gradient with a bias.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from torch import Tensor
 KlEstimator = Literal["k1", "k2", "k3"]
 
 FAR = 20.0
-"""Nats by which k3 takes the reference to be above the policy at most: exp(FAR) is 5e8, and float32 ends at exp(88)."""
+"""Largest exponent of k3, in nats: exp(FAR) is 5e8, while float32 overflows at exp(88)."""
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> Tensor:
-    """k1, k2 or k3 of each token; logprobs, reference and the result: [tokens]. k3's exponent is held under FAR."""
+    """Computes k1, k2 or k3 per token; all tensors are [tokens]. The exponent of k3 is clamped to FAR."""
     difference = logprobs - reference
     if estimator == "k1":
         return difference
@@ -30,21 +30,21 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> 
 
 
 def kl_loss(logprobs: Tensor, reference: Tensor, estimator: KlEstimator, weight: Tensor) -> Tensor:
-    """KL loss of each token, times the detached weight that the policy's own term carries.
+    """Computes the KL loss of each token, multiplied by the detached weight of the policy loss.
 
-    weight: [tokens], 1 for samples of the current policy; older samples need it like the policy term does,
-    or the gradient is that of a KL under the sampler's distribution. k1 is refused by the configuration.
+    weight: [tokens], 1 for samples of the current policy. Without the weight, older samples would give the gradient of
+    a KL under the sampler's distribution. The config refuses k1 as a loss.
     """
     assert estimator != "k1", "k1 as a loss has zero expected gradient"
     return weight.detach() * kl_estimate(logprobs, reference, estimator)
 
 
 def kl_to_go(logprobs: NDArray[np.float32], reference: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The sum of k1 from each token of an answer to its last: float64 [tokens].
+    """Sums k1 from each token of an answer to its last token; float64 [tokens].
 
-    With KL in the reward a token's advantage is A - beta x this, as in REINFORCE++ (arXiv 2501.03262): what a token
-    does to the KL of later ones is its own doing. The expected gradient is that of the KL of whole answers, which a
-    token's own k1 misses. logprobs: of the policy that sampled, so that the penalty is known for good, as any reward.
+    With the KL in the reward a token's advantage is A - beta x this sum (REINFORCE++, arXiv 2501.03262), because a
+    token also changes the KL of the tokens after it. The expected gradient is then that of the KL of whole answers;
+    k1 of the single token would miss part of it. logprobs: of the policy that sampled, so the penalty is constant.
     """
     k1 = logprobs.astype(np.float64) - reference
     return np.cumsum(k1[::-1])[::-1].copy()
@@ -52,21 +52,21 @@ def kl_to_go(logprobs: NDArray[np.float32], reference: NDArray[np.float32]) -> N
 
 PROPORTIONAL_ERROR = 0.2
 GAIN = 0.1
-"""Both as in the paper."""
+"""Both values are those of the paper, see KlCoefficient.update."""
 
 
 @dataclass(slots=True)
 class KlCoefficient:
-    """The factor of the KL term, fixed or held by a controller. target: nats per token, None for a fixed one."""
+    """Holds the coefficient of the KL loss. target: KL to hold, in nats per token; None keeps the value fixed."""
 
     value: float
     target: float | None = None
 
     def update(self, measured: float) -> None:
-        """After a training iteration in which the mean KL per token was `measured`.
+        """Adapts the coefficient after a training iteration whose mean KL per token was `measured`.
 
         beta <- beta (1 + 0.1 clip(measured / target - 1, -0.2, 0.2)): the log-space proportional controller of Ziegler
-        et al. (arXiv 1909.08593, section 2.2), whose KL is that of a whole answer.
+        et al. (arXiv 1909.08593, section 2.2), who measure the KL of whole answers.
         """
         if self.target is not None:
             error = min(PROPORTIONAL_ERROR, max(-PROPORTIONAL_ERROR, measured / self.target - 1))

@@ -1,4 +1,4 @@
-"""Costs under a limit: one advantage of reward and cost, and the multiplier between them (arXiv 2310.12773)."""
+"""Rewards under a cost limit: the combined advantage and its Lagrange multiplier (Safe RLHF, arXiv 2310.12773)."""
 
 import math
 from dataclasses import dataclass
@@ -10,23 +10,25 @@ Floats = NDArray[np.float64]
 
 
 def constrained_advantages(reward: Floats, cost: Floats, multiplier: float) -> Floats:
-    """(A_reward - lambda A_cost) / (1 + lambda), token by token: what the gradient of appendix B weighs a token with.
+    """Computes (A_reward - lambda A_cost) / (1 + lambda) per token, the token weight in the gradient of appendix B.
 
-    The paper clips the ratio in a term of rewards and in one of costs; clipped with the advantage of both together, as
-    in its authors' program, a token's ratio is held where moving it further would serve the two of them.
+    The paper clips the ratio in one term for rewards and in another for costs. As in the authors' program, the combined
+    advantage is clipped once.
     """
     combined: Floats = (reward - multiplier * cost) / (1.0 + multiplier)
     return combined
 
 
 SMALLEST = 1e-8
-"""Of a multiplier: costs far below their limit would make it 0 otherwise, which has no logarithm."""
+"""Lower bound of the multiplier, which is updated in log space; costs far below the limit would drive it to 0."""
 
 
 @dataclass(slots=True)
 class Multiplier:
-    """lambda: what a unit of cost is worth in units of reward. rate: step size of its logarithm. limit: of the mean
-    cost of an answer. largest: where it stops rising."""
+    """Holds lambda, the price of one unit of cost in units of reward.
+
+    rate: step size of ln lambda. limit: allowed mean cost of an answer. largest: upper bound of lambda.
+    """
 
     value: float
     rate: float
@@ -34,10 +36,10 @@ class Multiplier:
     largest: float
 
     def update(self, mean_cost: float) -> None:
-        """After a training iteration on answers of this mean cost.
+        """Moves the multiplier after a training iteration on answers of this mean cost.
 
-        ln lambda <- ln lambda + rate x lambda x (mean cost - limit): gradient ascent on the logarithm, which keeps
-        lambda over 0 (equation 31, where the limit is part of J_C).
+        ln lambda <- ln lambda + rate x lambda x (mean cost - limit): gradient ascent in log space, which keeps lambda
+        positive (eq. 31, where J_C contains the limit).
         """
         log = math.log(self.value) + self.rate * self.value * (mean_cost - self.limit)
         self.value = math.exp(max(math.log(SMALLEST), min(log, math.log(self.largest))))

@@ -1,9 +1,9 @@
 """M2PO's trust region (arXiv 2510.01161): a bound on the second moment of the log ratios of a whole update.
 
-Only tokens that the update would push further from the sampler can be left out: ratio above 1 with a positive
-advantage, below 1 with a negative one. Of these the largest squared log ratios go, until the mean of the others is
-within the budget. The authors' program caps the squares in that mean where the paper leaves them out, and so keeps
-fewer tokens.
+Only tokens that the update would push further from the policy that sampled can be left out: a ratio above 1 with a
+positive advantage, or below 1 with a negative one. Among these, the tokens with the largest squared log ratios are left
+out until the mean of the remaining squares is within the budget. The authors' program caps the squares in that mean
+where the paper leaves them out, and therefore keeps fewer tokens.
 """
 
 from collections.abc import Callable
@@ -12,22 +12,23 @@ import torch
 from torch import Tensor
 
 Reduce = Callable[[Tensor], Tensor]
-"""Element-wise over all ranks."""
+"""An element-wise reduction over all ranks."""
 
 HALVINGS = 60
-"""Of the interval that holds the bound: more than float64 can tell apart."""
+"""Bisection steps: 60 halvings reach the resolution of float64."""
 
 
 def pushed_away(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """bool [tokens]: tokens that the update moves further from the policy that sampled them."""
+    """Returns which tokens the update moves further from the policy that sampled them, bool [tokens]."""
     return log_ratio * advantages > 0
 
 
 def second_moment_bound(squares: Tensor, budget: float, total: Reduce, largest: Reduce) -> float:
-    """The bound up to which squared log ratios are kept, so that their mean is at most `budget`.
+    """Returns the bound up to which squared log ratios are kept, so that their mean is at most `budget`.
 
-    squares: float64 [n], those of the tokens `pushed_away` on this rank. Found by halving, so that ranks exchange two
-    numbers a turn; answers midway between the largest that is kept and the smallest that is not, infinity when all are.
+    squares: float64 [n], of the tokens `pushed_away` on this rank. total, largest: sum and maximum over all ranks. The
+    bound is found by bisection, in which ranks exchange two numbers per step. It lies midway between the largest kept
+    and the smallest dropped square, and is infinity when all are kept.
     """
 
     def fits(bound: float) -> bool:
@@ -47,6 +48,6 @@ def second_moment_bound(squares: Tensor, budget: float, total: Reduce, largest: 
 
 
 def _peak(values: Tensor, largest: Reduce, none: float = 0.0) -> float:
-    """The largest on any rank."""
+    """Returns the largest value on any rank."""
     own = float(values.max()) if len(values) else none
     return float(largest(torch.tensor([own], dtype=torch.float64)).item())

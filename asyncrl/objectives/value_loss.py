@@ -1,4 +1,4 @@
-"""The critic's loss: terms of the tokens, and where a bound holds them. Pure functions on flat tensors [tokens]."""
+"""The critic's value loss and explained variance: pure functions on flat tensors [tokens]."""
 
 from dataclasses import dataclass
 
@@ -6,34 +6,37 @@ import torch
 from torch import Tensor
 
 SAME = 1e-12
-"""Variance that rounding leaves of equal returns."""
+"""Returns with a smaller variance count as equal; rounding leaves about this much."""
 
 
 @dataclass(frozen=True, slots=True)
-class ValueLosses:
-    """terms: to be minimized, with gradient [tokens]. held: bool [tokens], where the clipped value was further off."""
+class ValueLoss:
+    """Holds the value loss per token, [tokens].
+
+    terms: values to minimize, with gradient. clipped: bool, where the clipped value was further from the return.
+    """
 
     terms: Tensor
-    held: Tensor
+    clipped: Tensor
 
 
-def value_loss(values: Tensor, judged: Tensor, returns: Tensor, clip: float) -> ValueLosses:
-    """1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2); clip 0: 1/2 (V - R)^2.
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> ValueLoss:
+    """Computes 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2); with clip 0 1/2 (V - R)^2.
 
-    The squared error of PPO (arXiv 1707.06347, eq. 9). Half of it, and the clip around the value that the returns were
-    made with, are not in the paper but in OpenAI's program (`baselines`, ppo2), and in those that followed it.
-    values: with gradient. judged: V_old. returns: R, the advantages made with V_old, added to it.
+    Source: the squared error of PPO (arXiv 1707.06347, eq. 9). The factor 1/2 and the clip around the old value come
+    from OpenAI's program (`baselines`, ppo2).
+    values: V, with gradient. old: V_old, the values that the advantages were computed with. returns: R = A + V_old.
     """
     errors = (values - returns).square()
     if clip == 0:
-        return ValueLosses(errors / 2, torch.zeros_like(returns, dtype=torch.bool))
-    clipped = (torch.clamp(values, judged - clip, judged + clip) - returns).square()
-    return ValueLosses(torch.maximum(errors, clipped) / 2, clipped > errors)
+        return ValueLoss(errors / 2, torch.zeros_like(returns, dtype=torch.bool))
+    clipped = (torch.clamp(values, old - clip, old + clip) - returns).square()
+    return ValueLoss(torch.maximum(errors, clipped) / 2, clipped > errors)
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of some numbers: how many, their sum, the sum of their squares."""
+    """Holds count, sum and sum of squares of some numbers."""
 
     count: float
     total: float
@@ -45,5 +48,5 @@ class Moments:
 
 
 def explained_variance(returns: Moments, errors: Moments) -> float:
-    """1 - Var(R - V) / Var(R); 0 when all returns are equal. errors: R - V."""
+    """Computes 1 - Var(R - V) / Var(R), and 0 when all returns are equal. errors: moments of R - V."""
     return 1.0 - errors.variance / returns.variance if returns.variance > SAME else 0.0

@@ -1,25 +1,25 @@
-"""Reward functions written for other libraries, used as they are."""
+"""Adapts reward functions that were written for other libraries."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from asyncrl.config.user_code import name_of, suggestion
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.names import name_of, suggestion
 from asyncrl.rewards.sample import Function, Sample
 
 Parameters = Mapping[str, inspect.Parameter]
 
 NOT_PASSED = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL passes beside prompts, completions and columns, and only its own trainer has."""
+"""Arguments that TRL passes besides prompts, completions and columns, and that only its own trainer has."""
 
 
 def from_trl(function: Callable[..., Any]) -> Function:
-    """A reward function of TRL's GRPOTrainer: `f(prompts, completions, **columns) -> list of float or None`.
+    """Adapts a reward function of TRL's GRPOTrainer: `f(prompts, completions, **columns) -> list of float or None`.
 
     Completions are text, or one assistant message each where prompts are messages, as TRL passes them. Columns are
-    lists with a value for each sample. What else TRL passes, NOT_PASSED, is left to the function's defaults. Serves
-    single samples and, with `group = true`, whole groups.
+    lists with a value for each sample. The arguments NOT_PASSED keep their defaults. The result
+    scores single samples and, with `group = true`, whole groups.
 
     Raises:
         ConfigError: it cannot be called without something that is not passed.
@@ -34,9 +34,9 @@ def from_trl(function: Callable[..., Any]) -> Function:
 
 
 def from_verl(function: Callable[..., Any]) -> Function:
-    """A reward function of verl: `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
+    """Adapts a reward function of verl: `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
 
-    Rows have verl's columns. Of a dict only `score` counts, as in verl. Serves single samples.
+    Rows have verl's columns. Of a dict only `score` counts, as in verl. The result scores single samples.
     """
     return _serving_both(function, lambda samples: function(**_verl_arguments(samples)), _verl_values)
 
@@ -44,7 +44,7 @@ def from_verl(function: Callable[..., Any]) -> Function:
 def _serving_both(
     function: Callable[..., Any], call: Callable[[list[Sample]], Any], values: Callable[[Any], list[Any]]
 ) -> Function:
-    """A function of one sample or a group; a coroutine function exactly if `function` is one."""
+    """Makes a function of one sample or a group; it is a coroutine function exactly if `function` is one."""
 
     def answer(samples: Sample | list[Sample], result: Any) -> Any:
         found = values(result)
@@ -93,7 +93,7 @@ def _accepted(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, An
 
 
 def _needed(parameters: Parameters) -> list[str]:
-    """Those that have no default."""
+    """Returns the parameters without defaults."""
     return [
         name
         for name, parameter in parameters.items()

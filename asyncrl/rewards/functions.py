@@ -1,4 +1,4 @@
-"""From `reward.functions` or `cost.functions` of a config to callables."""
+"""Makes callables from `reward.functions` or `cost.functions` of a config."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -6,28 +6,32 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from asyncrl.config.problems import Problem
+from asyncrl.config.user_code import name_of, resolve, suggestion
+from asyncrl.config.user_source_scan import ONE_ARGUMENT, signature_problem, source_problem
 from asyncrl.errors import ConfigError
-from asyncrl.names import name_of, resolve, suggestion
 from asyncrl.rewards.adapters import from_trl, from_verl
 from asyncrl.rewards.sample import Function
 from asyncrl.rewards.templates import TEMPLATES
-from asyncrl.source_names import ONE_ARGUMENT, mistake_in, signature_mistake
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config, Reward  # not at run time: children do without pydantic
+    from asyncrl.config.schema import Config, RewardConfig  # not at run time: children do without pydantic
 
-Judge = Literal["reward", "cost"]
-"""The services that score samples, and the sections of the config that say how."""
+Scorer = Literal["reward", "cost"]
+"""The services that score samples. Each has a section of the config with its name."""
 
 MODEL_TERM = "model"
-"""Name of the term that `reward.model` or `cost.model` gives."""
+"""Name of the reward term of `reward.model` or `cost.model`."""
 
 ADAPTERS: dict[str, Callable[[Callable[..., Any]], Function]] = {"trl": from_trl, "verl": from_verl}
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionSpec:
-    """One entry of `reward.functions`; name: of its term in metrics and samples. key: where it is written."""
+    """One entry of `reward.functions` or `cost.functions`.
+
+    name: name of its term in metrics and samples. key: config key that has the entry.
+    """
 
     use: str
     name: str
@@ -40,13 +44,13 @@ class FunctionSpec:
         return asdict(self)
 
 
-def section_of(config: "Config", service: Judge) -> "Reward":
-    """What it judges by."""
+def section_of(config: "Config", service: Scorer) -> "RewardConfig":
+    """Returns the section of the config that a scoring service reads."""
     return config.cost if service == "cost" else config.reward
 
 
-def function_specs(config: "Config", service: Judge = "reward") -> list[FunctionSpec]:
-    """Of all functions of a section; of rewards also the one that `algorithm.overlong` asks for.
+def function_specs(config: "Config", service: Scorer = "reward") -> list[FunctionSpec]:
+    """Returns the specs of all functions of a section, for rewards with the function of `algorithm.overlong`.
 
     Raises:
         ConfigError: there are neither functions nor a model, or two of one name.
@@ -65,38 +69,44 @@ def function_specs(config: "Config", service: Judge = "reward") -> list[Function
 
 
 def overlong_specs(config: "Config") -> list[FunctionSpec]:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), when it is asked for."""
+    """Returns DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), if `algorithm.overlong` is over 0."""
     share, longest = config.algorithm.overlong, config.generation.max_new_tokens
     slack = max(1, round(share * longest))
     return [FunctionSpec("length", "overlong", options={"maximum": longest, "slack": slack})] if share else []
 
 
-def check_functions(config: "Config", service: Judge = "reward") -> list[str]:
-    """The mistakes in the functions of a section that can be known before any of the user's code runs; none in those of
-    costs where the algorithm has none."""
+def function_problems(config: "Config", service: Scorer = "reward") -> list[Problem]:
+    """Returns the problems of a section's functions that are known before any of the user's code runs.
+
+    Functions of costs are ignored when the algorithm has no costs.
+    """
     if service == "cost" and config.algorithm.constraint == "none":
         return []
     try:
         specs = function_specs(config, service)
     except ConfigError as error:
-        return [str(error)]
-    return [mistake for spec in specs if (mistake := _mistake(spec)) is not None]
+        return [_as_problem(error, f"{service}.functions")]
+    return [problem for spec in specs if (problem := _problem(spec)) is not None]
 
 
-def _mistake(spec: FunctionSpec) -> str | None:
+def _problem(spec: FunctionSpec) -> Problem | None:
     if ":" in spec.use:
         adapter, name = _split(spec.use)
-        mistake = mistake_in(name, spec.key)
-        return mistake if mistake or adapter else signature_mistake(name, spec.options, spec.key)
+        problem = source_problem(name, spec.key)
+        return problem if problem or adapter else signature_problem(name, spec.options, spec.key)
     try:
         _from_template(spec)
     except ConfigError as error:
-        return str(error)
+        return _as_problem(error, spec.key)
     return None
 
 
+def _as_problem(error: ConfigError, key: str) -> Problem:
+    return Problem(key, "", str(error).removeprefix(f"{key}: "))
+
+
 def load(spec: FunctionSpec) -> Function:
-    """The function itself, options applied.
+    """Loads a function and binds its options.
 
     Raises:
         ConfigError: there is no such function, or it does not take these options.
@@ -112,7 +122,7 @@ def load(spec: FunctionSpec) -> Function:
 
 
 def taking_one(function: Function) -> Function:
-    """The same function. Raises ConfigError when it cannot be called with one argument, a Sample or a list of them."""
+    """Returns `function`; raises ConfigError when it cannot be called with one argument, a Sample or a list of them."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # written in C: it may take anything
@@ -125,13 +135,13 @@ def taking_one(function: Function) -> Function:
 
 
 def is_concurrent(function: Function) -> bool:
-    """Whether many calls may run at once: coroutine functions wait, plain ones compute."""
+    """Returns whether many calls may run at once: coroutine functions wait, plain functions compute."""
     target = function.func if isinstance(function, partial) else function
     return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
 
 
 def _split(use: str) -> tuple[str, str]:
-    """Adapter, if any, and name of a function."""
+    """Splits `use` into an adapter ("" for none) and the name of a function."""
     adapter, _, rest = use.partition(":")
     return (adapter, rest) if adapter in ADAPTERS and ":" in rest else ("", use)
 
@@ -143,7 +153,7 @@ def _last_part(use: str) -> str:
 def _refuse_equal_names(names: Sequence[str], key: str) -> None:
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"{key}: two are called {name}; give one of them another `name`")
+            raise ConfigError(f"{key}: two functions are called {name}; give one of them another `name`")
 
 
 def _from_template(spec: FunctionSpec) -> Function:
@@ -165,7 +175,7 @@ def _from_template(spec: FunctionSpec) -> Function:
 def _named(name: str, key: str) -> Callable[..., Any]:
     function = resolve(name, key)
     if not callable(function):
-        raise ConfigError(f"{key}: {name} is no function")
+        raise ConfigError(f"{key}: {name} is not a function")
     named: Callable[..., Any] = function
     return named
 
@@ -178,7 +188,7 @@ def _with_options(function: Callable[..., Any], spec: FunctionSpec) -> Callable[
 
 
 def _check_options(function: Callable[..., Any], spec: FunctionSpec, given: int) -> None:
-    """given: leading parameters that are no options."""
+    """Checks options against the signature. given: number of leading parameters that are not options."""
     parameters = list(inspect.signature(function).parameters.values())[given:]
     names = [parameter.name for parameter in parameters]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -1,17 +1,17 @@
-"""Waits until all members of a group are there, for functions that judge them against each other."""
+"""Waits until all members of a group have arrived, for functions that score them against each other."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asyncrl.rewards.sample import Sample, Verdict
+from asyncrl.rewards.sample import FunctionResult, Sample
 
 Key = tuple[int, int]
-"""Group and attempt: members of different attempts are never judged together."""
+"""Group and attempt: members of different attempts are never scored together."""
 
-Verdicts = list[list[Verdict]]
-Judge = Callable[[list[Sample]], Coroutine[Any, Any, Verdicts]]
-"""Samples of a group, by member -> for each of them, what each function said."""
+GroupResults = list[list[FunctionResult]]
+ScoreGroup = Callable[[list[Sample]], Coroutine[Any, Any, GroupResults]]
+"""Scores the samples of a group, by member; returns the results of all functions for each sample."""
 
 
 class _Group:
@@ -19,28 +19,30 @@ class _Group:
         self.members: dict[int, Sample] = {}
         self.waiting = 0
         self.closed = asyncio.Event()
-        self.judged: asyncio.Task[Verdicts]
+        self.scoring: asyncio.Task[GroupResults]
 
-    def verdicts_of(self, member: int) -> list[Verdict]:
-        return self.judged.result()[sorted(self.members).index(member)]
+    def results_of(self, member: int) -> list[FunctionResult]:
+        return self.scoring.result()[sorted(self.members).index(member)]
 
 
-class Gathering:
-    """Groups that wait for members; there are never more than the gate has in flight.
+class GroupBarrier:
+    """Holds the groups that wait for members; the gate bounds their number.
 
-    patience: seconds to wait for the rest. When it is over, those that came are judged without them: after a restart
-    of a group, members that were trained before never come.
+    timeout: seconds to wait for all members. After that, the members that arrived are scored without the others: when a
+    group restarts, members that were trained before do not come again.
     """
 
-    def __init__(self, judge: Judge, patience: float, tasks: asyncio.TaskGroup) -> None:
-        self._judge, self._patience, self._tasks = judge, patience, tasks
+    def __init__(self, score: ScoreGroup, timeout: float, tasks: asyncio.TaskGroup) -> None:
+        self._score = score
+        self._timeout = timeout
+        self._tasks = tasks
         self._open: dict[Key, _Group] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    async def judged(self, key: Key, expected: int, sample: Sample) -> list[Verdict]:
-        """What each function says about this sample, once `expected` members of its group are there."""
+    async def results(self, key: Key, expected: int, sample: Sample) -> list[FunctionResult]:
+        """Returns the result of each function for this sample, once `expected` members of its group have arrived."""
         group = self._open.setdefault(key, _Group())
         group.members[sample.member] = sample
         group.waiting += 1
@@ -48,16 +50,16 @@ class Gathering:
             if len(group.members) == expected:
                 self._close(key, group)
             await self._until_closed(key, group)
-            await asyncio.shield(group.judged)
+            await asyncio.shield(group.scoring)
         finally:
             group.waiting -= 1
             if not group.waiting and self._open.get(key) is group:
                 del self._open[key]
-        return group.verdicts_of(sample.member)
+        return group.results_of(sample.member)
 
     async def _until_closed(self, key: Key, group: _Group) -> None:
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout):
                 await group.closed.wait()
         except TimeoutError:
             if not group.closed.is_set():
@@ -66,5 +68,5 @@ class Gathering:
     def _close(self, key: Key, group: _Group) -> None:
         del self._open[key]
         samples = [group.members[member] for member in sorted(group.members)]
-        group.judged = self._tasks.create_task(self._judge(samples))
+        group.scoring = self._tasks.create_task(self._score(samples))
         group.closed.set()

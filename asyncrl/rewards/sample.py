@@ -1,4 +1,4 @@
-"""What a reward function sees, and what it may return."""
+"""Defines the sample that a reward function gets, and the values that it may return."""
 
 import difflib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -33,34 +33,37 @@ class Sample:
 
 
 class Columns(dict[str, Any]):
-    """A row as a user's function sees it: a column that is not there is told with those that are."""
+    """A row as a user's function gets it; the error for a missing column names the existing ones."""
 
     def __missing__(self, name: object) -> Any:
         raise MissingColumn(missing_column(str(name), self))
 
 
 class MissingColumn(KeyError):
-    """A KeyError that can be read."""
+    """A KeyError with a readable message."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def with_columns(sample: Sample) -> Sample:
-    """The same sample, its row as Columns."""
+    """Returns a copy of the sample whose row is `Columns`."""
     return replace(sample, row=Columns(sample.row))
 
 
 def missing_column(name: str, row: Mapping[str, Any]) -> str:
-    """What a message says of a column that is not there."""
+    """Returns the message for a missing column."""
     near = difflib.get_close_matches(name, row, 1, 0.5)
     closest = f"; did you mean {near[0]}?" if near else ""
     return f"the row has no column {name}; found are {', '.join(row) or 'none'}{closest}"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a function said about one sample. reason: why there is no value; traceback: of what it raised."""
+class FunctionResult:
+    """Result of a reward function for one sample.
+
+    reason: why there is no value, "" if there is one. traceback: traceback of the error that the function raised.
+    """
 
     value: Value = None
     reason: str = ""

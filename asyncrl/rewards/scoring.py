@@ -1,4 +1,4 @@
-"""From verdicts of the functions to the score of a sample."""
+"""Sums the results of reward functions to the score of a sample."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -6,32 +6,34 @@ from typing import Literal
 from asyncrl.errors import RewardError
 from asyncrl.protocols.messages import Score
 from asyncrl.rewards.functions import FunctionSpec
-from asyncrl.rewards.sample import Sample, Verdict
+from asyncrl.rewards.sample import FunctionResult, Sample
 
 OnError = Literal["fail", "zero", "ignore"]
 EXCERPT = 200
 """Characters of a completion that an error quotes."""
 
 
-def score_of(sample: Sample, specs: Sequence[FunctionSpec], verdicts: Sequence[Verdict], on_error: OnError) -> Score:
-    """The weighted sum of what the functions said; terms are their own values, before weighting.
+def score_of(
+    sample: Sample, specs: Sequence[FunctionSpec], results: Sequence[FunctionResult], on_error: OnError
+) -> Score:
+    """Returns the weighted sum of the functions' values; terms are the values before weighting.
 
-    A function without a value: `fail` raises, `zero` counts it as 0, `ignore` makes the sample unscorable, so that it
-    leaves the baseline and the loss.
+    on_error: for a function without a value, `fail` raises, `zero` counts 0, and `ignore` makes the sample unscorable,
+    so that it leaves the baseline and the loss.
 
     Raises:
-        RewardError: under `fail`; names function and sample, and quotes the traceback.
+        RewardError: a function failed under `fail`; the message names function and sample, and quotes the traceback.
     """
     terms: dict[str, float] = {}
     failures: list[str] = []
     total = 0.0
-    for spec, verdict in zip(specs, verdicts, strict=True):
-        if verdict.reason:
-            failures.append(report(sample, spec, verdict))
+    for spec, result in zip(specs, results, strict=True):
+        if result.reason:
+            failures.append(failure_text(sample, spec, result))
             if on_error == "zero":
                 terms[spec.name] = 0.0
         else:
-            named = _terms(spec, verdict)
+            named = _terms(spec, result)
             terms |= named
             total += spec.weight * sum(named.values())
     if failures and on_error == "fail":
@@ -41,17 +43,17 @@ def score_of(sample: Sample, specs: Sequence[FunctionSpec], verdicts: Sequence[V
     return Score(None if unscorable else total, terms, "\n".join(failures))
 
 
-def report(sample: Sample, spec: FunctionSpec, verdict: Verdict) -> str:
-    """Which function failed on which sample, why and where."""
+def failure_text(sample: Sample, spec: FunctionSpec, result: FunctionResult) -> str:
+    """Returns which function failed on which sample, why and where."""
     quoted = sample.text if len(sample.text) <= EXCERPT else sample.text[:EXCERPT] + "..."
     kind = spec.key.partition(".")[0]
     where = f"{kind} function {spec.use} on member {sample.member} of group {sample.group}"
-    lines = [f"{where}: {verdict.reason}", f"  completion: {quoted!r}"]
-    return "\n".join([*lines, verdict.traceback.rstrip()] if verdict.traceback else lines)
+    lines = [f"{where}: {result.reason}", f"  completion: {quoted!r}"]
+    return "\n".join([*lines, result.traceback.rstrip()] if result.traceback else lines)
 
 
-def _terms(spec: FunctionSpec, verdict: Verdict) -> dict[str, float]:
-    if isinstance(verdict.value, dict):
-        return {f"{spec.name}/{term}": value for term, value in verdict.value.items()}
-    assert verdict.value is not None
-    return {spec.name: verdict.value}
+def _terms(spec: FunctionSpec, result: FunctionResult) -> dict[str, float]:
+    if isinstance(result.value, dict):
+        return {f"{spec.name}/{term}": value for term, value in result.value.items()}
+    assert result.value is not None
+    return {spec.name: result.value}

@@ -1,4 +1,4 @@
-"""Rewards that need no code: each function here makes one from the options in the config."""
+"""Templates of rewards: each function here makes a reward function from options in the config."""
 
 import re
 from collections import Counter
@@ -6,15 +6,15 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
+from asyncrl.config.user_code import suggestion
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.names import suggestion
 from asyncrl.rewards.sample import OfSample, Sample, missing_column
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def exact_match(column: str = "answer", ignore_case: bool = False) -> OfSample:
-    """1 if the completion equals the row's `column`, else 0; white space around both is ignored."""
+    """Gives 1 if the completion equals the row's `column`, else 0; white space around both is ignored."""
 
     def reward(sample: Sample) -> float:
         given, wanted = sample.text.strip(), str(_column(sample, column)).strip()
@@ -24,7 +24,7 @@ def exact_match(column: str = "answer", ignore_case: bool = False) -> OfSample:
 
 
 def regex_format(pattern: str) -> OfSample:
-    """1 if the whole completion, white space around it ignored, matches; a dot matches line breaks too."""
+    """Gives 1 if the whole completion, white space around it ignored, matches; a dot matches line breaks too."""
     compiled = _compiled(pattern)
 
     def reward(sample: Sample) -> float:
@@ -34,7 +34,7 @@ def regex_format(pattern: str) -> OfSample:
 
 
 def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
-    """1 if the last number of the completion is that of the row's `column`, else 0.
+    """Gives 1 if the last number of the completion is that of the row's `column`, else 0.
 
     tolerance: largest difference, relative to the wanted number where that is above 1.
     """
@@ -49,7 +49,7 @@ def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
 
 
 def length(maximum: int, slack: int, unit: Literal["tokens", "characters", "words"] = "tokens") -> OfSample:
-    """0 up to `maximum - slack`, from there falling to -1 at `maximum` and beyond.
+    """Gives 0 up to `maximum - slack`, from there falling to -1 at `maximum` and beyond.
 
     The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
     """
@@ -70,7 +70,7 @@ def length(maximum: int, slack: int, unit: Literal["tokens", "characters", "word
 
 
 def repetition(words: int = 3) -> OfSample:
-    """Minus the share of runs of `words` words that occurred before in the completion: 0 without any, towards -1."""
+    """Gives minus the share of runs of `words` words that occurred before in the completion: 0 down to -1."""
     if words < 1:
         raise ConfigError(f"words must be at least 1, not {words}")
 
@@ -83,7 +83,7 @@ def repetition(words: int = 3) -> OfSample:
 
 
 def reasoning_gym(pattern: str = "") -> OfSample:
-    """The score that the prompt's reasoning-gym data set gives, 0 to 1.
+    """Gives the score that the prompt's reasoning-gym data set gives, 0 to 1.
 
     pattern: the answer is its first group in the last match; by default it is the whole completion.
     """
@@ -103,7 +103,7 @@ TEMPLATES: dict[str, Callable[..., OfSample]] = {
 
 
 def last_number(text: str) -> float | None:
-    """The last number in a text; commas between digits are left out."""
+    """Returns the last number in a text; commas between digits are ignored."""
     found = NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
@@ -132,7 +132,7 @@ def _extracted(text: str, pattern: re.Pattern[str] | None) -> str | None:
 
 @cache
 def _reasoning_gym_dataset(name: str, options: tuple[tuple[str, Any], ...]) -> Any:
-    """Entries are a function of options and index, so this process makes the same ones as the prompts' reader."""
+    """Makes the data set again; its entries are a function of options and index."""
     import reasoning_gym as gym
 
     return gym.create_dataset(name, **dict(options))

@@ -1,8 +1,8 @@
-"""Whole runs on virtual time: the real controller, gate and journal over simulated services.
+"""Simulates whole runs on virtual time: the real controller, gate and journal call fake services without links.
 
     result = simulate(Scenario(policy="drop", seed=3))
 
-A run is checked while it goes on (`invariants.py`) and ends with numbers and with a digest of all that happened.
+`invariants.py` checks a run at every event. A run ends with numbers and with a digest of everything that happened.
 """
 
 import asyncio
@@ -12,41 +12,40 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal
 
-from asyncrl import virtual
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
-from asyncrl.audit import AuditReport, audit_store
-from asyncrl.checkpoint import ResumePlan, commit, plan_resume, resume
-from asyncrl.controller import Controller, Page, Schedule
-from asyncrl.errors import first
-from asyncrl.events import AttemptFailed, Event, SampleScored, SamplesDropped, StepLost
-from asyncrl.fleet import Fleet
-from asyncrl.invariants import Invariants
-from asyncrl.ledger import Journal
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.controller import Controller, Schedule
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.journal.audit import AuditReport, audit_store
+from asyncrl.controller.journal.checkpoints import ResumePlan, commit, plan_resume, resume
+from asyncrl.controller.journal.journal_store import MemoryStore
+from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.observers.events import AttemptFailed, Event, SampleScored, SamplesDropped, StepLost
+from asyncrl.controller.rollouts import Sampling
+from asyncrl.errors import root_cause
+from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, GreedyBaseline, GroupBaseline, Rewards
-from asyncrl.rolling import Sampling
-from asyncrl.simulated import (
-    Host,
-    Lengths,
-    SimulatedGeneration,
-    SimulatedReference,
-    SimulatedReward,
-    SimulatedTraining,
-    Spans,
-    StepCost,
-    stragglers,
-)
-from asyncrl.simulated_critic import SimulatedCritic
-from asyncrl.staleness import Gate, GateConfig, Policy, live
-from asyncrl.store import MemoryStore
+from asyncrl.protocols.staleness import Policy, live
+from asyncrl.simulation import virtual_loop
+from asyncrl.simulation.fakes.fake_service import FakeService
+from asyncrl.simulation.fakes.generation import FakeGeneration
+from asyncrl.simulation.fakes.sample_lengths import Lengths, stragglers
+from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReference, FakeReward
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost
+from asyncrl.simulation.invariants import Invariants
 
+MOST_TOKENS = 4096
+"""Tokens of a completion at most, more than any distribution of lengths gives."""
 LIVES = 4
-"""How often a controller dies in one run: one that dies before its next checkpoint every time would never end."""
+"""Deaths of the controller in one run at most: a run whose controller always dies before a checkpoint never ends."""
 
 
 @dataclass(frozen=True, slots=True)
-class Faults:
-    """Mean seconds between two deaths of a worker, of the controller with its trainer, and between two losses of a row;
-    0: never. power: share of the controller's deaths that take with them what was not synced."""
+class FaultRates:
+    """Gives the mean seconds between two deaths of a worker, of the controller with its trainer, and between two losses
+    of a row; 0 means never. power: share of the controller's deaths that are power cuts, which lose unsynced bytes.
+    restart: seconds until a worker is back."""
 
     generation: float = 0.0
     reward: float = 0.0
@@ -59,12 +58,12 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A run to simulate; times in virtual seconds.
+    """Describes a run to simulate; times are virtual seconds.
 
-    groups, members, limit, policy, slots, cut_at, need_signal, greedy: of the gate. reference, critic: their delay,
-    None without one; with a critic the page is PPO's, and where it is constrained that of Safe RLHF, with a cost
-    service and a cost critic that are as slow as the others; with greedy answers it is ReMax's.
-    thorough: compare gate and journal after every event, not only after every step.
+    groups, members, limit, policy, slots, cut_at, need_signal, greedy: configure the gate. reference, critic: delay of
+    a call, None without the service. The algorithm is GRPO; ReMax with `greedy`; PPO with a critic; Safe RLHF if it is
+    also `constrained`, with a cost service and a cost critic as slow as reward and critic.
+    thorough: compare gate and journal after every event instead of after every step.
     """
 
     policy: Policy = "mask"
@@ -84,7 +83,7 @@ class Scenario:
     reference: float | None = None
     critic: float | None = None
     constrained: bool = False
-    faults: Faults = Faults()
+    faults: FaultRates = FaultRates()
     finish: Literal["abandon", "drain"] = "abandon"
     checkpoint_every: int = 2
     deadline: float = 1e6
@@ -100,12 +99,14 @@ class Scenario:
 
 
 @dataclass
-class Result:
-    """What a run did, since it was taken up last. digest: of every event with its time, and of the journal.
-    deaths: how often it was taken up; audit: of the whole run.
+class SimulationResult:
+    """Holds the numbers of a run since its last resume.
 
-    lengths: tokens of each (group, member) that left the engine. live: of each in the loss, its tokens within the
-    limit (under `admit` the others are in the loss too: in_loss counts all). dropped: reason of each sample dropped.
+    digest: hash of every event with its time, and of the journal. training, blocked: seconds of the trainer in steps,
+    and waiting for a slot of the weight arena. generating: seconds of all generation slots.
+    lengths: tokens of each (group, member) that left the engine. live: tokens within the limit of each sample that was
+    trained; in_loss: tokens in the loss, older ones included. dropped: reason of each dropped sample.
+    deaths: how often the run was resumed; audit: report on the whole run.
     """
 
     seconds: float = 0.0
@@ -129,15 +130,16 @@ class Result:
 
     @property
     def idle(self) -> float:
-        """Share of the time that the trainer had no batch to train."""
+        """Share of the time in which the trainer had no batch to train."""
         return 1.0 - (self.training + self.blocked) / self.seconds
 
 
-class Recorder:
-    """Hashes and counts events."""
+class EventCounts:
+    """Hashes and counts the events of a run."""
 
-    def __init__(self, result: Result) -> None:
-        self._result, self._hash = result, sha256()
+    def __init__(self, result: SimulationResult) -> None:
+        self._result = result
+        self._hash = sha256()
 
     def observe(self, event: Event) -> None:
         self._hash.update(f"{asyncio.get_running_loop().time()!r} {event!r}\n".encode())
@@ -155,56 +157,65 @@ class Recorder:
         return f"{self._hash.hexdigest()[:32]}-{journal.crc:08x}"
 
 
-class Killed(Exception):
-    """The controller and its trainer died."""
+class ControllerKilled(Exception):
+    """Ends a run whose controller and trainer die."""
 
 
-class Run:
-    """The parts of one run, from its beginning or its last checkpoint in `store` until it ends or is killed."""
+class SimulatedRun:
+    """Runs a scenario from its beginning, or from its last checkpoint in `store`, until it ends or is killed."""
 
     def __init__(self, scenario: Scenario, store: MemoryStore, life: int) -> None:
-        self.scenario, self.store, self.life, self.result = scenario, store, life, Result(deaths=life)
-        self.generation = SimulatedGeneration(scenario.slots, scenario.token_time, scenario.lengths, scenario.flip_time)
-        self.reward = SimulatedReward(scenario.reward_delay, scenario.unscorable)
-        self.reference = None if scenario.reference is None else SimulatedReference(scenario.reference, self.generation)
-        hosts: list[Host] = [self.generation, *([self.reference] if self.reference else [])]
-        self.critic = None if scenario.critic is None else SimulatedCritic(scenario.critic, scenario.cost.fixed, hosts)
-        hosts += [self.critic] if self.critic else []
-        self.cost: SimulatedReward | None = None
-        self.cost_critic: SimulatedCritic | None = None
-        if scenario.constrained:
-            self.cost, self.cost_critic = self._constraint(hosts)
-            hosts.append(self.cost_critic)
-        limit = None if scenario.policy == "admit" else scenario.limit
-        self.training = SimulatedTraining(scenario.cost, limit, hosts, scenario.seed)
-        self.page, self.estimate = _algorithm(scenario)
-        self._take_up(plan_resume(store))
+        self.scenario = scenario
+        self.store = store
+        self.life = life
+        self.result = SimulationResult(deaths=life)
+        self._make_services()
+        self._resume(plan_resume(store))
         self.invariants = Invariants(self.gate, self.journal, self._check_training, thorough=scenario.thorough)
-        self.recorder = Recorder(self.result)
-        self.controller = self._controller()
+        self.counts = EventCounts(self.result)
+        algorithm, advantages = _algorithm(scenario)
+        self.algorithm = algorithm
+        self.controller = self._controller(advantages)
         self.controller.worker_lives("generation", self.generation.instance)
 
-    def _constraint(self, hosts: list[Host]) -> tuple[SimulatedReward, SimulatedCritic]:
-        scenario = self.scenario
-        assert scenario.critic is not None, "costs are judged beside rewards"
-        critic = SimulatedCritic(scenario.critic, scenario.cost.fixed, hosts, "cost")
-        return SimulatedReward(scenario.reward_delay, scenario.unscorable), critic
+    def _make_services(self) -> None:
+        scenario, seconds = self.scenario, self.scenario.cost.fixed
+        self.generation = FakeGeneration(scenario.slots, scenario.token_time, scenario.lengths, scenario.flip_time)
+        self.reward = FakeReward(scenario.reward_delay, scenario.unscorable)
+        self.owners: list[FakeService] = [self.generation]
+        self.reference: FakeReference | None = None
+        self.cost: FakeReward | None = None
+        self.critics: list[FakeCritic] = []
+        if scenario.reference is not None:
+            self.reference = FakeReference(scenario.reference, [self.generation])
+            self.owners.append(self.reference)
+        if scenario.critic is not None:
+            self.critics = [FakeCritic(scenario.critic, seconds)]
+            if scenario.constrained:
+                self.cost = FakeReward(scenario.reward_delay, scenario.unscorable)
+                self.critics.append(FakeCritic(scenario.critic, seconds, signal="cost"))
+        self.owners += self.critics
+        for critic in self.critics:
+            critic.read_from(self.owners)
+        limit = None if scenario.policy == "admit" else scenario.limit
+        self.training = FakeTraining(scenario.cost, limit, self.owners, scenario.seed)
 
-    def _take_up(self, plan: ResumePlan | None) -> None:
+    def _resume(self, plan: ResumePlan | None) -> None:
         config = self.scenario.gate
+        self._committed = plan.version if plan else -1
+        self.journal = resume(self.store, plan) if plan else Journal(self.store)
+        self.gate = self.scenario.gate_class(config, *((plan.version, plan.next_group) if plan else ()))
         if plan is None:
-            self.journal, self.gate, self._committed = Journal(self.store), self.scenario.gate_class(config), -1
             return
-        self.journal = resume(self.store, plan)
-        self.gate = self.scenario.gate_class(config, plan.version, plan.next_group)
-        self._committed = plan.version
         for group in plan.groups:
             self.gate.restore(group)
-        self.training.take_up(plan.epoch, plan.version, bytes.fromhex(plan.chain))
-        for critic in filter(None, (self.critic, self.cost_critic)):
-            critic.take_up(plan.epoch, plan.version)
+        for service in (*self.owners, self.training):
+            service.run_in(plan.incarnation)
+        self.training.restore(plan.version, bytes.fromhex(plan.chain))
+        for critic in self.critics:
+            critic.restore(plan.version)
 
-    def _controller(self) -> Controller:
+    def _controller(self, advantages: Advantages) -> Controller:
         return Controller(
             self.gate,
             self.journal,
@@ -213,13 +224,15 @@ class Run:
                 self.reward,
                 self.training,
                 self.reference,
-                critic=self.critic,
+                critic=next(iter(self.critics), None),
                 cost=self.cost,
-                cost_critic=self.cost_critic,
+                cost_critic=self.critics[1] if self.cost else None,
             ),
             prompts=lambda group: (f"prompt {group}", {}),
-            sampling=Sampling(1.0, 1 << 30, self.scenario.deadline, self.scenario.seed, self.training.epoch),
-            advantages=self.estimate,
+            sampling=Sampling(
+                1.0, MOST_TOKENS, self.scenario.deadline, self.scenario.seed, self.journal.ledger.incarnation
+            ),
+            advantages=advantages,
             schedule=Schedule(self.scenario.steps, self.scenario.finish),
             between=self._between,
             observe=self._observe,
@@ -230,26 +243,27 @@ class Run:
             await self._commit(version)
 
     async def _commit(self, version: int) -> None:
-        await commit(self.journal, lambda place: self.training.checkpoint(place, self.training.epoch, version), keep=2)
+        incarnation = self.journal.ledger.incarnation
+        await commit(self.journal, lambda place: self.training.checkpoint(place, incarnation, version), keep=2)
         self._committed = version
 
     def _observe(self, event: Event) -> None:
-        self.recorder.observe(event)
+        self.counts.observe(event)
         self.invariants.observe(event)
 
-    async def run(self) -> Result:
-        """To the end of the run. Raises what the controller raises, AssertionError, TimeoutError past the deadline."""
+    async def run(self) -> SimulationResult:
+        """Runs to the end. Raises what the controller raises, AssertionError, and TimeoutError past the deadline."""
         try:
             async with asyncio.timeout(self.scenario.deadline), asyncio.TaskGroup() as tasks:
                 beside = [
                     tasks.create_task(watch, name="beside") for watch in (self.invariants.watch(), *self._faults())
                 ]
-                await self.controller.run(self.page)
+                await self.controller.run(self.algorithm)
                 for task in beside:
                     task.cancel()
                 await self._commit(self.gate.version)
         except BaseExceptionGroup as errors:
-            raise first(errors) from None
+            raise root_cause(errors) from None
         self.invariants.check()
         self.result.audit = audit_store(self.store)
         assert self.result.audit.ok, str(self.result.audit)
@@ -258,38 +272,37 @@ class Run:
 
     def _faults(self) -> Iterator[Coroutine[Any, Any, None]]:
         faults, chance = self.scenario.faults, random.Random(f"faults {self.scenario.seed} {self.life}")
-        hosts = ((self.generation, faults.generation), (self.reward, faults.reward), (self.reference, faults.reference))
-        for host, mean in hosts:
-            if host is not None and mean:
-                yield self._kill(host, mean, random.Random(chance.random()))
+        means = ((self.generation, faults.generation), (self.reward, faults.reward), (self.reference, faults.reference))
+        for service, mean in means:
+            if service is not None and mean:
+                yield self._kill(service, mean, random.Random(chance.random()))
         if faults.row:
             yield self._lose_rows(faults.row, random.Random(chance.random()))
         if faults.controller and self.life < LIVES:
             yield self._die(chance.expovariate(1 / faults.controller))
 
-    async def _kill(self, host: Host, mean: float, chance: random.Random) -> None:
+    async def _kill(self, service: FakeService, mean: float, chance: random.Random) -> None:
         while True:
             await asyncio.sleep(chance.expovariate(1 / mean))
-            instance = host.instance
-            running = self.generation.works_for() if host is self.generation else ()
+            instance = service.instance
+            running = self.generation.groups_at_work() if service is self.generation else ()
             self.controller.worker_lost(instance, "killed", running)
-            host.die()
+            service.die()
             await self.training.detached(instance)
             await asyncio.sleep(self.scenario.faults.restart)
-            host.come_back()
-            self.controller.worker_lives(host.service, host.instance)
-            await self.controller.worker_started(host.service)
+            service.come_back()
+            self.controller.worker_lives(service.context.service, service.instance)
+            await self.controller.worker_started(service.context.service)
 
     async def _die(self, after: float) -> None:
         await asyncio.sleep(after)
-        self.store.freeze()  # first, or those who are cancelled write down what no dead process writes
-        raise Killed
+        self.store.freeze()  # First: a task that is cancelled must not write what a dead process cannot write.
+        raise ControllerKilled
 
     async def _lose_rows(self, mean: float, chance: random.Random) -> None:
         while True:
             await asyncio.sleep(chance.expovariate(1 / mean))
-            if self.generation.rows:
-                del self.generation.rows[chance.choice(list(self.generation.rows))]
+            self.generation.lose_row(chance)
 
     def _check_training(self) -> None:
         training = self.training
@@ -298,43 +311,47 @@ class Run:
             assert training.oldest <= self.scenario.limit, "a token over the limit is in the loss"
 
     def _check_rows(self) -> None:
-        """Every row that is left belongs to a sample in flight: nothing leaks."""
-        for host in (self.generation, self.reference, self.critic, self.cost_critic):
-            left, most = 0 if host is None else len(host.rows), self.gate.in_flight + self.gate.awaited
-            assert left <= most, f"{left} rows are left of {self.gate.in_flight} samples in flight"
+        """Checks that every stored row belongs to a sample in flight, so that none leaks."""
+        most = self.gate.in_flight + self.gate.awaited
+        for service in self.owners:
+            left = service.stored_rows
+            assert left <= most, f"{service.instance} holds {left} rows for {self.gate.in_flight} samples in flight"
+            for (group, member), attempt in service.stored_attempts.items():
+                current = self.gate.group(group).attempt
+                assert attempt == current, f"{service.instance} holds a row of attempt {attempt} of {group, member}"
 
-    def _finished(self) -> Result:
+    def _finished(self) -> SimulationResult:
         result, training = self.result, self.training
-        result.seconds, result.version = asyncio.get_running_loop().time(), self.gate.version
-        result.digest = self.recorder.digest(self.journal)
-        result.training, result.blocked = training.busy, training.blocked
-        result.generating, result.in_loss = self.generation.busy, training.in_loss
+        result.seconds = asyncio.get_running_loop().time()
+        result.version = self.gate.version
+        result.digest = self.counts.digest(self.journal)
+        result.training = training.busy
+        result.blocked = training.blocked
+        result.generating = self.generation.busy
+        result.in_loss = training.in_loss
         result.live = {
-            key: _within(spans, version, self.scenario.limit) for key, (spans, version) in training.trained.items()
+            key: int(live(stamps, version, self.scenario.limit).sum())
+            for key, (stamps, version) in training.trained.items()
         }
         return result
 
 
-def _algorithm(scenario: Scenario) -> tuple[Page, Advantages]:
+def _algorithm(scenario: Scenario) -> tuple[Algorithm, Advantages]:
     if scenario.critic is not None:
-        return safe_rlhf.PAGE if scenario.constrained else ppo.PAGE, Rewards()
-    return (remax.PAGE, GreedyBaseline()) if scenario.greedy else (grpo.PAGE, GroupBaseline())
+        return safe_rlhf.ALGORITHM if scenario.constrained else ppo.ALGORITHM, Rewards()
+    return (remax.ALGORITHM, GreedyBaseline()) if scenario.greedy else (grpo.ALGORITHM, GroupBaseline())
 
 
-def _within(spans: Spans, version: int, limit: int) -> int:
-    return sum(tokens for stamp, tokens in spans if live(stamp, version, limit))
+def simulate(scenario: Scenario) -> SimulationResult:
+    """Runs a scenario on a virtual loop of its own; the same scenario gives the same result."""
 
-
-def simulate(scenario: Scenario) -> Result:
-    """One run, on a virtual loop of its own; the same scenario gives the same result."""
-
-    async def main() -> Result:
+    async def main() -> SimulationResult:
         store, life, chance = MemoryStore(), 0, random.Random(f"deaths {scenario.seed}")
         while True:
             try:
-                return await Run(scenario, store, life).run()
-            except Killed:
+                return await SimulatedRun(scenario, store, life).run()
+            except ControllerKilled:
                 power = chance.random() < scenario.faults.power
                 store, life = store.after_power_cut(tail=b"torn") if power else store.after_death(), life + 1
 
-    return virtual.run(main())
+    return virtual_loop.run(main())

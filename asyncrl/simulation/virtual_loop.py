@@ -1,8 +1,8 @@
 """An asyncio event loop on virtual time: when nothing is ready, its clock jumps to the next timer.
 
-`asyncio.sleep`, `asyncio.timeout` and `loop.time()` stay as they are, so the code under test does not know. Hours of
-a fleet pass in milliseconds, the same way each time. Only for code without threads, processes and remote sockets:
-whatever wakes the loop from outside looks like a deadlock to it.
+`asyncio.sleep`, `asyncio.timeout` and `loop.time()` work unchanged. Hours of a fleet pass in milliseconds, in the same
+way each time. The code must use no threads, processes or remote sockets: a loop that only they could wake looks like a
+deadlock.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ T = TypeVar("T")
 
 
 class Deadlock(AssertionError):
-    """No task can ever run again: nothing is ready and no timer is set. The message names the pending tasks."""
+    """Ends a run in which no task is ready and no timer is set. The message names the pending tasks."""
 
 
 class Livelock(AssertionError):
-    """Tasks run for ever and no time passes."""
+    """Ends a run in which tasks run on and on and no time passes."""
 
 
 MOST_TURNS = 100_000
-"""Of the loop at one instant; a fleet that starts takes some hundred."""
+"""Turns of the loop at one instant; a fleet that starts takes some hundred."""
 
 
 class _JumpingSelector(selectors.BaseSelector):
@@ -31,14 +31,15 @@ class _JumpingSelector(selectors.BaseSelector):
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
         self._files = selectors.SelectSelector()
-        self._jump, self._turns = jump, 0
+        self._jump = jump
+        self._turns = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
             self._turns += 1
             if self._turns > MOST_TURNS:
                 raise Livelock(f"{MOST_TURNS} turns of the loop without any time")
-            return []  # There is no world outside that could wait.
+            return []  # Nothing outside the loop can become ready, so there is no need to wait.
         self._turns = 0
         ready = self._files.select(0)
         if not ready:
@@ -59,8 +60,8 @@ class _JumpingSelector(selectors.BaseSelector):
 
 
 class _Task(asyncio.Task[T]):
-    """asyncio keeps tasks in sets. With its number for a hash, and not the place where it lies in memory, a task takes
-    the same turn there in every run."""
+    """Hashes a task by its number instead of its address, so that asyncio's sets of tasks have the same order in every
+    run."""
 
     def __init__(self, work: Coroutine[Any, Any, T], *, loop: "VirtualLoop", **named: Any) -> None:
         self._number = next(loop.numbers)
@@ -75,7 +76,7 @@ def _numbered(loop: Any, work: Any, **named: Any) -> asyncio.Task[Any]:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """The loop; starts at time 0. Raises Deadlock out of `run_until_complete`."""
+    """Starts at time 0. `run_until_complete` raises Deadlock and Livelock."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -90,11 +91,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def skip(self, seconds: float) -> None:
-        """The clock jumps, or this thread was held up, by a slow disk or by a debugger: time passed and nothing ran."""
+        """Lets time pass while nothing runs, as when the clock jumps or a slow disk blocks the thread."""
         self._now += seconds
 
     def after_turns(self, turns: int, act: Callable[[], None]) -> None:
-        """Call `act` when the loop has gone round so often: between any two steps of its tasks."""
+        """Calls `act` after so many turns of the loop, which can be between any two steps of a task."""
         if turns:
             self.call_soon(self.after_turns, turns - 1, act)
         else:
@@ -106,12 +107,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now += seconds
 
     def pending(self) -> str:
-        """All tasks, and where each waits."""
+        """Lists all tasks, and where each waits."""
         return ", ".join(sorted(_where(task) for task in asyncio.all_tasks(self))) or "no task"
 
 
 def _where(task: asyncio.Task[Any]) -> str:
-    """Name of a task and the innermost line of its own code that waits."""
+    """Returns the name of a task and the innermost line of its own code that waits."""
     frames = task.get_stack(limit=1)
     if not frames:
         return task.get_name()
@@ -120,7 +121,7 @@ def _where(task: asyncio.Task[Any]) -> str:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` on a fresh virtual loop, as `asyncio.run` does on a real one.
+    """Runs `main` on a new virtual loop, as `asyncio.run` does on a real one.
 
     Raises:
         Deadlock: nothing could run any more before `main` was done.

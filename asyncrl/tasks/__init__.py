@@ -1,6 +1,6 @@
-"""Where prompts come from, and which one a group gets."""
+"""Reads prompts, and draws the prompt of each group."""
 
-from asyncrl.tasks.draw import Draw, drawn_row
+from asyncrl.tasks.prompt_draw import Draw, drawn_row
 from asyncrl.tasks.prompts import Prompts, Row
 from asyncrl.tasks.sources import held_out_prompts, load_prompts, training_prompts
 

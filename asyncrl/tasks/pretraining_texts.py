@@ -1,11 +1,11 @@
-"""Texts that the policy learns beside its samples: read and checked by the controller, tokenized by the trainer."""
+"""Reads the texts that the policy learns besides its samples; the trainer tokenizes them."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import Task
+from asyncrl.config.schema import TaskConfig
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompts import Prompts
 from asyncrl.tasks.sources import TRAINING_SEED, read_rows
@@ -13,9 +13,8 @@ from asyncrl.tasks.sources import TRAINING_SEED, read_rows
 KEY = "task.pretrain"
 
 
-def write_texts(path: Path, task: Task) -> None:
-    """Write the rows of `task.pretrain` to `path`, one JSON object a line: {text}, or {prompt, answer} with a prompt as
-    those of the task are.
+def write_texts(path: Path, task: TaskConfig) -> None:
+    """Writes the rows of `task.pretrain` to `path`, one JSON object a line: {text}, or {prompt, answer}.
 
     Raises:
         TaskError: there is no such source, it has no rows, or a row has other columns.

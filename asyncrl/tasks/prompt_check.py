@@ -1,36 +1,69 @@
-"""Prompts of too many tokens or none, or that the model's tokenizer cannot render, found while the fleet starts.
+"""Finds prompts of too many tokens or none, or that the tokenizer cannot render, while the fleet starts.
 
-The controller has no tokenizer and generation sees no prompt but those it is asked for. So the controller writes down
-the prompts with the most characters and the first of each shape of conversation, on which chat templates depend, and
-generation, once it has its tokenizer, counts their tokens.
+The controller has no tokenizer, and generation gets only the prompts of its calls. So the controller writes the prompts
+with the most characters, and the first prompt of each shape of conversation (chat templates depend on it), to a file.
+Generation counts their tokens when it has loaded its tokenizer.
 """
 
 import heapq
 import json
 from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.context import Room
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompts import Messages, Prompts
 
 LOOKED_AT = 20_000
-"""Rows of a source whose characters are counted, evenly spread: those of a large Parquet file take a second."""
+"""Rows of a source whose characters are counted, evenly spread; so many rows of a Parquet file take a second."""
 
 COUNTED = 64
-"""Prompts of a source whose tokens are counted: the one with the most characters need not have the most tokens. Also
-the most shapes of conversations that are looked at."""
+"""Prompts of a source whose tokens are counted, because the prompt with the most characters need not have the most
+tokens; also the largest number of shapes of conversations."""
 
 THOUGHTS = "<think>"
-"""What some templates take out of earlier answers, with all up to its end."""
+"""Beginning of thoughts, which some templates remove from earlier answers."""
 
 Shape = tuple[tuple[str, bool], ...]
 """Role of each message, and whether there are thoughts in it."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """Bounds of a row.
+
+    prompt, answer: largest numbers of tokens by the config. context: positions of the model; None: no bound.
+    """
+
+    prompt: int
+    answer: int
+    context: int | None = None
+
+    def mistake(self, tokens: int) -> str | None:
+        """Returns what is wrong with a prompt of so many tokens, and what to do; None if it fits."""
+        if tokens == 0:
+            return "the prompt has no tokens: nothing of it is left by the model's tokenizer; write what to answer"
+        if self.context is not None and tokens + self.answer > self.context:
+            return (
+                f"the prompt has {tokens} tokens, and with generation.max_new_tokens = {self.answer} its answer may "
+                f"end beyond the {self.context} positions that the model was made for (max_position_embeddings): "
+                f"shorten it{self._fewer(tokens)}"
+            )
+        if tokens > self.prompt:
+            return (
+                f"the prompt has {tokens} tokens and task.max_prompt_tokens is {self.prompt}: shorten it, or write "
+                f"max_prompt_tokens = {tokens}"
+            )
+        return None
+
+    def _fewer(self, tokens: int) -> str:
+        assert self.context is not None
+        return f", or write max_new_tokens = {self.context - tokens}" if tokens < self.context else ""
+
+
 def write_longest(path: Path, sources: Mapping[str, Prompts]) -> None:
-    """One JSON object a line: {where, prompt}. sources: by what messages call them."""
+    """Writes one JSON object a line: {where, prompt}. sources: prompts by their name in messages."""
     with path.open("w", encoding="utf-8") as lines:
         for source, prompts in sources.items():
             for number in _worth_counting(prompts):
@@ -38,9 +71,11 @@ def write_longest(path: Path, sources: Mapping[str, Prompts]) -> None:
                 lines.write(json.dumps(line, default=str) + "\n")
 
 
-def refuse_what_has_no_room(path: Path, tokenize: Callable[[Messages], Sized], room: Room) -> None:
-    """Raises TaskError when a prompt that was written to `path` has too many tokens, or none; names the longest such
-    one. The same when `tokenize` refuses one."""
+def refuse_what_has_no_room(path: Path, tokenize: Callable[[Messages], Sized], room: TokenBudget) -> None:
+    """Raises TaskError if a prompt in `path` has too many tokens, or none, or if `tokenize` refuses it.
+
+    The message names the longest such prompt.
+    """
     with path.open(encoding="utf-8") as lines:
         counted = [(_tokens(line, tokenize), line["where"]) for line in map(json.loads, lines)]
     refused = [(tokens, where) for tokens, where in counted if room.mistake(tokens)]
@@ -58,7 +93,7 @@ def _tokens(line: Mapping[str, Any], tokenize: Callable[[Messages], Sized]) -> i
 
 
 def _worth_counting(prompts: Prompts) -> list[int]:
-    """The longest; and the first of each shape of conversation."""
+    """Returns the rows of the longest prompts, and of the first prompt of each shape of conversation."""
     sizes: list[tuple[int, int]] = []
     shapes: dict[Shape, int] = {}
     for number in _spread(prompts):

@@ -1,4 +1,4 @@
-"""Which row a group gets: a pure function of the seed and the group's id, so that a resume needs no sampler state."""
+"""Draws the row of a group: a pure function of seed and group id, so that a resume needs no sampler state."""
 
 import hashlib
 
@@ -8,10 +8,11 @@ ROUNDS = 6
 
 
 class Draw:
-    """prompt and row of each group: every row once an epoch, in an order of its own in each epoch."""
+    """Returns prompt and row of a group: each epoch has every row once, in another order."""
 
     def __init__(self, prompts: Prompts, seed: int) -> None:
-        self._prompts, self._seed = prompts, seed
+        self._prompts = prompts
+        self._seed = seed
 
     def __call__(self, group: int) -> tuple[Messages, dict[str, object]]:
         row = self._prompts.row(drawn_row(self._seed, group, len(self._prompts)))
@@ -19,9 +20,9 @@ class Draw:
 
 
 def drawn_row(seed: int, group: int, rows: int) -> int:
-    """The row of `group` (>= 0) among `rows`; over each stretch of `rows` groups this is a permutation.
+    """Returns the row of `group` (>= 0) among `rows`; each epoch of `rows` groups is a permutation.
 
-    A Feistel network over the smallest even number of bits that holds all rows, walked until it lands on one (Black
+    It applies a Feistel network over the smallest even number of bits that holds all rows, until it gets a row (Black
     and Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002, methods 2 and 3): no table, O(1) memory.
     """
     assert group >= 0
@@ -35,7 +36,7 @@ def drawn_row(seed: int, group: int, rows: int) -> int:
 
 
 def _feistel(value: int, half: int, key: str) -> int:
-    """A permutation of the integers below 4 ** half."""
+    """Permutes the integers below 4 ** half."""
     mask = (1 << half) - 1
     left, right = value >> half, value & mask
     for number in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Rows with a prompt, checked: what every source of prompts becomes."""
+"""Checks and holds rows with a prompt, from any source of prompts."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -11,36 +11,38 @@ from asyncrl.errors import TaskError
 
 Messages = str | list[dict[str, Any]]
 OTHER_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "messages", "text")
-"""What others call the column `prompt`."""
+"""Names that other libraries give to the column `prompt`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """prompt: text or chat messages; columns: the whole row in plain values, which rewards see as `sample.row`."""
+    """One row. prompt: text or chat messages. columns: the row in plain values; rewards get it as `sample.row`."""
 
     prompt: Messages
     columns: dict[str, Any]
 
 
 class Prompts:
-    """Rows by number. source: what error messages call it; system: a message put before every prompt."""
+    """Holds rows by number. source: its name in messages. system: message put before every prompt."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], source: str, system: str = "") -> None:
         if len(rows) == 0:
             raise TaskError(f"{source}: there are no rows")
-        self._rows, self._source, self._system = rows, source, system
+        self._rows = rows
+        self._source = source
+        self._system = system
         if isinstance(rows, list):
             for number in range(len(rows)):
                 self.row(number)
         else:
-            # Rows read on demand, maybe millions: the first one tells whether the columns are right.
+            # Rows are read on demand, maybe millions: only the first one is checked here.
             self.row(0)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, number: int) -> Row:
-        """Raises TaskError when the row has no prompt, or a value that cannot travel between processes."""
+        """Returns a row; raises TaskError if it has no prompt, or a value that cannot be sent to another process."""
         raw = self._rows[number]
         where = f"{self._source}, row {number}"
         if not isinstance(raw, Mapping):
@@ -51,7 +53,7 @@ class Prompts:
         return Row(self._with_system(_checked(columns["prompt"], where), where), columns)
 
     def first(self, count: int) -> list[tuple[Messages, dict[str, Any]]]:
-        """Prompt and columns of up to `count` rows from the beginning."""
+        """Returns prompt and columns of up to `count` rows from the beginning."""
         rows = [self.row(number) for number in range(min(count, len(self)))]
         return [(row.prompt, row.columns) for row in rows]
 
@@ -65,10 +67,10 @@ class Prompts:
 
 
 def plain(value: Any, where: str) -> Any:
-    """`value` made of None, bool, int, float, str, bytes, lists and dicts, which is all that travels.
+    """Converts `value` to None, bool, int, float, str, bytes, lists and dicts, which can be sent to other processes.
 
     Raises:
-        TaskError: it holds something else; the message says where.
+        TaskError: it holds something else; the message begins with `where`.
     """
     match value:
         case None | bool() | int() | float() | str() | bytes():
@@ -104,7 +106,7 @@ def _checked(prompt: Any, where: str) -> Messages:
 
 
 def _says(message: Mapping[str, Any]) -> bool:
-    """Whether there is something in a message: text that is not blank, or parts."""
+    """Returns whether a message has content: text that is not blank, or parts."""
     content = message["content"]
     return bool(content.strip() if isinstance(content, str) else content)
 

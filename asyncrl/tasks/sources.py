@@ -1,4 +1,4 @@
-"""Reads prompts: files, the hub, reasoning-gym, functions, and what Python callers hand over."""
+"""Reads prompts from files, the hub, reasoning-gym, functions and Python objects."""
 
 import csv
 import inspect
@@ -13,29 +13,29 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from asyncrl.config import Config
+from asyncrl.config.install_hints import install_extra
+from asyncrl.config.schema import Config
+from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.installing import install_extra
-from asyncrl.names import resolve, suggestion
 from asyncrl.tasks.prompts import Prompts, plain
 
 Rows = Sequence[Mapping[str, Any]]
 TRAINING_SEED, HELD_OUT_SEED = 0, 1
-"""Of procedural sources, unless their options say otherwise. Not the run's seed: that one orders the rows."""
+"""Default seeds of procedural sources. The run's seed is another one, which orders the rows."""
 
 HELD_OUT_SHARE = 8
-"""One question of a reasoning-gym data set in so many is held out."""
+"""Every eighth question of a reasoning-gym data set is held out."""
 
 
 def training_prompts(config: Config, given: Rows | None = None) -> Prompts:
-    """What the run trains on. given: rows from a Python caller, in place of `task.prompts`."""
+    """Reads the training prompts. given: rows from Python instead of `task.prompts`."""
     task = config.task
     options = {"size": task.size, "seed": TRAINING_SEED, **task.options}
     return load_prompts(task.prompts if given is None else given, options, task.system)
 
 
 def held_out_prompts(config: Config, given: Rows | None = None) -> Prompts | None:
-    """What the run is evaluated on, or None."""
+    """Reads the held-out prompts; None without evaluation. given: rows from Python instead of `evaluate.prompts`."""
     if not config.evaluate.prompts and given is None:
         return None
     options = {"size": config.evaluate.size, "seed": HELD_OUT_SEED, **config.evaluate.options}
@@ -46,14 +46,14 @@ def held_out_prompts(config: Config, given: Rows | None = None) -> Prompts | Non
 def load_prompts(
     spec: str | Rows, options: Mapping[str, Any] | None = None, system: str = "", held_out: bool = False
 ) -> Prompts:
-    """Prompts of `spec`: a JSONL, CSV or Parquet file, `hub:NAME[#split]`, `reasoning_gym:NAME`, `FILE.py:function`,
-    `module:function`, a list of dicts or a datasets.Dataset.
+    """Reads the prompts of `spec`: a JSONL, CSV or Parquet file, `hub:NAME[#split]`, `reasoning_gym:NAME`,
+    `FILE.py:function`, `module:function`, a list of dicts or a datasets.Dataset.
 
-    options: keyword arguments of a procedural source, `size` and `seed` among them. system: put before each prompt.
-    held_out: which questions of a reasoning-gym data set are taken; the two kinds share none.
+    options: keyword arguments of a procedural source, `size` and `seed` among them. system: message put before each
+    prompt. held_out: takes the held-out questions of a reasoning-gym data set instead of the training questions.
 
     Raises:
-        TaskError: there is no such source, or its rows are no prompts; the message says what to write.
+        TaskError: there is no such source, or its rows have no prompts; the message says what to write.
     """
     if not isinstance(spec, str):
         return Prompts(_given(spec), "the rows given as prompts", system)
@@ -62,12 +62,12 @@ def load_prompts(
 
 
 def read_rows(spec: str, options: Mapping[str, Any], key: str) -> Rows:
-    """Rows of a source that need not be prompts. key: where `spec` is written. Raises TaskError as `load_prompts`."""
+    """Reads rows that need not be prompts; raises TaskError as `load_prompts` does. key: config key of `spec`."""
     try:
         return _read(spec, dict(options), held_out=False)
     except TaskError as error:
-        told = str(error).replace("task.prompts", key)
-        raise TaskError(told if told.startswith("task.") else f"{key}: {told}") from None
+        text = str(error).replace("task.prompts", key)
+        raise TaskError(text if text.startswith("task.") else f"{key}: {text}") from None
 
 
 def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
@@ -87,7 +87,7 @@ def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
 
 
 def _given(rows: Any) -> Rows:
-    """What a Python caller handed over: a list, a tuple, or what has rows by number, as a datasets.Dataset."""
+    """Checks rows from Python: a list, a tuple, or an object with rows by number, e.g. a datasets.Dataset."""
     if isinstance(rows, list | tuple):
         return list(rows)
     of_a_frame = "; of a pandas.DataFrame write frame.to_dict('records')" if hasattr(rows, "iloc") else ""
@@ -121,7 +121,7 @@ def _from_file(reader: Callable[[Path], Rows], path: Path) -> Rows:
 
 
 def _text(path: Path) -> str:
-    """Without the mark at its beginning that some programs write."""
+    """Reads text without the byte order mark that some programs write."""
     return path.read_bytes().decode("utf-8-sig")
 
 
@@ -152,7 +152,7 @@ def _csv(path: Path) -> Rows:
 
 
 class ArrowRows(Sequence[Mapping[str, Any]]):
-    """Rows of an Arrow table, made one by one; verl's files are such tables with nested columns."""
+    """Makes rows of an Arrow table one by one; verl's files are such tables with nested columns."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -176,7 +176,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {".jsonl": _jsonl, ".csv": _csv, ".
 
 
 def _hub(name: str, options: dict[str, Any]) -> Rows:
-    """options but `size` and `seed` go to `datasets.load_dataset`, e.g. { name = "main" }."""
+    """Loads a data set of the hub; options except `size` and `seed` go to `datasets.load_dataset`."""
     name, _, split = name.partition("#")
     if not name:
         raise TaskError('task.prompts: "hub:" names no data set; write hub:NAME or hub:NAME#SPLIT')
@@ -190,8 +190,10 @@ def _hub(name: str, options: dict[str, Any]) -> Rows:
 
 
 def _reasoning_gym(name: str, options: dict[str, Any], held_out: bool) -> Rows:
-    """Up to `size` rows. Training and held-out questions are told apart by a checksum of the question: seeds are no
-    help, for entry i of seed s is often entry i - 1 of seed s + 1."""
+    """Makes up to `size` rows; a checksum of the question decides whether it is held out.
+
+    Seeds cannot separate the two kinds, because entry i of seed s is often entry i - 1 of seed s + 1.
+    """
     gym = _optional("reasoning_gym", "tasks")
     known = _optional("reasoning_gym.factory", "tasks").DATASETS
     if name not in known:
@@ -211,7 +213,7 @@ def _is_held_out(question: str) -> bool:
 
 
 def _entry_row(entry: Mapping[str, Any], name: str, options: dict[str, Any], number: int) -> dict[str, Any]:
-    """The entry is named, not carried: its metadata may hold what does not travel, and the scorer makes it again."""
+    """Makes a row that names its entry; the scorer makes the entry again, because its metadata may not be plain."""
     origin = {"name": name, "options": plain(options, "task.options"), "index": number}
     return {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": origin}
 
@@ -228,7 +230,7 @@ def _function(spec: str, options: dict[str, Any]) -> Rows:
 
 
 def _made(spec: str, options: dict[str, Any]) -> Rows:
-    """Raises whatever the user's code raises, when it is imported, called and gone through."""
+    """Calls the user's function; errors of the user's code are raised as they are."""
     function = resolve(spec, "task.prompts")
     if not callable(function):
         raise TaskError(f"task.prompts: {spec} is no function")
@@ -245,7 +247,7 @@ def _made(spec: str, options: dict[str, Any]) -> Rows:
 
 
 def _accepted(function: Callable[..., Any], options: dict[str, Any], spec: str) -> dict[str, Any]:
-    """All options the function has parameters for; size and seed are left out where it has none."""
+    """Returns the options for the function; size and seed are left out if it has no such parameters."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return options

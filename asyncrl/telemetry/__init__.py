@@ -1,1 +1,1 @@
-"""What a run says about itself: clocks, traces, metrics, samples, logs, sinks and the live display. No torch."""
+"""Records a run: clocks, traces, metrics, samples, logs, sinks and the live display. No torch."""

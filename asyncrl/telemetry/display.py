@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one live picture on a terminal, one line a step when piped."""
+"""Shows a running run: a live view on a terminal, one line per step when the output is piped."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.telemetry.samples import SampleRecord
+from asyncrl.telemetry.samples_file import SampleRecord
 
 Metrics = Mapping[str, Any]
 
@@ -33,14 +33,14 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("policy/clip_frac", "clipped", ".1%"),
     ("grad_norm", "gradient", ".2g"),
 )
-"""Metric, what it is called on the screen, how its number is written."""
+"""Metric, its name on the screen, and the format of its number."""
 
 SHOWN_CHARACTERS = 600
-"""Of a sample's prompt and of its text: more would push the rest off a screen of 24 lines."""
+"""Characters shown of a sample's prompt and of its text, so that all fits on a screen of 24 lines."""
 
 
 class Display(Protocol):
-    """Shows a run. Methods may be called from any thread and never block on what they show."""
+    """Shows a run. Methods may be called from any thread and never block on the output."""
 
     def __enter__(self) -> Self: ...
 
@@ -49,26 +49,27 @@ class Display(Protocol):
     ) -> None: ...
 
     def say(self, text: str) -> None:
-        """One line that stays: what is taken over, a warning, where the results are."""
+        """Prints one line that stays, such as a warning or the place of the results."""
         ...
 
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
-        """One step is done; `sample` is one of those it trained."""
+        """Shows a finished step; `sample` is one of those it trained."""
         ...
 
 
 def open_display(steps: int, stream: TextIO | None = None) -> "Display":
-    """The live picture if `stream` (standard output) is a terminal, else lines. steps: of the whole run."""
+    """Returns the live view if `stream` (standard output) is a terminal, else lines. steps: of the whole run."""
     stream = stream or sys.stdout
     console = Console(file=stream)
     return LiveDisplay(console, steps) if console.is_terminal else LineDisplay(stream, steps)
 
 
 class LineDisplay:
-    """One line a step."""
+    """Prints one line per step."""
 
     def __init__(self, stream: TextIO, steps: int) -> None:
-        self._stream, self._steps = stream, steps
+        self._stream = stream
+        self._steps = steps
         self._first: tuple[int, float] | None = None
         self._reader_gone = False
 
@@ -86,7 +87,7 @@ class LineDisplay:
             return
         try:
             print(text, file=self._stream, flush=True)
-        except BrokenPipeError:  # `| head`: the run is worth more than its output
+        except BrokenPipeError:  # The reader, e.g. `| head`, has ended; the run goes on without output.
             self._reader_gone = True
 
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
@@ -97,7 +98,7 @@ class LineDisplay:
         self.say(f"step {metrics['step']}/{self._steps}  {numbers}{self._left(int(metrics['step']))}")
 
     def _left(self, step: int) -> str:
-        """From the pace since the first step shown, which in a resumed run is not step 1."""
+        """Estimates the time left from the pace since the first step shown, which in a resumed run is not step 1."""
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)
@@ -108,7 +109,7 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """A progress bar, the last step's numbers and one of its samples, redrawn in place."""
+    """Redraws a progress bar, the numbers of the last step and one of its samples in place."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._progress = Progress(
@@ -147,13 +148,13 @@ class LiveDisplay:
 
 
 def skipped(metrics: Metrics) -> str:
-    """That the step trained nothing, and why; empty when it did."""
+    """Returns that the step trained nothing, and why; "" when it trained."""
     reason = next((name.removeprefix("skipped/") for name in metrics if name.startswith("skipped/")), "")
     return f"trained nothing ({reason}): it is tried again with other samples" if reason else ""
 
 
 def shown(metrics: Metrics) -> list[tuple[str, str]]:
-    """Names and numbers for people, of those in SHOWN that are there."""
+    """Returns the names on the screen and the formatted numbers of the metrics of SHOWN that exist."""
     return [
         (name, format(metrics[metric], form))
         for metric, name, form in SHOWN
@@ -170,17 +171,17 @@ def _table(metrics: Metrics) -> Table:
 
 
 def sample_panel(sample: SampleRecord, characters: int | None = None) -> Panel:
-    """One sample: what it was asked, what it wrote, what it got for it, and which of it was trained."""
+    """Renders one sample: prompt, completion, reward, and what was trained of it."""
     body = Text()
     body.append(_short(sample.prompt, characters), "dim")
     body.append("\n")
     body.append(_short(sample.text, characters) or "(nothing)", "bold" if sample.text else "dim italic")
-    body.append("\n" + _verdict(sample), "cyan")
+    body.append("\n" + _summary(sample), "cyan")
     title = f"step {sample.step} · group {sample.group} · member {sample.member}"
     return Panel(body, title=title, title_align="left")
 
 
-def _verdict(sample: SampleRecord) -> str:
+def _summary(sample: SampleRecord) -> str:
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3g}"
     terms = ", ".join(f"{name} {value:.3g}" for name, value in sample.terms.items()) if len(sample.terms) > 1 else ""
     parts = [f"{reward} ({terms})" if terms else reward]
@@ -207,5 +208,5 @@ def _short(text: str, characters: int | None) -> str:
 
 
 def _visible(character: str) -> str:
-    """A model may write escape sequences; a terminal must not obey them."""
+    """Replaces control characters: a model may write escape sequences, which a terminal would execute."""
     return character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, appended to while others read them."""
+"""Files with one JSON object per line, which are read while they are appended to."""
 
 import json
 import math
@@ -14,9 +14,9 @@ Object = dict[str, Any]
 
 
 class LineFile:
-    """Appends objects to a file, one system call each, so that a killed process leaves whole lines.
+    """Appends objects to a file, with one system call each, so that a killed process leaves complete lines.
 
-    A torn last line that a lost machine left behind is cut when the file is opened.
+    A torn last line, which a crashed machine can leave, is cut when the file is opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,8 +25,8 @@ class LineFile:
         self._file = path.open("ab", buffering=0)
 
     def append(self, values: Mapping[str, Any]) -> None:
-        """Write one object; numbers that are not finite become null, which JSON can say."""
-        line = json.dumps(_sayable(values), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        """Writes one object; numbers that are not finite become null, because JSON lacks them."""
+        line = json.dumps(_to_json(values), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         self._file.write(line.encode("utf-8", "replace") + b"\n")
 
     def close(self) -> None:
@@ -34,12 +34,12 @@ class LineFile:
 
 
 def read_lines(path: Path) -> Iterator[Object]:
-    """The objects in `path`, none when it is not there; a last line still being written is left out."""
+    """Yields the objects in `path`, none when it does not exist; leaves out a last line still being written."""
     return read_records(path, dict)
 
 
 def read_records(path: Path, record: Callable[..., T]) -> Iterator[T]:
-    """`record(**object)` of each object in `path`. A line that is damaged is told on standard error and left out."""
+    """Yields `record(**object)` for each object in `path`; reports a damaged line on standard error and skips it."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -59,8 +59,8 @@ def _cut_torn_tail(path: Path) -> None:
         os.truncate(path, content.rfind(b"\n") + 1)
 
 
-def _sayable(value: Any) -> Any:
-    """What JSON can say of `value`: numbers of other libraries become Python's, anything strange its repr."""
+def _to_json(value: Any) -> Any:
+    """Returns `value` as JSON types: numbers of other libraries become Python's, other objects their repr."""
     match value:
         case None | bool() | str():
             return value
@@ -69,7 +69,7 @@ def _sayable(value: Any) -> Any:
         case Real():
             return float(value) if math.isfinite(value) else None
         case Mapping():
-            return {str(key): _sayable(inner) for key, inner in value.items()}
+            return {str(key): _to_json(inner) for key, inner in value.items()}
         case list() | tuple():
-            return [_sayable(inner) for inner in value]
+            return [_to_json(inner) for inner in value]
     return repr(value)

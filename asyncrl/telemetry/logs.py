@@ -1,4 +1,4 @@
-"""Logs as lines of JSON, one file a process: `RUN_DIR/logs/INSTANCE.jsonl`."""
+"""Writes logs as lines of JSON, one file per process: `RUN_DIR/logs/INSTANCE.jsonl`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +9,13 @@ import structlog
 from structlog.contextvars import merge_contextvars
 from structlog.typing import FilteringBoundLogger
 
-from asyncrl.telemetry.lines import LineFile
+from asyncrl.telemetry.jsonl import LineFile
 
 EventDict = dict[str, Any]
 
 
-class _Lines:
-    """What structlog's last processor hands the finished event to."""
+class _LogFile:
+    """Takes finished events from structlog's last processor."""
 
     def __init__(self, file: LineFile) -> None:
         self._file = file
@@ -28,13 +28,13 @@ class _Lines:
 
 @contextmanager
 def open_log(path: Path, **bound: Any) -> Iterator[FilteringBoundLogger]:
-    """A logger that writes to `path` inside the `with`; `bound` (service, rank, epoch, ...) goes into every line.
+    """Opens a logger that writes to `path`; `bound` (service, rank, incarnation, ...) goes into every line.
 
     Ids bound with `structlog.contextvars.bound_contextvars(group=..., call=...)` are added to the lines inside.
     """
     file = LineFile(path)
     log: FilteringBoundLogger = structlog.wrap_logger(
-        _Lines(file),
+        _LogFile(file),
         processors=[
             merge_contextvars,
             structlog.processors.add_log_level,

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one object for each step that was done, and what each of its names means."""
+"""Reads and writes `metrics.jsonl`, one object per finished step, and describes every metric."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,15 +8,15 @@ from typing import Any
 
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Health, StepReport
-from asyncrl.telemetry.clock import STATES
-from asyncrl.telemetry.lines import LineFile, Object, read_lines
+from asyncrl.telemetry.jsonl import LineFile, Object, read_lines
+from asyncrl.telemetry.state_clock import STATES
 
 Metrics = Mapping[str, float]
 
 METRICS: dict[str, str] = {
     "step": "training iterations so far, this one included; one that trained nothing is tried again",
-    "time": "seconds since this epoch of the run began",
-    "epoch": "how often the run was resumed",
+    "time": "seconds since this incarnation of the run began",
+    "incarnation": "how often the run was resumed",
     "version": "version of the weights after the step",
     "reward/mean": "mean reward of the samples in the batch",
     "reward/std": "their standard deviation over the whole batch",
@@ -57,7 +57,7 @@ METRICS: dict[str, str] = {
     "tokens/response": "response tokens in the batch",
     "tokens/trained": "those of them that updates learnt from, without those a correction left out",
 }
-"""In every line; those that the trainer measures only where something trained."""
+"""Metrics of every line; a line of a step that trained nothing lacks what the trainer measures."""
 
 FURTHER_METRICS: dict[str, str] = {
     "reward/group_std": "standard deviation of rewards within a group, mean over groups of two or more in the batch",
@@ -107,23 +107,23 @@ FURTHER_METRICS: dict[str, str] = {
     "eval/cost/mean": "of the same answers, where answers have costs",
     "eval/version": "version of the weights that were evaluated",
 }
-"""There when what they are about is; a sink gets them under the same names."""
+"""Metrics of lines to which they apply; a sink gets them under the same names."""
 
 COSTS = "cost/"
-"""What the terms of a sample's cost begin with, beside those of its reward."""
+"""Prefix of the terms of a sample's cost, among those of its reward."""
 
 SHARES = (*STATES, "unaccounted")
 
 
 class MetricsFile:
-    """Writes `metrics.jsonl`. Lines of a voided epoch stay; `read_metrics` knows which count."""
+    """Writes `metrics.jsonl`. Lines that a resume made void stay; `read_metrics` skips them."""
 
     def __init__(self, path: Path) -> None:
         self._file = LineFile(path)
 
     def write(self, metrics: Metrics) -> None:
         assert "step" in metrics
-        assert "epoch" in metrics
+        assert "incarnation" in metrics
         self._file.append(metrics)
 
     def close(self) -> None:
@@ -131,8 +131,8 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Object]:
-    """One object a step, in order. A resumed run repeats steps after its checkpoint, and a step that trained nothing is
-    tried again with other samples: the latest line counts."""
+    """Returns one object per step, in order. The latest line of a step counts: a resumed run repeats steps after its
+    checkpoint, and a step that trained nothing is tried again with other samples."""
     surviving: list[Object] = []
     for line in read_lines(path):
         while surviving and surviving[-1]["step"] >= line["step"]:
@@ -142,18 +142,18 @@ def read_metrics(path: Path) -> list[Object]:
 
 
 def missing_metrics(metrics: Metrics) -> list[str]:
-    """Names of METRICS that `metrics` lacks."""
+    """Returns the names of METRICS that `metrics` lacks."""
     return [name for name in METRICS if name not in metrics]
 
 
 def unknown_metrics(metrics: Metrics) -> list[str]:
-    """Names in `metrics` that no entry of METRICS or FURTHER_METRICS stands for."""
+    """Returns the names in `metrics` that match no entry of METRICS or FURTHER_METRICS."""
     further = re.compile("|".join(re.sub(r"<\w+>", "[^/]+(/[^/]+)?", name) for name in FURTHER_METRICS))
     return [name for name in metrics if name not in METRICS and not further.fullmatch(name)]
 
 
 def batch_metrics(batch: BatchRef) -> dict[str, float]:
-    """`reward/*`, `cost/*` and `completions/*` of the samples that one step was given."""
+    """Computes `reward/*`, `cost/*` and `completions/*` of the samples of one step."""
     rewards = [row.reward for row in batch if row.reward is not None]
     costs = [row.cost for row in batch if row.cost is not None]
     return {
@@ -167,7 +167,7 @@ def batch_metrics(batch: BatchRef) -> dict[str, float]:
 
 
 def _within_groups(batch: BatchRef) -> dict[str, float]:
-    """Of the groups with two rewards or more in the batch; nothing when there are none."""
+    """Computes metrics of the groups with at least two rewards; returns none when there is no such group."""
     groups: dict[int, list[float]] = {}
     for row in batch:
         if row.reward is not None:
@@ -182,20 +182,20 @@ def _within_groups(batch: BatchRef) -> dict[str, float]:
 
 
 def term_metric(term: str) -> str:
-    """Under what name the mean of a term of the scores is written; those of costs say so themselves."""
+    """Returns the metric name for the mean of a score's term; terms of costs have their own prefix."""
     return term if term.startswith(COSTS) else f"reward/{term}"
 
 
 def step_of(report: StepReport) -> int:
-    """The number of a step is the version it led to or, when it trained nothing, would have led to."""
+    """Returns the number of a step: the version it led to or, when it trained nothing, would have led to."""
     return report.version + bool(report.skipped)
 
 
 def report_metrics(report: StepReport, seconds: float) -> dict[str, float]:
-    """What the trainer measured, its masks as shares, and its rate.
+    """Returns the trainer's measurements, its masks as shares, and its rate.
 
     Args:
-        seconds: wall clock since the step before was done.
+        seconds: wall clock since the end of the previous step.
     """
     trained = sum(sample.trained for sample in report.samples)
     total = trained + sum(sample.masked + sample.rejected for sample in report.samples)
@@ -217,13 +217,13 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class TimeShares:
-    """Turns the workers' running totals into `time/<service>/<state>` of the time between two looks."""
+    """Turns the running totals of workers into `time/<service>/<state>` for the time between two calls."""
 
     def __init__(self) -> None:
         self._before: dict[str, Health] = {}
 
     def since_last(self, healths: Sequence[Health]) -> dict[str, float]:
-        """Shares of wall clock by service and state, mean over workers; they and `unaccounted` sum to 1."""
+        """Returns shares of wall clock by service and state, mean over workers; with `unaccounted` they sum to 1."""
         by_service: dict[str, list[dict[str, float]]] = {}
         for health in healths:
             by_service.setdefault(health.service, []).append(self._shares(health))
@@ -246,5 +246,5 @@ class TimeShares:
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What a sink can draw."""
+    """Returns the metrics that are numbers, for sinks."""
     return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}

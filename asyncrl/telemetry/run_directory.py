@@ -1,4 +1,4 @@
-"""A run directory: what lies where, and whose run it is."""
+"""The files of a run directory, and the checks before a run uses it."""
 
 import os
 import secrets
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asyncrl.errors import ConfigError, TaskError
 
-MARKS = ("config.toml", "journal", "run.id")
+RUN_FILES = ("config.toml", "journal", "run.id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class RunDirectory:
 
     config.toml: as used; journal; checkpoints/V/; model/: what the run starts from; metrics.jsonl, samples.jsonl,
     evaluations.jsonl; fleet.json; logs/; trace.json.gz; run.lock; run.id: 8 hex digits, which copies of the directory
-    keep; run.start: the name of the last start (leftovers.py).
+    keep; run.start: name of the last start (fleet/leftover_cleanup.py).
     """
 
     path: Path
@@ -66,7 +66,7 @@ class RunDirectory:
         return self.config.exists()
 
     def run_id(self) -> str:
-        """The run's name; made at its first start."""
+        """Returns the run's id, which is made at its first start."""
         path = self.path / "run.id"
         if not path.exists():
             path.write_text(secrets.token_hex(4))
@@ -74,10 +74,10 @@ class RunDirectory:
 
 
 def open_run_directory(path: Path) -> RunDirectory:
-    """The directory at `path`, made if it is not there.
+    """Opens the directory at `path`, and makes it when it does not exist.
 
     Raises:
-        ConfigError: it exists, is not empty, and is no run directory, or cannot be written.
+        ConfigError: the directory is not empty and holds no run, or cannot be written.
     """
     directory = RunDirectory(path.absolute())
     try:
@@ -87,9 +87,9 @@ def open_run_directory(path: Path) -> RunDirectory:
         directory.logs.mkdir(exist_ok=True)
     except OSError as error:
         raise _unusable(path, error) from error
-    if kept := [each for each in _written(directory) if not os.access(each, os.W_OK, effective_ids=True)]:
+    if read_only := [each for each in _existing_files(directory) if not os.access(each, os.W_OK, effective_ids=True)]:
         raise ConfigError(
-            f"{kept[0]} cannot be written: give yourself the right to (chmod -R u+w {path}), or go on in a copy: "
+            f"{read_only[0]} cannot be written: give yourself the right to (chmod -R u+w {path}), or go on in a copy: "
             f"cp -r it and name the copy with --run-dir"
         )
     return directory
@@ -97,7 +97,7 @@ def open_run_directory(path: Path) -> RunDirectory:
 
 @contextmanager
 def new_run_directory(parent: Path, name: str) -> Iterator[Path]:
-    """A directory nobody else has, called `name` or `name-2` and so on; gone afterwards when nothing lies in it.
+    """Makes a new directory called `name`, or `name-2` and so on; removes it at the end when it is empty.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -105,7 +105,7 @@ def new_run_directory(parent: Path, name: str) -> Iterator[Path]:
     parent_is_new = not parent.exists()
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        path = _claimed(parent, name)
+        path = _make_unique(parent, name)
     except OSError as error:
         raise _unusable(parent / name, error) from error
     try:
@@ -117,8 +117,8 @@ def new_run_directory(parent: Path, name: str) -> Iterator[Path]:
                 parent.rmdir()
 
 
-def _claimed(parent: Path, name: str) -> Path:
-    """Making a directory that must not exist is how two runs of the same second get two."""
+def _make_unique(parent: Path, name: str) -> Path:
+    """Makes a directory that did not exist, so that two runs of the same second get two."""
     for number in count(1):
         path = parent / (name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
@@ -127,8 +127,8 @@ def _claimed(parent: Path, name: str) -> Path:
     raise AssertionError("counting does not end")
 
 
-class Before:
-    """What was at `path` before a run began there. begun: set once the run is under way, so that all it made stays."""
+class DirectoryRollback:
+    """Restores what was at `path` when a run is refused. begun: set once the run has begun; then all files stay."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
@@ -140,15 +140,15 @@ class Before:
 
     @contextmanager
     def again_when_refused(self) -> Iterator[None]:
-        """A mistake of the user's inside, before the run has begun, leaves the directory as it was."""
+        """Restores the directory when a ConfigError or TaskError leaves the block before the run has begun."""
         try:
             yield
         except (ConfigError, TaskError):
             if not self.begun:
-                self._take_back()
+                self._restore()
             raise
 
-    def _take_back(self) -> None:
+    def _restore(self) -> None:
         for entry in [entry for entry in self._path.iterdir() if entry.name not in self._entries]:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         if self._config is not None:
@@ -158,7 +158,7 @@ class Before:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Readers see the old file or the new one; on a full disk the old one stays as it is."""
+    """Replaces a file; readers see the old one or the new one, and a full disk leaves the old one."""
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(text)
     fresh.replace(path)
@@ -168,8 +168,8 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"cannot use {path} as run directory: {error.strerror}; name another with --run-dir")
 
 
-def _written(directory: RunDirectory) -> list[Path]:
-    """What is there already of all that a run writes to."""
+def _existing_files(directory: RunDirectory) -> list[Path]:
+    """Returns the paths that a run writes to and that exist."""
     files = [directory.config, directory.journal, directory.metrics, directory.samples, directory.evaluations]
     folders = [directory.path, directory.logs, directory.checkpoints]
     marks = [directory.start, directory.path / "run.lock"]
@@ -178,4 +178,4 @@ def _written(directory: RunDirectory) -> list[Path]:
 
 def _ours_or_empty(directory: RunDirectory) -> bool:
     entries = {entry.name for entry in directory.path.iterdir()}
-    return entries <= {"logs", "run.lock"} or bool(entries & set(MARKS))
+    return entries <= {"logs", "run.lock"} or bool(entries & set(RUN_FILES))

@@ -1,29 +1,29 @@
-"""`samples.jsonl`: what the model wrote, what it got for it, and which of it was trained."""
+"""Reads and writes `samples.jsonl`: completions with their rewards and what was trained of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import SampleText, TrainedSample
-from asyncrl.telemetry.lines import LineFile, read_records
+from asyncrl.telemetry.jsonl import LineFile, read_records
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """One sample as a person looks at it.
+    """One sample for a person to read.
 
     finish: why the completion ended; terms: each reward function's own value; first, last: versions that sampled its
-    first and last token; trained, masked: response tokens in the loss and left out, with the reason; rejected: those
-    of neither, that a correction gave no weight; skipped: why the whole step trained nothing. advantage: None also
-    where a critic gives each token its own.
+    first and last token; trained, masked: response tokens in the loss and left out, with the reason; rejected: tokens
+    that a correction gave no weight; skipped: why the whole step trained nothing. advantage: None also when a critic
+    gives each token its own.
     """
 
     step: int
-    epoch: int
+    incarnation: int
     group: int
     member: int
     attempt: int
@@ -46,11 +46,11 @@ class SampleRecord:
 def sample_record(
     step: int, row: RowRef, text: SampleText, terms: Mapping[str, float], trained: TrainedSample, skipped: str = ""
 ) -> SampleRecord:
-    """Put together what the engine, the reward and the trainer say about one sample."""
+    """Combines what the engine, the reward and the trainer report about one sample."""
     assert row.key == (text.group, text.member) == (trained.group, trained.member)
     return SampleRecord(
         step=step,
-        epoch=row.epoch,
+        incarnation=row.incarnation,
         group=row.group,
         member=row.member,
         attempt=row.attempt,
@@ -72,7 +72,7 @@ def sample_record(
 
 
 def to_show(samples: Sequence[T], count: int | Literal["all"]) -> list[T]:
-    """`count` of a step's samples, evenly spread over its groups; chosen by place, so that no kind is favoured."""
+    """Returns `count` of a step's samples, evenly spread; they are chosen by position, so without bias."""
     if count == "all" or count >= len(samples):
         return list(samples)
     return [samples[index * len(samples) // count] for index in range(count)]
@@ -93,24 +93,31 @@ class SamplesFile:
 
 
 def read_samples(path: Path) -> list[SampleRecord]:
-    """Every record of the surviving history: steps that a resumed run did again, or that trained nothing at first,
-    count once, as done last."""
+    """Returns the records of the surviving history: a step that a resumed run repeated, or that first trained nothing,
+    counts once, as done last."""
     surviving: list[SampleRecord] = []
-    for record in read_records(path, SampleRecord):
+    for record in read_records(path, _sample_record):
         while surviving and (surviving[-1].step > record.step or _older(surviving[-1], record)):
             surviving.pop()
         surviving.append(record)
     return surviving
 
 
+def _sample_record(**fields: Any) -> SampleRecord:
+    """Makes the record of one line; older versions of asyncrl called the field `incarnation` `epoch`."""
+    if "epoch" in fields:
+        fields["incarnation"] = fields.pop("epoch")
+    return SampleRecord(**fields)
+
+
 def _older(before: SampleRecord, record: SampleRecord) -> bool:
-    """Of an earlier try of the same step."""
-    return before.step == record.step and (before.epoch < record.epoch or before.skipped != record.skipped)
+    """Returns whether `before` belongs to an earlier attempt at the same step."""
+    return before.step == record.step and (before.incarnation < record.incarnation or before.skipped != record.skipped)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which samples to look at. masked: only those with tokens left out of the loss."""
+    """Selects samples to show. masked: only those with tokens left out of the loss."""
 
     step: int | None = None
     group: int | None = None
@@ -119,7 +126,7 @@ class Selection:
     count: int = 8
 
     def of(self, records: Sequence[SampleRecord]) -> list[SampleRecord]:
-        """Without a step or group, those of the last step."""
+        """Returns the selected records; without a step, a group or an order those of the last step."""
         step = self.step
         if step is None and self.group is None and not self.order and not self.masked:
             step = records[-1].step if records else None

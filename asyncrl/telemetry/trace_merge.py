@@ -1,4 +1,4 @@
-"""All processes' spans as one file in the Chrome trace format, which ui.perfetto.dev opens."""
+"""Merges the spans of all processes into one file in the Chrome trace format, which ui.perfetto.dev opens."""
 
 import gzip
 import os
@@ -6,14 +6,14 @@ from pathlib import Path
 
 SUFFIX = ".trace.jsonl"
 COMPRESSION = 1
-"""Of gzip's levels: the next ones take half as long again, for a tenth less."""
+"""Level of gzip: the next levels take half as long again and save a tenth."""
 
 
 def merge(run_dir: Path) -> Path:
-    """Write `RUN_DIR/trace.json.gz` from `RUN_DIR/logs/*.trace.jsonl` and return its path.
+    """Writes `RUN_DIR/trace.json.gz` from `RUN_DIR/logs/*.trace.jsonl` and returns its path.
 
-    One process track a worker. Below it one for each thread, and as many for the calls on its event loop as there were
-    at a time: "calls 1" is taken first.
+    Each worker has a process track, with a track for each thread and as many tracks for calls on its event loop as
+    ran at the same time; "calls 1" is used first.
     """
     target, unfinished = run_dir / "trace.json.gz", run_dir / "trace.json.gz.part"
     with gzip.open(unfinished, "wb", compresslevel=COMPRESSION) as file:
@@ -29,6 +29,6 @@ def merge(run_dir: Path) -> Path:
 
 
 def _events(path: Path) -> bytes:
-    """Of one process, as items of a list; the torn last line of a killed process is left out."""
+    """Returns the events of one process as items of a list, without the torn last line of a killed process."""
     lines, _, _ = path.read_bytes().rpartition(b"\n")
     return lines.replace(b"\n", b",\n")

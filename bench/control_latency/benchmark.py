@@ -1,16 +1,14 @@
-"""Lanes under load: how soon control calls are answered beside queued work, and how long a flood stalls a loop.
+"""Measures the latency of control calls beside queued work, and the loop stalls of a message flood.
 
-Queued work: calls that each train for a quarter of a second wait at one worker, by the hundreds on each of several
-links, while pauses, health and aborts are asked for and timed by the caller. An abort counts from closing a stream to
-the worker's word that it did. Flood: small messages and small calls drain through one socket, while a task of the same
-loop wakes every millisecond; beside it the same task with nothing to drain, which is what this machine does by itself.
+Queued work: calls that each train for a quarter of a second wait at one worker, hundreds on each of several
+connections, while the caller times pauses, health calls and aborts. An abort lasts from closing a stream until the
+worker confirms that it stopped. Flood: small messages and small calls drain through one socket while a task of the same
+loop wakes every millisecond; the same task without messages shows the stalls that the machine causes.
 """
 
 import argparse
 import asyncio
-import os
 import secrets
-import sys
 import tempfile
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -22,88 +20,89 @@ from typing import Any, cast
 
 import numpy as np
 
-from asyncrl.bench.flood import RUN
-from asyncrl.bench.loaded import Loaded
-from asyncrl.bench.ticking import TICK, Ticks, ticking
-from asyncrl.deploy.local import LocalLauncher
-from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
-from asyncrl.launch import RunFacts
-from asyncrl.models import prepare
+from asyncrl.bench.control_latency.busy_service import Busy
+from asyncrl.bench.control_latency.flood_sender import HELLO, start_flood
+from asyncrl.bench.control_latency.loop_stalls import TICK, Ticks, ticking
+from asyncrl.bench.measurements import MachineLoad
+from asyncrl.config.sources import load
+from asyncrl.deploy.process.local_launcher import LocalLauncher
+from asyncrl.engines.models.model_folder import prepare
+from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.fleet.worker.run_worker import identity
+from asyncrl.fleet.worker.worker_spec import RunFacts
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.server import Server
+from asyncrl.lanes.control.wire import CREDIT, Listener
+from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.protocols.messages import Call
-from asyncrl.settings import load
-from asyncrl.wire.ends import CREDIT, Listener
-from asyncrl.wire.host import Host
-from asyncrl.wire.link import Link
-from asyncrl.wire.socket import ZmqWire
-from asyncrl.worker import identity
 
-ACKNOWLEDGED, STALL = 0.050, 0.010
-"""Seconds: the goals."""
+LATENCY_GOAL, STALL_GOAL = 0.050, 0.010
+"""Seconds, at most."""
 DEADLINE = 600.0
-"""Seconds for the queued calls to be made and answered, and for a flood to be over."""
+"""Seconds for the queued calls to run, and for a flood to end."""
 PAUSE_BETWEEN = 0.005
 """Seconds between two probes, so that they meet the compute thread at different moments."""
-
-Measured = dict[str, list[float]]
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench lanes", description=__doc__)
     parser.add_argument("--calls", type=int, default=1000, help="work calls that wait at the worker")
-    parser.add_argument("--probes", type=int, default=300, help="of each kind")
-    parser.add_argument("--messages", type=int, default=60_000)
-    parser.add_argument("--loads", nargs="*", default=["torch", "python"], choices=["torch", "python"])
-    asked = parser.parse_args(arguments)
-    print(f"load average before: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
+    parser.add_argument("--probes", type=int, default=300, help="number of calls of each kind that are timed")
+    parser.add_argument("--messages", type=int, default=60_000, help="messages of a flood")
+    parser.add_argument(
+        "--loads", nargs="*", default=["torch", "python"], choices=["torch", "python"], help="work that is queued"
+    )
+    options = parser.parse_args(arguments)
+    load_of_machine = MachineLoad()
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
-        for each in asked.loads:
-            asyncio.run(queued_work(Path(folder), each, asked.calls, asked.probes))
-        asyncio.run(floods(Path(folder), asked.messages))
-    print(f"load average after: {os.getloadavg()[0]:.2f}")
+        for load_kind in options.loads:
+            asyncio.run(queued_work(Path(folder), load_kind, options.calls, options.probes))
+        asyncio.run(floods(Path(folder), options.messages))
+    print(f"  {load_of_machine}")
 
 
 # ---- control calls beside queued work ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """The fleet of one worker, and where it listens."""
+class LoadedFleet:
+    """Holds a fleet of one worker, and its launcher, which knows the address of the worker."""
 
     running: RunningFleet
     launcher: LocalLauncher
 
     @property
-    def handle(self) -> Loaded:
-        return self.running.handle("loaded", Loaded)
+    def handle(self) -> Busy:
+        return self.running.handle("loaded", Busy)
 
 
 async def queued_work(folder: Path, kind: str, calls: int, probes: int) -> None:
-    async with _loaded_worker(folder, kind) as site, _queued(site, calls) as queued:
-        measured = await _probed(site.handle, probes)
-        print(f"{kind} steps, {queued} work calls queued at the worker, {probes} probes of each kind:")
-        for what, seconds in measured.items():
-            _show(what, seconds)
-        steps = (await site.handle.pause()).at
-        print(f"  the worker did {steps} steps meanwhile")
+    async with _loaded_worker(folder, kind) as fleet, _queued_calls(fleet, calls) as queued:
+        measured = await _time_probes(fleet.handle, probes)
+        print(f"{kind} steps, {queued} work calls queued at the worker, {probes} calls of each kind:")
+        for probe, seconds in measured.items():
+            _show(probe, seconds)
+        steps = (await fleet.handle.pause()).at
+        print(f"  the worker ran {steps} steps meanwhile")
 
 
 @asynccontextmanager
-async def _loaded_worker(folder: Path, kind: str) -> AsyncIterator[Site]:
+async def _loaded_worker(folder: Path, kind: str) -> AsyncIterator[LoadedFleet]:
     config = load("quickstart").config
     model = folder / "model"
     if kind == "torch" and not model.exists():
         await prepare(config, model, lambda text: None)
     facts = RunFacts(secrets.token_hex(4), str(folder), str(model), 0, "none", config)
-    spec = ServiceSpec("loaded", Loaded, "asyncrl.bench.loaded:LoadedService", options={"load": kind})
+    spec = ServiceSpec("loaded", Busy, "asyncrl.bench.control_latency.busy_service:BusyService", options={"load": kind})
     with LocalLauncher(run=facts.run) as launcher:
         async with running_fleet([spec], facts, launcher=launcher) as running:
-            yield Site(running, launcher)
+            yield LoadedFleet(running, launcher)
 
 
 @asynccontextmanager
-async def _queued(site: Site, calls: int) -> AsyncIterator[int]:
-    """Callers beside the fleet's own keep this many calls waiting at the worker; one link takes CREDIT of them."""
-    facts, instance = site.running.facts, site.running.workers["loaded"].worker(0, 0).instance
+async def _queued_calls(fleet: LoadedFleet, calls: int) -> AsyncIterator[int]:
+    """Keeps this many calls queued at the worker with additional clients; each client gets CREDIT calls in flight."""
+    facts, instance = fleet.running.facts, fleet.running.workers["loaded"].worker(0, 0).instance
     async with AsyncExitStack() as scope:
         wire = ZmqWire()
         scope.callback(wire.close)
@@ -111,21 +110,21 @@ async def _queued(site: Site, calls: int) -> AsyncIterator[int]:
         scope.callback(lambda: [call.cancel() for call in waiting])
         for start in range(0, calls, CREDIT):
             hello = identity(facts, "controller", start, f"caller-{start}")
-            caller = wire.connect(site.launcher.addresses(instance).work)
-            link = await scope.enter_async_context(Link(caller, hello, "loaded", instance=instance))
+            connection = wire.connect(fleet.launcher.addresses(instance).work)
+            client = await scope.enter_async_context(Client(connection, hello, "loaded", instance=instance))
             share = min(CREDIT, calls - start)
-            waiting += [asyncio.ensure_future(link.call("step", (), DEADLINE)) for _ in range(share)]
+            waiting += [asyncio.ensure_future(client.call("step", (), DEADLINE)) for _ in range(share)]
         async with asyncio.timeout(DEADLINE):
-            while (queued := (await site.handle.health())[0].queued) < 0.9 * calls:
-                continue  # each look lets the worker take more of them
+            while (queued := (await fleet.handle.health())[0].queued) < 0.9 * calls:
+                continue  # Each health call lets the worker receive more of them.
         yield queued
         for call in waiting:
             call.cancel()
         await asyncio.wait(waiting)
 
 
-async def _probed(handle: Loaded, probes: int) -> Measured:
-    measured: Measured = {"pause": [], "resume": [], "health": [], "abort": []}
+async def _time_probes(handle: Busy, probes: int) -> dict[str, list[float]]:
+    measured: dict[str, list[float]] = {"pause": [], "resume": [], "health": [], "abort": []}
     for number in range(probes):
         measured["pause"].append(await _timed(handle.pause))
         measured["resume"].append(await _timed(handle.resume))
@@ -137,24 +136,24 @@ async def _probed(handle: Loaded, probes: int) -> Measured:
     return measured
 
 
-async def _abort(handle: Loaded, samples: Any, number: int) -> None:
+async def _abort(handle: Busy, samples: Any, number: int) -> None:
     await samples.aclose()
     await handle.aborted(number)
 
 
-async def _timed(ask: Callable[[], Awaitable[Any]]) -> float:
+async def _timed(call: Callable[[], Awaitable[Any]]) -> float:
     loop = asyncio.get_running_loop()
     began = loop.time()
-    await ask()
+    await call()
     return loop.time() - began
 
 
-def _show(what: str, seconds: Sequence[float]) -> None:
+def _show(probe: str, seconds: Sequence[float]) -> None:
     median, late, worst = (1e3 * np.percentile(seconds, share) for share in (50, 99, 100))
-    verdict = "reached" if late <= 1e3 * ACKNOWLEDGED else "MISSED"
+    result = "met" if late <= 1e3 * LATENCY_GOAL else "MISSED"
     print(
-        f"  {what:7} p50 {median:6.2f} ms   p99 {late:6.2f} ms   longest {worst:6.2f} ms   "
-        f"goal p99 {1e3 * ACKNOWLEDGED:.0f} ms: {verdict}"
+        f"  {probe:7} p50 {median:6.2f} ms   p99 {late:6.2f} ms   longest {worst:6.2f} ms   "
+        f"goal p99 {1e3 * LATENCY_GOAL:.0f} ms: {result}"
     )
 
 
@@ -162,32 +161,29 @@ def _show(what: str, seconds: Sequence[float]) -> None:
 
 
 async def floods(folder: Path, messages: int) -> None:
-    print(f"{messages} small messages through one socket, a tick every {1e3 * TICK:.0f} ms beside it:")
-    for kind, drain in (("messages", _taken), ("calls", _served)):
+    print(f"{messages} small messages through one socket, while a task wakes every {1e3 * TICK:.0f} ms:")
+    for kind, receive in (("messages", _receive), ("calls", _serve)):
         wire = ZmqWire()
         listener = wire.listen(f"ipc://{folder}/{kind}")
         try:
-            sending = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "asyncrl.bench.flood", listener.address, str(messages), kind)
-            )
+            sender = await start_flood(listener.address, messages, kind)
             async with asyncio.timeout(DEADLINE):
-                await drain(listener, messages, sending)
+                await receive(listener, messages, sender)
         finally:
             wire.close()
 
 
-async def _taken(listener: Listener, messages: int, sending: Process) -> None:
-    """The first one says that the sender is up."""
-    await listener.receive()
+async def _receive(listener: Listener, messages: int, sender: Process) -> None:
+    await listener.receive()  # The sender has started.
     with ticking() as drain:
         for _ in range(messages - 1):
             peer, _ = await listener.receive()
-    await listener.send(peer, [b"all of them"])
-    await sending.wait()
-    await _compared("messages", messages, drain)
+    await listener.send(peer, [b"all received"])
+    await sender.wait()
+    await _compare("messages", messages, drain)
 
 
-async def _served(listener: Listener, messages: int, sending: Process) -> None:
+async def _serve(listener: Listener, messages: int, sender: Process) -> None:
     begun = asyncio.Event()
 
     async def echo(call: Call) -> Any:
@@ -195,23 +191,23 @@ async def _served(listener: Listener, messages: int, sending: Process) -> None:
         return call.args[0]
 
     async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(Host(listener, echo, RUN).serve())
+        serving = tasks.create_task(Server(listener, echo, HELLO).serve())
         await begun.wait()
         with ticking() as drain:
-            await sending.wait()
+            await sender.wait()
         serving.cancel()
-    await _compared("calls", messages, drain)
+    await _compare("calls", messages, drain)
 
 
-async def _compared(kind: str, messages: int, drain: Ticks) -> None:
-    """Beside the same ticker in the same process for as long, with nothing to drain."""
+async def _compare(kind: str, messages: int, drain: Ticks) -> None:
+    """Prints the stalls beside those of the same task in the same process, for as long, without messages."""
     with ticking() as alone:
         await asyncio.sleep(drain.seconds)
     worst = 1e3 * drain.stall
     print(
         f"  {kind:8} {messages / drain.seconds:6.0f} a second   longest stall {worst:6.2f} ms (p99 "
-        f"{1e3 * (np.percentile(drain.wall, 99) - TICK):.2f})   goal {1e3 * STALL:.0f} ms: "
-        f"{'reached' if worst <= 1e3 * STALL else 'MISSED'}\n"
-        f"           of it computing {1e3 * max(drain.computing):.2f} ms at most; with nothing to drain, what other "
-        f"programs cost: {1e3 * alone.stall:.2f} ms"
+        f"{1e3 * (np.percentile(drain.wall, 99) - TICK):.2f})   goal {1e3 * STALL_GOAL:.0f} ms: "
+        f"{'met' if worst <= 1e3 * STALL_GOAL else 'MISSED'}\n"
+        f"           at most {1e3 * max(drain.computing):.2f} ms of it CPU time; longest stall without messages: "
+        f"{1e3 * alone.stall:.2f} ms"
     )

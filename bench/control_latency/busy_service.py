@@ -1,4 +1,4 @@
-"""The worker that `asyncrl-bench lanes` loads: work calls that train, and control calls that are to overtake them.
+"""Serves the worker that `asyncrl-bench lanes` loads: work calls that train, and control calls that overtake them.
 
 Worker processes import this module.
 """
@@ -10,37 +10,37 @@ from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 
+from asyncrl.fleet.worker.service import Service
 from asyncrl.protocols.contracts import Contract, Lane, endpoint
 from asyncrl.protocols.messages import Boundary
 from asyncrl.protocols.transfer import ONE_OF, ONE_TO_ALL
-from asyncrl.service import Service
 
 ROWS, PROMPT, RESPONSE = 32, 16, 48
 """A training step of about a quarter of a second on one core with the quickstart's model."""
 BUSY_SECONDS = 0.25
 
 
-class Loaded(Contract):
-    """Calls of both lanes."""
+class Busy(Contract):
+    """Declares endpoints of the work lane and of the control lane."""
 
     @endpoint(ONE_OF)
     async def step(self) -> None:
-        """One step on the compute thread, after those that came before."""
+        """Runs one step on the compute thread, after the steps that were queued before."""
         raise NotImplementedError
 
     @endpoint(ONE_OF, stream=True)
     def samples(self, number: int) -> AsyncIterator[int]:
-        """Its number, and then nothing until it is closed."""
+        """Yields `number` once and then waits until the caller closes the stream."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
     async def aborted(self, number: int) -> Boundary:
-        """Answers once stream `number` was closed."""
+        """Returns once stream `number` is closed."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
     async def pause(self) -> Boundary:
-        """Begin no further step."""
+        """Begins no further step."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
@@ -48,9 +48,11 @@ class Loaded(Contract):
         raise NotImplementedError
 
 
-class LoadedService(Service, Loaded):
-    """options: load, "torch" (steps of the real training engine) or "python" (a thread that never lets go of the GIL
-    by itself)."""
+class BusyService(Service, Busy):
+    """Runs queued steps.
+
+    options: `load`: "torch" for steps of the training engine, "python" for a thread that does not release the GIL.
+    """
 
     async def start(self) -> None:
         self._steps = 0
@@ -61,11 +63,11 @@ class LoadedService(Service, Loaded):
         self._work: Callable[[int], None] = await self.context.compute.run(make)
 
     def _training(self) -> Callable[[int], None]:
-        """Steps of the training engine on rows that nobody sampled."""
+        """Makes a function that runs one step of the training engine on random rows."""
         from asyncrl.engines.training.interface import TrainRow, run_step
-        from asyncrl.engines.training.torch import TorchTraining
+        from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 
-        engine = TorchTraining(self.context.config, self.context.model_dir)
+        engine = PolicyTrainer(self.context.config, self.context.model_dir)
         tokens = np.random.default_rng(0).integers(1, 8, (ROWS, PROMPT + RESPONSE))
 
         def step(number: int) -> None:
@@ -114,7 +116,7 @@ class LoadedService(Service, Loaded):
 
 
 def _busy(number: int) -> None:
-    """Holds the GIL for as long as the interpreter lets it."""
+    """Computes in Python, so that the thread holds the GIL until the interpreter switches threads."""
     until = time.monotonic() + BUSY_SECONDS
     while time.monotonic() < until:
         number = number * 5 % 7

@@ -1,27 +1,38 @@
-"""Sends many small calls to one socket as fast as they are taken: `python -m asyncrl.bench.flood ADDRESS COUNT KIND`.
+"""Sends many small messages to one socket as fast as the receiver accepts them.
 
-KIND: "messages", of which only the last is answered, or "calls", as many at a time as the worker gives credit for.
+    python -m asyncrl.bench.control_latency.flood_sender ADDRESS COUNT KIND
+
+KIND: "messages", of which only the last gets a reply, or "calls", with as many in flight as the worker grants credit.
 """
 
+import asyncio
 import sys
+from asyncio.subprocess import Process
+from collections.abc import Mapping
 
 import zmq
 
+from asyncrl.lanes.control.message_codec import encode
+from asyncrl.lanes.control.message_sequence import numbered
+from asyncrl.lanes.control.wire import CREDIT, HIGH_WATER
 from asyncrl.protocols.messages import PROTOCOL, Call, Hello
-from asyncrl.wire.codec import encode
-from asyncrl.wire.ends import CREDIT, HIGH_WATER
-from asyncrl.wire.line import numbered
 
-PATIENCE = 60_000
+MESSAGE_DEADLINE = 60_000
 """Milliseconds for one message."""
-RUN = Hello("bench", 0, "controller", 0, "flood", PROTOCOL, "")
+HELLO = Hello("bench", 0, "controller", 0, "flood", PROTOCOL, "")
+
+
+async def start_flood(address: str, count: int, kind: str, environment: Mapping[str, str] | None = None) -> Process:
+    """Starts a sender in a process of its own."""
+    command = [sys.executable, "-m", __name__, address, str(count), kind]
+    return await asyncio.create_subprocess_exec(*command, env=environment)
 
 
 def main(address: str, count: int, kind: str) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
-    socket.sndtimeo = socket.rcvtimeo = PATIENCE
+    socket.sndtimeo = socket.rcvtimeo = MESSAGE_DEADLINE
     socket.connect(address)
     try:
         if kind == "messages":
@@ -35,14 +46,14 @@ def main(address: str, count: int, kind: str) -> None:
 def _send_messages(socket: "zmq.Socket[bytes]", count: int) -> None:
     for _ in range(count):
         socket.send(b"x" * 64)
-    socket.recv()  # of a sender that leaves, a receiver with a full queue loses what it has not taken yet
+    socket.recv()  # A receiver with a full queue would lose the messages of a sender that ends early.
 
 
 def _make_calls(socket: "zmq.Socket[bytes]", count: int) -> None:
     def send(number: int, message: object) -> None:
         socket.send_multipart(numbered(number, encode(message)))
 
-    send(0, RUN)
+    send(0, HELLO)
     socket.recv_multipart()
     for call in range(count):
         send(call + 1, Call(call, "echo", (call,), 60.0))

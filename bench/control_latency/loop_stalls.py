@@ -1,4 +1,4 @@
-"""A ticker beside what is measured: how long it kept the event loop from its other tasks."""
+"""Measures how long a measured workload kept the event loop from its other tasks."""
 
 import asyncio
 import time
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 TICK = 0.001
-"""Seconds from one tick to the next, on a loop that has nothing else to do."""
+"""Seconds from one tick to the next on a loop that has nothing else to do."""
 
 
 class Ticks:
-    """Seconds from each tick to the one after it: on the wall, and of this thread's own computing, which no other
-    program on the machine adds to."""
+    """Records the seconds between ticks: wall clock time, and CPU time of this thread, which other programs on the
+    machine do not increase."""
 
     def __init__(self) -> None:
         self.wall: list[float] = []
@@ -23,7 +23,7 @@ class Ticks:
 
     @property
     def stall(self) -> float:
-        """Seconds that the latest tick was late; 0 without any."""
+        """Returns the longest delay of a tick in seconds; 0 without ticks."""
         return max(self.wall, default=TICK) - TICK
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -39,7 +39,7 @@ class Ticks:
 
 @contextmanager
 def ticking() -> Iterator[Ticks]:
-    """Ticks for as long as the block runs."""
+    """Records ticks while the block runs."""
     ticks = Ticks()
     ticks.begin(asyncio.get_running_loop())
     try:

@@ -1,4 +1,4 @@
-"""One run of ours on the end-to-end workload, in a process of its own: `python -m asyncrl.bench.own_run JSON`."""
+"""Runs asyncrl on the end-to-end workload: `python -m asyncrl.bench.end_to_end.asyncrl_run JSON`."""
 
 import asyncio
 import json
@@ -6,30 +6,25 @@ import os
 import sys
 from pathlib import Path
 
-from asyncrl.deploy.beginning import Order
+from asyncrl.config.sources import load
 from asyncrl.deploy.run import run
-from asyncrl.fleet import ServiceSpec
+from asyncrl.deploy.run_request import RunRequest
+from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.contracts import Generation
-from asyncrl.settings import load
 from asyncrl.telemetry.display import LineDisplay
+
+SAMPLER = "asyncrl.bench.end_to_end.prescribed_lengths:PrescribedLengths"
 
 
 def main() -> None:
-    """values: of the config; lengths: of each sample of a batch; run_dir."""
+    """Reads the argument: `values` of the config, `lengths` of each sample of a batch, and `run_dir`."""
     given = json.loads(sys.argv[1])
     config = load(None, (), values=given["values"]).config
-    sampler = ServiceSpec(
-        "generation",
-        Generation,
-        "asyncrl.bench.lengths:PrescribedLengths",
-        options={"lengths": given["lengths"]},
-    )
-    with open(os.devnull, "w") as nowhere:
-        display = LineDisplay(nowhere, config.steps)
-        order = Order(
-            config, Path(given["run_dir"]), display, "asyncrl-bench end-to-end", services={"generation": sampler}
-        )
-        asyncio.run(run(order))
+    services = {"generation": ServiceSpec("generation", Generation, SAMPLER, options={"lengths": given["lengths"]})}
+    with open(os.devnull, "w") as null:
+        display = LineDisplay(null, config.steps)
+        request = RunRequest(config, Path(given["run_dir"]), display, "asyncrl-bench end-to-end", services=services)
+        asyncio.run(run(request))
 
 
 if __name__ == "__main__":

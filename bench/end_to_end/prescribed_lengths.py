@@ -1,4 +1,4 @@
-"""Completions of prescribed lengths, so that every system that is compared samples the same numbers of tokens."""
+"""Samples completions of prescribed lengths, so that all compared systems sample the same numbers of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,14 +7,14 @@ from statistics import NormalDist
 
 import numpy as np
 
-from asyncrl.engines.generation.interface import NO_WEIGHTS, Request
-from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
+from asyncrl.engines.generation.interface import NO_WEIGHTS, SampleRequest
+from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.services.generation import GenerationService
 
 
 class EndlessEngine(TorchEngine):
-    """Ignores the end of a sequence, so that requests are as long as they ask to be."""
+    """Ignores end tokens, so that every completion has its requested length."""
 
     def __init__(self, folder: Path, settings: EngineSettings, version: int = NO_WEIGHTS) -> None:
         super().__init__(folder, settings, version)
@@ -22,9 +22,9 @@ class EndlessEngine(TorchEngine):
 
 
 class PrescribedLengths(GenerationService):
-    """options: `lengths`: tokens of each sample of a batch; group after group they begin anew with the next batch."""
+    """Samples completions of the option `lengths`: tokens of each sample of a batch, the same for every batch."""
 
-    def _requests(self, prompts: PromptGroup) -> list[Request]:
+    def _requests(self, prompts: PromptGroup) -> list[SampleRequest]:
         task, lengths = self.context.config.task, self.context.options["lengths"]
         first = (prompts.id % task.prompts_per_step) * task.samples_per_prompt
         return [
@@ -42,9 +42,9 @@ def equal(samples: int, tokens: int) -> list[int]:
 
 
 def lognormal(samples: int, mean: float, sigma: float, cap: int, order: Sequence[int]) -> list[int]:
-    """Quantiles of the distribution, one a sample, in this order: a batch always has the same lengths.
+    """Returns the quantiles of the distribution in this order, one per sample: a batch always has the same lengths.
 
-    mean: before the cap. E = exp(mu + sigma^2 / 2).
+    mean: before the cap; mean = exp(mu + sigma^2 / 2).
     """
     normal, mu = NormalDist(), float(np.log(mean) - sigma**2 / 2)
     quantiles = [float(np.exp(mu + sigma * normal.inv_cdf((rank + 0.5) / samples))) for rank in range(samples)]

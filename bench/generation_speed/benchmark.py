@@ -1,7 +1,7 @@
-"""Useful tokens per CPU-second: our engine, which refills its slots, beside `transformers.generate` in batches.
+"""Measures useful tokens per CPU-second: our engine, which refills slots, beside `transformers.generate` in batches.
 
-Both sample the same requests with the same model on one thread. The rival gets what it can use: it knows the longest
-completion of each batch beforehand, stops there, and need not return log-probabilities.
+Both sample the same requests with the same model on one thread. The rival has an advantage: it knows the longest
+completion of each batch beforehand, stops there, and returns no log-probabilities.
 """
 
 import argparse
@@ -18,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.bench.figures import Load, in_turn, ratios, seen, table, verdict
-from asyncrl.bench.lengths import EndlessEngine
-from asyncrl.bench.subject import SPECIAL, VOCABULARY, make_subject
-from asyncrl.engines.generation.interface import Completion, Request
-from asyncrl.engines.generation.torch import EngineSettings
-from asyncrl.engines.loading import load_pretrained
+from asyncrl.bench.benchmark_model import SPECIAL, VOCABULARY, write_model
+from asyncrl.bench.end_to_end.prescribed_lengths import EndlessEngine
+from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, ratios, round_values, table
+from asyncrl.engines.generation.interface import Completion, SampleRequest
+from asyncrl.engines.generation.torch_engine import EngineSettings
+from asyncrl.engines.model_loading import load_pretrained
 
 PROMPTS, SHORTEST_PROMPT, LONGEST_PROMPT = 256, 8, 64
 FEWEST, MOST, EQUAL = 16, 128, 32
@@ -33,8 +33,8 @@ STAGES = ("forward", "sampling", "bookkeeping")
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What to sample. lengths: new tokens of each prompt."""
+class SamplingWork:
+    """Holds the prompts to sample from. lengths: new tokens of each prompt."""
 
     prompts: tuple[NDArray[np.int32], ...]
     lengths: tuple[int, ...]
@@ -43,44 +43,45 @@ class Work:
     def tokens(self) -> int:
         return sum(self.lengths)
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[SampleRequest]:
         pairs = enumerate(zip(self.prompts, self.lengths, strict=True))
-        return [Request((number, 0, 0), prompt, number, 1.0, length) for number, (prompt, length) in pairs]
+        return [SampleRequest((number, 0, 0), prompt, number, 1.0, length) for number, (prompt, length) in pairs]
 
 
-class Sampler(EndlessEngine):
-    """Takes requests all at once and runs until they are done."""
+class EngineSampler(EndlessEngine):
+    """Submits all requests at once and decodes until they are finished."""
 
     def __init__(self, folder: Path, slots: int) -> None:
         settings = EngineSettings(slots=slots, max_prompt_tokens=LONGEST_PROMPT, max_new_tokens=MOST)
         super().__init__(folder, settings, version=0)
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         for request in requests:
             self.submit(request)
-        done: list[Completion] = []
+        finished: list[Completion] = []
         while self.active:
-            done += self.step()
-        return done
+            finished += self.step()
+        return finished
 
 
-class TimedEngine(Sampler):
-    """Books CPU seconds by stage; bookkeeping is what is left."""
+class TimedEngine(EngineSampler):
+    """Measures the CPU seconds of each stage; bookkeeping is the rest of a step."""
 
     def __init__(self, folder: Path, slots: int) -> None:
         super().__init__(folder, slots)
-        self.spent, self.steps = dict.fromkeys(STAGES, 0.0), 0
-        self._flat.logits = self._booked("forward", self._flat.logits)  # type: ignore[method-assign]
+        self.spent = dict.fromkeys(STAGES, 0.0)
+        self.steps = 0
+        self._flat.logits = self._timed("forward", self._flat.logits)  # type: ignore[method-assign]
 
     def step(self) -> list[Completion]:
         self.steps += 1
-        done: list[Completion] = self._booked("bookkeeping", super().step)()
+        done: list[Completion] = self._timed("bookkeeping", super().step)()
         return done
 
-    def _draw(self, logits: Tensor, rows: NDArray[np.int64]) -> Any:
-        return self._booked("sampling", super()._draw)(logits, rows)
+    def _sample(self, logits: Tensor, rows: NDArray[np.int64]) -> Any:
+        return self._timed("sampling", super()._sample)(logits, rows)
 
-    def _booked(self, stage: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, stage: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
             inner, began = sum(self.spent.values()), time.thread_time()
             result = work(*args)
@@ -93,43 +94,46 @@ class TimedEngine(Sampler):
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench generation", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--slots", type=int, default=SLOTS, help="ours; the rival's batch stays at 32")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--slots", type=int, default=SLOTS, help="slots of our engine; the rival keeps batches of 32")
+    options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
-        model = make_subject(Path(folder) / "model")
+        model = write_model(Path(folder) / "model")
         for name, goal in GOALS.items():
-            measure(name, goal, work_of(equal=name.startswith("all")), model, asked.slots, asked.rounds)
+            measure(name, goal, work_of(equal=name.startswith("all")), model, options.slots, options.rounds)
 
 
-def work_of(*, equal: bool) -> Work:
-    """The same requests in every run."""
+def work_of(*, equal: bool) -> SamplingWork:
+    """Makes the same requests in every run."""
     source = np.random.default_rng(0)
     lengths = source.integers(SHORTEST_PROMPT, LONGEST_PROMPT + 1, PROMPTS)
     prompts = tuple(source.integers(len(SPECIAL), VOCABULARY, length).astype(np.int32) for length in lengths)
     new = np.full(PROMPTS, EQUAL) if equal else source.integers(FEWEST, MOST + 1, PROMPTS)
-    return Work(prompts, tuple(int(length) for length in new))
+    return SamplingWork(prompts, tuple(int(length) for length in new))
 
 
-def measure(name: str, goal: float, work: Work, model: Path, slots: int, rounds: int) -> None:
-    load = Load()
-    engine, plain = Sampler(model, slots), load_pretrained(model, dtype=torch.float32).eval()
+def measure(name: str, goal: float, work: SamplingWork, model: Path, slots: int, rounds: int) -> None:
+    load = MachineLoad()
+    engine, plain = EngineSampler(model, slots), load_pretrained(model, dtype=torch.float32).eval()
     plain.generation_config.eos_token_id = None
     sides = {
         "asyncrl": lambda: work.tokens / cpu_seconds(lambda: engine.complete(work.requests())),
         "transformers.generate": lambda: work.tokens / cpu_seconds(lambda: generate_in_batches(plain, work)),
     }
-    found = seen(in_turn(sides, rounds))
+    found = round_values(in_turn(sides, rounds))
     print(f"{name}: {work.tokens:,} useful tokens of {PROMPTS} prompts, {slots} slots, batch {SLOTS}, {rounds} rounds")
     print(table(("", "useful tokens per CPU-second"), [(side, str(values)) for side, values in found.items()]))
     ratio = ratios(found["asyncrl"], found["transformers.generate"])
-    print(f"  ratio of each round: {ratio}")
-    print(verdict("asyncrl over transformers.generate", ratio.median, goal))
+    print(f"  ratio per round: {ratio}")
+    print(goal_line("asyncrl over transformers.generate", ratio.median, goal))
     show_stages(TimedEngine(model, slots), work)
     print(
-        verdict(
-            "log-probs against a plain forward, largest difference", difference(plain, engine, work), 1e-4, most=True
+        goal_line(
+            "largest difference of log-probs to transformers",
+            largest_difference(plain, engine, work),
+            1e-4,
+            at_most=True,
         )
     )
     print(f"  {load}\n")
@@ -142,8 +146,8 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
 
 
 @torch.inference_mode()
-def generate_in_batches(model: Any, work: Work) -> None:
-    """In the order of arrival, left-padded; each batch runs to the length of its longest."""
+def generate_in_batches(model: Any, work: SamplingWork) -> None:
+    """Generates left-padded batches in the order of arrival; each runs to the length of its longest completion."""
     for start in range(0, PROMPTS, SLOTS):
         prompts = work.prompts[start : start + SLOTS]
         longest = max(map(len, prompts))
@@ -161,7 +165,7 @@ def generate_in_batches(model: Any, work: Work) -> None:
         )
 
 
-def show_stages(engine: TimedEngine, work: Work) -> None:
+def show_stages(engine: TimedEngine, work: SamplingWork) -> None:
     engine.complete(work.requests())
     whole = sum(engine.spent.values())
     parts = ", ".join(f"{stage} {each / whole:.0%}" for stage, each in engine.spent.items())
@@ -169,8 +173,8 @@ def show_stages(engine: TimedEngine, work: Work) -> None:
 
 
 @torch.no_grad()
-def difference(model: Any, engine: Sampler, work: Work) -> float:
-    """Largest over all sampled tokens, each completion looked at alone."""
+def largest_difference(model: Any, engine: EngineSampler, work: SamplingWork) -> float:
+    """Returns the largest difference over all sampled tokens; each completion has a forward pass of its own."""
     found = 0.0
     for done in engine.complete(work.requests()):
         ids = torch.from_numpy(np.concatenate([done.request.prompt, done.tokens]).astype(np.int64))

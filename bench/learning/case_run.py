@@ -1,6 +1,6 @@
-"""One case of `asyncrl-bench learning`: a call of `asyncrl.train` in another process, and what came of it.
+"""Runs one case of `asyncrl-bench learning` by `asyncrl.train` in a child process, and summarises its run directory.
 
-Case ──> arguments ──> child: asyncrl.train(**arguments) ──> run directory ──> Outcome
+Case ──> arguments ──> child: asyncrl.train(**arguments) ──> run directory ──> CaseResult
 """
 
 import asyncio
@@ -11,34 +11,34 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from asyncrl.bench.figures import Load
-from asyncrl.bench.learning_child import Child
-from asyncrl.bench.learning_grid import Case, Values
-from asyncrl.models import prepare
-from asyncrl.rundir import RunDirectory
-from asyncrl.settings import load
-from asyncrl.telemetry.lines import read_lines
-from asyncrl.telemetry.metrics import read_metrics
+from asyncrl.bench.learning.grid import Case, Values
+from asyncrl.bench.learning.training_child import TrainingChild
+from asyncrl.bench.measurements import MachineLoad
+from asyncrl.config.sources import load
+from asyncrl.engines.models.model_folder import prepare
+from asyncrl.telemetry.jsonl import read_lines
+from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.run_directory import RunDirectory
 
-PATIENCE = 900.0
-"""Seconds a run may take: ten times what the slowest of the suite should."""
+RUN_DEADLINE = 900.0
+"""Seconds for a run: ten times the expected duration of the slowest case."""
 WINDOW = 5
-"""Steps whose mean reward has to reach the goal: a single batch scatters too much."""
+"""Steps whose mean reward must reach the goal: the reward of a single batch varies too much."""
 POINTS = 20
-"""Of a run's curve that are kept."""
+"""Points stored of the curve of a run."""
 DECILES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What is kept of a run.
+class CaseResult:
+    """Summarises a run.
 
-    held_out_before, held_out: mean reward of the held-out prompts by version 0 and by the last. cost: of the last,
-    None where nothing has a cost. seconds_to_goal, steps_to_goal: until the mean reward of WINDOW steps reached the
-    goal, None when it never did; seconds: of all steps, the start of processes left out. trained_by_decile: share
-    of the sampled tokens that trained, shortest answers first, mean over steps. masked: share of a batch's tokens
-    left out for their age; rejected: of the others, by a correction. curve: (step, seconds, reward). others: share of
-    the machine that other programs used meanwhile.
+    held_out_before, held_out: mean reward of the held-out prompts under version 0 and under the last version. cost:
+    mean held-out cost of the last version, None without a cost. seconds_to_goal, steps_to_goal: until the mean reward
+    of WINDOW steps reached the goal, None if it never did. seconds: of all steps, without the start of processes.
+    trained_by_decile: share of the sampled tokens that trained, shortest answers first, mean over steps. masked: share
+    of the tokens of a batch that were masked for their age; rejected: share of the others that a correction rejected.
+    curve: (step, seconds, reward). others: share of the machine that other programs used during the run.
     """
 
     steps: int
@@ -63,31 +63,31 @@ class Outcome:
     others: float
 
 
-def run_case(case: Case, defaults: Values, goal: float, folder: Path, child: Child) -> Outcome:
-    """Train in a directory of its own below `folder`, which is removed again.
+def run_case(case: Case, defaults: Values, goal: float, folder: Path, child: TrainingChild) -> CaseResult:
+    """Trains in a temporary directory below `folder`.
 
     Raises:
-        RunFailed: the run failed or took longer than PATIENCE.
+        RunFailed: the run failed or took longer than RUN_DEADLINE.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model = model_of(case, folder / "models")
+    model = prepare_model(case, folder / "models")
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as name:
-        run_dir, load_seen = Path(name) / "run", Load()
-        child.train(arguments(case, defaults, model, run_dir), PATIENCE)
+        run_dir, machine_load = Path(name) / "run", MachineLoad()
+        child.train(arguments(case, defaults, model, run_dir), RUN_DEADLINE)
         directory = RunDirectory(run_dir)
         evaluations = list(read_lines(directory.evaluations))
-        return outcome_of(read_metrics(directory.metrics), evaluations, goal, load_seen.others)
+        return summarise(read_metrics(directory.metrics), evaluations, goal, machine_load.others)
 
 
-def model_of(case: Case, folder: Path) -> Path:
-    """The warmed-up model that every run of this task and seed starts from; made when it is not there yet."""
+def prepare_model(case: Case, folder: Path) -> Path:
+    """Returns the folder of the warmed-up model from which all runs of this task and seed start; makes it if needed."""
     config = load(case.task, ["--seed", str(case.seed)]).config
     target = folder / f"{config.model.name.replace(':', '-')}-{case.seed}"
-    return asyncio.run(prepare(config, target, lambda text: None, PATIENCE))
+    return asyncio.run(prepare(config, target, lambda text: None, RUN_DEADLINE))
 
 
 def arguments(case: Case, defaults: Values, model: Path, run_dir: Path) -> dict[str, Any]:
-    """Of `asyncrl.train`. The last version is evaluated, and the first."""
+    """Returns the arguments of `asyncrl.train`; the first and the last version are evaluated."""
     settings = case.settings(defaults)
     named = {
         "model": str(model),
@@ -99,20 +99,20 @@ def arguments(case: Case, defaults: Values, model: Path, run_dir: Path) -> dict[
         "run_dir": str(run_dir),
     }
     del settings["model.name"]
-    # By their dotted names: `algorithm` and `staleness` are arguments of their own.
+    # The settings keep their dotted names: `algorithm` and `staleness` are arguments of their own.
     return {**named, **settings, "evaluate.every": named["steps"]}
 
 
-def outcome_of(
+def summarise(
     lines: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], goal: float, others: float
-) -> Outcome:
-    """lines: of metrics.jsonl, one a step. evaluations: of version 0 first, of the last version last."""
+) -> CaseResult:
+    """Summarises the lines of metrics.jsonl, one per step, and the evaluations, from version 0 to the last version."""
     rewards = [task_reward(line) for line in lines]
     means = [fmean(rewards[max(0, end - WINDOW) : end]) for end in range(1, len(rewards) + 1)]
     reached = next((step for step, mean in enumerate(means) if step + 1 >= WINDOW and mean >= goal), None)
     seconds = [round(line["time"], 2) for line in lines]
-    shown = sorted({round(point * (len(lines) - 1) / (POINTS - 1)) for point in range(POINTS)})
-    return Outcome(
+    points = sorted({round(point * (len(lines) - 1) / (POINTS - 1)) for point in range(POINTS)})
+    return CaseResult(
         steps=len(lines),
         held_out_before=_rounded(evaluations[0]["mean"]),
         held_out=_rounded(evaluations[-1]["mean"]),
@@ -131,25 +131,25 @@ def outcome_of(
         mismatch_ess=_mean_of(lines, "mismatch/ess"),
         length_last=round(fmean(line["completions/length_mean"] for line in lines[-WINDOW:]), 2),
         trained_by_decile=trained_by_decile(lines),
-        curve=[(step + 1, seconds[step], _rounded(means[step])) for step in shown],
+        curve=[(step + 1, seconds[step], _rounded(means[step])) for step in points],
         others=_rounded(others),
     )
 
 
 def task_reward(line: Mapping[str, Any]) -> float:
-    """Mean reward of a step's batch without what the algorithm itself adds to it."""
+    """Returns the mean reward of a batch without the overlong penalty that the algorithm adds."""
     return float(line["reward/mean"] - line.get("reward/overlong", 0.0))
 
 
 def trained_by_decile(lines: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Mean over the steps that tell it; empty when none does."""
+    """Returns the mean over the steps that report deciles; empty if no step does."""
     names = [f"staleness/trained_tokens/d{number}" for number in range(1, DECILES + 1)]
-    telling = [line for line in lines if names[0] in line]
-    return [_mean_of(telling, name) for name in names] if telling else []
+    reporting = [line for line in lines if names[0] in line]
+    return [_mean_of(reporting, name) for name in names] if reporting else []
 
 
 def _mean_of(lines: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Of the steps in which it is a number: a step without a trained token has no staleness."""
+    """Returns the mean over the steps that have a value: a step without a trained token has no staleness."""
     known = [line[name] for line in lines if line.get(name) is not None]
     return _rounded(fmean(known)) if known else 0.0
 

@@ -1,34 +1,33 @@
-"""The declared grid of `asyncrl-bench learning`: tables of cases, what each is made of, and which are asked for. Pure.
+"""Declares the grid of `asyncrl-bench learning`: tables of cases, and the claim about corrections.
 
-A case is one run. Its key is a digest of every value that it is given, its experiment file included, so that a result
-counts in each table that holds the case, and no longer once one of the values is changed.
+A case is one run. Its key is a digest of all its settings, its experiment file included, so that a result counts in
+every table that holds the case, and becomes void when a setting changes.
 """
 
 import hashlib
 import json
-import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
 
-from asyncrl.algorithms.presets import PRESETS
-from asyncrl.bench.paired import Uncorrected, chosen_setting
+from asyncrl.bench.learning.paired_statistics import UncorrectedRuns, chosen_setting
+from asyncrl.config.presets import PRESETS
 from asyncrl.experiments import experiment_text
 
 Values = Mapping[str, Any]
 Rewards = Mapping[str, float | None]
-"""Final held-out reward by key of the case; None for a run that failed."""
+"""Final held-out reward by the key of the case; None for a failed run."""
 SYNCHRONOUS = 0
 COMPARED_WITH = "synchronous"
-"""What the row is called that others are compared with where a table has no limit 0."""
+"""Name of the row that the others are compared with in a table without limit 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """values: keys over those of the task's experiment; row: what a table calls them."""
+    """Describes one run. values: settings that override the experiment of the task; row: their name in a table."""
 
     task: str
     row: str
@@ -37,17 +36,17 @@ class Case:
     values: Values
 
     def settings(self, defaults: Values) -> dict[str, Any]:
-        """Every key that the run is given, but for its folders. Those of a task lie below its name.
+        """Returns all settings of the run except its folders. `defaults` holds settings of a task under its name.
 
-        A synchronous run has the policy of its task: no token is ever too old, so all policies are one run.
+        A synchronous run has the policy of its task: no token is ever too old, so that all policies give one run.
         """
         own = {key: value for key, value in self.values.items() if self.limit or key != "staleness.policy"}
-        of_all = {key: value for key, value in defaults.items() if not isinstance(value, Mapping)}
-        given = {**_experiment(self.task), **of_all, **defaults.get(self.task, {}), **own}
+        shared = {key: value for key, value in defaults.items() if not isinstance(value, Mapping)}
+        given = {**_experiment(self.task), **shared, **defaults.get(self.task, {}), **own}
         return {**given, "staleness.limit": self.limit, "seed": self.seed}
 
     def key(self, defaults: Values) -> str:
-        """16 hex digits, of what the preset stands for, too."""
+        """Returns 16 hexadecimal digits, which also depend on the settings of the preset."""
         settings = self.settings(defaults)
         preset = PRESETS[settings.get("algorithm.preset", "grpo")]
         text = json.dumps([self.task, settings, dict(preset.parts)], sort_keys=True)
@@ -59,8 +58,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Every row at every limit, for each task and seed. base: values that all rows have, and all that the synchronous
-    run has that they are compared with where 0 is none of the limits."""
+    """Combines every row with every limit, for each task and seed.
+
+    base: values of all rows, and of the synchronous run that they are compared with if 0 is not among the limits.
+    """
 
     name: str
     title: str
@@ -72,9 +73,10 @@ class Table:
     controls: "Table | None" = None
 
     def cases(self) -> list[Case]:
-        """The synchronous runs that rows are compared with where they have none, its own, and then those of its
-        controls: task by task and seed by seed, both ends of a pair one after the other, in an order that turns around
-        with each seed."""
+        """Returns the synchronous runs of rows without limit 0, the cases of the table and those of its controls.
+
+        They are in the order of tasks and seeds. Both runs of a pair follow each other; their order alternates by seed.
+        """
         alone = self.controls is None or SYNCHRONOUS in self.limits
         pairs = [] if alone else list(product(self.tasks, self.seeds))
         compared = [Case(task, COMPARED_WITH, SYNCHRONOUS, seed, self.base) for task, seed in pairs]
@@ -88,20 +90,20 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A setting in which staleness may hurt."""
+    """Describes a setting in which staleness may reduce the reward."""
 
     task: str
     values: Values
 
     @property
     def name(self) -> str:
-        said = ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in self.values.items())
-        return f"{self.task}, {said or 'as it is'}"
+        values = ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in self.values.items())
+        return f"{self.task}, {values or 'as it is'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Candidates in order of preference, and what a setting has to show before the correction is looked at there."""
+    """Holds candidates in order of preference, and the loss and reward that a setting needs to test the correction."""
 
     limit: int
     least_loss: float
@@ -112,39 +114,39 @@ class Claim:
     candidates: tuple[Candidate, ...]
 
     def search(self) -> list[Case]:
-        """Runs without a correction that choose the setting."""
+        """Returns the runs without correction that choose the setting."""
         return [case for each in self.candidates for case in self.uncorrected_cases(each, self.search_seeds)]
 
     def uncorrected_cases(self, candidate: Candidate, seeds: Sequence[int]) -> list[Case]:
         return self._cases(candidate, "uncorrected", {**candidate.values, **self.uncorrected}, seeds)
 
     def corrected_cases(self, candidate: Candidate) -> list[Case]:
-        """With the correction that is the default; at limit 0 there is nothing to correct."""
+        """Returns the runs with the default correction, which has no effect at limit 0."""
         found = self._cases(candidate, "default correction", candidate.values, self.seeds)
         return [case for case in found if case.limit != SYNCHRONOUS]
 
     def proof(self, candidate: Candidate) -> list[Case]:
-        """Runs that test the claim, with other seeds than those that chose."""
+        """Returns the runs that test the claim, with other seeds than the search."""
         return self.uncorrected_cases(candidate, self.seeds) + self.corrected_cases(candidate)
 
     def is_searched(self, held_out: Rewards, defaults: Values) -> bool:
-        """Whether every run of the search has ended."""
+        """Checks that every run of the search has a result."""
         return all(case.key(defaults) in held_out for case in self.search())
 
     def chosen(self, held_out: Rewards, defaults: Values) -> Candidate | None:
-        """By the rule above. None as long as the search is not complete, or when no candidate qualifies."""
+        """Returns the first candidate that qualifies; None if none does or the search is not complete."""
         if not self.is_searched(held_out, defaults):
             return None
-        looked_at = [self._looked_at(each, held_out, defaults) for each in self.candidates]
-        name = chosen_setting(looked_at, self.least_loss, self.least_reward)
+        runs = [self._uncorrected_runs(each, held_out, defaults) for each in self.candidates]
+        name = chosen_setting(runs, self.least_loss, self.least_reward)
         return next((each for each in self.candidates if each.name == name), None)
 
-    def _looked_at(self, candidate: Candidate, held_out: Rewards, defaults: Values) -> Uncorrected:
+    def _uncorrected_runs(self, candidate: Candidate, held_out: Rewards, defaults: Values) -> UncorrectedRuns:
         rewards: dict[int, dict[int, float]] = {SYNCHRONOUS: {}, self.limit: {}}
         for case in self.uncorrected_cases(candidate, self.search_seeds):
             if (reward := held_out[case.key(defaults)]) is not None:
                 rewards[case.limit][case.seed] = reward
-        return Uncorrected(candidate.name, rewards[SYNCHRONOUS], rewards[self.limit])
+        return UncorrectedRuns(candidate.name, rewards[SYNCHRONOUS], rewards[self.limit])
 
     def _cases(self, candidate: Candidate, row: str, values: Values, seeds: Sequence[int]) -> list[Case]:
         row = f"{candidate.name}, {row}"
@@ -153,7 +155,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """goal: reward that wall clock counts to; defaults: keys of every run; expected_seconds: of a run, by task."""
+    """Holds the whole grid. goal: reward up to which time is measured; defaults: settings of every run;
+    expected_seconds: of a run, by task."""
 
     goal: float
     defaults: Values
@@ -162,7 +165,7 @@ class Grid:
     claim: Claim
 
     def parts(self, held_out: Rewards) -> dict[str, list[Case]]:
-        """Cases by name of the table, the search for a setting and, once there is one, the proof among them."""
+        """Returns the cases by table, with those of the search and, once it chose a setting, of the proof."""
         found = {table.name: table.cases() for table in self.tables}
         found["search"] = self.claim.search()
         if (candidate := self.claim.chosen(held_out, self.defaults)) is not None:
@@ -171,7 +174,7 @@ class Grid:
 
 
 def read_grid(text: str) -> Grid:
-    """From TOML."""
+    """Reads a grid from TOML."""
     given = tomllib.loads(text)
     return Grid(
         goal=given["goal"],
@@ -209,7 +212,7 @@ def _seeds(given: Mapping[str, Any]) -> tuple[int, ...]:
 
 @cache
 def _experiment(task: str) -> dict[str, Any]:
-    """Keys of the experiment of that name: {"training.learning_rate": 2e-4, "steps": 250}."""
+    """Returns the settings of an experiment by dotted key: {"training.learning_rate": 2e-4, "steps": 250}."""
     tables = tomllib.loads(experiment_text(task))
     flat: dict[str, Any] = {}
     for section, values in tables.items():
@@ -218,72 +221,3 @@ def _experiment(task: str) -> dict[str, Any]:
         else:
             flat[section] = values
     return flat
-
-
-# ---- what is asked for -----------------------------------------------------------------------------------
-
-FILTERS = ("table", "task", "row", "limit", "seed")
-BETWEEN = re.compile(r",(?! )")
-"""Between values; names of rows have commas with a space."""
-
-
-@dataclass(frozen=True, slots=True)
-class Only:
-    """Values by name of a filter; a filter that is not there lets everything through."""
-
-    wanted: Mapping[str, frozenset[str]]
-
-    @classmethod
-    def of(cls, written: Sequence[str]) -> "Only":
-        """From `task=quickstart,longer`, `row=cap, token,cap, sequence` and the like.
-
-        Raises:
-            ValueError: a name that is none of FILTERS, or a second name within a value.
-        """
-        wanted: dict[str, frozenset[str]] = {}
-        for each in written:
-            name, _, values = each.partition("=")
-            if name not in FILTERS or not values:
-                raise ValueError(f"--only {each}: write one of {', '.join(FILTERS)}, =, and values with commas")
-            if joined := re.search(rf",({'|'.join(FILTERS)})=", values):
-                apart = f"{name}={values[: joined.start()]} {values[joined.start() + 1 :]}"
-                raise ValueError(f"--only {each}: a space, not a comma, between names: --only {apart}")
-            wanted[name] = wanted.get(name, frozenset()) | frozenset(BETWEEN.split(values))
-        return cls(wanted)
-
-    def refuse_unknown(self, parts: Mapping[str, Sequence[Case]]) -> None:
-        """Raises ValueError for a value that no case of `parts` has."""
-        told = [_told(table, case) for table, cases in parts.items() for case in cases]
-        for name, values in self.wanted.items():
-            there = list(dict.fromkeys(each[name] for each in told))
-            if unknown := sorted(values.difference(there)):
-                raise ValueError(f"--only {name}={','.join(unknown)}: there are {', '.join(there)}")
-
-    def refuse_nothing(self, parts: Mapping[str, Sequence[Case]]) -> None:
-        """Raises ValueError when no case of `parts` is all that is wanted."""
-        if not self.of_parts(parts):
-            asked = " ".join(f"{name}={','.join(sorted(values))}" for name, values in self.wanted.items())
-            raise ValueError(f"--only {asked}: there is nothing to run, no run of the grid is all of that")
-
-    def takes(self, table: str, case: Case) -> bool:
-        told = _told(table, case)
-        return all(told[name] in values for name, values in self.wanted.items())
-
-    def of_parts(self, parts: Mapping[str, Sequence[Case]]) -> dict[str, list[Case]]:
-        """The same parts with what is asked for, without those in which nothing is."""
-        found = {name: [case for case in cases if self.takes(name, case)] for name, cases in parts.items()}
-        return {name: cases for name, cases in found.items() if cases}
-
-
-def _told(table: str, case: Case) -> dict[str, str]:
-    """What each of FILTERS looks at."""
-    return {"table": table, "task": case.task, "row": case.row, "limit": str(case.limit), "seed": str(case.seed)}
-
-
-def missing(cases: Sequence[Case], defaults: Values, done: Collection[str]) -> Iterator[tuple[str, Case]]:
-    """Key and case of each that has no result, once."""
-    told = set(done)
-    for case in cases:
-        if (key := case.key(defaults)) not in told:
-            told.add(key)
-            yield key, case

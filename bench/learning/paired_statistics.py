@@ -1,6 +1,6 @@
-"""What a handful of seeds tell: spreads, bounds on paired differences, how much of a loss was recovered. Pure.
+"""Compares a few seeds: spreads, bounds on paired differences, and the share of a loss that was recovered.
 
-Values of one side are given by seed: {0: 0.97, 1: 0.98}. Two sides are compared over the seeds that both have.
+The values of a side are given by seed: {0: 0.97, 1: 0.98}. Two sides are compared over the seeds of both.
 """
 
 import math
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 T_95 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132, 6: 2.015, 7: 1.943, 8: 1.895, 9: 1.860, 10: 1.833}
-"""Student's t, one-sided 95 %, by number of values; ten values stand for all larger numbers, which is cautious."""
+"""Student's t, one-sided 95 %, by number of values. The entry for ten serves all larger numbers, which is cautious."""
 
 BySeed = Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """deviation: of a sample (ddof 1), nan for a single seed."""
+    """Describes values of several seeds. deviation: with ddof 1, nan for a single seed."""
 
     seeds: int
     mean: float
@@ -26,26 +26,28 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of at least one value."""
+    """Describes at least one value."""
     deviation = stdev(values) if len(values) > 1 else math.nan
     return Spread(len(values), fmean(values), deviation, min(values), max(values))
 
 
 def upper_bound(values: Sequence[float]) -> float:
-    """One-sided 95 % bound on the mean (Student's t); inf for fewer than two values."""
+    """Returns the one-sided upper 95 % bound on the mean (Student's t); inf for fewer than two values."""
     if len(values) < 2:
         return math.inf
     return fmean(values) + T_95[min(len(values), 10)] * stdev(values) / math.sqrt(len(values))
 
 
 def differences(first: BySeed, second: BySeed) -> list[float]:
-    """first - second, seed by seed, over the seeds that both have."""
+    """Returns first - second, seed by seed, over the seeds of both."""
     return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
 
 
 def recovered_share(synchronous: BySeed, uncorrected: BySeed, corrected: BySeed) -> float:
-    """(corrected - uncorrected) / (synchronous - uncorrected), means over the seeds that all three have: 0 when the
-    correction did nothing, 1 when it gave back all that was lost; nan when nothing was lost."""
+    """Returns (corrected - uncorrected) / (synchronous - uncorrected), means over the seeds of all three.
+
+    0: the correction had no effect; 1: it recovered the whole loss; nan: there was no loss.
+    """
     seeds = sorted(synchronous.keys() & uncorrected.keys() & corrected.keys())
     lost = sum(synchronous[seed] - uncorrected[seed] for seed in seeds)
     gained = sum(corrected[seed] - uncorrected[seed] for seed in seeds)
@@ -53,19 +55,19 @@ def recovered_share(synchronous: BySeed, uncorrected: BySeed, corrected: BySeed)
 
 
 @dataclass(frozen=True, slots=True)
-class Uncorrected:
-    """A setting as seen without any correction: held-out rewards, synchronous and at the large limit, by seed."""
+class UncorrectedRuns:
+    """Holds the held-out rewards of a setting without correction by seed: synchronous, and at the large limit."""
 
     setting: str
     synchronous: BySeed
     stale: BySeed
 
 
-def chosen_setting(candidates: Sequence[Uncorrected], least_loss: float, least_reward: float) -> str | None:
-    """The first candidate that learns when synchronous and loses enough when stale; None when there is none.
+def chosen_setting(candidates: Sequence[UncorrectedRuns], least_loss: float, least_reward: float) -> str | None:
+    """Returns the first candidate that learns when synchronous and loses enough when stale; None if there is none.
 
-    Knows runs without a correction only, so that the correction cannot choose where it is looked at. Candidates stand
-    in the order of preference that was written down before any of them was run.
+    The choice uses uncorrected runs only, so that the correction has no influence on the setting in which it is tested.
+    The order of the candidates was fixed before any of them was run.
 
     Args:
         least_loss: smallest mean of synchronous - stale.

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from asyncrl.bench.learning_grid import SYNCHRONOUS, Grid, Table
-from asyncrl.bench.learning_tables import Cell, Results, cells
-from asyncrl.bench.svg import Chart, Point, Tick, steps_of
+from asyncrl.bench.learning.grid import SYNCHRONOUS, Grid, Table
+from asyncrl.bench.learning.svg_chart import Chart, Point, Tick, steps_of
+from asyncrl.bench.learning.tables import Cell, Results, cells
 
 REWARD_TICKS: Sequence[Tick] = [(number / 5, f"{number / 5:g}") for number in range(6)]
 DECILE_TICKS: Sequence[Tick] = [(number, f"d{number}") for number in range(1, 11)]
@@ -63,7 +63,7 @@ def _by_decile(task: str, there: Sequence[Cell]) -> Chart:
 
 
 def _curves(table: Table, task: str, own: Sequence[Cell]) -> Chart:
-    """Of each limit the mean over its seeds, point by point."""
+    """Returns for each limit the mean over its seeds, point by point."""
     lines = {f"η = {cell.limit}": _mean_curve([line["curve"] for line in cell.lines.values()]) for cell in own}
     longest = max(point.x for points in lines.values() for point in points)
     step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 500) if longest / step <= 10)
@@ -74,7 +74,7 @@ def _curves(table: Table, task: str, own: Sequence[Cell]) -> Chart:
 def _mean_curve(curves: Sequence[Sequence[Sequence[float]]]) -> list[Point]:
     """curves: (step, seconds, reward), of as many points each."""
     found = []
-    for together in zip(*curves, strict=True):
-        reward = fmean(point[2] for point in together)
-        found.append(Point(together[0][0], reward, reward, reward))
+    for points in zip(*curves, strict=True):
+        reward = fmean(point[2] for point in points)
+        found.append(Point(points[0][0], reward, reward, reward))
     return found

@@ -1,8 +1,8 @@
-"""A process that trains one case after the other, so that torch and transformers are loaded once.
+"""Trains one case after the other in one process, so that torch and transformers are loaded once.
 
     parent ── a line of arguments for asyncrl.train ──> child ── "done" ──> parent
 
-What the runs say, and what they fail of, goes into a file; a run that fails ends its process.
+The output of the runs goes into a log file; a run that fails ends the process.
 """
 
 import json
@@ -16,17 +16,17 @@ from types import TracebackType
 from typing import Any, Self
 
 import asyncrl
-from asyncrl.bench.workloads import environment
+from asyncrl.bench.child_process import environment
 
 
 class RunFailed(Exception):
-    """A run ended otherwise than it should; the message is the end of what it said."""
+    """Reports that a run failed or exceeded its deadline; the message holds the end of its log."""
 
 
-class Child:
-    """Starts the process when it is needed, and again after a run that failed.
+class TrainingChild:
+    """Starts the process for the first run, and again after a failed run.
 
-    log: of what the runs say; the end of it is told when one fails.
+    log: the file for the output of the runs; its end is part of the message when a run fails.
     """
 
     def __init__(self, log: Path) -> None:
@@ -39,30 +39,30 @@ class Child:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end()
 
-    def train(self, order: Mapping[str, Any], patience: float) -> None:
-        """Call `asyncrl.train(**order)` there.
+    def train(self, request: Mapping[str, Any], deadline: float) -> None:
+        """Calls `asyncrl.train(**request)` in the child.
 
         Raises:
-            RunFailed: it failed, or was not done within `patience` seconds.
+            RunFailed: the run failed, or did not end within `deadline` seconds.
         """
-        process = self._process = self._process or self._started()
+        process = self._process = self._process or self._start()
         assert process.stdin is not None, "a pipe"
         assert process.stdout is not None, "a pipe"
-        process.stdin.write(json.dumps(order) + "\n")
+        process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
-        done, _, _ = select.select([process.stdout], [], [], patience)
+        done, _, _ = select.select([process.stdout], [], [], deadline)
         if done and process.stdout.readline() == "done\n":
             return
         self._end()
-        why = "failed" if done else f"not done within {patience:.0f} s"
-        raise RunFailed(f"{why}: {self._log.read_text(errors='replace').strip()[-1500:]}")
+        reason = "the run failed" if done else f"the run did not end within {deadline:.0f} s"
+        raise RunFailed(f"{reason}: {self._log.read_text(errors='replace').strip()[-1500:]}")
 
-    def _started(self) -> "subprocess.Popen[str]":
+    def _start(self) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", __name__]
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("w") as said:
+        with self._log.open("w") as log:
             return subprocess.Popen(
-                command, env=environment(1), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+                command, env=environment(1), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
             )
 
     def _end(self) -> None:

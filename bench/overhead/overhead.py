@@ -1,7 +1,7 @@
-"""What the runtime costs: stages that only sleep beside the bound that theory sets, and the CPU that tracing takes.
+"""Measures what the runtime costs: stages that only sleep against their theoretical bound, and the CPU of tracing.
 
-Bound of a step: max(longest stage, C / (limit + 1)), C being the time of one batch from its draw to its weights. Stages
-share out their time over the groups of a step, so C is what a batch takes through the stages in a pipeline.
+The bound of a step is max(longest stage, C / (limit + 1)), where C is the time of one batch from its draw to its
+weights. Stages share out their time over the groups of a step, so C is the time of a batch through the pipeline.
 """
 
 import argparse
@@ -20,33 +20,43 @@ from statistics import median
 import numpy as np
 from safetensors.numpy import save_file
 
-from asyncrl.bench.emulated import stages
-from asyncrl.bench.figures import Load, Seen, in_turn, number, ratios, seen, stage_seconds, table, verdict
-from asyncrl.config import Config
-from asyncrl.deploy.beginning import Order
+from asyncrl.bench.measurements import (
+    MachineLoad,
+    RoundValues,
+    goal_line,
+    in_turn,
+    number,
+    ratios,
+    round_values,
+    stage_seconds,
+    table,
+)
+from asyncrl.bench.overhead.emulated_services import stages
+from asyncrl.config.schema import Config
+from asyncrl.config.sources import load as load_config
 from asyncrl.deploy.run import run
-from asyncrl.rundir import RunDirectory
-from asyncrl.settings import load as load_config
+from asyncrl.deploy.run_request import RunRequest
 from asyncrl.telemetry.display import LineDisplay
-from asyncrl.telemetry.metrics import read_metrics
+from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.trace import Tracer
 from asyncrl.telemetry.trace_merge import SUFFIX, merge
 
 WARM = 4
-"""Steps at the start that count for nothing: the pipeline fills."""
+"""Steps at the start that are not counted, because the pipeline fills."""
 GROUPS, MEMBERS, LIMIT = 8, 8, 2
 SETTINGS = {"200/40/40/200 ms": ((0.2, 0.04, 0.04, 0.2), 0.99), "50/10/10/50 ms": ((0.05, 0.01, 0.01, 0.05), 0.97)}
 TRACING = 0.01
 EVENT_ROUNDS, TRACED_CALLS, ARROWS = 5, 400, 16
 CACHED_BYTES = 8 << 20
-"""More than the caches of a core hold for itself."""
+"""More than the private caches of a core hold."""
 
 STAGES = ("generation", "reward", "reference", "training")
 
 
 @dataclass(frozen=True, slots=True)
 class Emulated:
-    """seconds: of a step, warm-up left out. slept: what each stage really slept a step. cpu: of all processes."""
+    """Holds the seconds of a step without warm-up, the sleep of each stage in a step, and the CPU of all processes."""
 
     seconds: float
     slept: Mapping[str, float]
@@ -71,7 +81,7 @@ def main(arguments: Sequence[str]) -> None:
 def emulate(
     name: str, seconds: tuple[float, float, float, float], goal: float, steps: int, rounds: int, folder: Path
 ) -> None:
-    watched = Load()
+    watched = MachineLoad()
     found = [emulated_run(seconds, steps, folder) for _ in range(rounds)]
     rows = [
         (
@@ -85,15 +95,15 @@ def emulate(
     ]
     print(f"{name} (generation/reward/reference/training), {GROUPS} x {MEMBERS} samples, limit {LIMIT}, {steps} steps")
     print(table(("", "step, ms", "bound, ms", "bound / step", "slept a step, ms"), rows))
-    nominal = Seen(tuple(bound(seconds) / each.seconds for each in found))
-    true = Seen(tuple(bound(each.slept.values()) / each.seconds for each in found))
+    nominal = RoundValues(tuple(bound(seconds) / each.seconds for each in found))
+    true = RoundValues(tuple(bound(each.slept.values()) / each.seconds for each in found))
     print(f"  bound of the nominal sleeps / step: {nominal}")
-    print(verdict("bound of the true sleeps / step", true.median, goal))
+    print(goal_line("bound of the true sleeps / step", true.median, goal))
     print(f"  {watched}\n")
 
 
 def bound(seconds: Iterable[float]) -> float:
-    """Seconds of a step. A batch passes reward and reference side by side, one group behind the other."""
+    """Returns the least seconds of a step: a batch passes reward and reference side by side, group by group."""
     generation, reward, reference, training = seconds
     cycle = generation + max(reward, reference) / GROUPS + training
     return max(generation, reward, reference, training, cycle / (LIMIT + 1))
@@ -110,13 +120,13 @@ def _sleeps(each: Emulated) -> str:
 def emulated_run(seconds: tuple[float, float, float, float], steps: int, folder: Path) -> Emulated:
     run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
     before = _cpu()
-    asyncio.run(run(_order(_config(steps, folder), run_dir, seconds)))
+    asyncio.run(run(_request(_config(steps, folder), run_dir, seconds)))
     cpu = _cpu() - before
     return _measured(run_dir, cpu)
 
 
 def _config(steps: int, folder: Path) -> Config:
-    """The model is a folder of nothing: the stand-ins load none."""
+    """Makes a configuration whose model is an empty folder, because the stages load none."""
     model = folder / "nothing"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
@@ -124,7 +134,7 @@ def _config(steps: int, folder: Path) -> Config:
     values = {
         "model.name": str(model),
         "steps": steps,
-        "task.prompts": "asyncrl.bench.emulated:prompts",
+        "task.prompts": "asyncrl.bench.overhead.emulated_services:prompts",
         "task.prompts_per_step": GROUPS,
         "task.samples_per_prompt": MEMBERS,
         "staleness.limit": LIMIT,
@@ -134,9 +144,9 @@ def _config(steps: int, folder: Path) -> Config:
     return load_config(None, (), values=values).config
 
 
-def _order(config: Config, run_dir: Path, seconds: tuple[float, float, float, float]) -> Order:
+def _request(config: Config, run_dir: Path, seconds: tuple[float, float, float, float]) -> RunRequest:
     display = LineDisplay(StringIO(), config.steps)
-    return Order(config, run_dir, display, "asyncrl-bench overhead", services=stages(*seconds))
+    return RunRequest(config, run_dir, display, "asyncrl-bench overhead", services=stages(*seconds))
 
 
 def _measured(run_dir: Path, cpu: float) -> Emulated:
@@ -154,9 +164,9 @@ def _cpu() -> float:
 
 
 def cost_of_tracing(steps: int, rounds: int, folder: Path) -> None:
-    """The same runs with and without `telemetry.trace`, whole process trees. Two runs of the same order differ by
-    more than tracing may cost, so the events of a run are counted too, times what one costs."""
-    watched = Load()
+    """Measures the same runs with and without `telemetry.trace`, whole process trees. Two equal runs differ by more
+    than tracing may cost, so the cost of one event times the number of events is measured too."""
+    watched = MachineLoad()
     model = _warmed_model(folder)
     events: list[int] = []
 
@@ -167,15 +177,17 @@ def cost_of_tracing(steps: int, rounds: int, folder: Path) -> None:
             events.append(events_in(run_dir))
         return seconds
 
-    found = seen(in_turn({"traced": lambda: cpu_of(trace=True), "untraced": lambda: cpu_of(trace=False)}, rounds))
+    found = round_values(
+        in_turn({"traced": lambda: cpu_of(trace=True), "untraced": lambda: cpu_of(trace=False)}, rounds)
+    )
     print(f"tracing the quickstart, {steps} steps: CPU-seconds of all processes, start included, {rounds} rounds")
     print(table(("", "CPU-seconds"), [(side, str(values)) for side, values in found.items()]))
-    difference = Seen(tuple(traced - 1 for traced in ratios(found["traced"], found["untraced"]).values))
-    print(f"  difference of each round: {difference}, of which nobody knows what is tracing")
-    cost = Seen(tuple(seconds_of_event(folder) for _ in range(EVENT_ROUNDS)))
+    difference = RoundValues(tuple(traced - 1 for traced in ratios(found["traced"], found["untraced"]).values))
+    print(f"  difference of each round: {difference}, which includes the noise between equal runs")
+    cost = RoundValues(tuple(seconds_of_event(folder) for _ in range(EVENT_ROUNDS)))
     print(f"  {median(events):,.0f} events of {number(1e6 * cost.median)} µs each")
     share = median(events) * cost.median / found["untraced"].median
-    print(verdict("tracing's share of CPU, counted", share, TRACING, most=True))
+    print(goal_line("tracing's share of CPU, counted", share, TRACING, at_most=True))
     print(f"  {watched}")
 
 
@@ -184,8 +196,8 @@ def events_in(run_dir: Path) -> int:
 
 
 def seconds_of_event(folder: Path) -> float:
-    """From being recorded to lying in the merged file. Other work empties the caches between two calls, as it does in a
-    worker; each is a span in which the arrows of a group leave."""
+    """Returns the seconds from recording an event to its line in the merged file. Other work empties the caches between
+    two calls, as it does in a worker; each call is a span in which the arrows of a group leave."""
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     tracer = Tracer(run_dir / "logs" / f"generation0.0{SUFFIX}", "generation0.0")
     other, spent = np.zeros(CACHED_BYTES, np.uint8), 0.0
@@ -203,7 +215,7 @@ def seconds_of_event(folder: Path) -> float:
 
 
 def _warmed_model(folder: Path) -> Path:
-    from asyncrl.models import prepare
+    from asyncrl.engines.models.model_folder import prepare
 
     return asyncio.run(prepare(load_config("quickstart", ()).config, folder / "quickstart", lambda text: None))
 

@@ -1,6 +1,7 @@
-"""What the scripts beside this one share; the standard library and numpy only, for each has an environment of its own.
+"""Provides the rollout batch, the timing and the protocol of rounds for the scripts beside it.
 
-A script prints {"ready": ...} when its system is up, then one JSON line of results for each line that it reads.
+Each script runs in an environment of its own, so this file uses the standard library and numpy only. A script prints
+{"ready": ...} once its system runs, then one JSON line of results for each line that it reads.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ Tensors = dict[str, Any]
 
 
 def rollout() -> Tensors:
-    """Four tensors of [SAMPLES * LENGTH], two of [SAMPLES]; 852,480 bytes."""
+    """Makes four tensors of [SAMPLES * LENGTH] and two of [SAMPLES]; 852,480 bytes."""
     random = np.random.default_rng(0)
     kinds = {"ids": np.int32, "logp": np.float32, "mask": np.uint8, "versions": np.int32}
     made: Tensors = {name: random.integers(0, 100, SAMPLES * LENGTH).astype(dtype) for name, dtype in kinds.items()}
@@ -36,25 +37,26 @@ def last_values(tensors: Tensors) -> int:
 
 
 def rounds(ready: dict[str, object]) -> Iterator[None]:
+    """Reports the versions, then yields once for each line of standard input."""
     print(json.dumps({"ready": ready}), flush=True)
     for _ in sys.stdin:
         yield
 
 
-def tell(results: dict[str, float]) -> None:
+def report(results: dict[str, float]) -> None:
     print(json.dumps({name: round(value, 3) for name, value in results.items()}), flush=True)
 
 
 def percentiles(call: Callable[[], object], count: int) -> dict[str, float]:
-    """p50 and p99 in microseconds."""
-    return _of(sorted(_timed(call) for _ in range(count)))
+    """Returns p50 and p99 of a call in microseconds."""
+    return _percentiles(sorted(_timed(call) for _ in range(count)))
 
 
 async def percentiles_async(call: Callable[[], Awaitable[object]], count: int) -> dict[str, float]:
-    return _of(sorted([await _timed_async(call) for _ in range(count)]))
+    return _percentiles(sorted([await _timed_async(call) for _ in range(count)]))
 
 
-def _of(seconds: list[float]) -> dict[str, float]:
+def _percentiles(seconds: list[float]) -> dict[str, float]:
     return {"rtt_p50_us": seconds[len(seconds) // 2] * 1e6, "rtt_p99_us": seconds[len(seconds) * 99 // 100] * 1e6}
 
 
@@ -67,14 +69,14 @@ async def milliseconds_async(call: Callable[[], Awaitable[object]], count: int) 
 
 
 async def in_window(call: Callable[[], Awaitable[object]], count: int, width: int = WINDOW) -> float:
-    """Seconds for `count` calls, `width` at a time."""
+    """Returns the seconds for `count` calls, `width` at a time."""
     start = time.perf_counter()
 
-    async def lane() -> None:
+    async def caller() -> None:
         for _ in range(count // width):
             await call()
 
-    await asyncio.gather(*(lane() for _ in range(width)))
+    await asyncio.gather(*(caller() for _ in range(width)))
     return time.perf_counter() - start
 
 

@@ -1,4 +1,4 @@
-"""TransferQueue, default storage: a process puts a rollout batch and gets it back through two storage units."""
+"""Measures TransferQueue: a process puts a rollout batch into two default storage units and gets it back."""
 
 import os
 
@@ -7,28 +7,33 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
 
 import ray
-import rounds
+import timed_rounds
 import torch
 import transfer_queue
 from tensordict import TensorDict
+from timed_rounds import LARGE, SAMPLES
 
-KEYS = [str(number) for number in range(rounds.SAMPLES)]
+KEYS = [str(number) for number in range(SAMPLES)]
 
 
 def main() -> None:
-    # Logical processors only: its own actors ask for more than a small machine has, and would wait for ever.
+    # Eight logical processors: its actors would wait without end for processors that a small machine lacks.
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     transfer_queue.init()
-    tensors = {name: torch.from_numpy(values) for name, values in rounds.rollout().items()}
+    tensors = {name: torch.from_numpy(values) for name, values in timed_rounds.rollout().items()}
     batch = TensorDict(
-        {name: values.reshape(rounds.SAMPLES, -1) for name, values in tensors.items()}, batch_size=rounds.SAMPLES
+        {name: values.reshape(SAMPLES, -1) for name, values in tensors.items()},
+        batch_size=SAMPLES,
     )
-    large = TensorDict({"data": torch.ones(rounds.SAMPLES, rounds.LARGE // rounds.SAMPLES // 4)}, rounds.SAMPLES)
+    large = TensorDict(
+        {"data": torch.ones(SAMPLES, LARGE // SAMPLES // 4)},
+        SAMPLES,
+    )
     there_and_back(batch)
-    for _ in rounds.rounds({"TransferQueue": "0.1.11"}):
-        results = {"batch_ms": rounds.milliseconds(lambda: there_and_back(batch), 5)}
-        results["large_gb_s"] = rounds.LARGE / rounds.milliseconds(lambda: there_and_back(large), 1) / 1e6
-        rounds.tell(results)
+    for _ in timed_rounds.rounds({"TransferQueue": "0.1.11"}):
+        results = {"batch_ms": timed_rounds.milliseconds(lambda: there_and_back(batch), 5)}
+        results["large_gb_s"] = LARGE / timed_rounds.milliseconds(lambda: there_and_back(large), 1) / 1e6
+        timed_rounds.report(results)
 
 
 def there_and_back(batch: TensorDict) -> int:

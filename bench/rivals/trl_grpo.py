@@ -1,7 +1,8 @@
-"""TRL's synchronous GRPOTrainer on a prescribed workload; run by the interpreter of bench/peers/setup trl.
+"""Trains with TRL's synchronous GRPOTrainer on a prescribed workload; needs the interpreter of bench/rivals/setup trl.
 
-Takes one JSON object as its argument (made by `run_trl` in bench/workloads.py). Prints one line RESULT and a JSON list:
-of each optimizer step when it ended, its tokens, mean reward, CPU, generation and reward seconds.
+The argument is one JSON object, made by `run_trl` in bench/end_to_end/compared_systems.py. The script prints one line
+RESULT with a JSON list: for each optimizer step the time of its end, its tokens, mean reward, CPU seconds, generation
+seconds and reward seconds.
 """
 
 import json
@@ -9,29 +10,29 @@ import os
 import sys
 import time
 
-ORDER = json.loads(sys.argv[1])
-os.environ["OMP_NUM_THREADS"] = str(ORDER["threads"])
-sys.path.insert(0, ORDER["judging"])
+REQUEST = json.loads(sys.argv[1])
+os.environ["OMP_NUM_THREADS"] = str(REQUEST["threads"])
+sys.path.insert(0, REQUEST["reward_folder"])
 
 import asyncio  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from typing import Any  # noqa: E402
 
-import judging  # noqa: E402
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from even_words_reward import share_of_even, share_of_even_slowly  # noqa: E402
 from transformers import LogitsProcessorList, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-torch.set_num_threads(ORDER["threads"])
-SAMPLES = ORDER["prompts"] * ORDER["members"]
-LENGTHS = ORDER["lengths"]
-BATCH: dict[str, Any] = {"tokens": 0, "reward": [], "generation": 0.0, "judging": 0.0}
+torch.set_num_threads(REQUEST["threads"])
+SAMPLES = REQUEST["prompts"] * REQUEST["members"]
+LENGTHS = REQUEST["lengths"]
+BATCH: dict[str, Any] = {"tokens": 0, "reward": [], "generation": 0.0, "reward_seconds": 0.0}
 STEPS: list[dict[str, Any]] = []
 
 
 class PrescribedLengths:
-    """Row i ends after lengths[i] tokens: no end before, nothing but the end then."""
+    """Ends row i after lengths[i] tokens: forbids the end token before, and every other token then."""
 
     def __init__(self, rows: int, prompt_tokens: int, eos: int) -> None:
         self.lengths = torch.tensor((LENGTHS * (rows // SAMPLES))[:rows])
@@ -47,32 +48,32 @@ class PrescribedLengths:
 
 def score(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
     began = time.perf_counter()
-    rewards = [judging.share_of_even(text) for text in completions]
-    return booked(rewards, completion_ids, began)
+    rewards = [share_of_even(text) for text in completions]
+    return recorded(rewards, completion_ids, began)
 
 
 async def score_slowly(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
     began = time.perf_counter()
-    rewards = await asyncio.gather(*(judging.judged_slowly(text, ORDER["seats"]) for text in completions))
-    return booked(rewards, completion_ids, began)
+    rewards = await asyncio.gather(*(share_of_even_slowly(text, REQUEST["parallel_scores"]) for text in completions))
+    return recorded(rewards, completion_ids, began)
 
 
-def booked(rewards: list[float], completion_ids: list[list[int]], began: float) -> list[float]:
+def recorded(rewards: list[float], completion_ids: list[list[int]], began: float) -> list[float]:
     BATCH["tokens"] += sum(map(len, completion_ids))
     BATCH["reward"] += rewards
-    BATCH["judging"] += time.perf_counter() - began
+    BATCH["reward_seconds"] += time.perf_counter() - began
     return list(rewards)
 
 
 class Clock(TrainerCallback):
-    """Tokens of a generation that serves several steps count with the step that made it."""
+    """Records each step; tokens of a generation that serves several steps count with its first step."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         rewards, tokens = BATCH["reward"], BATCH["tokens"]
         mean = sum(rewards) / len(rewards) if rewards else None
-        line = {"at": time.perf_counter(), "tokens": tokens, "reward": mean, "cpu": time.process_time()}
-        STEPS.append({**line, "generation": BATCH["generation"], "judging": BATCH["judging"]})
-        BATCH.update(tokens=0, reward=[], generation=0.0, judging=0.0)
+        line = {"ended": time.perf_counter(), "tokens": tokens, "reward": mean, "cpu": time.process_time()}
+        STEPS.append({**line, "generation": BATCH["generation"], "reward_seconds": BATCH["reward_seconds"]})
+        BATCH.update(tokens=0, reward=[], generation=0.0, reward_seconds=0.0)
 
 
 def timed_generate(model: Any, eos: int) -> Callable[..., Any]:
@@ -90,18 +91,18 @@ def timed_generate(model: Any, eos: int) -> Callable[..., Any]:
 
 
 def settings() -> GRPOConfig:
-    micro = ORDER["micro_batch"]
+    micro = REQUEST["micro_batch"]
     accumulate = SAMPLES // micro
-    given = {} if ORDER["gradient_checkpointing"] else {"gradient_checkpointing": False}
+    given = {} if REQUEST["gradient_checkpointing"] else {"gradient_checkpointing": False}
     return GRPOConfig(
-        output_dir=ORDER["output"],
+        output_dir=REQUEST["output"],
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=accumulate,
-        steps_per_generation=accumulate * ORDER["generations"],
-        num_generations=ORDER["members"],
+        steps_per_generation=accumulate * REQUEST["generations"],
+        num_generations=REQUEST["members"],
         max_completion_length=max(LENGTHS),
-        max_steps=ORDER["steps"],
-        learning_rate=ORDER["learning_rate"],
+        max_steps=REQUEST["steps"],
+        learning_rate=REQUEST["learning_rate"],
         lr_scheduler_type="constant",
         beta=0.0,
         bf16=False,
@@ -116,11 +117,11 @@ def settings() -> GRPOConfig:
 
 
 def main() -> None:
-    with open(ORDER["prompts_file"]) as file:
+    with open(REQUEST["prompts_file"]) as file:
         rows = Dataset.from_list([json.loads(line) for line in file])
-    reward = score_slowly if ORDER["seats"] is not None else score
+    reward = score_slowly if REQUEST["parallel_scores"] is not None else score
     trainer = GRPOTrainer(
-        model=ORDER["model"], reward_funcs=reward, args=settings(), train_dataset=rows, callbacks=[Clock()]
+        model=REQUEST["model"], reward_funcs=reward, args=settings(), train_dataset=rows, callbacks=[Clock()]
     )
     model = trainer.model
     assert next(model.parameters()).dtype == torch.float32

@@ -1,10 +1,10 @@
-"""xoscar: an actor in a sub-process of a pool, called by the pool's main process."""
+"""Measures xoscar: the main process of a pool calls an actor in a sub-process."""
 
 import asyncio
 from importlib.metadata import version
 
 import numpy as np
-import rounds
+import timed_rounds
 import xoscar
 from xoscar_calls_actor import Sink
 
@@ -14,16 +14,16 @@ async def main() -> None:
     async with pool:
         where = xoscar.allocate_strategy.ProcessIndex(1)
         sink = await xoscar.create_actor(Sink, address=pool.external_address, allocate_strategy=where)
-        batch, large, payload = rounds.rollout(), {"data": np.ones(rounds.LARGE, np.uint8)}, b"x" * 64
-        for _ in rounds.rounds({"xoscar": version("xoscar")}):
-            results = await rounds.percentiles_async(lambda: sink.echo(payload), 300)
-            results["calls_per_s"] = 960 / await rounds.in_window(lambda: sink.echo(payload), 960, 64)
-            results["batch_ms"] = await rounds.milliseconds_async(lambda: sink.take(batch), 20)
-            seconds = await rounds.in_window(lambda: sink.take(batch), rounds.PIPELINED)
-            results["piped_gb_s"] = rounds.PIPELINED * rounds.size(batch) / seconds / 1e9
-            milliseconds = await rounds.milliseconds_async(lambda: sink.take(large), 3)
-            results["large_gb_s"] = rounds.LARGE / milliseconds / 1e6
-            rounds.tell(results)
+        batch, large, payload = timed_rounds.rollout(), {"data": np.ones(timed_rounds.LARGE, np.uint8)}, b"x" * 64
+        for _ in timed_rounds.rounds({"xoscar": version("xoscar")}):
+            results = await timed_rounds.percentiles_async(lambda: sink.echo(payload), 300)
+            results["calls_per_s"] = 960 / await timed_rounds.in_window(lambda: sink.echo(payload), 960, 64)
+            results["batch_ms"] = await timed_rounds.milliseconds_async(lambda: sink.take(batch), 20)
+            seconds = await timed_rounds.in_window(lambda: sink.take(batch), timed_rounds.PIPELINED)
+            results["piped_gb_s"] = timed_rounds.PIPELINED * timed_rounds.size(batch) / seconds / 1e9
+            milliseconds = await timed_rounds.milliseconds_async(lambda: sink.take(large), 3)
+            results["large_gb_s"] = timed_rounds.LARGE / milliseconds / 1e6
+            timed_rounds.report(results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The actor of xoscar_calls.py, where its sub-process can import it."""
+"""Defines the actor of xoscar_calls.py, so that its sub-process can import it."""
 
-import rounds
+import timed_rounds
 import xoscar
 
 
@@ -8,5 +8,5 @@ class Sink(xoscar.Actor):
     async def echo(self, payload: bytes) -> bytes:
         return payload
 
-    async def take(self, tensors: rounds.Tensors) -> int:
-        return rounds.last_values(tensors)
+    async def take(self, tensors: timed_rounds.Tensors) -> int:
+        return timed_rounds.last_values(tensors)

@@ -1,9 +1,10 @@
-"""Messages and batches between processes, with everything that a call passes, beside limits and other systems.
+"""Measures messages and batches between processes, beside limits of the machine and other systems.
 
-A call goes handle, link, worker process (host, dispatcher, tracing), and back. A rollout batch is 64 samples of 1,024
-tokens: six tensors, 852,480 bytes; receivers look at the last value of each, in every system. By reference it is put
-into shared memory and looked at where it lies; as frames it crosses the socket. Rounds take all systems in turn; the
-first is thrown away. Other systems run in environments made by `bench/peers/setup`, and are skipped without them.
+A call passes the handle, the client and the worker process (server, dispatcher, tracing), and returns. A rollout batch
+is 64 samples of 1,024 tokens: six tensors, 852,480 bytes; the receiver of every system reads the last value of each.
+By reference, the batch is written into shared memory and read there; as frames, it crosses the socket. Each round
+measures all systems in turn; the first round is discarded. `bench/rivals/setup` makes the environments of other
+systems; a system without an environment is skipped.
 """
 
 import argparse
@@ -18,55 +19,61 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
-from asyncrl.bench.channel_fleet import ours
-from asyncrl.bench.channel_goals import Results, Round, table, verdicts
-from asyncrl.bench.limits import Limits
-from asyncrl.deploy.local import FRAME_MALLOC
+from asyncrl.bench.transfer_speed.asyncrl_calls import asyncrl_calls
+from asyncrl.bench.transfer_speed.goals import Results, Round, goal_lines, result_lines
+from asyncrl.bench.transfer_speed.machine_limits import MachineLimits
+from asyncrl.deploy.process.worker_environment import FRAME_MALLOC
 
 SCRIPTS = {"ray": "ray_calls.py", "xoscar": "xoscar_calls.py", "transferqueue": "transferqueue_calls.py"}
 START_DEADLINE, ROUND_DEADLINE, STOP_DEADLINE = 120.0, 60.0, 15.0
-"""Seconds for another system to start (TransferQueue needs 40), for one round of it, and to end."""
+"""Seconds for another system to start (TransferQueue needs 40), to run one round, and to end."""
 
-PEERS = Path(__file__).resolve().parent / "peers"
+RIVALS = Path(__file__).resolve().parents[1] / "rivals"
 LINE_BYTES = 2**20
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench channels", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6, help="the first is thrown away")
-    parser.add_argument("--peers", nargs="*", default=list(SCRIPTS), choices=list(SCRIPTS))
+    parser.add_argument("--rounds", type=int, default=6, help="number of rounds; the first is discarded")
+    parser.add_argument(
+        "--rivals",
+        nargs="*",
+        default=list(SCRIPTS),
+        choices=list(SCRIPTS),
+        help="other systems",
+    )
     parser.add_argument("--json", type=Path, help="write every round to this file")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     _with_frame_malloc(arguments)
-    found = asyncio.run(measure(asked.rounds, asked.peers))
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
-    print("\n".join([*table(found), "", *verdicts(found)]))
+    rounds = asyncio.run(measure(options.rounds, options.rivals))
+    if options.json:
+        options.json.write_text(json.dumps(rounds, indent=1) + "\n")
+    print("\n".join([*result_lines(rounds), "", *goal_lines(rounds)]))
 
 
 def _with_frame_malloc(arguments: Sequence[str]) -> None:
-    """Start again with the memory settings of processes that receive rows as frames: malloc reads them at the start."""
+    """Restarts this process with the malloc settings of receivers of frames: malloc reads them when it starts."""
     if any(os.environ.get(name) != value for name, value in FRAME_MALLOC.items()):
         command = [sys.executable, "-c", "from asyncrl.bench.cli import main; main()", "channels", *arguments]
         os.execve(sys.executable, command, {**os.environ, **FRAME_MALLOC})
     for name in FRAME_MALLOC:
-        del os.environ[name]  # of this process only, not of those that it starts
+        del os.environ[name]  # The settings apply to this process, not to its children.
 
 
-async def measure(rounds: int, peers: Sequence[str]) -> list[Round]:
-    """Every round but the first."""
+async def measure(rounds: int, rivals: Sequence[str]) -> list[Round]:
+    """Returns the results of every round except the first."""
     found: list[Round] = []
     async with AsyncExitStack() as scope:
         folder = Path(scope.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-bench-")))
-        others = await _started(scope, peers)
-        limits = await scope.enter_async_context(Limits(folder, os.environ))
-        mine = await scope.enter_async_context(ours(folder, FRAME_MALLOC))
+        others = await _start_rivals(scope, rivals)
+        limits = await scope.enter_async_context(MachineLimits(folder, os.environ))
+        calls = await scope.enter_async_context(asyncrl_calls(folder, FRAME_MALLOC))
         for number in range(rounds):
             began = time.perf_counter()
             each: dict[str, Results] = {"limits": await limits.measure()}
-            each["asyncrl"] = {**await mine.measure(), **await limits.flood_ours()}
+            each["asyncrl"] = {**await calls.measure(), **await limits.flood_ours()}
             for name, process in list(others.items()):
-                if (results := await _round_of(name, process)) is not None:
+                if (results := await _run_round(name, process)) is not None:
                     each[name] = results
                 else:
                     del others[name]
@@ -79,20 +86,21 @@ async def measure(rounds: int, peers: Sequence[str]) -> list[Round]:
 # ---- other systems -------------------------------------------------------------------------------------------
 
 
-async def _started(scope: AsyncExitStack, peers: Sequence[str]) -> dict[str, Process]:
-    """Those that came up. One after the other: two Ray clusters that start at once find each other."""
+async def _start_rivals(scope: AsyncExitStack, rivals: Sequence[str]) -> dict[str, Process]:
+    """Returns the systems that started. They start one by one, because two Ray clusters that start together connect
+    to each other."""
     others = {}
-    for name in peers:
-        python = PEERS.parents[1] / ".venvs" / name / "bin" / "python"
+    for name in rivals:
+        python = RIVALS.parents[1] / ".venvs" / name / "bin" / "python"
         if not python.exists():
-            print(f"{name} skipped: no {python}; bench/peers/setup {name} makes it", flush=True)
+            print(f"{name} is skipped: {python} does not exist; run bench/rivals/setup {name}", flush=True)
             continue
         process = await scope.enter_async_context(_process(python, SCRIPTS[name]))
-        ready = await _line(process, START_DEADLINE)
+        ready = await _next_results(process, START_DEADLINE)
         if ready is None:
-            print(f"{name} skipped: it did not start within {START_DEADLINE:g} s", flush=True)
+            print(f"{name} is skipped: it did not start within {START_DEADLINE:g} s", flush=True)
             continue
-        print(f"{name} is up: {ready['ready']}", flush=True)
+        print(f"{name} runs: {ready['ready']}", flush=True)
         others[name] = process
     return others
 
@@ -100,7 +108,7 @@ async def _started(scope: AsyncExitStack, peers: Sequence[str]) -> dict[str, Pro
 @asynccontextmanager
 async def _process(python: Path, script: str) -> AsyncIterator[Process]:
     process = await asyncio.create_subprocess_exec(
-        *(str(python), script), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, cwd=PEERS, limit=LINE_BYTES
+        *(str(python), script), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, cwd=RIVALS, limit=LINE_BYTES
     )
     try:
         yield process
@@ -114,19 +122,19 @@ async def _process(python: Path, script: str) -> AsyncIterator[Process]:
             await process.wait()
 
 
-async def _round_of(name: str, process: Process) -> Results | None:
+async def _run_round(name: str, process: Process) -> Results | None:
     assert process.stdin is not None
     with suppress(ConnectionError):
         process.stdin.write(b"round\n")
         await process.stdin.drain()
-    results = await _line(process, ROUND_DEADLINE)
+    results = await _next_results(process, ROUND_DEADLINE)
     if results is None:
-        print(f"{name} is left out from here: no results within {ROUND_DEADLINE:g} s", flush=True)
+        print(f"{name} is skipped from here on: it reported no results within {ROUND_DEADLINE:g} s", flush=True)
     return results
 
 
-async def _line(process: Process, deadline: float) -> dict[str, float] | None:
-    """The next line of JSON; other lines are its system's chatter."""
+async def _next_results(process: Process, deadline: float) -> dict[str, float] | None:
+    """Returns the next line of JSON; other lines are log output of the system."""
     assert process.stdout is not None
     try:
         async with asyncio.timeout(deadline):

@@ -1,33 +1,33 @@
-"""What answers in the worker processes of `asyncrl-bench channels`: a service as any other."""
+"""Serves the worker processes of `asyncrl-bench channels`: an ordinary service that receives and replies."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from asyncrl.bench.peers import rounds
+from asyncrl.bench.rivals.timed_rounds import LARGE, LENGTH
+from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef
 from asyncrl.protocols.contracts import Contract, Idempotent, endpoint
 from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL
-from asyncrl.service import Service, WorkerContext
 
 RANKS = 4
 
 ROW = ("ids", "logp", "mask", "versions")
-"""Columns of a rollout batch that have a value a token; the others have one a sample."""
+"""Columns of a rollout batch that hold a value per token; the others hold a value per sample."""
 
 
 def as_batch(tensors: Mapping[str, Array], parts: int = 1) -> Batch:
-    """The same tensors as `parts` equal rows."""
+    """Splits each tensor into `parts` equal rows."""
     return Batch({name: Column.of(np.split(values, parts)) for name, values in tensors.items()})
 
 
 def reference(places: Sequence[Place]) -> BatchRef:
-    rows = (RowRef(number, 0, 0, 0, 64, rounds.LENGTH, 0, 0, "length", (place,)) for number, place in enumerate(places))
+    rows = (RowRef(number, 0, 0, 0, 64, LENGTH, 0, 0, "length", (place,)) for number, place in enumerate(places))
     return BatchRef(tuple(rows))
 
 
-class Channels(Contract):
-    """Endpoints that do nothing but receive and answer."""
+class Echo(Contract):
+    """Declares endpoints that only receive and reply."""
 
     @endpoint(ONE_OF, idempotent=Idempotent.PURE)
     async def echo(self, payload: bytes) -> bytes:
@@ -35,17 +35,12 @@ class Channels(Contract):
 
     @endpoint(ONE_OF, idempotent=Idempotent.PURE)
     async def take(self, batch: Batch) -> int:
-        """A batch that travelled as frames."""
+        """Receives a batch as frames and returns the sum of its last values."""
         raise NotImplementedError
 
     @endpoint(ONE_OF, idempotent=Idempotent.PURE)
-    async def look(self, refs: BatchRef, columns: list[str]) -> int:
-        """Rows by reference, looked at where they lie; answers their last value, as the peers do."""
-        raise NotImplementedError
-
-    @endpoint(ONE_OF, idempotent=Idempotent.PURE)
-    async def copy(self, refs: BatchRef, columns: list[str]) -> int:
-        """Rows by reference, copied and joined."""
+    async def read_in_place(self, refs: BatchRef, columns: list[str]) -> int:
+        """Reads rows by reference in shared memory and returns the sum of their last values, as the rivals do."""
         raise NotImplementedError
 
     @endpoint(DP_PROTO, idempotent=Idempotent.PURE)
@@ -62,16 +57,16 @@ class Channels(Contract):
 
     @endpoint(ONE_TO_ALL)
     async def gather(self, size: int) -> BatchRef:
-        """A row of `size` bytes of each worker's, written into its store during the call; the one before is freed."""
+        """Writes a row of `size` bytes into the store of each worker and frees the row of the call before."""
         raise NotImplementedError
 
 
-class ChannelService(Service, Channels):
-    """Holds rows of its own for `gather`."""
+class EchoService(Service, Echo):
+    """Replies to every call, and stores rows of its own for `gather`."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._source = np.ones(rounds.LARGE // RANKS, np.uint8)
+        self._source = np.ones(LARGE // RANKS, np.uint8)
         self._last: list[Place] = []
 
     async def start(self) -> None:
@@ -83,19 +78,15 @@ class ChannelService(Service, Channels):
     async def take(self, batch: Batch) -> int:
         return _last_values([column.values for column in batch.columns.values()])
 
-    async def look(self, refs: BatchRef, columns: list[str]) -> int:
-        async with self.context.reader.borrowed(refs, columns) as rows:
+    async def read_in_place(self, refs: BatchRef, columns: list[str]) -> int:
+        async with self.context.reader.views(refs, columns) as rows:
             return _last_values([values[-1] for values in rows.values()])
-
-    async def copy(self, refs: BatchRef, columns: list[str]) -> int:
-        batch = await self.context.reader.read(refs, columns)
-        return _last_values([column.values for column in batch.columns.values()])
 
     async def scatter_frames(self, batch: Batch) -> None:
         await self.take(batch)
 
     async def scatter(self, refs: BatchRef) -> None:
-        await self.look(refs, ["data"])
+        await self.read_in_place(refs, ["data"])
 
     async def gather_frames(self, size: int) -> Batch:
         return as_batch({"data": self._source[:size]})

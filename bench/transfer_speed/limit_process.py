@@ -1,8 +1,8 @@
-"""The other end of the limits of `asyncrl-bench channels`: `python -m asyncrl.bench.bare_peer KIND PATH`.
+"""Runs the remote end of a machine limit: `python -m asyncrl.bench.transfer_speed.limit_process KIND PATH`.
 
-echo: bytes over a Unix socket, by asyncio. sink: takes LARGE bytes at a time from a Unix socket, blocking, and says so
-with one byte. zmq: the same from a socket of zmq.asyncio, as one frame. router: frames from a raw ZeroMQ socket, which
-is read as ours is, with nothing around it.
+echo: asyncio returns bytes over a Unix socket. sink: a blocking loop reads LARGE bytes at a time from a Unix socket and
+acknowledges them with one byte. zmq: zmq.asyncio receives one frame and acknowledges it. router: a raw ZeroMQ socket,
+read in the same way as the socket of the control lane, returns frames.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ LARGE = 64 * 2**20
 CHUNK = 2**20
 
 
-class Echo(asyncio.Protocol):
-    """Sends back what comes in."""
+class EchoProtocol(asyncio.Protocol):
+    """Returns the bytes that it receives."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
@@ -30,7 +30,7 @@ class Echo(asyncio.Protocol):
 
 
 async def echo(path: str) -> None:
-    server = await asyncio.get_running_loop().create_unix_server(Echo, path)
+    server = await asyncio.get_running_loop().create_unix_server(EchoProtocol, path)
     await server.serve_forever()
 
 
@@ -39,43 +39,45 @@ def sink(path: str) -> None:
     listener.bind(path)
     listener.listen()
     connection, _ = listener.accept()
-    room, left = bytearray(CHUNK), LARGE
-    while taken := connection.recv_into(room):
-        left -= taken
+    buffer, left = bytearray(CHUNK), LARGE
+    while received := connection.recv_into(buffer):
+        left -= received
         if left == 0:
             connection.send(b"!")
             left = LARGE
 
 
 async def plain_zmq(path: str) -> None:
-    taking = zmq.asyncio.Context().socket(zmq.REP)
-    taking.bind(f"ipc://{path}")
+    receiver = zmq.asyncio.Context().socket(zmq.REP)
+    receiver.bind(f"ipc://{path}")
     while True:
-        await taking.recv(copy=False)
-        await taking.send(b"!")
+        await receiver.recv(copy=False)
+        await receiver.send(b"!")
 
 
 class BareSocket:
-    """A raw socket on an event loop, messages of `frames` frames: what a call over ZeroMQ cannot be faster than."""
+    """Moves messages of `frames` frames over a raw ZeroMQ socket on an event loop: a lower bound for a call."""
 
     _backend: Any = zmq.backend.Socket
-    _now, _events, _input = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
+    _no_wait, _events, _input = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
 
-    def __init__(self, socket: "zmq.Socket[bytes]", frames: int, take: Callable[[list[bytes]], None]) -> None:
-        self._socket, self._frames, self._take = socket, frames, take
-        asyncio.get_running_loop().add_reader(socket.fileno(), self._look)
-        self._look()
+    def __init__(self, socket: "zmq.Socket[bytes]", frames: int, receive: Callable[[list[bytes]], None]) -> None:
+        self._socket = socket
+        self._frames = frames
+        self._receive = receive
+        asyncio.get_running_loop().add_reader(socket.fileno(), self._drain)
+        self._drain()
 
-    def _look(self) -> None:
+    def _drain(self) -> None:
         while self._backend.get(self._socket, self._events) & self._input:
-            self._take([self._backend.recv(self._socket, self._now) for _ in range(self._frames)])
+            self._receive([self._backend.recv(self._socket, self._no_wait) for _ in range(self._frames)])
 
     def send(self, message: list[bytes]) -> None:
         for frame in message[:-1]:
-            self._backend.send(self._socket, frame, self._now | int(zmq.SNDMORE), True)
-        self._backend.send(self._socket, message[-1], self._now, True)
+            self._backend.send(self._socket, frame, self._no_wait | int(zmq.SNDMORE), True)
+        self._backend.send(self._socket, message[-1], self._no_wait, True)
         if self._backend.get(self._socket, self._events) & self._input:
-            asyncio.get_running_loop().call_soon(self._look)
+            asyncio.get_running_loop().call_soon(self._drain)
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
@@ -85,7 +87,7 @@ class BareSocket:
 async def router(path: str) -> None:
     socket = zmq.Context().socket(zmq.ROUTER)
     socket.bind(f"ipc://{path}")
-    end = BareSocket(socket, 2, lambda message: end.send(message))
+    bare = BareSocket(socket, 2, lambda message: bare.send(message))
     await asyncio.get_running_loop().create_future()
 
 

@@ -1,5 +1,4 @@
-"""What the machine itself can do: memcpy, a bare asyncio echo, a Unix socket, ZeroMQ as it comes, and its sockets with
-nothing around them."""
+"""Measures limits of the machine: memcpy, an asyncio echo, a Unix socket, zmq.asyncio, and raw ZeroMQ sockets."""
 
 import asyncio
 import socket
@@ -16,20 +15,21 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from asyncrl.bench.bare_peer import CHUNK, LARGE, BareSocket
-from asyncrl.bench.peers import rounds
-from asyncrl.bench.ticking import TICK, ticking
+from asyncrl.bench.control_latency.flood_sender import start_flood
+from asyncrl.bench.control_latency.loop_stalls import TICK, ticking
+from asyncrl.bench.rivals import timed_rounds
+from asyncrl.bench.transfer_speed.limit_process import CHUNK, LARGE, BareSocket
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.wire.ends import pour
-from asyncrl.wire.socket import ZmqWire
+from asyncrl.lanes.control.wire import pump_messages
+from asyncrl.lanes.control.zmq_wire import ZmqWire
 
 ECHOES = 1000
 FLOOD = 60_000
 START_DEADLINE, FLOOD_DEADLINE = 10.0, 60.0
 
 
-class _Answers(asyncio.Protocol):
-    """The asking end of an echo."""
+class _EchoClient(asyncio.Protocol):
+    """Sends a payload to the echo process and waits for it to return."""
 
     _answer: asyncio.Future[bytes]
 
@@ -46,8 +46,8 @@ class _Answers(asyncio.Protocol):
         return await self._answer
 
 
-class _Dealer:
-    """The asking end of an echo over ZeroMQ."""
+class _ZmqEchoClient:
+    """Sends a payload to the echo process over a raw ZeroMQ socket and waits for it to return."""
 
     _answer: asyncio.Future[list[bytes]]
 
@@ -67,20 +67,22 @@ class _Dealer:
         return await self._answer
 
 
-class Limits:
-    """Processes to measure against, alive while it is entered. environment: theirs."""
+class MachineLimits:
+    """Runs the processes that limits are measured against. environment: of these processes."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
-        self._folder, self._environment = folder, environment
+        self._folder = folder
+        self._environment = environment
         self._scope = ExitStack()
-        self._source, self._target = np.ones(LARGE, np.uint8), np.zeros(LARGE, np.uint8)
+        self._source = np.ones(LARGE, np.uint8)
+        self._target = np.zeros(LARGE, np.uint8)
 
     async def __aenter__(self) -> Self:
         paths = {kind: self._start(kind) for kind in ("echo", "sink", "zmq", "router")}
         for path in paths.values():
             _wait_for(path)
         loop = asyncio.get_running_loop()
-        transport, self._echo = await loop.create_unix_connection(_Answers, str(paths["echo"]))
+        transport, self._echo = await loop.create_unix_connection(_EchoClient, str(paths["echo"]))
         self._scope.callback(transport.close)
         self._sink = self._scope.enter_context(socket.socket(socket.AF_UNIX))
         self._sink.connect(str(paths["sink"]))
@@ -88,7 +90,7 @@ class Limits:
         self._scope.callback(context.destroy, linger=0)
         self._zmq = context.socket(zmq.REQ)
         self._zmq.connect(f"ipc://{paths['zmq']}")
-        self._dealer = _Dealer(f"ipc://{paths['router']}")
+        self._dealer = _ZmqEchoClient(f"ipc://{paths['router']}")
         self._scope.callback(self._dealer.close)
         return self
 
@@ -98,24 +100,24 @@ class Limits:
         self._scope.close()
 
     def _start(self, kind: str) -> Path:
-        path = self._folder / f"bare-{kind}"
-        command = [sys.executable, "-m", "asyncrl.bench.bare_peer", kind, str(path)]
+        path = self._folder / f"limit-{kind}"
+        command = [sys.executable, "-m", "asyncrl.bench.transfer_speed.limit_process", kind, str(path)]
         process = subprocess.Popen(command, env=self._environment)
         self._scope.callback(process.wait, START_DEADLINE)
         self._scope.callback(process.kill)
         return path
 
     async def measure(self) -> dict[str, float]:
-        echoes = await rounds.percentiles_async(lambda: self._echo.ask(b"x" * 64), ECHOES)
-        over_zmq = await rounds.percentiles_async(lambda: self._dealer.ask(b"x" * 64), ECHOES)
+        echoes = await timed_rounds.percentiles_async(lambda: self._echo.ask(b"x" * 64), ECHOES)
+        over_zmq = await timed_rounds.percentiles_async(lambda: self._dealer.ask(b"x" * 64), ECHOES)
         return {
             **echoes,
             **{f"zmq_{name}": value for name, value in over_zmq.items()},
-            "memcpy_gb_s": LARGE / rounds.milliseconds(lambda: np.copyto(self._target, self._source), 5) / 1e6,
+            "memcpy_gb_s": LARGE / timed_rounds.milliseconds(lambda: np.copyto(self._target, self._source), 5) / 1e6,
             "memcpy_hot_gb_s": _hot_copies(),
-            "unix_gb_s": LARGE / rounds.milliseconds(self._through_socket, 3) / 1e6,
-            "zmq_gb_s": LARGE / await rounds.milliseconds_async(self._through_zmq, 3) / 1e6,
-            **await _flood(self._folder, self._environment, _take_plainly, "zmq"),
+            "unix_gb_s": LARGE / timed_rounds.milliseconds(self._through_socket, 3) / 1e6,
+            "zmq_gb_s": LARGE / await timed_rounds.milliseconds_async(self._through_zmq, 3) / 1e6,
+            **await _flood(self._folder, self._environment, _receive_plain, "zmq"),
         }
 
     def _through_socket(self) -> None:
@@ -128,59 +130,58 @@ class Limits:
         await self._zmq.recv()
 
     async def flood_ours(self) -> dict[str, float]:
-        """The same flood through our socket."""
-        return await _flood(self._folder, self._environment, _take_by_ours, "ours")
+        """Measures the flood of `measure` through the socket of the control lane."""
+        return await _flood(self._folder, self._environment, _receive_ours, "ours")
 
 
 def _hot_copies() -> float:
-    tensors = rounds.rollout()
+    tensors = timed_rounds.rollout()
     source = np.concatenate([values.view(np.uint8) for values in tensors.values()])
     target = source.copy()
-    return len(source) / rounds.milliseconds(lambda: np.copyto(target, source), 50) / 1e6
+    return len(source) / timed_rounds.milliseconds(lambda: np.copyto(target, source), 50) / 1e6
 
 
 def _wait_for(path: Path) -> None:
-    """Until a process that was just started listens there."""
+    """Waits until the process that was just started listens on this path."""
     until = time.monotonic() + START_DEADLINE
     while not path.exists():
         if time.monotonic() > until:
-            raise DeadlineExceeded(f"{path} was not made within {START_DEADLINE:g} s")
+            raise DeadlineExceeded(f"the process of {path} did not listen within {START_DEADLINE:g} s")
         time.sleep(TICK)
 
 
 # ---- a flood of small messages -------------------------------------------------------------------------------
 
 
-async def _flood(folder: Path, environment: Mapping[str, str], take: Any, name: str) -> dict[str, float]:
-    """CPU of this process for each message, and how late a task was that wakes every TICK."""
+async def _flood(folder: Path, environment: Mapping[str, str], receive: Any, name: str) -> dict[str, float]:
+    """Returns CPU microseconds per message, and the longest delay in ms of a task that wakes every TICK."""
     address = f"ipc://{folder}/flood-{name}"
-    command = [sys.executable, "-m", "asyncrl.bench.flood", address, str(FLOOD), "messages"]
     with ticking() as ticks:
         async with asyncio.timeout(FLOOD_DEADLINE):
-            sender = await asyncio.create_subprocess_exec(*command, env=dict(environment))
-            spent = await take(address)
+            sender = await start_flood(address, FLOOD, "messages", environment)
+            spent = await receive(address)
             await sender.wait()
     return {f"flood_{name}_us": spent / (FLOOD - 1) * 1e6, f"stall_{name}_ms": 1e3 * ticks.stall}
 
 
-async def _take_plainly(address: str) -> float:
-    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as taking:
-        taking.linger = 1000
-        taking.bind(address)
-        await taking.recv_multipart()
+async def _receive_plain(address: str) -> float:
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 1000
+        router.bind(address)
+        await router.recv_multipart()
         begun = time.process_time()
         for _ in range(FLOOD - 1):
-            peer, _ = await taking.recv_multipart()
+            peer, _ = await router.recv_multipart()
         spent = time.process_time() - begun
-        await taking.send_multipart([peer, b"all of them"])
+        await router.send_multipart([peer, b"all received"])
         return spent
 
 
-async def _take_by_ours(address: str) -> float:
+async def _receive_ours(address: str) -> float:
     wire, marks, done = ZmqWire(), list[float](), asyncio.get_running_loop().create_future()
     listener, left = wire.listen(address), FLOOD
 
-    def take(message: tuple[bytes, Any]) -> None:
+    def count(message: tuple[bytes, Any]) -> None:
         nonlocal left
         left -= 1
         if left in (0, FLOOD - 1):
@@ -188,11 +189,11 @@ async def _take_by_ours(address: str) -> float:
         if left == 0:
             done.set_result(message[0])
 
-    pouring = asyncio.ensure_future(pour(listener, take))
+    receiving = asyncio.ensure_future(pump_messages(listener, count))
     try:
-        await listener.send(await done, [b"all of them"])
+        await listener.send(await done, [b"all received"])
         await asyncio.sleep(2 * TICK)
     finally:
-        pouring.cancel()
+        receiving.cancel()
         wire.close()
     return marks[1] - marks[0]

@@ -1,4 +1,7 @@
-"""What this machine offers. Only the standard library, so that it works where a part of the install is broken."""
+"""Checks what this machine offers.
+
+Imports only the standard library, so that it works where a part of the installation is broken.
+"""
 
 import importlib.metadata
 import os
@@ -11,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from asyncrl.installing import install_extra, pip_install
+from asyncrl.config.install_hints import install_extra, pip_install
 
-Verdict = Literal["ok", "bad", "note"]
+Status = Literal["ok", "bad", "note"]
 
 SHARED_MEMORY = Path("/dev/shm")
 CONTAINER = Path("/sys/fs/cgroup")
@@ -22,20 +25,23 @@ IMPORT_DEADLINE = 120.0
 SOCKET_NAME_LIMIT = 107
 """Bytes of a Unix socket's path (sun_path, unix(7))."""
 SOCKET_NAME_ROOM = 60
-"""What the folder of sockets and an instance's name add to the temporary folder's path."""
+"""Bytes that the folder of sockets and an instance's name add to the path of the temporary folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """verdict: "bad" needs repair, "note" is worth knowing. remedy: what to do about it."""
+    """One line of `asyncrl doctor`.
+
+    status: "bad" needs repair, "note" is worth knowing. remedy: what to do about it.
+    """
 
     name: str
-    verdict: Verdict
+    status: Status
     found: str
     remedy: str = ""
 
     def __str__(self) -> str:
-        mark = {"ok": "ok  ", "bad": "BAD ", "note": "note"}[self.verdict]
+        mark = {"ok": "ok  ", "bad": "BAD ", "note": "note"}[self.status]
         line = f"{mark}  {self.name:<20}{self.found}"
         return f"{line}\n{'':26}-> {self.remedy}" if self.remedy else line
 
@@ -45,9 +51,9 @@ def check(name: str, good: bool, found: str, remedy: str) -> Check:
 
 
 def machine_checks() -> Iterator[Check]:
-    """Everything that does not depend on an experiment; slow ones last."""
+    """Checks everything that does not depend on an experiment; slow checks come last."""
     yield python_check()
-    yield links_check(Path(__file__).parents[1])
+    yield links_check(Path(__file__).parents[2])
     yield cores_check()
     yield Check("memory", "ok", f"{gigabytes(available_memory())} available")
     yield shared_memory_check()
@@ -63,7 +69,7 @@ def python_check() -> Check:
 
 
 def links_check(package: Path) -> Check:
-    """Whether the folders beside the package are mounted in it (in a checkout), or lie in it (in a wheel)."""
+    """Checks that the folders beside the package are linked into it (in a checkout), or lie in it (in a wheel)."""
     broken = [name for name in ("services", "protocols", "deploy", "bench") if not (package / name).is_dir()]
     kind = "a checkout" if (package / "protocols").is_symlink() else "an installed package"
     found = f"{package}: " + (f"{', '.join(broken)} not mounted" if broken else kind)
@@ -79,7 +85,7 @@ def cores_check() -> Check:
 
 
 def usable_cores() -> float:
-    """Cores this process may use: its affinity, and the quota of its container."""
+    """Returns the number of cores that this process may use, by its affinity and the quota of its container."""
     cores = float(len(os.sched_getaffinity(0)))
     quota = CONTAINER / "cpu.max"
     if quota.is_file():
@@ -90,8 +96,10 @@ def usable_cores() -> float:
 
 
 def available_memory() -> int:
-    """Bytes that can still be taken, by the kernel's count and the container's limit. Files kept in memory count: the
-    kernel gives that up."""
+    """Returns the bytes of memory that are available, by the kernel's count and the container's limit.
+
+    Cached files count as available, because the kernel gives them up.
+    """
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     available = int(found[1]) * 1024 if found else 0
     limit, used = CONTAINER / "memory.max", CONTAINER / "memory.current"
@@ -102,7 +110,7 @@ def available_memory() -> int:
 
 
 def shared_memory_check(need: int | None = None, folder: Path = SHARED_MEMORY) -> Check:
-    """Whether shared memory is there, and holds `need` bytes."""
+    """Checks that shared memory exists and has room for `need` bytes."""
     if not folder.is_dir():
         remedy = "mount a tmpfs there; without it rows travel as frames and weights cannot be shared"
         return Check(str(folder), "bad", "is not there", remedy)
@@ -122,7 +130,7 @@ def sockets_check(folder: str) -> Check:
 
 
 def base_checks() -> Iterator[Check]:
-    """Whether each package that asyncrl always needs is installed."""
+    """Checks that each package that asyncrl always needs is installed."""
     if installed("asyncrl") is None:
         remedy = f"{pip_install('-e', '.')} in the checkout, or scripts/set-up"
         yield Check("asyncrl", "bad", "runs from its folder and was never installed", remedy)
@@ -132,7 +140,7 @@ def base_checks() -> Iterator[Check]:
 
 
 def torch_check() -> Check:
-    """Whether torch really works, tried in a child: a broken one may end the process that imports it."""
+    """Imports and uses torch in a child process, because a broken torch may end the process that imports it."""
     program = (
         "import torch; torch.ones(2, 2) @ torch.ones(2, 2); "
         "print(torch.__version__, f'{torch.get_num_threads()} threads,', "
@@ -151,13 +159,15 @@ def torch_check() -> Check:
 
 
 def device_checks(devices: Mapping[str, str]) -> Iterator[Check]:
-    """Whether torch can compute on these, by key; tried in a child."""
+    """Checks in a child process that torch can compute on each device. devices: by config key."""
     asked = [f"{key}={device}" for key, device in devices.items() if device != "cpu"]
     if not asked:
         return
     command = [sys.executable, "-m", "asyncrl.engines.devices", *asked]
     done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_DEADLINE, check=False)
-    mistakes = done.stdout.splitlines() if done.returncode == 0 else ["they cannot be tried, for torch fails"]
+    mistakes = (
+        done.stdout.splitlines() if done.returncode == 0 else ["the devices cannot be tried, because torch fails"]
+    )
     for mistake in mistakes:
         yield Check("devices", "bad", mistake, "correct it, then ask again")
     if not mistakes:
@@ -165,7 +175,7 @@ def device_checks(devices: Mapping[str, str]) -> Iterator[Check]:
 
 
 def extra_checks() -> Iterator[Check]:
-    """Which optional parts are there; none of them is needed by every experiment."""
+    """Checks which optional packages are installed; no experiment needs all of them."""
     for extra, packages in extras().items():
         missing = [name for name in packages if installed(name) is None]
         if missing:
@@ -179,7 +189,7 @@ def required() -> list[str]:
 
 
 def extras() -> dict[str, list[str]]:
-    """Packages of each extra, but for those that only developing asyncrl needs."""
+    """Returns the packages of each extra, except of the extra for developing asyncrl."""
     found: dict[str, list[str]] = {}
     for name, extra in _requirements():
         if extra not in ("", "dev"):
@@ -188,7 +198,7 @@ def extras() -> dict[str, list[str]]:
 
 
 def _requirements() -> Iterator[tuple[str, str]]:
-    """(package, extra or "") from the metadata that the install left behind."""
+    """Yields (package, extra or "") from the metadata of the installation."""
     if installed("asyncrl") is None:
         return
     for line in importlib.metadata.requires("asyncrl") or []:
@@ -203,7 +213,7 @@ def _name(requirement: str) -> str:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed distribution."""
+    """Returns the version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

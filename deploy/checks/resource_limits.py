@@ -1,13 +1,15 @@
-"""When this machine runs out of what a run needs: said in one line, and beforehand where it can be known."""
+"""Limits of this machine: open files before a run starts, and the reason when a run exhausts a resource."""
 
 import errno
 import resource
+from collections.abc import Iterator
 
-from asyncrl.errors import ConfigError, RemoteError, system_error_in
+from asyncrl.config.problems import Problem
+from asyncrl.errors import RemoteError, errno_in
 
 OWN_DESCRIPTORS, WORKERS_DESCRIPTORS = 64, 24
 """Files, sockets and pipes that a process of a fleet may have open: its own, and for each worker links, a pipe, a
-process handle and mapped rows. With fewer, libzmq aborts the process or waits for ever."""
+process handle and mapped rows. With fewer, libzmq aborts the process or never returns."""
 
 CAUSES = {
     errno.ENOSPC: "the disk is full",
@@ -20,29 +22,33 @@ CAUSES = {
 
 
 def exhausted(error: Exception) -> str | None:
-    """What ran out, when that is why this error came; also in a worker, whose errors arrive as texts, and some of them
-    are those of libraries."""
+    """Returns which resource ran out if that caused the error, else None.
+
+    Errors of workers, some of them errors of libraries, arrive as texts, which are searched.
+    """
     number = None
     if isinstance(error, RemoteError):
-        number = system_error_in(error.message)
+        number = errno_in(error.message)
     elif isinstance(error, OSError):
         number = error.errno
     return f"{CAUSES[number]}: {error}" if number in CAUSES else None
 
 
-def allow_descriptors(workers: int) -> None:
-    """Let this process and its children open as many files as a fleet of so many workers needs.
-
-    Raises:
-        ConfigError: this user may not.
-    """
+def descriptor_problems(workers: int) -> Iterator[Problem]:
+    """Yields a problem when this user may not open as many files as a fleet of so many workers needs."""
     needed = OWN_DESCRIPTORS + WORKERS_DESCRIPTORS * workers
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= needed or soft == resource.RLIM_INFINITY:
-        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError(
+        text = (
             f"a fleet of {workers} workers needs up to {needed} file descriptors a process, and this user may have "
             f"{hard}: raise the limit, `ulimit -n {needed}` or in /etc/security/limits.conf, or use fewer replicas"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        yield Problem("", "", text)
+
+
+def allow_descriptors(workers: int) -> None:
+    """Lets this process and its children open as many files as a fleet of so many workers needs, within the limit."""
+    needed = OWN_DESCRIPTORS + WORKERS_DESCRIPTORS * workers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -8,7 +8,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("asyncrl audit", description=__doc__, epilog="exit status 1: a witness fails")
     parser.add_argument("run", type=Path, help="a run directory")
     asked = parser.parse_args(arguments)
-    from asyncrl.audit import audit
+    from asyncrl.controller.journal.audit import audit
 
     report = audit(asked.run)
     print(report)

@@ -3,10 +3,10 @@
 import argparse
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.deploy.machine import (
+from asyncrl.config.install_hints import program
+from asyncrl.deploy.checks.machine import (
     Check,
     available_memory,
     check,
@@ -16,35 +16,44 @@ from asyncrl.deploy.machine import (
     usable_cores,
 )
 from asyncrl.errors import ConfigError
-from asyncrl.installing import program
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config
+    from asyncrl.config.schema import Config
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("asyncrl doctor", description=__doc__, epilog="exit status 1: something is BAD")
     parser.add_argument("target", nargs="?", metavar="NAME|FILE", help="an experiment: what it needs is checked too")
-    asked, flags = parser.parse_known_args(arguments)
+    options, flags = parser.parse_known_args(arguments)
     bad = 0
-    for found in checks(asked.target, flags):
+    for found in checks(options.target, flags):
         print(found, flush=True)
-        bad += found.verdict == "bad"
-    command = shlex.join(["run", asked.target or "quickstart", *flags])
+        bad += found.status == "bad"
+    command = shlex.join(["run", options.target or "quickstart", *flags])
     print(f"\n{bad} to repair" if bad else f"\nready: {program()} {command}")
     return 1 if bad else 0
 
 
 def checks(target: str | None, flags: list[str]) -> Iterator[Check]:
     yield from machine_checks()
+    yield from fork_checks()
     if target is not None:
         yield from experiment_checks(target, flags)
 
 
-def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
-    """What one experiment needs, as far as this install can read it."""
+def fork_checks() -> Iterator[Check]:
+    """Nothing where asyncrl cannot be imported, for that is said already."""
     try:
-        from asyncrl.settings import load
+        from asyncrl.deploy.checks.fork_sharing import fork_check
+    except ImportError:
+        return
+    yield fork_check()
+
+
+def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
+    """Checks what one experiment needs, as far as this installation can read it."""
+    try:
+        from asyncrl.config.sources import load
 
         config = load(target, flags).config
     except ImportError as error:
@@ -54,13 +63,18 @@ def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
         yield Check(target, "bad", str(error).replace("\n", f"\n{'':26}"), "correct it, then ask again")
         return
     yield Check(target, "ok", f"{config.steps} steps of {config.task.prompts_per_step} prompts")
-    yield from _part_checks(config)
-    yield from _page_checks(config)
-    yield from _reward_checks(config)
+    yield from _problem_checks(config)
     yield _workers_check(config)
     yield from device_checks(_devices(config))
-    yield from _model_checks(config)
     yield from _memory_checks(config)
+
+
+def _problem_checks(config: "Config") -> Iterator[Check]:
+    """Checks what `asyncrl run` refuses or warns about."""
+    from asyncrl.deploy.preflight import preflight
+
+    for problem in preflight(config):
+        yield Check(problem.key or "machine", "note" if problem.is_warning else "bad", str(problem))
 
 
 def _devices(config: "Config") -> dict[str, str]:
@@ -74,42 +88,10 @@ def _devices(config: "Config") -> dict[str, str]:
     return found
 
 
-def _model_checks(config: "Config") -> Iterator[Check]:
-    from asyncrl.model_files import damages
-
-    judges = (config.critic, config.reward, config.cost, config.cost_critic)
-    for name in filter(None, (config.model.name, *(judge.model for judge in judges))):
-        for damage in damages(Path(name).expanduser()):
-            yield Check("model", "bad", damage, "get it again: copy or download the model once more")
-
-
-def _part_checks(config: "Config") -> Iterator[Check]:
-    from asyncrl.parts import missing_parts
-
-    for line in missing_parts(config):
-        missing, _, install = line.partition("; run: ")
-        yield Check("missing", "bad", missing, install)
-
-
-def _page_checks(config: "Config") -> Iterator[Check]:
-    from asyncrl.algorithms.choice import page_mistakes
-
-    for mistake in page_mistakes(config):
-        yield Check("page", "bad", mistake, "correct it, then ask again")
-
-
-def _reward_checks(config: "Config") -> Iterator[Check]:
-    from asyncrl.rewards.functions import check_functions
-
-    for mistake in check_functions(config) + check_functions(config, "cost"):
-        yield Check("rewards", "bad", mistake, "correct it, then ask again")
-
-
 def _workers_check(config: "Config") -> Check:
-    from asyncrl.deploy.services import service_specs
+    from asyncrl.deploy.service_specs import worker_count
 
-    specs = service_specs(config, evaluation=bool(config.evaluate.prompts))
-    workers = sum(spec.replicas * spec.layout.size for spec in specs)
+    workers = worker_count(config)
     threads = workers * config.fleet.threads
     critics = (config.algorithm.advantage == "gae") + (config.algorithm.constraint == "lagrangian")
     learners = config.training.layout_dp + critics
@@ -121,7 +103,7 @@ def _workers_check(config: "Config") -> Check:
 
 
 def _memory_checks(config: "Config") -> Iterator[Check]:
-    from asyncrl.deploy.footprint import needs, shape_of, shared_memory, size_text
+    from asyncrl.deploy.checks.memory_needs import needs, shape_of, shared_memory, size_text
 
     shape = shape_of(config.model.name)
     if shape is None:

@@ -4,9 +4,9 @@ import argparse
 import shutil
 from pathlib import Path
 
+from asyncrl.config.install_hints import program
 from asyncrl.errors import ConfigError
-from asyncrl.installing import program
-from asyncrl.rundir import RunDirectory
+from asyncrl.telemetry.run_directory import RunDirectory
 
 
 def main(arguments: list[str]) -> int:

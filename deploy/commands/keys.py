@@ -1,32 +1,76 @@
-"""asyncrl keys: every config key with its type, default and meaning."""
+"""asyncrl keys: print every config key with its type, default and meaning."""
 
 import argparse
 import json
 import textwrap
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncrl.settings.keys import Key
+    from asyncrl.config.sources.keys import Key
+
+INTRODUCTION = """\
+# Config reference
+
+All keys of an experiment's TOML file. `asyncrl keys --markdown` writes this page from `asyncrl/config/schema.py`, and a
+test holds that it is current. A key is set in the file, by a flag `--section.key value`, by an environment variable
+`ASYNCRL_SECTION__KEY`, or in Python by `asyncrl.train(section={"key": value})`.
+"""
 
 
 def main(arguments: list[str]) -> int:
+    from asyncrl.config.sources.keys import advice, all_keys, translate
     from asyncrl.errors import ConfigError
-    from asyncrl.settings.keys import advice, all_keys, translate
 
     parser = argparse.ArgumentParser("asyncrl keys", description=__doc__)
-    parser.add_argument("words", nargs="*", help="show only keys that contain one of these; TRL's and verl's are known")
-    words: list[str] = parser.parse_args(arguments).words
+    parser.add_argument("words", nargs="*", help="show only keys that contain one of these; names of TRL and verl work")
+    parser.add_argument("--markdown", action="store_true", help="print all keys as the page docs/reference/config.md")
+    options = parser.parse_args(arguments)
+    if options.markdown:
+        print(reference(), end="")
+        return 0
+    words: list[str] = options.words
     ours = [translated[0] or word if (translated := translate(word)) else word for word in words]
     found = [key for key in all_keys().values() if not words or any(word in key.name for word in ours)]
     if not found:
         raise ConfigError("; ".join(f"{word}: there is no such key, {advice(word)}" for word in words))
     for key in found:
-        print(described(key))
+        print(f"{key.name}  ({key.type}; {_default(key)})\n{textwrap.indent(textwrap.fill(key.doc, 100), '    ')}")
     return 0
 
 
-def described(key: "Key") -> str:
+def reference() -> str:
+    """Returns docs/reference/config.md."""
+    return "\n".join([INTRODUCTION, *_reference_lines()]) + "\n"
+
+
+def _reference_lines() -> Iterator[str]:
+    from asyncrl.config.schema import Config, RewardFunction
+    from asyncrl.config.sources.keys import all_keys, sections
+
+    known = all_keys().values()
+    yield from ("## Top level", "", *_table([key for key in known if "." not in key.name]))
+    for section in sections():
+        model = Config.model_fields[section].annotation
+        title = (model.__doc__ or "").strip() if model is not None else ""
+        yield from ("", f"## [{section}]", "", title, "")
+        yield from _table([key for key in known if key.name.startswith(f"{section}.")])
+    yield from ("", "## Entries of reward.functions and cost.functions", "", "| key | meaning |", "|---|---|")
+    for name, field in RewardFunction.model_fields.items():
+        yield f"| `{name}` | {_cell(field.description or '')} |"
+
+
+def _table(keys: "list[Key]") -> Iterator[str]:
+    yield from ("| key | type | default | meaning |", "|---|---|---|---|")
+    for key in keys:
+        name, default = key.name.rpartition(".")[2], _default(key).removeprefix("default ")
+        yield f"| `{name}` | {_cell(key.type)} | `{default}` | {_cell(key.doc)} |"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _default(key: "Key") -> str:
     shown = "none" if key.default is None else json.dumps(key.default, ensure_ascii=False)
-    default = "required" if key.required else f"default {shown}"
-    doc = textwrap.indent(textwrap.fill(key.doc, 100), "    ")
-    return f"{key.name}  ({key.type}; {default})" + (f"\n{doc}" if doc else "")
+    return "required" if key.required else f"default {shown}"

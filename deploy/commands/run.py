@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.config.install_hints import program
 from asyncrl.errors import ConfigError
-from asyncrl.installing import program
 
 if TYPE_CHECKING:
-    from asyncrl.config import Config
-    from asyncrl.rundir import RunDirectory
-    from asyncrl.settings import Loaded
+    from asyncrl.config.schema import Config
+    from asyncrl.config.sources import Loaded
+    from asyncrl.telemetry.run_directory import RunDirectory
 
 USAGE = """\
 usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.key value ...]
@@ -29,15 +29,15 @@ usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.k
   --section.key value  any key; a list takes the flag several times or a TOML list
 
 command line > environment (ASYNCRL_SECTION__KEY) > file > default
-Ctrl-C ends a run within ten seconds, with a checkpoint; a second one waits for nothing. --help of asyncrl itself
-lists the exit codes."""
+Ctrl-C ends a run within ten seconds, with a checkpoint; a second Ctrl-C ends it at once. `asyncrl --help` lists the
+exit codes."""
 
 SHORT = {"--restarts": "--fleet.restarts"}
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What was asked for; flags: those that set keys."""
+class RunCommand:
+    """The parsed command. flags: flags that set config keys."""
 
     target: str | None
     run_dir: Path | None
@@ -57,14 +57,14 @@ def main(arguments: list[str]) -> int:
         return 0
     with _run_dir(request, loaded.config) as run_dir:
         if loaded.config.fleet.restarts:
-            from asyncrl.deploy.restarts import run_with_restarts
+            from asyncrl.deploy.process.restarts import run_with_restarts
 
             return run_with_restarts(_child_arguments(arguments, run_dir), loaded.config.fleet.restarts)
         return train(loaded.config, run_dir, request.accept_changes, _command(arguments, run_dir))
 
 
-def parse(arguments: Sequence[str]) -> Request:
-    """Take out what belongs to the command; the rest sets keys.
+def parse(arguments: Sequence[str]) -> RunCommand:
+    """Takes out the flags of the command itself; the rest sets config keys.
 
     Raises:
         ConfigError: --run-dir without a directory, or neither an experiment nor a run directory.
@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str]) -> Request:
                 flags.append(SHORT.get(flag, flag) + equals + value)
     if target is None and run_dir is None:
         raise ConfigError(f"name an experiment (`{program()} run quickstart`), a TOML file, or a --run-dir to resume")
-    return Request(target, run_dir, "--accept-changes" in switches, "--print-config" in switches, flags)
+    return RunCommand(target, run_dir, "--accept-changes" in switches, "--print-config" in switches, flags)
 
 
 def _directory(waiting: list[str]) -> str:
@@ -94,8 +94,8 @@ def _directory(waiting: list[str]) -> str:
     return waiting.pop(0)
 
 
-def _load(request: Request) -> "Loaded":
-    from asyncrl.settings import load
+def _load(request: RunCommand) -> "Loaded":
+    from asyncrl.config.sources import load
 
     if request.target is not None:
         loaded = load(request.target, request.flags)
@@ -106,20 +106,20 @@ def _load(request: Request) -> "Loaded":
             raise ConfigError(f"{request.run_dir} holds no run to resume; name an experiment to start one there")
         loaded = load(config_file, request.flags)
     if request.target is None:
-        _refuse_what_only_python_has(request, loaded.config)
+        _refuse_python_objects(request, loaded.config)
     if not (loaded.config.reward.functions or loaded.config.reward.model):
         raise ConfigError("reward.functions is empty: name at least one function, for instance FILE.py:reward")
     return loaded
 
 
-def _refuse_what_only_python_has(request: Request, config: "Config") -> None:
-    from asyncrl.algorithms.own import FROM_PYTHON
-    from asyncrl.api import IN_MEMORY
+def _refuse_python_objects(request: RunCommand, config: "Config") -> None:
+    from asyncrl.algorithms.custom import FROM_PYTHON
+    from asyncrl.config.schema import IN_MEMORY
 
-    judged = config.reward.functions or config.reward.model
-    given = [] if judged else ["a reward function that no other process can import"]
+    scored = config.reward.functions or config.reward.model
+    given = [] if scored else ["a reward function that no other process can import"]
     given += ["prompts given as rows"] if config.task.prompts == IN_MEMORY else []
-    given += ["a page that cannot be imported"] if config.algorithm.page == FROM_PYTHON else []
+    given += ["an algorithm that cannot be imported"] if config.algorithm.custom == FROM_PYTHON else []
     if given:
         raise ConfigError(
             f"the run in {request.run_dir} was started from Python with {' and '.join(given)}: resume it there, with "
@@ -128,60 +128,63 @@ def _refuse_what_only_python_has(request: Request, config: "Config") -> None:
 
 
 def _described(loaded: "Loaded") -> str:
-    from asyncrl.settings.keys import all_keys
-    from asyncrl.settings.toml import dump
+    from asyncrl.config.sources.keys import all_keys
+    from asyncrl.config.sources.toml import dump
 
     return dump(loaded.config, {key: loaded.sources.get(key, "default") for key in all_keys()})
 
 
-def _run_dir(request: Request, config: "Config") -> AbstractContextManager[Path]:
+def _run_dir(request: RunCommand, config: "Config") -> AbstractContextManager[Path]:
     if request.run_dir is not None:
         return nullcontext(request.run_dir)
     from datetime import datetime
 
-    from asyncrl.rundir import new_run_directory
+    from asyncrl.telemetry.run_directory import new_run_directory
 
     return new_run_directory(Path("runs"), f"{config.name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}")
 
 
 def _command(arguments: Sequence[str], run_dir: Path) -> str:
-    """What the user types to go on with this run."""
+    """Returns the command with which the user resumes this run."""
     named = any(argument.partition("=")[0] == "--run-dir" for argument in arguments)
     return f"{program()} {shlex.join(['run', *arguments, *([] if named else ['--run-dir', str(run_dir)])])}"
 
 
 def _child_arguments(arguments: Sequence[str], run_dir: Path) -> list[str]:
-    """The same command for the process that is started again and again; its own `--restarts` must not count."""
+    """Returns the arguments for a process that is started again after it died, without `--restarts`."""
     target = [arguments[0]] if arguments and not arguments[0].startswith("-") else []
-    kept: list[str] = []
+    passed: list[str] = []
     waiting = list(arguments[len(target) :])
     while waiting:
         flag, equals, value = waiting.pop(0).partition("=")
         if SHORT.get(flag, flag) == "--fleet.restarts":
             del waiting[: 0 if equals else 1]
         else:
-            kept.append(flag + equals + value)
-    named = any(argument.partition("=")[0] == "--run-dir" for argument in kept)
-    return [*target, *kept, *([] if named else ["--run-dir", str(run_dir)]), "--fleet.restarts=0"]
+            passed.append(flag + equals + value)
+    named = any(argument.partition("=")[0] == "--run-dir" for argument in passed)
+    return [*target, *passed, *([] if named else ["--run-dir", str(run_dir)]), "--fleet.restarts=0"]
 
 
 def train(config: "Config", run_dir: Path, accept_changes: bool, command: str) -> int:
-    """Run to the end in this process; the one place where the command line meets the run."""
+    """Runs to the end in this process."""
     import asyncio
 
-    from asyncrl.deploy.beginning import Order
-    from asyncrl.deploy.run import run
-    from asyncrl.telemetry.display import open_display
+    from asyncrl.deploy.process.fork_client import forks_of
 
-    with open_display(config.steps) as display:
-        display.say(f"run directory: {run_dir}")
-        directory = asyncio.run(run(Order(config, run_dir, display, command, accept_changes)))
-        display.say(_ending(directory, config.steps, command))
+    with forks_of(config) as forks:  # It imports while we import, read prompts and look at the model.
+        from asyncrl.deploy.run import run
+        from asyncrl.deploy.run_request import RunRequest
+        from asyncrl.telemetry.display import open_display
+
+        with open_display(config.steps) as display:
+            display.say(f"run directory: {run_dir}")
+            directory = asyncio.run(run(RunRequest(config, run_dir, display, command, accept_changes, forks=forks)))
+            display.say(_ending(directory, config.steps, command))
     return 0
 
 
 def _ending(directory: "RunDirectory", steps: int, command: str) -> str:
-    from asyncrl.telemetry.metrics import read_metrics
+    from asyncrl.telemetry.metrics_file import read_metrics
 
     done = max((int(line["version"]) for line in read_metrics(directory.metrics)), default=0)
     if done < steps:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncrl.telemetry.samples import Selection
+    from asyncrl.telemetry.samples_file import Selection
 
 
 def main(arguments: list[str]) -> int:
@@ -13,7 +13,7 @@ def main(arguments: list[str]) -> int:
 
     from asyncrl.errors import ConfigError
     from asyncrl.telemetry.display import sample_panel
-    from asyncrl.telemetry.samples import read_samples
+    from asyncrl.telemetry.samples_file import read_samples
 
     asked = _parser().parse_args(arguments)
     path = Path(asked.run) / "samples.jsonl"
@@ -49,7 +49,7 @@ def _positive(text: str) -> int:
 
 
 def _selection(asked: argparse.Namespace) -> "Selection":
-    from asyncrl.telemetry.samples import Selection
+    from asyncrl.telemetry.samples_file import Selection
 
     return Selection(asked.step, asked.group, asked.order, asked.masked, asked.count)
 

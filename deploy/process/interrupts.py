@@ -22,7 +22,8 @@ class Interrupts:
     """
 
     def __init__(self, say: Callable[[str], None], now: Callable[[], float] | None = None) -> None:
-        self._say, self._now = say, now or asyncio.get_running_loop().time
+        self._say = say
+        self._now = now or asyncio.get_running_loop().time
         work = asyncio.current_task()
         assert work is not None
         self._work = work

@@ -1,4 +1,4 @@
-"""Starts workers as processes of this machine.
+"""Starts workers as processes of this machine, forked from one that has done their imports (fork_client.py) or spawned.
 
 The child reads its specification as one line on stdin, which stays open: its end of file tells an orphan to die, and
 the line "stop" asks a worker to finish. A pidfd tells of a death the moment it happens.
@@ -11,70 +11,58 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from asyncrl.config import Config
-from asyncrl.deploy import sweeper
-from asyncrl.launch import Addresses, WorkerSpec
-from asyncrl.leftovers import remove_leftovers
-from asyncrl.memory import sweep_instance
-
-FRAME_MALLOC = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "8000000000",
-    "MALLOC_TOP_PAD_": "67108864",
-}
-"""Keep the memory of large received frames instead of mapping it anew for each: 3 to 8 times faster on frames of 64 MB.
-Only where rows travel as frames; elsewhere it would merely hold memory."""
+from asyncrl.deploy.process import memory_sweeper
+from asyncrl.deploy.process.fork_client import CannotFork, ForkedWorker, Forks
+from asyncrl.deploy.process.worker_environment import worker_environment
+from asyncrl.fleet.leftover_cleanup import remove_leftovers
+from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
+from asyncrl.lanes.shared_memory import unlink_instance_segments
 
 LAST_WORDS = 300
 """Characters of a dead worker's output that its cause of death quotes."""
-
-
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-RANKS_MEET = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
-"""torch.distributed would listen where the host's name leads, which may be the network."""
-
-
-def worker_environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What a worker's process finds in its environment."""
-    threads = {"OMP_NUM_THREADS": str(config.fleet.threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    malloc = FRAME_MALLOC if config.fleet.wire == "tcp" else {}
-    return {**malloc, **RANKS_MEET, **inherited, **threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-
 
 SWEEPING = 5.0
 """Seconds that removing some files in memory may take."""
 
 
-class LocalWorker:
-    """A child process. Its output goes to `output`. in_a_hurry: whether to kill it where it would be asked to stop."""
+def spawned(spec: WorkerSpec, output: IO[bytes]) -> "subprocess.Popen[bytes]":
+    """A fresh Python that waits for its first line."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "asyncrl.deploy.process.worker_main"],
+        stdin=subprocess.PIPE,
+        bufsize=0,  # What a dead worker did not take is gone; a buffer would fail once more as it is closed.
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        process_group=0,  # A signal to our whole group is for us to act on.
+        env=worker_environment(spec.facts.config, os.environ),
+    )
 
-    def __init__(self, spec: WorkerSpec, output: Path, in_a_hurry: Callable[[], bool]) -> None:
-        self._output, self._in_a_hurry, self._is_to_end = output, in_a_hurry, False
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with output.open("ab") as file:
-            self._process = self._spawn(spec, file)
-        self.pid = self._process.pid
+
+class LocalWorker:
+    """A child process that was spawned or forked, and waits for its first line. output: the file that it writes to.
+    in_a_hurry: whether to kill it where it would be asked to stop."""
+
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes] | ForkedWorker",
+        spec: WorkerSpec,
+        output: Path,
+        in_a_hurry: Callable[[], bool],
+    ) -> None:
+        self._process = process
+        self._output = output
+        self._in_a_hurry = in_a_hurry
+        self._is_to_end = False
+        self.pid = process.pid
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pidfd = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
         self._tell(f"{os.getpid()} {spec.to_json()}\n")
-
-    def _spawn(self, spec: WorkerSpec, output: IO[bytes]) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.deploy.worker"],
-            stdin=subprocess.PIPE,
-            bufsize=0,  # What a dead worker did not take is gone; a buffer would fail once more as it is closed.
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            process_group=0,  # A signal to our whole group is for us to act on.
-            env=worker_environment(spec.facts.config, os.environ),
-        )
 
     def _tell(self, line: str) -> None:
         """A few kB into an empty pipe of 64 kB: does not block."""
@@ -101,6 +89,7 @@ class LocalWorker:
 
     def _how(self) -> str:
         status = self._process.returncode
+        assert status is not None, "it has ended"
         if status < 0:
             return f"killed by {signal.Signals(-status).name}"
         words = self._output.read_bytes()[-LAST_WORDS:].decode(errors="replace").strip().splitlines()
@@ -125,27 +114,29 @@ class LocalWorker:
 
 
 class LocalLauncher:
-    """Spawns processes; leaving it removes the folder of their sockets and their shared memory. So does the death of
+    """Starts processes; leaving it removes the folder of their sockets and their shared memory. So does the death of
     this process, by way of sweeper.py.
 
-    run: names both, and nothing that another launcher made. sockets: only this user can enter it; its path is short,
-    for the names of sockets end at 107 bytes.
+    run: names both, and nothing that another launcher made. forks: what workers are forked from; None: all are spawned.
+    sockets: only this user can enter it; its path is short, for the names of sockets end at 107 bytes.
     """
 
-    def __init__(self, run: str, wire: Literal["ipc", "tcp"] = "ipc") -> None:
-        self._wire, self._run = wire, run
+    def __init__(self, run: str, wire: Literal["ipc", "tcp"] = "ipc", forks: Forks | None = None) -> None:
+        self._wire = wire
+        self._run = run
+        self._forks = forks
         self._hurry = False
         self._workers: dict[str, LocalWorker] = {}
         self.sockets = Path(tempfile.mkdtemp(prefix=f"asyncrl-{run}-"))
 
     def __enter__(self) -> "LocalLauncher":
-        command = [sys.executable, "-I", "-S", sweeper.__file__, self._run, str(self.sockets)]
+        command = [sys.executable, "-I", "-S", memory_sweeper.__file__, self._run, str(self.sockets)]
         self._sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Whether the sweeper lives or not, nothing is left. One that does not end is in the kernel's hands, as the
-        processes of a dead worker are."""
+        """Removes sockets and shared memory, even when the sweeper is dead. One that does not end is in the kernel's
+        hands, as the processes of a dead worker are."""
         remove_leftovers(self._run)
         assert self._sweeper.stdin is not None
         self._sweeper.stdin.close()
@@ -160,10 +151,23 @@ class LocalLauncher:
             return Addresses(*(f"tcp://127.0.0.1:{port}" for port in _free_ports(3)))
         return Addresses(*(f"ipc://{self.sockets}/{instance}.{lane}" for lane in ("control", "work", "data")))
 
-    def spawn(self, spec: WorkerSpec) -> LocalWorker:
+    async def spawn(self, spec: WorkerSpec) -> LocalWorker:
         output = Path(spec.facts.run_dir) / "logs" / f"{spec.instance}.out"
-        worker = self._workers[spec.instance] = LocalWorker(spec, output, lambda: self._hurry)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("ab") as file:
+            process = await self._forked(spec, file) or spawned(spec, file)
+        worker = self._workers[spec.instance] = LocalWorker(process, spec, output, lambda: self._hurry)
         return worker
+
+    async def _forked(self, spec: WorkerSpec, output: IO[bytes]) -> ForkedWorker | None:
+        """None: it is to be spawned."""
+        if self._forks is None or spec.origin == "spawn":
+            return None
+        try:
+            return await self._forks.fork(spec.origin, f"{spec.service}{spec.replica}.{spec.rank}", output)
+        except CannotFork as why:
+            self._forks.say(f"{spec.instance} is spawned instead of forked: {why}")
+            return None
 
     def hurry(self) -> None:
         """From now on a worker that is to stop is killed at once; so are those that are stopping. Those that still work
@@ -172,9 +176,9 @@ class LocalLauncher:
         for worker in self._workers.values():
             worker.hurry()
 
-    def bury(self, spec: WorkerSpec) -> None:
+    def clean_up(self, spec: WorkerSpec) -> None:
         del self._workers[spec.instance]
-        sweep_instance(spec.facts.run, spec.facts.epoch, spec.instance)
+        unlink_instance_segments(spec.facts.run, spec.facts.incarnation, spec.instance)
         for path in self.sockets.glob(f"{spec.instance}.*"):
             path.unlink()
 

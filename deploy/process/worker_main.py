@@ -1,4 +1,5 @@
-"""The main of a worker process: `python -m asyncrl.deploy.worker`, started by deploy/local.py.
+"""The main of a worker process: `python -m asyncrl.deploy.process.worker_main`, started by local_launcher.py, or what
+a process does that fork_server.py has forked.
 
 stdin: one line with the parent's pid and the worker's specification; then "stop" to finish, or its end, which means
 that the parent is gone. Imports no torch: the service does.
@@ -12,42 +13,47 @@ import signal
 import sys
 import threading
 import traceback
+from typing import NoReturn
 
-from asyncrl.compute import ThreadCompute
-from asyncrl.errors import lone
-from asyncrl.launch import WorkerSpec
-from asyncrl.long_lived import long_lived
-from asyncrl.wire.auth import CurveKeys
-from asyncrl.wire.ends import Wires
-from asyncrl.wire.inproc import InprocWire
-from asyncrl.wire.socket import ZmqWire
-from asyncrl.worker import load, run_worker
+from asyncrl.deploy.process.lean_imports import import_less
+from asyncrl.errors import unwrap
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
+from asyncrl.fleet.worker.gc_freeze import gc_frozen
+from asyncrl.fleet.worker.run_worker import load, run_worker
+from asyncrl.fleet.worker.worker_spec import WorkerSpec
+from asyncrl.lanes.control.auth import CurveKeys
+from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import WireByScheme
+from asyncrl.lanes.control.zmq_wire import ZmqWire
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 ORPHANED = 3
 """Exit status of a worker whose parent is gone; nobody is there to read it."""
 
 
-def main() -> None:
+def main() -> NoReturn:
+    """Serve, and end the process."""
     status = 1
     try:
         faulthandler.enable()
         # A terminal sends Ctrl-C to the whole group of processes; the parent decides when workers stop.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         parent, _, line = sys.stdin.buffer.readline().partition(b" ")
-        _die_with(int(parent))
+        if not line:
+            os._exit(ORPHANED)
+        die_with(int(parent))
         asyncio.run(_run(WorkerSpec.from_json(line)))
         status = 0
     finally:
         if (error := sys.exc_info()[1]) is not None:
-            traceback.print_exception(lone(error))
+            traceback.print_exception(unwrap(error))
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: that would wait for a compute thread that may never come back.
         os._exit(status)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """The kernel kills this process when its parent dies, also where its event loop or the GIL is stuck."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -55,15 +61,21 @@ def _die_with(parent: int) -> None:
         os._exit(ORPHANED)  # It died before the kernel was told.
 
 
+def rename(name: str) -> None:
+    """Sets the name that `ps` and `top` show; a forked one has the arguments of the process that it was forked from."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
+
+
 async def _run(spec: WorkerSpec) -> None:
     stop = asyncio.Event()
     watch = threading.Thread(target=_watch_stdin, args=(asyncio.get_running_loop(), stop), name="stdin", daemon=True)
     watch.start()
     keys = CurveKeys(*spec.facts.curve) if spec.facts.curve else None
-    wire = Wires(InprocWire(), ZmqWire(keys))
+    wire = WireByScheme(InprocWire(), ZmqWire(keys))
     try:
         load(spec.implementation)
-        with long_lived():
+        with gc_frozen():
             await run_worker(spec, wire, ThreadCompute, stop)
     finally:
         wire.close()
@@ -77,4 +89,5 @@ def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
+    import_less()
     main()

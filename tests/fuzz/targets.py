@@ -15,9 +15,17 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from asyncrl.checkpoint import MANIFEST, Manifest, newest_good
+from asyncrl.controller.journal import journal_records as records
+from asyncrl.controller.journal.checkpoints import MANIFEST, Manifest, newest_good
+from asyncrl.controller.journal.journal_store import MemoryStore
+from asyncrl.controller.journal.ledger import replay
 from asyncrl.errors import AsyncrlError, JournalError, PeerLost, WireError
-from asyncrl.ledger import replay
+from asyncrl.lanes.control import message_codec
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.server import Server
+from asyncrl.lanes.data.row_reader import FETCH, serve_rows
+from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.protocols.batch import BatchRef, Cuts, Place, RowRef
 from asyncrl.protocols.messages import (
     PROTOCOL,
@@ -32,16 +40,8 @@ from asyncrl.protocols.messages import (
     Reply,
     Welcome,
 )
-from asyncrl.records import FRAME, Attempt, Drawn, Dropped, Generated, InFlight, Record, Resumed, Scored, encode
-from asyncrl.rewards.frames import packed
-from asyncrl.rewards.process import Answer, ChildProcess
-from asyncrl.row_reader import FETCH, serve_rows
-from asyncrl.rows import HeapRows
-from asyncrl.store import MemoryStore
-from asyncrl.wire import codec
-from asyncrl.wire.host import Host
-from asyncrl.wire.inproc import InprocWire
-from asyncrl.wire.link import Link
+from asyncrl.rewards.execution.child_process import Answer, ChildProcess
+from asyncrl.rewards.execution.pipe_messages import packed
 
 Frames = list[bytes]
 PATIENCE = 10.0
@@ -119,7 +119,7 @@ def numbered(messages: Sequence[Frames], first: int) -> list[Frames]:
 
 
 def frames_of(message: Any) -> Frames:
-    return [bytes(frame) for frame in codec.encode(message)]
+    return [bytes(frame) for frame in message_codec.encode(message)]
 
 
 # ---- the codec -----------------------------------------------------------------------------------------------
@@ -131,10 +131,10 @@ class Codec(Pure):
     def __call__(self, data: bytes) -> None:
         for frames in split(data):
             try:
-                value = codec.decode(frames)
+                value = message_codec.decode(frames)
             except WireError:
                 continue
-            codec.encode(value)
+            message_codec.encode(value)
 
 
 # ---- both ends of a link -------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Worker(Looping):
         rows = HeapRows("inproc://worker", 4, 64)
         rows.put({"number": np.arange(4)})
         self._fetch = serve_rows(rows)
-        self._host = Host(self._wire.listen("inproc://worker"), self._dispatch, WORKER, credit=8)
+        self._host = Server(self._wire.listen("inproc://worker"), self._dispatch, WORKER, credit=8)
         self._serving = self._loop.create_task(self._host.serve())
         self._honest = self._loop.run_until_complete(self._greeted())
 
@@ -186,8 +186,8 @@ class Worker(Looping):
         self._loop.run_until_complete(asyncio.wait([self._serving]))
         super().close()
 
-    async def _greeted(self) -> Link:
-        return await Link(self._wire.connect("inproc://worker"), CALLER, "worker").__aenter__()
+    async def _greeted(self) -> Client:
+        return await Client(self._wire.connect("inproc://worker"), CALLER, "worker").__aenter__()
 
     def _dispatch(self, call: Call) -> Any:
         return {"items": self._items, "hang": self._hang, FETCH: self._fetch}.get(call.method, self._echo)(call)
@@ -256,7 +256,7 @@ class Controller(Looping):
         welcome = [[struct.pack("<Q", 0), *frames_of(Welcome("generation0.0-0-a", 8))]] if kind & 1 else []
         told = numbered(messages, len(welcome)) if kind & 2 else messages
         try:
-            async with Link(Deaf([*welcome, *told]), CALLER, "worker") as link, asyncio.TaskGroup() as tasks:
+            async with Client(Deaf([*welcome, *told]), CALLER, "worker") as link, asyncio.TaskGroup() as tasks:
                 tasks.create_task(_ended(link.call("echo", (), PATIENCE / 2)))
                 tasks.create_task(_ended(_consumed(link)))
         except AsyncrlError:
@@ -270,7 +270,7 @@ async def _ended(call: Any) -> None:
         return
 
 
-async def _consumed(link: Link) -> None:
+async def _consumed(link: Client) -> None:
     async with aclosing(link.stream("items", (), PATIENCE / 2)) as items:
         async for _ in items:
             await asyncio.sleep(0)
@@ -317,20 +317,20 @@ async def _status() -> int:
 # ---- what is read back from disk -----------------------------------------------------------------------------
 
 
-RECORDS: Sequence[Record] = (
-    Drawn(0, 0, 2),
-    Attempt(0, 1, (1,), "lost"),
-    Generated(0, 0, ((0, 0, 0, 5),)),
-    Scored(0, 0, 1.0),
-    Dropped(0, (1,), "poison"),
-    InFlight(((0, (0,)),)),
-    Resumed(1, 0, 0),
+RECORDS: Sequence[records.Record] = (
+    records.Drawn(0, 0, 2),
+    records.AttemptStarted(0, 1, (1,), "lost"),
+    records.Generated(0, 0, ((0, 0, 0, 5),)),
+    records.Scored(0, 0, 1.0),
+    records.Dropped(0, (1,), "poison"),
+    records.InFlight(((0, (0,)),)),
+    records.Resumed(1, 0, 0),
 )
 
 
 def framed(payloads: Sequence[bytes]) -> bytes:
     """A journal of these records, with true checksums."""
-    return b"".join(FRAME.pack(len(payload), zlib.crc32(payload)) + payload for payload in payloads)
+    return b"".join(records.FRAME.pack(len(payload), zlib.crc32(payload)) + payload for payload in payloads)
 
 
 def journal_of(data: bytes) -> MemoryStore:
@@ -342,7 +342,9 @@ def journal_of(data: bytes) -> MemoryStore:
 class JournalBytes(Pure):
     """The bytes of a journal."""
 
-    seeds: ClassVar = [b"".join(encode(record) for record in RECORDS[:count]) for count in range(1, len(RECORDS) + 1)]
+    seeds: ClassVar = [
+        b"".join(records.encode(record) for record in RECORDS[:count]) for count in range(1, len(RECORDS) + 1)
+    ]
 
     def __call__(self, data: bytes) -> None:
         _read_back(journal_of(data))
@@ -351,7 +353,7 @@ class JournalBytes(Pure):
 class JournalRecords(Pure):
     """Records with true checksums, whatever they say."""
 
-    seeds: ClassVar = [joined([[encode(record)[FRAME.size :] for record in RECORDS]])]
+    seeds: ClassVar = [joined([[records.encode(record)[records.FRAME.size :] for record in RECORDS]])]
 
     def __call__(self, data: bytes) -> None:
         _read_back(journal_of(framed([payload for frames in split(data) for payload in frames])))
@@ -369,7 +371,7 @@ class ManifestBytes(Pure):
     """The description of a checkpoint: its journal is whole, and none of its files is missing."""
 
     def __init__(self) -> None:
-        journal = b"".join(encode(record) for record in RECORDS[:2])
+        journal = b"".join(records.encode(record) for record in RECORDS[:2])
         chain = replay(journal_of(journal)).chain.hex()
         self._journal = journal
         good = Manifest(0, 0, len(journal), zlib.crc32(journal), chain, {"model/weights": "ab"})

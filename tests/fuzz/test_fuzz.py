@@ -15,11 +15,11 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from targets import RECORDS, TARGETS, framed, frames_of, joined  # noqa: E402
 
+from asyncrl.controller.journal.journal_records import FRAME, encode  # noqa: E402
+from asyncrl.lanes.data.row_reader import FETCH  # noqa: E402
 from asyncrl.protocols.batch import Place  # noqa: E402
 from asyncrl.protocols.messages import Call  # noqa: E402
-from asyncrl.records import FRAME, encode  # noqa: E402
-from asyncrl.rewards.frames import packed  # noqa: E402
-from asyncrl.row_reader import FETCH  # noqa: E402
+from asyncrl.rewards.execution.pipe_messages import packed  # noqa: E402
 
 INPUTS = 500
 WHERE = st.floats(0, 1, exclude_max=True)
@@ -48,12 +48,12 @@ FOUND: list[tuple[str, bytes]] = [
     ("journal", framed([msgpack.packb(["drawn", 0, 0, 2**62])])),
     ("journal", framed([msgpack.packb(["drawn", 0, 0, -1])])),
     # A manifest could name any file of the machine, some of which never end, or a journal of less than nothing.
-    ("manifest", b'{"epoch":0,"version":0,"offset":1,"crc":1,"chain":"","files":{"/dev/zero":"ab"}}'),
-    ("manifest", b'{"epoch":0,"version":0,"offset":1,"crc":1,"chain":"","files":{"../../x":"ab"}}'),
-    ("manifest", b'{"epoch":0,"version":0,"offset":1,"crc":1,"chain":"","files":{"a\\u0000":"ab"}}'),
-    ("manifest", b'{"epoch":0,"version":0,"offset":-7,"crc":0,"chain":"","files":{}}'),
-    ("manifest", b'{"epoch":0,"version":0,"offset":"1","crc":1,"chain":"","files":{}}'),
-    ("manifest", b'{"epoch":0,"version":0,"offset":1,"crc":1,"chain":"","files":[]}'),
+    ("manifest", b'{"incarnation":0,"version":0,"offset":1,"crc":1,"chain":"","files":{"/dev/zero":"ab"}}'),
+    ("manifest", b'{"incarnation":0,"version":0,"offset":1,"crc":1,"chain":"","files":{"../../x":"ab"}}'),
+    ("manifest", b'{"incarnation":0,"version":0,"offset":1,"crc":1,"chain":"","files":{"a\\u0000":"ab"}}'),
+    ("manifest", b'{"incarnation":0,"version":0,"offset":-7,"crc":0,"chain":"","files":{}}'),
+    ("manifest", b'{"incarnation":0,"version":0,"offset":"1","crc":1,"chain":"","files":{}}'),
+    ("manifest", b'{"incarnation":0,"version":0,"offset":1,"crc":1,"chain":"","files":[]}'),
     ("manifest", b"[" * 100_000),
     # The data lane copied as many rows as it was asked for, each time the same one.
     ("worker", b"\3" + joined([frames_of(Call(0, FETCH, ([Place("w", 0, 1, ("number",))] * 2000, ["number"]), 1.0))])),

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from asyncrl.engines.generation.interface import Completion, Request
-from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
-from asyncrl.warmup import build_model, build_tokenizer
-from asyncrl.weights.arena import open_reader, open_writer
+from asyncrl.engines.generation.interface import Completion, SampleRequest
+from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
+from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
+from asyncrl.lanes.weights.arena import open_reader, open_writer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -31,13 +31,13 @@ def make_engine(folder: Path, **settings: object) -> TorchEngine:
     return TorchEngine(folder, EngineSettings(**shape), version=0)
 
 
-def requests(count: int) -> list[Request]:
+def requests(count: int) -> list[SampleRequest]:
     random = np.random.default_rng(0)
     prompts = [random.integers(4, 90, random.integers(1, 40)).astype(np.int32) for _ in range(count)]
-    return [Request((number, 0, 0), prompt, number, 1.0, 32) for number, prompt in enumerate(prompts)]
+    return [SampleRequest((number, 0, 0), prompt, number, 1.0, 32) for number, prompt in enumerate(prompts)]
 
 
-def drain(engine: TorchEngine, wanted: list[Request], steps: int = 10_000) -> list[Completion]:
+def drain(engine: TorchEngine, wanted: list[SampleRequest], steps: int = 10_000) -> list[Completion]:
     for request in wanted:
         engine.submit(request)
     done: list[Completion] = []

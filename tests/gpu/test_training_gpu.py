@@ -9,11 +9,11 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from asyncrl.config import Config
-from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
+from asyncrl.config.schema import Config
+from asyncrl.engines.canary_logprobs import canary_distance
+from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
 from asyncrl.engines.training.interface import TrainRow, run_step
-from asyncrl.engines.training.torch import TorchTraining
-from asyncrl.mismatch import apart
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -40,7 +40,7 @@ def rows() -> list[TrainRow]:
             group=index // 8,
             member=index % 8,
             attempt=0,
-            epoch=1,
+            incarnation=1,
             prompt_ids=draw.integers(0, VOCABULARY, int(draw.integers(2, 20))),
             response_ids=draw.integers(0, VOCABULARY, int(length)),
             logprobs=draw.normal(-6, 0.1, int(length)).astype(np.float32),
@@ -51,8 +51,8 @@ def rows() -> list[TrainRow]:
     ]
 
 
-def engine(folder: Path, device: str, **training: object) -> TorchTraining:
-    return TorchTraining(config(device, **training), folder)
+def engine(folder: Path, device: str, **training: object) -> PolicyTrainer:
+    return PolicyTrainer(config(device, **training), folder)
 
 
 def config(device: str, **training: object) -> Config:
@@ -72,10 +72,10 @@ def test_a_step_is_that_of_the_cpu(folder: Path, rows: list[TrainRow]) -> None:
 def test_an_engine_says_what_the_trainers_canary_says(folder: Path, dtype: str, exact_head: bool, most: float) -> None:
     model = {"name": "tiny", "dtype": dtype, "float32_head": exact_head}
     settings = config("cuda", precision=dtype).model_dump() | {"model": model}
-    canary = TorchTraining(Config.model_validate(settings), folder).canary()
+    canary = PolicyTrainer(Config.model_validate(settings), folder).canary()
     shape = EngineSettings(slots=4, max_prompt_tokens=20, device="cuda", dtype=dtype, float32_head=exact_head)
     sampling = TorchEngine(folder, shape, version=0)
-    assert apart(canary, sampling.logprobs_after(np.array(canary.prompt))) < most
+    assert canary_distance(canary, sampling.logprobs_after(np.array(canary.prompt))) < most
 
 
 def test_autocast_and_gradient_checkpointing_train(folder: Path, rows: list[TrainRow]) -> None:
@@ -97,7 +97,7 @@ def test_a_checkpoint_resumes(folder: Path, rows: list[TrainRow], tmp_path: Path
     trainer = engine(folder, "cuda")
     run_step(trainer, rows, 1, 0)
     trainer.save(tmp_path, {"version": 1})
-    resumed, extra = TorchTraining.resume(config("cuda"), tmp_path)
+    resumed, extra = PolicyTrainer.resume(config("cuda"), tmp_path)
     assert extra == {"version": 1}
     for name, tensor in trainer.named_tensors().items():
         assert torch.equal(tensor, resumed.named_tensors()[name])

@@ -15,39 +15,36 @@ MOUNTED = ("services", "protocols", "deploy", "bench")
 SOURCE_FOLDERS = ("asyncrl", *MOUNTED)
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 40, 10
 
-LAYERS = {"protocols": 0, "asyncrl": 1, "services": 2, "deploy": 3, "bench": 3}
-# What a user imports: the top of the package although it lies in its ground folder. `__init__` loads its names lazily.
-ENTRY_POINTS = {"asyncrl/__init__.py", "asyncrl/api.py"}
 # Where code of others runs, or a failure becomes an answer; each broad except there says why.
 SUPERVISED_BOUNDARY = {
-    "asyncrl/faulty/failing.py",
-    "asyncrl/service.py",
-    "asyncrl/wire/host.py",
-    "asyncrl/rewards/calling.py",
-    "asyncrl/rewards/child.py",
+    "asyncrl/simulation/faults/trial_failures.py",
+    "asyncrl/fleet/worker/service.py",
+    "asyncrl/lanes/control/server.py",
+    "asyncrl/rewards/execution/function_call.py",
+    "asyncrl/rewards/execution/child_main.py",
     "asyncrl/tasks/sources.py",
     "asyncrl/telemetry/sinks/worker.py",
 }
 PURE = {
-    "asyncrl/books.py",
-    "asyncrl/checkpoint.py",
-    "asyncrl/controller.py",
-    "asyncrl/foresight.py",
-    "asyncrl/groups.py",
-    "asyncrl/iteration.py",
-    "asyncrl/ledger.py",
-    "asyncrl/notices.py",
-    "asyncrl/publishing.py",
-    "asyncrl/records.py",
-    "asyncrl/rolling.py",
-    "asyncrl/staleness.py",
-    "asyncrl/staleness_report.py",
-    "asyncrl/supervisor.py",
-    "asyncrl/wire/answers.py",
-    "asyncrl/wire/deadlines.py",
-    "asyncrl/wire/host.py",
-    "asyncrl/wire/line.py",
-    "asyncrl/wire/link.py",
+    "asyncrl/controller/sample_tracker.py",
+    "asyncrl/controller/journal/checkpoints.py",
+    "asyncrl/controller/controller.py",
+    "asyncrl/controller/batch_prefetch.py",
+    "asyncrl/controller/gate/group_state.py",
+    "asyncrl/controller/iterations.py",
+    "asyncrl/controller/journal/ledger.py",
+    "asyncrl/controller/side_calls/row_release.py",
+    "asyncrl/controller/side_calls/weight_publisher.py",
+    "asyncrl/controller/journal/journal_records.py",
+    "asyncrl/controller/rollouts.py",
+    "asyncrl/controller/gate/gate.py",
+    "asyncrl/controller/gate/staleness_report.py",
+    "asyncrl/fleet/supervisor.py",
+    "asyncrl/lanes/control/pending_calls.py",
+    "asyncrl/lanes/control/deadlines.py",
+    "asyncrl/lanes/control/server.py",
+    "asyncrl/lanes/control/message_sequence.py",
+    "asyncrl/lanes/control/client.py",
 }
 FORBIDDEN_IN_PURE = {"time", "random", "uuid", "threading", "secrets", "torch"}
 
@@ -74,8 +71,6 @@ def imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module == "asyncrl":
-            yield from (f"asyncrl.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
 
@@ -110,24 +105,6 @@ def test_a_mounted_package_refuses_its_bare_name(name: str) -> None:
     done = subprocess.run(python, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode != 0
     assert f"import asyncrl.{name}, not {name}" in done.stderr
-
-
-def layer(path: Path) -> int:
-    name = str(path.relative_to(ROOT))
-    return LAYERS["deploy"] if name in ENTRY_POINTS else LAYERS[path.relative_to(ROOT).parts[0]]
-
-
-def test_imports_run_downwards() -> None:
-    upwards = []
-    for path in python_files(*SOURCE_FOLDERS):
-        for module in imports(path):
-            parts = module.split(".")
-            if parts[0] != "asyncrl" or len(parts) < 2:
-                continue
-            target = LAYERS["deploy"] if f"asyncrl/{parts[1]}.py" in ENTRY_POINTS else LAYERS.get(parts[1], 1)
-            if target > layer(path):
-                upwards.append(f"{path.relative_to(ROOT)} imports {module}")
-    assert not upwards
 
 
 def test_pure_logic_reaches_for_no_clock_no_chance_no_thread() -> None:

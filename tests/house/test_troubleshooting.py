@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.settings import load
-from asyncrl.settings.keys import all_keys
-from asyncrl.telemetry.metrics import FURTHER_METRICS, METRICS, unknown_metrics
+from asyncrl.config.sources import load
+from asyncrl.config.sources.keys import all_keys
+from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS, unknown_metrics
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/troubleshooting.md").read_text()
-SYMPTOMS = [line.split(" | ")[0] for line in PAGE.splitlines()]
+ALGORITHM = (ROOT / "docs/troubleshooting.md").read_text()
+SYMPTOMS = [line.split(" | ")[0] for line in ALGORITHM.splitlines()]
 QUOTED = sorted({quote for symptom in SYMPTOMS for quote in re.findall(r'"([^"]+)"', symptom)})
-ROWS = [line.strip("|").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")][1:]
+ROWS = [line.strip("|").split(" | ") for line in ALGORITHM.splitlines() if line.startswith("| ")][1:]
 CODE = sorted(set(re.findall(r"`([^`]+)`", " ".join(cell for row in ROWS for cell in row[:3]))))
 OTHERS = {"asyncrl", "logs/", "/dev/shm", "metrics.jsonl", "nvidia-smi", "asyncio.timeout"}
 """First words of what is neither: commands, files, folders."""
@@ -46,6 +46,7 @@ NEEDED = {
 """What a setting makes no sense without."""
 
 SOURCES = [path for folder in ("asyncrl", "services", "deploy") for path in (ROOT / folder).rglob("*.py")]
+SOURCES.append(ROOT / "asyncrl/config/sources/aliases.toml")
 
 
 @pytest.fixture(scope="module")

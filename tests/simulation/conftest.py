@@ -3,12 +3,13 @@ from collections.abc import Callable
 
 import pytest
 
-from asyncrl.simulated import StepCost, constant, lognormal, stragglers
-from asyncrl.simulation import Faults, Scenario
+from asyncrl.simulation.fakes.sample_lengths import constant, lognormal, stragglers
+from asyncrl.simulation.fakes.training import StepCost
+from asyncrl.simulation.scenarios import FaultRates, Scenario
 
 
-def _faults(chance: random.Random) -> Faults:
-    return Faults(
+def _faults(chance: random.Random) -> FaultRates:
+    return FaultRates(
         generation=chance.choice([0.0, 60.0, 240.0]),
         reward=chance.choice([0.0, 20.0]),
         reference=chance.choice([0.0, 15.0]),
@@ -41,7 +42,7 @@ def _scenario(seed: int) -> Scenario:
         reward_delay=chance.choice([0.0, 0.1, 3.0]),
         unscorable=chance.choice([0.0, 0.0, 0.1, 0.4]),
         reference=chance.choice([None, 0.0, 0.2]),
-        faults=_faults(chance) if chance.random() < 0.6 else Faults(),
+        faults=_faults(chance) if chance.random() < 0.6 else FaultRates(),
         finish=chance.choice(["abandon", "drain"]),
         deadline=20_000.0,
         need_signal=chance.random() < 0.25,

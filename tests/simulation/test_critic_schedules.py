@@ -1,11 +1,11 @@
-"""Whole simulated runs of PPO's page and that of Safe RLHF, with lost rows and deaths."""
+"""Whole simulated runs of PPO's algorithm and that of Safe RLHF, with lost rows and deaths."""
 
 import pytest
 
-from asyncrl.simulation import Faults, Scenario, simulate
-from asyncrl.staleness import Policy
+from asyncrl.protocols.staleness import Policy
+from asyncrl.simulation.scenarios import FaultRates, Scenario, simulate
 
-FAULTS = Faults(generation=150.0, reward=90.0, reference=120.0, row=40.0, controller=200.0, power=0.5)
+FAULTS = FaultRates(generation=150.0, reward=90.0, reference=120.0, row=40.0, controller=200.0, power=0.5)
 
 
 @pytest.mark.parametrize("constrained", [False, True])
@@ -22,6 +22,6 @@ def test_a_run_with_critics_holds_what_every_run_holds(policy: Policy, seed: int
 
 
 def test_rows_that_are_lost_hurt_and_are_overcome() -> None:
-    found = [simulate(Scenario(seed=seed, critic=0.7, faults=Faults(row=5.0), steps=8)) for seed in range(3)]
+    found = [simulate(Scenario(seed=seed, critic=0.7, faults=FaultRates(row=5.0), steps=8)) for seed in range(3)]
     assert sum(result.steps_lost for result in found) > 0
     assert all(result.version == 8 for result in found)

@@ -1,4 +1,4 @@
-"""Each of these mistakes is found by the trials of the faulty world: its checks can fail."""
+"""Trials with faults find each of these mistakes, so their checks can fail."""
 
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -8,35 +8,39 @@ from typing import Any
 
 import pytest
 
-import asyncrl.faulty.workers
-import asyncrl.fleet
-import asyncrl.ledger
-import asyncrl.staleness
-import asyncrl.supervisor
-from asyncrl import records
+import asyncrl.controller.gate.gate
+import asyncrl.controller.journal.ledger
+import asyncrl.fleet.fleet
+import asyncrl.fleet.supervisor
+import asyncrl.simulation.fakes.training
 from asyncrl.algorithms import grpo
-from asyncrl.books import Books
-from asyncrl.controller import Controller, Page
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.group_state import SampleState, Stage
+from asyncrl.controller.journal import journal_records
+from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.rollouts import Rollouts
+from asyncrl.controller.sample_tracker import SampleTracker
+from asyncrl.controller.side_calls.row_release import RowReleases
+from asyncrl.controller.side_calls.weight_publisher import WeightPublisher
+from asyncrl.controller.worker_events import WorkerEvents
 from asyncrl.errors import PeerLost
-from asyncrl.faulty.failing import described, outcome_of
-from asyncrl.faulty.plan import draw
-from asyncrl.faulty.world import Outcome
-from asyncrl.groups import Sample, Stage
-from asyncrl.handle import Handle
-from asyncrl.launch import WorkerSpec
-from asyncrl.ledger import Journal
-from asyncrl.news import News
-from asyncrl.notices import Notices
-from asyncrl.publishing import Publisher
-from asyncrl.rolling import Rolling
-from asyncrl.staleness import Gate
-from asyncrl.wire.answers import Items, Single
-from asyncrl.wire.codec import decode
-from asyncrl.wire.line import Line
-from asyncrl.wire.link import Link
+from asyncrl.fleet.handle import Handle
+from asyncrl.fleet.lifecycle_events import WorkerStarted
+from asyncrl.fleet.replicas import RemoteWorker
+from asyncrl.fleet.worker.worker_spec import WorkerSpec
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.message_codec import decode
+from asyncrl.lanes.control.message_sequence import MessageSequence
+from asyncrl.lanes.control.pending_calls import PendingReply, PendingStream
+from asyncrl.simulation.fakes.training import FakeTraining
+from asyncrl.simulation.faults.trial_failures import described, outcome_of
+from asyncrl.simulation.faults.trial_plan import draw_trial
+from asyncrl.simulation.faults.trial_run import TrialOutcome
 
 sys.path.insert(0, str(Path(__file__).parent))
-from broken_books import a_drop_is_not_journaled, trained_is_told_before_it_is_written_down
+from broken_tracker import a_drop_is_not_journaled, trained_is_told_before_it_is_written_down
 
 SEEDS = 500
 Patch = pytest.MonkeyPatch
@@ -46,49 +50,51 @@ Patch = pytest.MonkeyPatch
 
 
 def a_gap_in_the_numbers_is_ignored(patch: Patch) -> None:
-    patch.setattr(Line, "accept", lambda line, frames, *limits: decode([frames[0][8:], *frames[1:]], *limits))
+    patch.setattr(
+        MessageSequence, "accept", lambda line, frames, *limits: decode([frames[0][8:], *frames[1:]], *limits)
+    )
 
 
 def heartbeats_never_fire(patch: Patch) -> None:
-    async def beat(link: Link, seconds: float) -> None:
+    async def beat(link: Client, seconds: float) -> None:
         return
 
-    patch.setattr(Link, "_beat", beat)
+    patch.setattr(Client, "_send_heartbeats", beat)
 
 
 def deadlines_are_not_enforced(patch: Patch) -> None:
     @asynccontextmanager
-    async def until(link: Link, end: float, method: str, seconds: float) -> AsyncIterator[None]:
+    async def until(link: Client, end: float, method: str, seconds: float) -> AsyncIterator[None]:
         yield
 
-    patch.setattr(Link, "_until", until)
+    patch.setattr(Client, "_until", until)
 
 
 def a_broken_link_fails_no_call(patch: Patch) -> None:
-    """PeerLost is swallowed: who waits for an answer goes on waiting."""
+    """A call on a broken link waits for its answer on and on."""
 
-    def fail(link: Link, reason: str) -> None:
+    def fail(link: Client, reason: str) -> None:
         if not link.lost.is_set():
             link.reason = reason
             link.lost.set()
 
-    patch.setattr(Link, "fail", fail)
+    patch.setattr(Client, "fail", fail)
 
 
 def a_late_answer_is_given_to_another_call(patch: Patch) -> None:
-    def answer(link: Link, number: int) -> Single | Items | None:
-        return link._answers.get(number) or next(iter(link._answers.values()), None)
+    def answer(link: Client, number: int) -> PendingReply | PendingStream | None:
+        return link._pending.get(number) or next(iter(link._pending.values()), None)
 
-    patch.setattr(Link, "_answer", answer)
+    patch.setattr(Client, "_find_pending", answer)
 
 
 def a_call_that_may_not_be_repeated_is(patch: Patch) -> None:
     async def call(handle: Handle, spec: Any, args: tuple[Any, ...]) -> Any:
         until = handle._until(args)
         try:
-            return await handle._once(spec, args, until)
+            return await handle._try_call(spec, args, until)
         except PeerLost:
-            return await handle._once(spec, args, until)
+            return await handle._try_call(spec, args, until)
 
     patch.setattr(Handle, "_call", call)
 
@@ -97,53 +103,55 @@ def a_call_that_may_not_be_repeated_is(patch: Patch) -> None:
 
 
 def a_restarted_worker_has_the_name_of_the_dead_one(patch: Patch) -> None:
-    whole = asyncrl.fleet._next_instance
+    whole = asyncrl.fleet.fleet._next_instance
 
-    def next_instance(*of: Any) -> Callable[[], WorkerSpec]:
-        first = whole(*of)()
-        return lambda: first
+    first: dict[RemoteWorker, WorkerSpec] = {}
 
-    patch.setattr(asyncrl.fleet, "_next_instance", next_instance)
+    def next_instance(spec: Any, worker: RemoteWorker, *others: Any) -> WorkerSpec:
+        if worker not in first:
+            first[worker] = whole(spec, worker, *others)
+        return first[worker]
+
+    patch.setattr(asyncrl.fleet.fleet, "_next_instance", next_instance)
 
 
 def a_dead_reader_keeps_its_lease(patch: Patch) -> None:
-    async def follow(news: News) -> None:
+    async def follow(news: WorkerEvents) -> None:
         while True:
-            kind, service, _ = await news._waiting.get()
-            if kind == "lives":
-                await news._controller.worker_started(service)
+            if isinstance(event := await news._queue.get(), WorkerStarted):
+                await news._controller.worker_started(event.service)
 
-    patch.setattr(News, "follow", follow)
+    patch.setattr(WorkerEvents, "follow", follow)
 
 
 def readers_are_not_attached_before_they_are_told(patch: Patch) -> None:
-    async def attach(publisher: Publisher, reader: str, published: Any) -> None:
+    async def attach(publisher: WeightPublisher, reader: str, published: Any) -> None:
         return
 
-    patch.setattr(Publisher, "_attach", attach)
+    patch.setattr(WeightPublisher, "_attach", attach)
 
 
 def a_reader_that_holds_on_is_not_evicted(patch: Patch) -> None:
-    patch.setattr(Publisher, "_overdue", lambda publisher, reader, published, seconds: None)
+    patch.setattr(WeightPublisher, "_overdue", lambda publisher, reader, published, seconds: None)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------
 
 
 def rows_are_never_released(patch: Patch) -> None:
-    patch.setattr(Notices, "release", lambda notices, samples: None)
+    patch.setattr(RowReleases, "release", lambda notices, samples: None)
 
 
 def answers_of_an_overtaken_attempt_are_accepted(patch: Patch) -> None:
-    def current(gate: Gate, group: int, member: int, attempt: int, stage: Stage) -> Sample | None:
+    def current(gate: Gate, group: int, member: int, attempt: int, stage: Stage) -> SampleState | None:
         sample = gate._groups[group].samples[member] if group in gate._groups else None
         return sample if sample is not None and sample.stage is stage else None
 
-    def lost(rolling: Rolling, group: int, reason: str) -> None:
+    def lost(rolling: Rollouts, group: int, reason: str) -> None:
         rolling._failed(group, reason)
         rolling._again[group] = None
 
-    patch.setattr(Rolling, "lost", lost)
+    patch.setattr(Rollouts, "lost", lost)
     patch.setattr(Gate, "_current", current)
 
 
@@ -154,12 +162,12 @@ def off_by_one_in_the_limit(patch: Patch) -> None:
     def live(stamps: Any, version: int, limit: int) -> Any:
         return version - stamps <= limit + 1
 
-    patch.setattr(asyncrl.staleness, "live", live)
-    patch.setattr(asyncrl.faulty.workers, "live", live)
+    patch.setattr(asyncrl.controller.gate.gate, "live", live)
+    patch.setattr(asyncrl.simulation.fakes.training, "live", live)
 
 
 def a_step_runs_twice(patch: Patch) -> None:
-    """The page repeats a step, and the trainer does not look at the version that it starts from."""
+    """The algorithm repeats a step, and the trainer does not look at the version that it starts from."""
 
     async def train(fleet: Any, gate: Controller) -> None:
         async for iteration in gate.iterations():
@@ -169,11 +177,11 @@ def a_step_runs_twice(patch: Patch) -> None:
                     await fleet.training.step(cuts)
                 gate.trained(report)
 
-    async def step(trainer: Any, cuts: Any) -> Any:
-        return await trainer._step(cuts, await trainer._read(cuts.batch))
+    async def step(trainer: FakeTraining, cuts: Any) -> Any:
+        return await trainer.train(cuts, await trainer.read_checked(cuts.batch, ["versions"]))
 
-    patch.setattr(grpo, "PAGE", Page(grpo.roll_out, train))
-    patch.setattr(asyncrl.faulty.workers.FaultyTraining, "step", step)
+    patch.setattr(grpo, "ALGORITHM", Algorithm(grpo.roll_out, train))
+    patch.setattr(FakeTraining, "step", step)
 
 
 def a_checkpoint_is_acknowledged_before_the_journal_is_on_disk(patch: Patch) -> None:
@@ -181,18 +189,18 @@ def a_checkpoint_is_acknowledged_before_the_journal_is_on_disk(patch: Patch) -> 
 
 
 def what_was_resumed_over_still_counts(patch: Patch) -> None:
-    patch.setattr(asyncrl.ledger, "void_ranges", lambda resumes: [])
+    patch.setattr(asyncrl.controller.journal.ledger, "void_ranges", lambda resumes: [])
 
 
 def an_attempt_keeps_its_number(patch: Patch) -> None:
-    def restart(books: Books, group: int, reason: str, failures: int) -> None:
-        members = books.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
-        number = books.gate.restart(group, members) - 1
-        books.journal.append(records.Attempt(group, number, members, reason))
-        books._free(group, members)
-        books._changed()
+    def restart(tracker: SampleTracker, group: int, reason: str, failures: int) -> None:
+        members = tracker.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
+        number = tracker.gate.restart(group, members) - 1
+        tracker.journal.append(journal_records.AttemptStarted(group, number, members, reason))
+        tracker._free(tracker.gate.group(group), members, number)
+        tracker._changed()
 
-    patch.setattr(Books, "restart", restart)
+    patch.setattr(SampleTracker, "restart", restart)
 
 
 MUTANTS: Mapping[Callable[[Patch], None], int] = {
@@ -204,7 +212,7 @@ MUTANTS: Mapping[Callable[[Patch], None], int] = {
     a_call_that_may_not_be_repeated_is: 39,
     a_restarted_worker_has_the_name_of_the_dead_one: 181,
     a_dead_reader_keeps_its_lease: 172,
-    readers_are_not_attached_before_they_are_told: 72,
+    readers_are_not_attached_before_they_are_told: 734,
     a_reader_that_holds_on_is_not_evicted: 1,
     rows_are_never_released: 3,
     answers_of_an_overtaken_attempt_are_accepted: 2,
@@ -216,7 +224,7 @@ MUTANTS: Mapping[Callable[[Patch], None], int] = {
     a_drop_is_not_journaled: 2,
     an_attempt_keeps_its_number: 1,
 }
-"""And a seed that finds each; when trials are drawn in another way, another one does."""
+"""Each mutant and a seed whose trial finds it; the seed changes when trials are drawn in another way."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -226,6 +234,6 @@ def test_a_mutant_is_found(mutant: Callable[[Patch], None], monkeypatch: Patch) 
 
 
 def _fails(seed: int) -> bool:
-    outcome = outcome_of(draw(seed))
+    outcome = outcome_of(draw_trial(seed))
     print(f"seed {seed}: {described(outcome):.300}")  # noqa: T201
-    return not isinstance(outcome, Outcome)
+    return not isinstance(outcome, TrialOutcome)

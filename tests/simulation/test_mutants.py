@@ -7,33 +7,34 @@ from typing import Any
 
 import pytest
 
-import asyncrl.staleness
-from asyncrl import records
+import asyncrl.controller.gate.gate
 from asyncrl.algorithms import grpo
-from asyncrl.books import Books
-from asyncrl.controller import Controller, Page
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.group_state import SampleState, Stage
+from asyncrl.controller.iterations import Iterations
+from asyncrl.controller.journal import journal_records
+from asyncrl.controller.rollouts import Rollouts
+from asyncrl.controller.sample_tracker import SampleTracker
+from asyncrl.controller.side_calls.weight_publisher import WeightPublisher
 from asyncrl.errors import AsyncrlError
-from asyncrl.groups import Sample, Stage
-from asyncrl.iteration import Iterations
-from asyncrl.publishing import Publisher
-from asyncrl.rolling import Rolling
-from asyncrl.simulation import Scenario, simulate
-from asyncrl.staleness import Gate
+from asyncrl.simulation.scenarios import Scenario, simulate
 
 sys.path.insert(0, str(Path(__file__).parent))
-from broken_books import a_drop_is_not_journaled, trained_is_told_before_it_is_written_down
+from broken_tracker import a_drop_is_not_journaled, trained_is_told_before_it_is_written_down
 
 SEEDS = 500
 Patch = pytest.MonkeyPatch
 
 
 def off_by_one_in_the_limit(patch: Patch) -> None:
-    patch.setattr(asyncrl.staleness, "live", lambda stamps, version, limit: version - stamps <= limit + 1)
+    patch.setattr(asyncrl.controller.gate.gate, "live", lambda stamps, version, limit: version - stamps <= limit + 1)
 
 
 def strictly_less_than_the_limit(patch: Patch) -> None:
     """Drops what is exactly as old as allowed: at limit 0, everything."""
-    patch.setattr(asyncrl.staleness, "live", lambda stamps, version, limit: version - stamps < limit)
+    patch.setattr(asyncrl.controller.gate.gate, "live", lambda stamps, version, limit: version - stamps < limit)
 
 
 def one_group_too_many(patch: Patch) -> None:
@@ -51,32 +52,32 @@ def block_looks_at_the_present_only(patch: Patch) -> None:
 def answers_of_an_overtaken_attempt_are_accepted(patch: Patch) -> None:
     """The gate's fence is the second one: it is needed when the attempt is not ended first."""
 
-    def lost(rolling: Rolling, group: int, reason: str) -> None:
+    def lost(rolling: Rollouts, group: int, reason: str) -> None:
         rolling._failed(group, reason)
-        if group not in rolling._alive and rolling._gate.members(group, Stage.RUNNING):
+        if group not in rolling._running and rolling._gate.members(group, Stage.RUNNING):
             rolling.start(group)
 
-    def current(gate: Gate, group: int, member: int, attempt: int, stage: Stage) -> Sample | None:
+    def current(gate: Gate, group: int, member: int, attempt: int, stage: Stage) -> SampleState | None:
         sample = gate._groups[group].samples[member] if group in gate._groups else None
         return sample if sample is not None and sample.stage is stage else None
 
-    patch.setattr(Rolling, "lost", lost)
+    patch.setattr(Rollouts, "lost", lost)
     patch.setattr(Gate, "_current", current)
 
 
 def rows_are_never_released(patch: Patch) -> None:
-    patch.setattr(Books, "_free", lambda books, group, members: None)
+    patch.setattr(SampleTracker, "_free", lambda tracker, state, members, attempt=None: None)
 
 
 def rows_of_a_failed_attempt_are_not_released(patch: Patch) -> None:
-    def restart(books: Books, group: int, reason: str, failures: int) -> None:
-        members = books.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
-        books.journal.append(records.Attempt(group, books.gate.restart(group, members), members, reason))
-        for member in members:
-            books._rows[group].pop(member, None)
-        books._changed()
+    def restart(tracker: SampleTracker, group: int, reason: str, failures: int) -> None:
+        members = tracker.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
+        tracker.journal.append(
+            journal_records.AttemptStarted(group, tracker.gate.restart(group, members), members, reason)
+        )
+        tracker._changed()
 
-    patch.setattr(Books, "restart", restart)
+    patch.setattr(SampleTracker, "restart", restart)
 
 
 def a_step_runs_twice(patch: Patch) -> None:
@@ -86,7 +87,7 @@ def a_step_runs_twice(patch: Patch) -> None:
                 await fleet.training.step(cuts)
                 gate.trained(await fleet.training.step(cuts))
 
-    patch.setattr(grpo, "PAGE", Page(grpo.roll_out, train))
+    patch.setattr(grpo, "ALGORITHM", Algorithm(grpo.roll_out, train))
 
 
 def a_lost_step_counts_as_trained(patch: Patch) -> None:
@@ -94,7 +95,7 @@ def a_lost_step_counts_as_trained(patch: Patch) -> None:
 
 
 def lost_rows_are_not_made_again(patch: Patch) -> None:
-    patch.setattr(Controller, "_rows_lost", lambda controller, cuts, why: None)
+    patch.setattr(Rollouts, "rows_lost", lambda rollouts, cuts, why: None)
 
 
 def a_skipped_step_raises_the_version(patch: Patch) -> None:
@@ -105,23 +106,23 @@ def a_skipped_step_raises_the_version(patch: Patch) -> None:
 
 
 def batches_in_order_of_arrival(patch: Patch) -> None:
-    whole = Books.rows
+    whole = SampleTracker.rows
 
-    def rows(books: Books, group: int, members: Iterable[int]) -> list[Any]:
-        return list(reversed(whole(books, group, members)))
+    def rows(tracker: SampleTracker, group: int, members: Iterable[int]) -> list[Any]:
+        return list(reversed(whole(tracker, group, members)))
 
-    patch.setattr(Books, "rows", rows)
+    patch.setattr(SampleTracker, "rows", rows)
 
 
 def leases_are_not_relayed(patch: Patch) -> None:
     """The trainer believes that its readers still hold the first version they said they use."""
-    whole = Publisher._relay
+    whole = WeightPublisher._relay
 
-    async def relay(publisher: Publisher, reader: str, using: Any) -> None:
+    async def relay(publisher: WeightPublisher, reader: str, using: Any) -> None:
         if using.version == 0:
             await whole(publisher, reader, using)
 
-    patch.setattr(Publisher, "_relay", relay)
+    patch.setattr(WeightPublisher, "_relay", relay)
 
 
 def a_late_joiner_gets_no_weights(patch: Patch) -> None:
@@ -132,7 +133,7 @@ def a_late_joiner_gets_no_weights(patch: Patch) -> None:
 
 
 def a_change_wakes_nobody(patch: Patch) -> None:
-    patch.setattr(Controller, "_move", lambda controller: controller._drawable.set())
+    patch.setattr(Controller, "_state_changed", lambda controller: controller._drawable.set())
 
 
 MUTANTS: Sequence[Callable[[Patch], None]] = (

@@ -5,16 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.faulty.plan import Fault, Trial, draw
-from asyncrl.faulty.world import endure
-from asyncrl.simulated import Lengths, StepCost, lognormal, stragglers
-from asyncrl.simulation import Faults, Scenario, simulate
+from asyncrl.simulation.fakes.sample_lengths import Lengths, lognormal, stragglers
+from asyncrl.simulation.fakes.training import StepCost
+from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_trial
+from asyncrl.simulation.faults.trial_run import run_trial
+from asyncrl.simulation.scenarios import FaultRates, Scenario, simulate
 
 
 @pytest.mark.parametrize("generators", [1, 2])
 @pytest.mark.parametrize("poison", [0, 1, 3])
 def test_a_group_that_kills_its_worker_each_time_is_dropped_and_no_other(poison: int, generators: int) -> None:
-    outcome = endure(Trial(poison=poison, generators=generators, groups=2, steps=4))
+    outcome = run_trial(Trial(poison=poison, generators=generators, groups=2, steps=4))
     assert outcome.poisoned == [poison]
     assert (outcome.version, outcome.lives) == (4, 1)
 
@@ -24,7 +25,7 @@ def test_a_group_that_is_found_guilty_while_it_waits_for_its_turn_ends_there() -
     known when the attempt is over."""
     jump, delay = Fault("jump", 44, seconds=1.0), Fault("delay", 8, seconds=5.0)
     shape = {"groups": 2, "members": 2, "slots": 6, "steps": 2, "generators": 2}
-    outcome = endure(
+    outcome = run_trial(
         Trial(
             seed=1372,
             latency=0.001,
@@ -44,14 +45,14 @@ def test_a_group_that_is_found_guilty_while_it_waits_for_its_turn_ends_there() -
 
 
 def test_a_group_that_is_alone_in_flight_is_dropped_before_the_fleet_gives_up() -> None:
-    outcome = endure(Trial(poison=0, groups=1, limit=0, cut_at=None))
+    outcome = run_trial(Trial(poison=0, groups=1, limit=0, cut_at=None))
     assert (outcome.poisoned, outcome.lives) == ([0], 1)
 
 
 def test_a_group_that_kills_its_worker_is_found_among_other_deaths() -> None:
     kills = tuple(Fault("kill", at, service) for at in (80, 400) for service in ("generation", "reward"))
-    outcome = endure(Trial(poison=1, generators=2, groups=2, steps=6, faults=kills))
-    assert outcome.struck
+    outcome = run_trial(Trial(poison=1, generators=2, groups=2, steps=6, faults=kills))
+    assert outcome.injected
     assert outcome.poisoned == [1]
 
 
@@ -59,9 +60,9 @@ def test_a_group_whose_rows_fail_to_be_read_as_its_worker_dies_was_there() -> No
     """Its call is given up then, before the worker is known to be dead."""
     faults = (Fault("controller", 42, power=False),)
     fewest = {"groups": 2, "members": 3, "limit": 0, "slots": 3, "cut_at": None, "steps": 1, "generators": 1}
-    outcome = endure(
+    outcome = run_trial(
         Trial(
-            seed=11259,
+            seed=11260,
             **fewest,
             remote=True,
             latency=0.0,
@@ -77,10 +78,10 @@ def test_a_group_whose_rows_fail_to_be_read_as_its_worker_dies_was_there() -> No
 
 
 def test_the_trials_know_poison() -> None:
-    poisonous = [trial for trial in map(draw, range(500)) if trial.poison is not None]
+    poisonous = [trial for trial in map(draw_trial, range(500)) if trial.poison is not None]
     assert 20 < len(poisonous) < 80
     for trial in poisonous[:5]:
-        healthy = endure(replace(trial, poison=None, faults=()))
+        healthy = run_trial(replace(trial, poison=None, faults=()))
         assert healthy.poisoned == []
 
 
@@ -98,7 +99,7 @@ def test_healthy_groups_outlive_a_kill_every_twenty_seconds(lengths: Callable[[]
         lengths=lengths(),
         reference=0.1,
         cost=StepCost(1.0),
-        faults=Faults(generation=60.0, reward=60.0, reference=60.0, restart=3.0),
+        faults=FaultRates(generation=60.0, reward=60.0, reference=60.0, restart=3.0),
         thorough=False,
     )
     result = simulate(scenario)

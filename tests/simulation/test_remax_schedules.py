@@ -1,15 +1,15 @@
-"""Whole simulated runs of ReMax's page, with lost rows, deaths and greedy answers that cannot be scored."""
+"""Whole simulated runs of ReMax's algorithm, with lost rows, deaths and greedy answers that cannot be scored."""
 
 import pytest
 
-from asyncrl.simulation import Faults, Result, Scenario, simulate
-from asyncrl.staleness import Policy
+from asyncrl.protocols.staleness import Policy
+from asyncrl.simulation.scenarios import FaultRates, Scenario, SimulationResult, simulate
 
-FAULTS = Faults(generation=150.0, reward=90.0, reference=120.0, row=40.0, controller=200.0, power=0.5)
+FAULTS = FaultRates(generation=150.0, reward=90.0, reference=120.0, row=40.0, controller=200.0, power=0.5)
 SHAPE = {"groups": 3, "members": 3, "slots": 18, "limit": 2, "steps": 12, "greedy": True}
 
 
-def reasons(found: list[Result]) -> set[str]:
+def reasons(found: list[SimulationResult]) -> set[str]:
     return {reason for result in found for reason in result.dropped.values()}
 
 
@@ -32,6 +32,6 @@ def test_a_group_whose_greedy_answer_has_no_reward_leaves_with_that_reason() -> 
 
 
 def test_rows_that_are_lost_hurt_and_are_overcome() -> None:
-    found = [simulate(Scenario(seed=seed, faults=Faults(row=5.0), cut_at=2, **SHAPE)) for seed in range(3)]
+    found = [simulate(Scenario(seed=seed, faults=FaultRates(row=5.0), cut_at=2, **SHAPE)) for seed in range(3)]
     assert sum(result.attempts_failed for result in found) > 0
     assert all(result.version == 12 for result in found)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.simulation import Faults, Scenario, simulate
+from asyncrl.simulation.scenarios import FaultRates, Scenario, simulate
 
 SEEDS = 200
 Draw = Callable[[int], Scenario]
@@ -48,12 +48,12 @@ def test_another_seed_gives_another_history() -> None:
 
 def test_the_history_is_the_same_in_another_process() -> None:
     code = (
-        "from asyncrl.simulation import *; "
-        "print(simulate(Scenario(steps=3, seed=7, faults=Faults(generation=20, reward=20))).digest)"
+        "from asyncrl.simulation.scenarios import *; "
+        "print(simulate(Scenario(steps=3, seed=7, faults=FaultRates(generation=20, reward=20))).digest)"
     )
     python = [sys.executable, "-c", code]
     elsewhere = subprocess.run(python, capture_output=True, text=True, check=True, timeout=60)
-    here = simulate(Scenario(steps=3, seed=7, faults=Faults(generation=20, reward=20))).digest
+    here = simulate(Scenario(steps=3, seed=7, faults=FaultRates(generation=20, reward=20))).digest
     assert elsewhere.stdout.strip() == here
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 from watching import dead, pid_of, wait_until
 
-from asyncrl.checkpoint import Manifest, commit
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
+from asyncrl.controller import session
+from asyncrl.controller.journal.checkpoints import Manifest, commit
+from asyncrl.controller.journal.ledger import Journal
 from asyncrl.deploy import cli, run
-from asyncrl.fleet import ServiceSpec
-from asyncrl.ledger import Journal
+from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.contracts import Generation, Reward, Training
 from asyncrl.protocols.messages import Checkpointed
 
@@ -68,7 +69,7 @@ def standin_specs(config: Config, **asked: object) -> list[ServiceSpec]:
 
 
 if __name__ == "__main__":
-    run.commit = faulty_commit
+    session.commit = faulty_commit
     if FAULTS.get("standins"):
         run.prepare, run.service_specs = no_model, standin_specs
     sys.exit(cli.main())

@@ -2,18 +2,22 @@
 
 import asyncio
 import os
+import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
+from asyncrl.config.schema import Config
+from asyncrl.deploy.process.fork_client import Forks
+from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.errors import ConfigError
+from asyncrl.fleet.worker.service import Service
 from asyncrl.protocols.batch import Batch, BatchRef, Place, RowRef
 from asyncrl.protocols.contracts import Contract, Idempotent, Lane, Training, endpoint
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL
-from asyncrl.service import Service
 
 
 class Echo(Contract):
@@ -35,6 +39,11 @@ class Echo(Contract):
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
     async def pids(self) -> list[int]:
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
+    async def dice(self) -> list[list[float]]:
+        """The first random numbers of Python and of numpy."""
         raise NotImplementedError
 
     @endpoint(ONE_OF)
@@ -97,6 +106,9 @@ class EchoService(Service, Echo):
     async def pids(self) -> list[int]:
         return [os.getpid()]
 
+    async def dice(self) -> list[list[float]]:
+        return [[random.random(), float(np.random.random())]]
+
     async def fail(self) -> None:
         raise KeyError("nothing under that name")
 
@@ -137,3 +149,13 @@ class Trainer(Training):
 class TrainerService(Service, Trainer):
     async def pids(self) -> list[int]:
         return [os.getpid()]
+
+
+@contextmanager
+def forks_without_torch(config: Config, say: Callable[[str], None] = print, *modules: str) -> Iterator[Forks | None]:
+    """Starts the processes that workers are forked from, like `forks_of`, with other modules than torch."""
+    if config.fleet.start == "spawn":
+        yield None
+        return
+    with Forks(worker_environment(config, os.environ), modules, config.fleet.start_deadline, say) as forks:
+        yield forks

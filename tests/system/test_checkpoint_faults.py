@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.checkpoint import FAULT_POINTS
-from asyncrl.models import prepare
-from asyncrl.settings import load
+from asyncrl.config.sources import load
+from asyncrl.controller.journal.checkpoints import FAULT_POINTS
+from asyncrl.engines.models.model_folder import prepare
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

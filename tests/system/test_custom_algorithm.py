@@ -1,4 +1,4 @@
-"""Pages of the user's own on real fleets: as documented, by name, resumed, failing and stalling."""
+"""Algorithms of the user's own on real fleets: as documented, by name, resumed, failing and stalling."""
 
 import os
 import re
@@ -9,47 +9,47 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.audit import audit
-from asyncrl.settings import read
-from asyncrl.telemetry.metrics import read_metrics
+from asyncrl.config.sources import read
+from asyncrl.controller.journal.audit import audit
+from asyncrl.telemetry.metrics_file import read_metrics
 
 pytestmark = [pytest.mark.fleet, pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 CLI = (sys.executable, "-m", "asyncrl.deploy.cli")
 EXAMPLE = next(
     block
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/algorithms.md").read_text(), re.DOTALL)
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/algorithms/own.md").read_text(), re.DOTALL)
     if "asyncrl.train(" in block
 )
-PAGES = """
+ALGORITHMS = """
 import os
 from asyncio import Event
-from asyncrl import Page
+from asyncrl import Algorithm
 from asyncrl.algorithms import grpo
 
 
-async def roll_out(fleet, gate, group):
-    if os.environ.get("BREAK") == "raise" and gate.version == 2:
+async def roll_out(fleet, control, group):
+    if os.environ.get("BREAK") == "raise" and control.version == 2:
         raise KeyError("my own mistake")
     if os.environ.get("BREAK") == "wait":
         await Event().wait()
     if os.environ.get("BREAK") == "drop":
         async for samples in fleet.generation.generate(group.prompts):
-            gate.generated(samples)
-            gate.drop(samples, "all")
+            control.generated(samples)
+            control.drop(samples, "all")
         return
-    await grpo.roll_out(fleet, gate, group)
+    await grpo.roll_out(fleet, control, group)
 
 
-PAGE = Page(roll_out, grpo.train)
+ALGORITHM = Algorithm(roll_out, grpo.train)
 """
 SCRIPT = """
-import asyncrl, pages
+import asyncrl, algorithms
 asyncrl.train(
     model="runs/best-and-worst/model",
-    prompts="asyncrl.tasks.reverse:training",
+    prompts="asyncrl.tasks.builtin.reverse:training",
     reward="exact_match",
-    algorithm=pages.PAGE,
+    algorithm=algorithms.ALGORITHM,
     steps=4,
     run_dir="runs/RUN",
     task={"prompts_per_step": 2, "samples_per_prompt": 2},
@@ -89,7 +89,7 @@ def shown(project: Path) -> str:
     return run(sys.executable, "example.py", cwd=project)
 
 
-def test_the_documented_page_has_30_lines_and_runs_as_written(shown: str, project: Path) -> None:
+def test_the_documented_algorithm_has_30_lines_and_runs_as_written(shown: str, project: Path) -> None:
     assert len(EXAMPLE.splitlines()) <= 30
     directory = project / "runs/best-and-worst"
     lines = read_metrics(directory / "metrics.jsonl")
@@ -97,24 +97,27 @@ def test_the_documented_page_has_30_lines_and_runs_as_written(shown: str, projec
     assert float(shown.splitlines()[-1]) == lines[-1]["data/dropped/middling"] > 0
     found = audit(directory)
     assert found.ok, str(found)
-    assert "the page has no importable name: only the same call resumes this run" in shown
+    assert "the algorithm has no importable name: only the same call resumes this run" in shown
 
 
-def test_a_run_whose_page_only_python_has_is_resumed_there(shown: str, project: Path) -> None:
+def test_a_run_whose_algorithm_only_python_has_is_resumed_there(shown: str, project: Path) -> None:
     told = run(*CLI, "run", "--run-dir", "runs/best-and-worst", cwd=project, code=2)
     assert "was started from Python with" in told
-    assert "a page that cannot be imported: resume it there, with the same call" in told
+    assert "an algorithm that cannot be imported: resume it there, with the same call" in told
 
 
-def test_a_page_that_raises_ends_the_run_and_mended_it_goes_on_by_its_name(shown: str, project: Path) -> None:
-    (project / "pages.py").write_text(PAGES)
+def test_an_algorithm_that_raises_ends_the_run_and_mended_it_goes_on_by_its_name(shown: str, project: Path) -> None:
+    (project / "algorithms.py").write_text(ALGORITHMS)
     (project / "raises.py").write_text(SCRIPT.replace("RUN", "raises"))
     told = run(sys.executable, "raises.py", cwd=project, code=1, BREAK="raise")
-    line = next(number for number, text in enumerate(PAGES.splitlines(), 1) if "raise KeyError" in text)
-    assert f"roll_out of pages:PAGE raised KeyError: 'my own mistake' ({project}/pages.py, line {line})" in told
+    line = next(number for number, text in enumerate(ALGORITHMS.splitlines(), 1) if "raise KeyError" in text)
+    assert (
+        f"roll_out of algorithms:ALGORITHM raised KeyError: 'my own mistake' ({project}/algorithms.py, line {line})"
+        in told
+    )
     assert "Resume with: the same call with run_dir=runs/raises" in told
     directory = project / "runs/raises"
-    assert read(directory / "config.toml").algorithm.page == "pages:PAGE"
+    assert read(directory / "config.toml").algorithm.custom == "algorithms:ALGORITHM"
     assert audit(directory).ok
 
     told = run(*CLI, "run", "--run-dir", "runs/raises", cwd=project)
@@ -123,11 +126,13 @@ def test_a_page_that_raises_ends_the_run_and_mended_it_goes_on_by_its_name(shown
     assert audit(directory).ok, str(audit(directory))
 
 
-def test_a_page_that_drops_everything_ends_the_run(shown: str, project: Path) -> None:
-    (project / "pages.py").write_text(PAGES)
+def test_an_algorithm_that_drops_everything_ends_the_run(shown: str, project: Path) -> None:
+    (project / "algorithms.py").write_text(ALGORITHMS)
     (project / "drops.py").write_text(SCRIPT.replace("RUN", "drops"))
     told = run(sys.executable, "drops.py", cwd=project, code=1, BREAK="drop")
-    assert re.search(r"roll_out of pages:PAGE: \d+ samples were dropped as 'all' and none trained since step 0: ", told)
+    assert re.search(
+        r"roll_out of algorithms:ALGORITHM: \d+ samples were dropped as 'all' and none trained since step 0: ", told
+    )
     assert "Resume with: the same call with run_dir=runs/drops" in told
     assert audit(project / "runs/drops").ok
 
@@ -135,8 +140,8 @@ def test_a_page_that_drops_everything_ends_the_run(shown: str, project: Path) ->
     assert [line["step"] for line in read_metrics(project / "runs/drops/metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_a_page_that_waits_for_ever_is_named_by_the_watchdog(shown: str, project: Path) -> None:
-    (project / "pages.py").write_text(PAGES)
+def test_an_algorithm_that_waits_for_ever_is_named_by_the_watchdog(shown: str, project: Path) -> None:
+    (project / "algorithms.py").write_text(ALGORITHMS)
     (project / "waits.py").write_text(SCRIPT.replace("RUN", "waits"))
     command, environ = [sys.executable, "waits.py"], {**os.environ, **variables(project), "BREAK": "wait"}
     with subprocess.Popen(command, cwd=project, env=environ, stdout=subprocess.PIPE, text=True) as process:
@@ -148,9 +153,9 @@ def test_a_page_that_waits_for_ever_is_named_by_the_watchdog(shown: str, project
                 process.send_signal(signal.SIGINT)
                 break
         process.communicate(timeout=60)
-    line = next(number for number, text in enumerate(PAGES.splitlines(), 1) if "Event().wait()" in text)
+    line = next(number for number, text in enumerate(ALGORITHMS.splitlines(), 1) if "Event().wait()" in text)
     shown_lines = [text.strip() for text in told if "roll_out of group" in text]
     assert shown_lines == [
-        f"roll_out of group 0 has not ended for members (0, 1); waits in {project}/pages.py, line {line}"
+        f"roll_out of group 0 has not ended for members (0, 1); waits in {project}/algorithms.py, line {line}"
     ]
-    assert any("the page, at version 0: samples" in text for text in told)
+    assert any("the algorithm, at version 0: samples" in text for text in told)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.audit import audit
-from asyncrl.models import prepare
-from asyncrl.settings import load
+from asyncrl.config.sources import load
+from asyncrl.controller.journal.audit import audit
+from asyncrl.engines.models.model_folder import prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
 from watching import PATIENCE, dead, pid_of, wait_until
@@ -121,7 +121,7 @@ def test_one_command_resumes_when_what_learns_is_killed_or_a_critic_hangs(
         code, shown = ended(process)
     assert code == 0, shown
     assert "resuming" in shown
-    assert last_metrics(run_dir)["epoch"] == 1
+    assert last_metrics(run_dir)["incarnation"] == 1
     assert last_metrics(run_dir).get("critic/updates", 0) == service.endswith("critic")
     assert last_metrics(run_dir).get("cost_critic/updates", 0) == (service == "cost_critic")
     audited(run_dir)

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.bench.overhead import STAGES, WARM, emulated_run
+from asyncrl.bench.overhead.overhead import STAGES, WARM, emulated_run
 
 pytestmark = pytest.mark.fleet
 
 
-def test_emulated_stages_run_and_sleep_as_long_as_they_were_told(tmp_path: Path) -> None:
+def test_emulated_stages_run_and_sleep_as_long_as_configured(tmp_path: Path) -> None:
     asked = dict(zip(STAGES, (0.02, 0.01, 0.01, 0.02), strict=True))
     found = emulated_run((0.02, 0.01, 0.01, 0.02), WARM + 4, tmp_path)
     assert set(found.slept) == set(STAGES)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.deploy.exhaustion import OWN_DESCRIPTORS, WORKERS_DESCRIPTORS
-from asyncrl.deploy.interrupts import STOPPING
-from asyncrl.models import prepare
-from asyncrl.settings import load
-from asyncrl.supervisor import STOP_STAGES
-from asyncrl.warmup import build_model, build_tokenizer
+from asyncrl.config.sources import load
+from asyncrl.deploy.checks.resource_limits import OWN_DESCRIPTORS, WORKERS_DESCRIPTORS
+from asyncrl.deploy.process.interrupts import STOPPING
+from asyncrl.engines.models.model_folder import prepare
+from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
+from asyncrl.fleet.supervisor import STOP_STAGES
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -65,7 +65,7 @@ def test_a_reward_worker_that_stops_for_good_is_replaced_and_no_group_is_blamed(
         stuck = stopped_for_good(run, process, "reward")
         wait_until(lambda: dead(stuck), "the death of the reward worker", 15.0)
         assert process.wait(PATIENCE) == 0, run.shown
-    assert run.shown.count("has said nothing for 5 s, not even how it is; it is killed and started again") == 1
+    assert run.shown.count("has answered no call for 5 s, not even for its health; it is killed and started again") == 1
     assert "poison" not in run.shown
     run.audited()
     run.leaves_nothing()
@@ -210,7 +210,7 @@ def test_with_full_shared_memory_rows_travel_as_frames(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", STEPS, wrapper=small_shared_memory("16k"))
     assert run.to_its_end() == 0, run.shown
     logs = [path.read_text() for path in (run.directory / "logs").glob("generation*.out")]
-    assert any("rows travel as frames" in log for log in logs)
+    assert any("rows are sent as frames" in log for log in logs)
     run.audited()
     run.leaves_nothing()
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config, Fleet, Model, Task
-from asyncrl.deploy.local import LocalLauncher
+from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
+from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError
-from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
-from asyncrl.handle import connect
-from asyncrl.launch import RunFacts
+from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.fleet.handle import make_handle
+from asyncrl.fleet.worker.worker_spec import RunFacts
+from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.protocols.messages import PromptGroup
-from asyncrl.wire.auth import CurveKeys
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -37,7 +37,9 @@ def start(request: Any, tmp_path: Path, monkeypatch: Any) -> Start:
     async def started(
         replicas: int = 1, watchdog: float = 60.0, report: Callable[[str], None] = print, **options: Any
     ) -> AsyncIterator[RunningFleet]:
-        config = Config(model=Model(name="none"), task=Task(prompts="none"), fleet=Fleet(watchdog=watchdog))
+        config = Config(
+            model=ModelConfig(name="none"), task=TaskConfig(prompts="none"), fleet=FleetConfig(watchdog=watchdog)
+        )
         keys = CurveKeys.fresh()
         facts = RunFacts(
             secrets.token_hex(4), str(tmp_path), str(tmp_path), 0, "none", config, curve=(keys.public, keys.secret)
@@ -133,7 +135,7 @@ async def test_a_call_without_an_answer_ends_at_its_deadline(start: Start) -> No
     """Caller and worker both keep it, and either may be the first to say so."""
     async with start() as running:
         with pytest.raises(DeadlineExceeded, match=r"echo0\[0\] did not answer wait|wait was still running"):
-            await connect(Echo, running.workers["echo"], 0.1).wait()
+            await make_handle(Echo, running.workers["echo"], 0.1).wait()
 
 
 async def test_the_watchdog_names_who_holds_what(start: Start) -> None:
@@ -141,10 +143,10 @@ async def test_the_watchdog_names_who_holds_what(start: Start) -> None:
     async with start(replicas=2, watchdog=0.2, report=told.put_nowait) as running:
         waiting = asyncio.ensure_future(running.handle("echo", Echo).wait())
         async with asyncio.timeout(10):
-            while "held by" not in (text := await told.get()):
+            while "has not answered" not in (text := await told.get()):
                 pass
-        assert "Longest outstanding: wait, held by echo0.0" in text
-        assert "does wait for" in text
+        assert "outstanding for longest is wait: echo0.0" in text
+        assert "runs wait for" in text
         assert "echo1.0" in text
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -153,7 +155,7 @@ async def test_the_watchdog_names_who_holds_what(start: Start) -> None:
 async def test_services_may_live_in_both_places_at_once(tmp_path: Path, monkeypatch: Any) -> None:
     """A service in this process may be any callable, and reads rows that another process made."""
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    config = Config(model=Model(name="none"), task=Task(prompts="none"))
+    config = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"))
     facts = RunFacts(secrets.token_hex(4), str(tmp_path), str(tmp_path), 0, "none", config)
     specs = [
         ServiceSpec("there", Echo, "standins:EchoService"),

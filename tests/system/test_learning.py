@@ -8,14 +8,15 @@ from statistics import fmean
 
 import pytest
 
-from asyncrl.audit import audit
-from asyncrl.deploy.run import Order, run
-from asyncrl.models import prepare
-from asyncrl.rundir import RunDirectory
-from asyncrl.settings import load
+from asyncrl.config.sources import load
+from asyncrl.controller.journal.audit import audit
+from asyncrl.deploy.run import run
+from asyncrl.deploy.run_request import RunRequest
+from asyncrl.engines.models.model_folder import prepare
 from asyncrl.telemetry.display import LineDisplay
-from asyncrl.telemetry.metrics import read_metrics
-from asyncrl.telemetry.samples import read_samples
+from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.samples_file import read_samples
 
 pytestmark = [pytest.mark.fleet, pytest.mark.slow, pytest.mark.timeout(400)]
 LAST = 10
@@ -30,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(model: Path, run_dir: Path, *flags: str) -> RunDirectory:
     config = load("quickstart", ["--model.name", str(model), *flags]).config
-    directory = asyncio.run(run(Order(config, run_dir, LineDisplay(io.StringIO(), config.steps), "the same")))
+    directory = asyncio.run(run(RunRequest(config, run_dir, LineDisplay(io.StringIO(), config.steps), "the same")))
     assert audit(directory.path).ok, str(audit(directory.path))
     return directory
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.bench.learning_child import Child, RunFailed
-from asyncrl.bench.learning_grid import Case
-from asyncrl.bench.learning_run import POINTS, run_case
+from asyncrl.bench.learning.case_run import POINTS, run_case
+from asyncrl.bench.learning.grid import Case
+from asyncrl.bench.learning.training_child import RunFailed, TrainingChild
 
 pytestmark = [pytest.mark.fleet, pytest.mark.slow, pytest.mark.timeout(400)]
 EVALUATION = {"evaluate.samples": 2, "evaluate.temperature": 1.0, "evaluate.size": 16}
@@ -20,12 +20,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Iterator[Child]:
-    with Child(tmp_path / "said.txt") as child:
+def child(tmp_path: Path) -> Iterator[TrainingChild]:
+    with TrainingChild(tmp_path / "log.txt") as child:
         yield child
 
 
-def test_a_case_is_trained_as_it_says(folder: Path, child: Child) -> None:
+def test_a_case_is_trained_as_it_says(folder: Path, child: TrainingChild) -> None:
     outcome = run_case(Case("quickstart", "drop", 1, 3, {"staleness.policy": "drop"}), DEFAULTS, 0.01, folder, child)
     assert outcome.steps == 24
     assert outcome.staleness_max == 1
@@ -38,17 +38,17 @@ def test_a_case_is_trained_as_it_says(folder: Path, child: Child) -> None:
     assert [path.name for path in folder.iterdir()] == ["models"]
 
 
-def test_a_case_that_cannot_run_says_why(folder: Path, child: Child) -> None:
+def test_a_case_that_cannot_run_says_why(folder: Path, child: TrainingChild) -> None:
     with pytest.raises(RunFailed, match=r"training\.learning_rate"):
         run_case(Case("quickstart", "wrong", 1, 3, {"training.learning_rate": -1}), DEFAULTS, 0.8, folder, child)
     assert [path.name for path in folder.iterdir()] == ["models"]
 
 
 def test_a_process_trains_one_case_after_the_other_and_is_replaced_after_one_that_failed(
-    folder: Path, child: Child
+    folder: Path, child: TrainingChild
 ) -> None:
     case = Case("quickstart", "grpo", 1, 3, {"fleet.wire": "inproc", "steps": 6})
     assert run_case(case, DEFAULTS, 0.8, folder, child).steps == 6
-    with pytest.raises(RunFailed, match="not done within 0 s"):
-        child.train({"model": "nowhere"}, patience=0.0)
+    with pytest.raises(RunFailed, match="did not end within 0 s"):
+        child.train({"model": "nowhere"}, deadline=0.0)
     assert run_case(case, DEFAULTS, 0.8, folder, child).steps == 6

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.settings import load
-from asyncrl.telemetry.metrics import missing_metrics, read_metrics, unknown_metrics
+from asyncrl.config.sources import load
+from asyncrl.telemetry.metrics_file import missing_metrics, read_metrics, unknown_metrics
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

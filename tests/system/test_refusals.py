@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from asyncrl.warmup import build_model, build_tokenizer
+from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(120)]
 
@@ -65,7 +65,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (["--task.prompts", "blank.jsonl"], "blank.jsonl, row 0: a prompt is text that is not empty"),
         (["--task.prompts", "wide.jsonl"], "row 0: the prompt has 200 tokens, and with generation.max_new_tokens = 64"),
-        (["--generation.max_new_tokens", "256"], "generation.max_new_tokens = 256 leaves no room for a prompt"),
+        (
+            ["--generation.max_new_tokens", "256"],
+            "generation.max_new_tokens: 256 new tokens leave no room",
+        ),
         (["--model.name", "forgets", "--task.prompts", "talk.jsonl"], "changes a part of message 2 (assistant)"),
         (
             ["--model.name", "fails", "--task.prompts", "talk.jsonl"],
@@ -74,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--algorithm.preset", "grop"], "did you mean grpo?"),
         (["--algorithm.preset", "gspo", "--algorithm.aggregation", "token_mean"], "gspo has one term a sequence"),
         (["--algorithm.preset", "ppo", "--algorithm.dynamic_sampling", "true"], "equal rewards are a signal too"),
-        (["--critic.learning_rate", "1e-4"], 'advantage = "group_mean" has no critic'),
+        (["--cost.limit", "1"], 'nothing reads it with constraint = "none"'),
         (["--reward.functions", '[{use = "numeric", weight = 0}]'], "the weights, 0, sum to 0"),
         (["--reward.functions", "mine.py:rihgt"], "did you mean right?"),
         (["--reward.functions", "mine.py:right"], "missing_module"),

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl.deploy.run import Order, run
-from asyncrl.settings import load
+from asyncrl.config.sources import load
+from asyncrl.deploy.run import run
+from asyncrl.deploy.run_request import RunRequest
+from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from asyncrl.telemetry.display import open_display
-from asyncrl.telemetry.metrics import read_metrics
-from asyncrl.telemetry.samples import read_samples
-from asyncrl.warmup import build_model, build_tokenizer
+from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.samples_file import read_samples
 
 STEPS = 3
 
@@ -51,7 +52,7 @@ async def history(model: Path, place: Path, replicas: int, slots: int) -> tuple[
         "telemetry.trace": False,
         "evaluate.prompts": "",
     }
-    directory = await run(Order(load(None, (), {}, values).config, place / "run", open_display(STEPS), "again"))
+    directory = await run(RunRequest(load(None, (), {}, values).config, place / "run", open_display(STEPS), "again"))
     samples = [(s.step, s.group, s.member, s.text, s.tokens, s.trained) for s in read_samples(directory.samples)]
     return sorted(samples), [line["grad_norm"] for line in read_metrics(directory.metrics)]
 

@@ -11,16 +11,17 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from asyncrl.audit import audit
-from asyncrl.checkpoint import MANIFEST
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
+from asyncrl.controller.journal.audit import audit
+from asyncrl.controller.journal.checkpoints import MANIFEST
 from asyncrl.deploy.evaluate import evaluate_run
-from asyncrl.deploy.run import Order, run
+from asyncrl.deploy.run import run
+from asyncrl.deploy.run_request import RunRequest
 from asyncrl.errors import ConfigError
-from asyncrl.rundir import RunDirectory
 from asyncrl.telemetry.display import LineDisplay
-from asyncrl.telemetry.metrics import read_metrics
-from asyncrl.telemetry.samples import read_samples
+from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.samples_file import read_samples
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(200)]
 
@@ -90,7 +91,7 @@ def config(policy: Path, judges: Path, preset: str, **sections: Any) -> Config:
 
 
 async def trained(settings: Config, run_dir: Path) -> RunDirectory:
-    directory = await run(Order(settings, run_dir, LineDisplay(io.StringIO(), settings.steps), "the same"))
+    directory = await run(RunRequest(settings, run_dir, LineDisplay(io.StringIO(), settings.steps), "the same"))
     assert audit(directory.path).ok, str(audit(directory.path))
     return directory
 

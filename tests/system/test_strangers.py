@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from asyncrl.lanes.control.auth import CurveKeys
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.server import Server
+from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.protocols.messages import PROTOCOL, Call, Hello
-from asyncrl.wire.auth import CurveKeys
-from asyncrl.wire.host import Host
-from asyncrl.wire.link import Link
-from asyncrl.wire.socket import ZmqWire
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -30,7 +30,7 @@ MEGABYTE = 1 << 20
 
 
 @asynccontextmanager
-async def worker(address: str) -> AsyncIterator[tuple[Host, Link, str]]:
+async def worker(address: str) -> AsyncIterator[tuple[Server, Client, str]]:
     """One that echoes, a link to it, and where it listens."""
 
     async def echo(call: Call) -> Any:
@@ -38,10 +38,10 @@ async def worker(address: str) -> AsyncIterator[tuple[Host, Link, str]]:
 
     wire = ZmqWire(CurveKeys.fresh())
     listener = wire.listen(address)
-    host = Host(listener, echo, CONTROLLER)
+    host = Server(listener, echo, CONTROLLER)
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(host.serve())
-        async with Link(wire.connect(listener.address), CONTROLLER, "worker") as link:
+        async with Client(wire.connect(listener.address), CONTROLLER, "worker") as link:
             yield host, link, listener.address
         serving.cancel()
     wire.close()
@@ -65,7 +65,7 @@ async def test_no_speech_of_a_stranger_gets_in_or_stays_in_memory(scheme: str) -
             for number, speech in enumerate([*SPEECHES, *SPEECHES]):
                 await asyncio.to_thread(speak, connect, speech)
                 assert await link.call("echo", (number,), 5.0) == number
-            assert host.strangers == 0
+            assert host.refused == 0
             assert resident() - before < 16 * MEGABYTE
 
 

@@ -11,45 +11,58 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from asyncrl.config import Config, Model, Task
-from asyncrl.deploy.local import LocalLauncher
+from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
+from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.errors import FleetFailed, PeerLost
-from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
-from asyncrl.launch import RunFacts
-from asyncrl.wire.ends import Signal
+from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
+from asyncrl.fleet.worker.worker_spec import RunFacts
+from asyncrl.lanes.control.wire import Wakeup
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from standins import Echo, Trainer  # noqa: E402
+from standins import Echo, Trainer, forks_without_torch  # noqa: E402
 from watching import dead, wait_until, workers_of  # noqa: E402
 
 pytestmark = pytest.mark.fleet
 
 
+Start = Literal["fork", "spawn"]
+
+
 @pytest.fixture(autouse=True)
 def _standins_can_be_imported(monkeypatch: Any) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
 
 
-def facts_at(run_dir: Path) -> RunFacts:
-    config = Config(model=Model(name="none"), task=Task(prompts="none"))
+@pytest.fixture(params=["fork", "spawn"])
+def start(request: pytest.FixtureRequest) -> Start:
+    """How workers are started; whatever happens to them then must not depend on it."""
+    return "fork" if request.param == "fork" else "spawn"
+
+
+def facts_at(run_dir: Path, start: Start) -> RunFacts:
+    config = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"), fleet=FleetConfig(start=start))
     return RunFacts(secrets.token_hex(4), str(run_dir), str(run_dir), 0, "none", config)
 
 
 @asynccontextmanager
 async def fleet_in(
-    tmp_path: Path, report: Callable[[str], None] = print, **options: Any
+    tmp_path: Path, start: Start, report: Callable[[str], None] = print, **options: Any
 ) -> AsyncIterator[RunningFleet]:
-    facts = facts_at(tmp_path)
+    facts = facts_at(tmp_path, start)
     specs = [
         ServiceSpec("echo", Echo, "standins:EchoService", replicas=2, options=options),
         ServiceSpec("training", Trainer, "standins:TrainerService"),
     ]
-    with LocalLauncher(facts.run) as launcher:
+    with (
+        forks_without_torch(facts.config, report) as forks,
+        LocalLauncher(facts.run, forks=forks) as launcher,
+    ):
         async with running_fleet(specs, facts, launcher=launcher, report=report, resume="asyncrl run x") as running:
             yield running
 
@@ -58,12 +71,18 @@ def processes_of(run_dir: Path) -> dict[str, int]:
     return {f"{service}{replica}": pid for (service, replica, _), pid in workers_of(run_dir).items()}
 
 
-async def test_a_killed_worker_fails_its_calls_at_once_and_comes_back(tmp_path: Path) -> None:
-    async with fleet_in(tmp_path) as running, asyncio.timeout(30):
-        echo, back = running.handle("echo", Echo), Signal()
+async def test_a_killed_worker_fails_its_calls_at_once_and_comes_back(start: Start, tmp_path: Path) -> None:
+    async with fleet_in(tmp_path, start) as running, asyncio.timeout(30):
+        echo, back = running.handle("echo", Echo), Wakeup()
         lost: list[tuple[str, str]] = []
-        running.on_lost.append(lambda service, instance, why: lost.append((instance, why)))
-        running.on_lives.append(lambda service, instance: back.wake())
+
+        def note(event: FleetEvent) -> None:
+            if isinstance(event, WorkerLost):
+                lost.append((event.instance, event.reason))
+            elif isinstance(event, WorkerStarted):
+                back.wake()
+
+        running.subscribers.append(note)
         back_again = asyncio.ensure_future(back.wait())
         waiting = [asyncio.ensure_future(echo.wait()) for _ in range(2)]
         before = processes_of(tmp_path)
@@ -89,34 +108,44 @@ async def test_a_killed_worker_fails_its_calls_at_once_and_comes_back(tmp_path: 
         await asyncio.wait(waiting)
 
 
-async def test_an_instance_can_be_killed_and_is_said_to_be_gone_once_it_is(tmp_path: Path) -> None:
-    async with fleet_in(tmp_path) as running, asyncio.timeout(30):
-        told: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
+async def test_an_instance_can_be_killed_and_is_said_to_be_gone_once_it_is(start: Start, tmp_path: Path) -> None:
+    async with fleet_in(tmp_path, start) as running, asyncio.timeout(30):
+        cleaned_up: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
         pid = processes_of(tmp_path)["echo1"]
-        running.on_gone.append(lambda service, instance: told.put_nowait((instance, not dead(pid))))
+
+        def note(event: FleetEvent) -> None:
+            if isinstance(event, WorkerCleanedUp):
+                cleaned_up.put_nowait((event.instance, not dead(pid)))
+
+        running.subscribers.append(note)
         victim = running.workers["echo"].worker(1, 0).instance
         running.kill(victim)
-        assert await told.get() == (victim, False)
+        assert await cleaned_up.get() == (victim, False)
 
 
-async def test_a_call_waits_for_a_replica_when_all_are_dead(tmp_path: Path) -> None:
-    async with fleet_in(tmp_path) as running, asyncio.timeout(30):
+async def test_a_call_waits_for_a_replica_when_all_are_dead(start: Start, tmp_path: Path) -> None:
+    async with fleet_in(tmp_path, start) as running, asyncio.timeout(30):
         gone = asyncio.Barrier(3)
-        running.on_lost.append(lambda service, instance, why: waits.append(asyncio.ensure_future(gone.wait())))
         waits: list[asyncio.Future[int]] = []
+
+        def note(event: FleetEvent) -> None:
+            if isinstance(event, WorkerLost):
+                waits.append(asyncio.ensure_future(gone.wait()))
+
+        running.subscribers.append(note)
         for name, pid in processes_of(tmp_path).items():
             if name.startswith("echo"):
                 os.kill(pid, signal.SIGKILL)
         await gone.wait()
-        assert not any(worker.lives for worker in running.workers["echo"])
+        assert not any(worker.alive for worker in running.workers["echo"])
         assert (await running.handle("echo", Echo).echo("still")).startswith("still")
 
 
-async def test_the_trainers_death_ends_the_fleet_and_names_the_command(tmp_path: Path) -> None:
+async def test_the_trainers_death_ends_the_fleet_and_names_the_command(start: Start, tmp_path: Path) -> None:
     pids: dict[str, int] = {}
 
     async def run() -> None:
-        async with asyncio.timeout(30), fleet_in(tmp_path) as running:
+        async with asyncio.timeout(30), fleet_in(tmp_path, start) as running:
             pids.update(processes_of(tmp_path))
             os.kill(pids["training0"], signal.SIGKILL)
             await running.handle("echo", Echo).wait()
@@ -127,15 +156,20 @@ async def test_the_trainers_death_ends_the_fleet_and_names_the_command(tmp_path:
     assert not [pid for pid in pids.values() if not dead(pid)]
 
 
-async def test_a_worker_that_dies_while_it_starts_ends_the_fleet_with_its_last_words(tmp_path: Path) -> None:
+async def test_a_worker_that_dies_while_it_starts_ends_the_fleet_with_its_last_words(
+    start: Start, tmp_path: Path
+) -> None:
     with pytest.raises(FleetFailed, match="exited with status 7"):
-        async with asyncio.timeout(30), fleet_in(tmp_path, dies=True):
+        async with asyncio.timeout(60), fleet_in(tmp_path, start, dies=True):
             pytest.fail("it started")
 
 
-async def test_a_worker_that_dies_before_the_fleet_is_handed_over_is_named_too(tmp_path: Path) -> None:
+async def test_a_worker_that_dies_before_the_fleet_is_handed_over_is_named_too(start: Start, tmp_path: Path) -> None:
     said: list[str] = []
-    async with asyncio.timeout(30), fleet_in(tmp_path, said.append, dies_unless=str(tmp_path / "died")) as running:
+    async with (
+        asyncio.timeout(30),
+        fleet_in(tmp_path, start, said.append, dies_unless=str(tmp_path / "died")) as running,
+    ):
         assert await running.handle("echo", Echo).echo("hello")
     assert [re.sub("-0-[0-9a-f]{8}", "", line).partition(" (output")[0] for line in said] == [
         "lost echo0.0: exited with status 7"
@@ -143,8 +177,8 @@ async def test_a_worker_that_dies_before_the_fleet_is_handed_over_is_named_too(t
     assert said[0].endswith("; it is started again")
 
 
-async def test_a_stuck_event_loop_does_not_keep_a_worker_alive(tmp_path: Path) -> None:
-    async with fleet_in(tmp_path) as running:
+async def test_a_stuck_event_loop_does_not_keep_a_worker_alive(start: Start, tmp_path: Path) -> None:
+    async with fleet_in(tmp_path, start) as running:
         pids = processes_of(tmp_path)
         os.kill(pids["echo0"], signal.SIGSTOP)
         ending = asyncio.get_running_loop().time()
@@ -154,17 +188,27 @@ async def test_a_stuck_event_loop_does_not_keep_a_worker_alive(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_no_worker_outlives_its_controller(tmp_path: Path, how: signal.Signals) -> None:
+def test_no_worker_outlives_its_controller(start: Start, tmp_path: Path, how: signal.Signals) -> None:
     run = secrets.token_hex(4)
-    program = [sys.executable, str(HERE / "fleet_parent.py"), run, str(tmp_path)]
+    program = [sys.executable, str(HERE / "fleet_parent.py"), run, str(tmp_path), start]
     parent = subprocess.Popen(program, stderr=subprocess.DEVNULL, start_new_session=True)
     wait_until((tmp_path / "up").exists, "the fleet", 30)
     pids = list(processes_of(tmp_path).values())
     assert not any(map(dead, pids))
+    forked_from = descendants(parent.pid) - set(pids)
+    if how == signal.SIGKILL:
+        os.kill(pids[0], signal.SIGSTOP)  # Its loop sees no end of file.
     parent.send_signal(how)
     parent.wait(20)
     wait_until(lambda: all(map(dead, pids)), "the workers to end with their parent", 5)
+    wait_until(lambda: all(map(dead, forked_from)), "what they were forked from to end, too", 5)
     wait_until(lambda: not left_by(run), lambda: f"the end of {left_by(run)}", 5)
+
+
+def descendants(pid: int) -> set[int]:
+    """Children and theirs."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(child) for child in children}.union(*(descendants(int(child)) for child in children))
 
 
 def left_by(run: str) -> list[Path]:
@@ -173,6 +217,7 @@ def left_by(run: str) -> list[Path]:
 
 
 def test_a_torch_free_worker_starts_within_half_a_second_of_cpu() -> None:
-    code = "import asyncrl.deploy.worker, sys, time; assert 'torch' not in sys.modules; print(time.process_time())"
+    code = "import asyncrl.deploy.process.worker_main, sys, time; assert 'torch' not in sys.modules; "
+    code += "print(time.process_time())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert float(done.stdout) < 1.0

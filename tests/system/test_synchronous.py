@@ -7,22 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.algorithms.choice import advantages_of
-from asyncrl.config import Config
-from asyncrl.deploy.run import Order, run
-from asyncrl.engines.generation.interface import Completion, Key, Request
-from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
-from asyncrl.engines.training.critic import TorchCritic
+from asyncrl.algorithms.select import advantages_of
+from asyncrl.config.schema import Config
+from asyncrl.config.sources import load
+from asyncrl.deploy.run import run
+from asyncrl.deploy.run_request import RunRequest
+from asyncrl.engines.generation.interface import Completion, Key, SampleRequest
+from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
+from asyncrl.engines.training.batch.rows_from_columns import value_targets_of
+from asyncrl.engines.training.batch.value_targets import ValueTarget
 from asyncrl.engines.training.interface import StepOutcome, TrainRow, run_step
-from asyncrl.engines.training.rows import signals_of
-from asyncrl.engines.training.signals import Signal
-from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.engines.training.trainers.critic_trainer import CriticTrainer
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 from asyncrl.objectives.advantages import RewardedCut
 from asyncrl.protocols.seeds import group_seed, member_seed
-from asyncrl.settings import load
 from asyncrl.tasks import Draw, training_prompts
 from asyncrl.telemetry.display import LineDisplay
-from asyncrl.telemetry.metrics import missing_metrics, read_metrics, unknown_metrics
+from asyncrl.telemetry.metrics_file import missing_metrics, read_metrics, unknown_metrics
 
 STEPS = 20
 COMPARED = ("loss/policy", "grad_norm", "policy/entropy", "policy/ratio_max", "reward/mean")
@@ -52,8 +53,8 @@ def config(request: pytest.FixtureRequest) -> Config:
 def plain_loop(config: Config, model: Path) -> list[dict[str, float]]:
     """Synchronous GRPO, PPO or Safe RLHF: sample, score, train, copy weights; no controller, gate, ledger or handle."""
     generator = TorchEngine(model, EngineSettings.of(config), version=0)
-    trainer = TorchTraining(config, model)
-    critics = {signal: TorchCritic(config, model, signal) for signal in signals_of(config.algorithm)}
+    trainer = PolicyTrainer(config, model)
+    critics = {signal: CriticTrainer(config, model, signal) for signal in value_targets_of(config.algorithm)}
     draw, estimate = Draw(training_prompts(config), config.seed), advantages_of(config)
     metrics = []
     for version in range(config.steps):
@@ -75,12 +76,12 @@ def plain_loop(config: Config, model: Path) -> list[dict[str, float]]:
     return metrics
 
 
-def judged(critic: TorchCritic, signal: Signal, row: TrainRow) -> TrainRow:
+def judged(critic: CriticTrainer, signal: ValueTarget, row: TrainRow) -> TrainRow:
     (values,) = critic.values([row.prompt_ids], [row.response_ids])
-    return replace(row, cost=row.advantage, **{signal.values: values, signal.judged_at: critic.updates})
+    return replace(row, cost=row.advantage, **{signal.values: values, signal.valued_at: critic.updates})
 
 
-def learn(critic: TorchCritic, rows: list[TrainRow], version: int) -> dict[str, float]:
+def learn(critic: CriticTrainer, rows: list[TrainRow], version: int) -> dict[str, float]:
     step = critic.begin(rows, 0, version)
     while step.advance():
         pass
@@ -94,7 +95,9 @@ def sample(engine: TorchEngine, draw: Draw, groups: range, config: Config) -> di
         prompt = engine.tokenize(draw(group)[0])
         for member in range(config.task.samples_per_prompt):
             seed = member_seed(group_seed(config.seed, group), member)
-            engine.submit(Request((group, member, 0), prompt, seed, generation.temperature, generation.max_new_tokens))
+            engine.submit(
+                SampleRequest((group, member, 0), prompt, seed, generation.temperature, generation.max_new_tokens)
+            )
     while engine.active:
         done += engine.step()
     return {completion.request.key: completion for completion in done}
@@ -106,7 +109,7 @@ def train_row(done: Completion, advantage: float) -> TrainRow:
         group=group,
         member=member,
         attempt=attempt,
-        epoch=0,
+        incarnation=0,
         prompt_ids=done.request.prompt.astype(np.int64),
         response_ids=done.tokens.astype(np.int64),
         logprobs=done.logprobs,
@@ -124,7 +127,7 @@ async def test_at_limit_zero_the_fleet_equals_a_plain_loop_bit_for_bit(
 ) -> None:
     import sys
 
-    order = Order(config, tmp_path / "run", LineDisplay(sys.stdout, STEPS), "again")
+    order = RunRequest(config, tmp_path / "run", LineDisplay(sys.stdout, STEPS), "again")
     directory = await run(order)
     fleet: list[dict[str, Any]] = [dict(line) for line in read_metrics(directory.metrics)]
 

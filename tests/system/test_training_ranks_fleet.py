@@ -15,20 +15,20 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from asyncrl.config import Config
-from asyncrl.deploy.local import LocalLauncher
+from asyncrl.config.schema import Config
+from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.engines.training.interface import StepOutcome, TrainRow, run_step
-from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 from asyncrl.errors import FleetFailed
-from asyncrl.fleet import RunningFleet, ServiceSpec, running_fleet
-from asyncrl.launch import RunFacts
-from asyncrl.memory import segment_name
+from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.fleet.worker.worker_spec import RunFacts
+from asyncrl.lanes.data.row_store import SharedRows
+from asyncrl.lanes.shared_memory import segment_name
+from asyncrl.lanes.weights.arena import open_reader
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
-from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.protocols.contracts import Training
+from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.layout import Layout
-from asyncrl.rows import SharedRows
-from asyncrl.weights.arena import open_reader
 
 pytestmark = pytest.mark.fleet
 
@@ -65,7 +65,7 @@ def row(draw: np.random.Generator, version: int, index: int) -> TrainRow:
         group=4 * version + index // 4,
         member=index % 4,
         attempt=0,
-        epoch=0,
+        incarnation=0,
         prompt_ids=draw.integers(0, VOCABULARY, 5),
         response_ids=draw.integers(0, VOCABULARY, tokens),
         logprobs=draw.normal(-4, 0.3, tokens).astype(np.float32),
@@ -110,8 +110,8 @@ def left_of(run: str) -> list[Path]:
     return list(Path(tempfile.gettempdir()).glob(f"asyncrl-{run}-*"))
 
 
-def alone(model: Path) -> tuple[list[StepOutcome], TorchTraining]:
-    engine = TorchTraining(config(1), model)
+def alone(model: Path) -> tuple[list[StepOutcome], PolicyTrainer]:
+    engine = PolicyTrainer(config(1), model)
     return [run_step(engine, rows_of(version), 0, version) for version in range(VERSIONS)], engine
 
 
@@ -129,7 +129,7 @@ async def test_ranks_train_what_one_does_and_die_together(
             await answers_for_each_rank(training, ranks)
             await writes_a_checkpoint(training, ranks, link, tmp_path / "tmp-2")
             killed.append(asyncio.get_running_loop().time())
-            os.kill(running.supervisor.present["training0.1"].process.pid, signal.SIGKILL)
+            os.kill(running.supervisor.instances["training0.1"].process.pid, signal.SIGKILL)
             await training.step(cuts_of(VERSIONS, store))
 
     with pytest.raises(FleetFailed, match=r"^training0\.1 died: killed by SIGKILL\. Resume with: asyncrl run x$"):
@@ -151,7 +151,7 @@ async def trains(training: Training, expected: list[StepOutcome], store: SharedR
     return link
 
 
-async def holds(training: Training, one: TorchTraining) -> None:
+async def holds(training: Training, one: PolicyTrainer) -> None:
     """The arena has these weights, but for the order in which gradients were summed."""
     weights, published = one.named_tensors(), await training.published()
     reader = open_reader(published, one.weights_spec)

@@ -16,10 +16,10 @@ from typing import Any
 
 from watching import PATIENCE, pid_of, wait_until, workers_of
 
-from asyncrl.audit import audit
-from asyncrl.ledger import surviving
-from asyncrl.records import Attempt, Scored, Trained
-from asyncrl.store import FileStore
+from asyncrl.controller.journal.audit import audit
+from asyncrl.controller.journal.journal_records import AttemptStarted, Scored, Trained
+from asyncrl.controller.journal.journal_store import FileStore
+from asyncrl.controller.journal.ledger import surviving
 
 HERE = Path(__file__).parent
 EXPERIMENT = HERE / "torchless.toml"
@@ -133,7 +133,7 @@ class Run:
         try:
             for framed in surviving(store):
                 match framed.record:
-                    case Attempt(group=group, members=members):
+                    case AttemptStarted(group=group, members=members):
                         for member in members:
                             rewards.pop((group, member), None)
                     case Scored(group=group, member=member, reward=reward):

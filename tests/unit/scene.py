@@ -4,27 +4,23 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl import records, virtual
 from asyncrl.algorithms import grpo
-from asyncrl.controller import Controller, Schedule
-from asyncrl.events import (
-    Event,
-)
-from asyncrl.fleet import Fleet
-from asyncrl.ledger import Journal
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.controller.controller import Controller, Schedule
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.journal import journal_records
+from asyncrl.controller.journal.journal_records import Scan
+from asyncrl.controller.journal.journal_store import MemoryStore
+from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.observers.events import Event
+from asyncrl.controller.rollouts import Sampling
+from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, GroupBaseline
-from asyncrl.records import Scan
-from asyncrl.rolling import Sampling
-from asyncrl.simulated import (
-    SimulatedGeneration,
-    SimulatedReward,
-    SimulatedTraining,
-    StepCost,
-    constant,
-)
-from asyncrl.simulated_critic import SimulatedCritic
-from asyncrl.staleness import Gate, GateConfig
-from asyncrl.store import MemoryStore
+from asyncrl.simulation import virtual_loop
+from asyncrl.simulation.fakes.generation import FakeGeneration
+from asyncrl.simulation.fakes.sample_lengths import constant
+from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReward
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 CONFIG = GateConfig(groups=2, members=4, limit=1, policy="mask", slots=16, cut_at=2)
 
@@ -35,16 +31,16 @@ class Scene:
     def __init__(self, config: GateConfig = CONFIG, steps: int = 3) -> None:
         self.store = MemoryStore()
         self.journal, self.gate = Journal(self.store), Gate(config)
-        self.generation = SimulatedGeneration(config.slots, 0.1, constant(20))
-        self.reward: SimulatedReward = SimulatedReward(0.1)
-        self.training = SimulatedTraining(StepCost(1.0), config.limit, [self.generation], seed=0)
-        self.critic: SimulatedCritic | None = None
-        self.cost: SimulatedReward | None = None
-        self.cost_critic: SimulatedCritic | None = None
+        self.generation = FakeGeneration(config.slots, 0.1, constant(20))
+        self.reward: FakeReward = FakeReward(0.1)
+        self.training = FakeTraining(StepCost(1.0), config.limit, [self.generation], seed=0)
+        self.critic: FakeCritic | None = None
+        self.cost: FakeReward | None = None
+        self.cost_critic: FakeCritic | None = None
         self.events: list[Event] = []
         self.observe: Callable[[Event], None] = self.events.append
         self.between: Callable[[int], Any] | None = None
-        self.page = grpo.PAGE
+        self.algorithm = grpo.ALGORITHM
         self.estimate: Advantages = GroupBaseline()
         self.schedule = Schedule(steps)
         self.controller: Controller
@@ -66,21 +62,22 @@ class Scene:
                     cost_critic=self.cost_critic,
                 ),
                 lambda group: (f"prompt {group}", {"row": group}),
-                Sampling(1.0, 20, 600.0, seed=0, epoch=0),
+                Sampling(1.0, 20, 600.0, seed=0, incarnation=0),
                 self.estimate,
                 self.schedule,
                 between=self.between or nothing,
                 observe=self.observe,
+                prompt_name=lambda group: f"row {group} of the scene",
             )
             self.controller.worker_lives("generation", self.generation.instance)
             async with asyncio.timeout(10_000):
-                await self.controller.run(self.page)
+                await self.controller.run(self.algorithm)
 
-        virtual.run(main())
+        virtual_loop.run(main())
 
     def told(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def records(self, kind: type[records.Record]) -> list[Any]:
+    def records(self, kind: type[journal_records.Record]) -> list[Any]:
         scan = Scan(self.store.read, self.store.size)
         return [framed.record for framed in scan if isinstance(framed.record, kind)]

@@ -15,10 +15,11 @@ import pytest
 
 import asyncrl.api
 from asyncrl.algorithms import grpo
-from asyncrl.api import _algorithm, _by_name, _page_here, _reward, _reward_here, _run_here_or_beside, _section
-from asyncrl.controller import Controller, Page
+from asyncrl.api import _algorithm, _algorithm_here, _by_name, _reward, _reward_here, _run_here_or_beside, _section
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.controller import Controller
 from asyncrl.errors import ConfigError
-from asyncrl.fleet import Fleet
+from asyncrl.fleet.fleet import Fleet
 
 
 def functions_of(thread: int) -> set[str]:
@@ -136,14 +137,16 @@ def test_a_setting_or_a_dict_of_keys_is_a_section() -> None:
         _section("staleness", "limit", [2])
 
 
-def test_an_algorithm_is_a_preset_a_page_or_keys_with_a_page_among_them() -> None:
+def test_an_algorithm_is_a_preset_an_algorithm_or_keys_with_an_algorithm_among_them() -> None:
     assert _algorithm("rloo") == ({"preset": "rloo"}, None)
     assert _algorithm({"preset": "grpo", "kl": 0.01}) == ({"preset": "grpo", "kl": 0.01}, None)
-    assert _algorithm({"page": "pages.py:PAGE"}) == ({"page": "pages.py:PAGE"}, None)
-    assert _algorithm(grpo.PAGE) == ({"page": "asyncrl.algorithms.grpo:PAGE"}, grpo.PAGE)
-    own = Page(grpo.roll_out, grpo.train)
-    assert _algorithm({"preset": "rloo", "page": own}) == ({"preset": "rloo", "page": "python:page"}, own)
-    with pytest.raises(ConfigError, match="algorithm: 3 is no page: it has no function roll_out, write `async def"):
+    assert _algorithm({"custom": "algorithms.py:ALGORITHM"}) == ({"custom": "algorithms.py:ALGORITHM"}, None)
+    assert _algorithm(grpo.ALGORITHM) == ({"custom": "asyncrl.algorithms.grpo:ALGORITHM"}, grpo.ALGORITHM)
+    own = Algorithm(grpo.roll_out, grpo.train)
+    assert _algorithm({"preset": "rloo", "custom": own}) == ({"preset": "rloo", "custom": "python:algorithm"}, own)
+    with pytest.raises(
+        ConfigError, match="algorithm: 3 is no algorithm: it has no function roll_out, write `async def"
+    ):
         _algorithm(3)
 
 
@@ -158,34 +161,34 @@ def test_dicts_of_keys_reach_the_config_and_mistakes_in_them_are_named() -> None
         assert part in str(caught.value)
     with pytest.raises(ConfigError, match=r"model\.dtype"):
         asyncio.run(order(model={"name": "m", "dtype": "float8"}))
-    with pytest.raises(ConfigError, match='only the policy "mask" cuts groups'):
-        asyncio.run(order(staleness={"limit": 1, "policy": "drop", "cut_at": 4}))
+    with pytest.raises(ConfigError, match="a part of a group of 8 has 2 to 8 members"):
+        asyncio.run(order(staleness={"limit": 1, "cut_at": 9}))
 
 
-def test_half_a_page_of_asyncrl_under_another_algorithm_is_refused_before_anything_starts(
+def test_half_an_algorithm_of_asyncrl_under_another_algorithm_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def own_train(fleet: Fleet, gate: Controller) -> None:
+    async def own_train(fleet: Fleet, control: Controller) -> None:
         raise AssertionError("nothing starts")
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"its roll_out is that of asyncrl\.algorithms\.grpo, .*leave `page` out to run"
+        ConfigError, match=r"its roll_out is that of asyncrl\.algorithms\.grpo, .*leave `custom` out to run"
     ):
         asyncrl.train(
             model="warmed:reverse",
-            prompts="asyncrl.tasks.reverse:training",
+            prompts="asyncrl.tasks.builtin.reverse:training",
             reward="exact_match",
-            algorithm={"preset": "remax", "page": Page(grpo.roll_out, own_train)},
+            algorithm={"preset": "remax", "custom": Algorithm(grpo.roll_out, own_train)},
             run_dir=tmp_path / "run",
         )
     assert not (tmp_path / "run").exists()
 
 
-def test_a_page_without_a_name_is_said_to_be_one() -> None:
+def test_an_algorithm_without_a_name_is_said_to_be_one() -> None:
     said: list[str] = []
-    assert _page_here(None, "", said.append) is None
-    assert _page_here(grpo.PAGE, "asyncrl.algorithms.grpo:PAGE", said.append) is not None
+    assert _algorithm_here(None, "", said.append) is None
+    assert _algorithm_here(grpo.ALGORITHM, "asyncrl.algorithms.grpo:ALGORITHM", said.append) is not None
     assert said == []
-    _page_here(grpo.PAGE, "python:page", said.append)
-    assert said == ["the page has no importable name: only the same call resumes this run"]
+    _algorithm_here(grpo.ALGORITHM, "python:algorithm", said.append)
+    assert said == ["the algorithm has no importable name: only the same call resumes this run"]

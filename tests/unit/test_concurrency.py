@@ -3,8 +3,8 @@ from typing import NoReturn
 
 import pytest
 
+from asyncrl.concurrency import gather
 from asyncrl.errors import LostRows
-from asyncrl.together import both, together
 
 
 async def value(number: int) -> int:
@@ -18,16 +18,16 @@ async def fail(error: Exception) -> NoReturn:
 
 
 async def test_results_come_in_order() -> None:
-    assert await together(value(1), value(2), value(3)) == [1, 2, 3]
+    assert await gather(value(1), value(2), value(3)) == (1, 2, 3)
 
 
 async def test_both_keep_their_types_and_errors_come_bare() -> None:
     async def text() -> str:
         return "a"
 
-    assert await both(value(1), text()) == (1, "a")
+    assert await gather(value(1), text()) == (1, "a")
     with pytest.raises(LostRows, match="gone"):
-        await both(asyncio.Event().wait(), fail(LostRows("gone")))
+        await gather(asyncio.Event().wait(), fail(LostRows("gone")))
 
 
 async def test_the_first_error_ends_the_others() -> None:
@@ -40,13 +40,13 @@ async def test_the_first_error_ends_the_others() -> None:
             ended.set()
 
     with pytest.raises(KeyError):
-        await together(waits(), fail(KeyError()))
+        await gather(waits(), fail(KeyError()))
     assert ended.is_set()
 
 
 async def test_what_went_wrong_matters_more_than_what_was_lost() -> None:
     with pytest.raises(KeyError):
-        await together(fail(LostRows()), fail(KeyError()))
+        await gather(fail(LostRows()), fail(KeyError()))
 
 
 async def test_being_cancelled_wins_over_errors_while_ending() -> None:
@@ -58,7 +58,7 @@ async def test_being_cancelled_wins_over_errors_while_ending() -> None:
         finally:
             raise KeyError
 
-    task = asyncio.ensure_future(together(stubborn(), stubborn()))
+    task = asyncio.ensure_future(gather(stubborn(), stubborn()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     task.cancel()

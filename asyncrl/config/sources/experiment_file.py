@@ -1,17 +1,17 @@
-"""The experiment someone names: one that comes with the package, or a TOML file."""
+"""Finds the experiment that the user names: one that comes with the package, or a TOML file."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.config.sources.keys import closest
 from asyncrl.errors import ConfigError
 from asyncrl.experiments import SUFFIX, experiment_text, experiments
-from asyncrl.settings.keys import closest
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """name: of the experiment; text: its TOML; place: what messages call it."""
+    """An experiment. text: its TOML. place: its name in messages."""
 
     name: str
     text: str
@@ -19,10 +19,10 @@ class Target:
 
 
 def find(target: str | Path) -> Target:
-    """A Path, a name with a folder in it or one that ends in .toml is a file; anything else an experiment's name.
+    """Reads a file (a Path, a name with a folder, or one that ends in .toml) or else an experiment of the package.
 
     Raises:
-        ConfigError: there is none, or it is no text; the message names the closest experiment or file.
+        ConfigError: it does not exist, or is not text; the message names the closest experiment or file.
     """
     if isinstance(target, str) and not target.endswith(SUFFIX) and os.sep not in target:
         return _packaged(target)
@@ -32,7 +32,7 @@ def find(target: str | Path) -> Target:
     try:
         return Target(path.stem, path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def _packaged(name: str) -> Target:
@@ -42,7 +42,7 @@ def _packaged(name: str) -> Target:
 
 
 def _no_file(path: Path, missing: str) -> str:
-    """What is missing, and what could be meant: the file and the experiment with the closest names."""
+    """Returns what is missing, and the file and the experiment with the closest names."""
     if path.is_dir():
         return f"{path} is a folder; a run that lies in one is resumed with --run-dir {path}"
     packaged = closest(path.stem, experiments())

@@ -1,16 +1,23 @@
-"""Every key of a config: its type, its default, what it means; and which key someone meant."""
+"""All keys of a config with type, default and meaning, and the search for the key that a user meant."""
 
 import difflib
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from asyncrl.config import Config
-from asyncrl.installing import program
-from asyncrl.settings.foreign_names import REMARKS, TRANSLATIONS
+from asyncrl.config.install_hints import program
+from asyncrl.config.schema import Config
 
 Schema = Mapping[str, Any]
+
+_ALIASES: dict[str, dict[str, str]] = tomllib.loads((files(__package__) / "aliases.toml").read_text(encoding="utf-8"))
+REMARKS = _ALIASES.pop("remarks")
+"""Advice by the name that another trainer gives to a key."""
+TRANSLATIONS = {name: key for names in _ALIASES.values() for name, key in names.items()}
+"""Keys of asyncrl by the names that other trainers, and older versions of asyncrl, give to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +25,7 @@ class Key:
     """One key, written `section.key` or, at the top level, `key`.
 
     required: it has no default. many: its value is a list. nullable: it may have no value. text: its value is one
-    string, taken as it is written.
+    string, used as it is written. switch: its value is true or false.
     """
 
     name: str
@@ -38,7 +45,7 @@ class Key:
 
 @cache
 def all_keys() -> Mapping[str, Key]:
-    """Keys by name, in the order of the config."""
+    """Returns all keys by name, in the order of the config."""
     schema = Config.model_json_schema()
     definitions = schema["$defs"]
     keys: dict[str, Key] = {}
@@ -55,7 +62,7 @@ def all_keys() -> Mapping[str, Key]:
 
 @cache
 def sections() -> tuple[str, ...]:
-    """Names of the sections, in the order of the config."""
+    """Returns the names of the sections, in the order of the config."""
     properties = Config.model_json_schema()["properties"]
     return tuple(name for name, field in properties.items() if "$ref" in field)
 
@@ -101,7 +108,7 @@ def _list_type(schema: Schema) -> str:
 
 
 def translate(name: str) -> tuple[str, str] | None:
-    """What TRL's, verl's or OpenRLHF's `name` is here: our key ("" if there is none) and a remark.
+    """Returns the key ("" if there is none) and a remark for a `name` of TRL, verl, OpenRLHF or an older asyncrl.
 
     A dotted name is looked up whole, then without its first parts: `actor_rollout_ref.rollout.n`, `rollout.n`.
     """
@@ -114,8 +121,7 @@ def translate(name: str) -> tuple[str, str] | None:
 
 
 def closest_key(name: str) -> str | None:
-    """The key that `name` was probably meant to be: same last part, or similar spelling. Of several with its last part
-    the first one, where it names no section."""
+    """Returns the key that `name` probably means: one with the same last part, else one of similar spelling."""
     last = name.rsplit(".", 1)[-1]
     by_last = [key for key in all_keys() if key.rsplit(".", 1)[-1] == last]
     if by_last:
@@ -128,13 +134,13 @@ def closest_key(name: str) -> str | None:
 
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The most similar of `names`, or None when none is similar."""
+    """Returns the most similar of `names`, or None when none is similar."""
     found = difflib.get_close_matches(name, list(names), 1, cutoff)
     return found[0] if found else None
 
 
 def advice(name: str, written: Callable[[str], str] = str) -> str:
-    """What to write instead of the unknown key `name`. written: how a key is written where this one stands."""
+    """Returns what to write instead of the unknown key `name`. written: how this source writes a key."""
     if translated := translate(name):
         ours, remark = translated
         if not ours:

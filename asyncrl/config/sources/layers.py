@@ -1,4 +1,4 @@
-"""The places a config comes from, each read into dotted keys with the place of every value."""
+"""Reads each source of a config into dotted keys, with the place of every value."""
 
 import re
 import tomllib
@@ -6,71 +6,60 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.settings.keys import Key, advice, all_keys, sections
+from asyncrl.config.problems import Problem
+from asyncrl.config.sources.keys import Key, advice, all_keys, sections
 
 ENVIRONMENT_PREFIX = "ASYNCRL_"
 
 
 @dataclass(frozen=True, slots=True)
-class Mistake:
-    """One thing to correct. key: what it is about; source: where it stands ("" when it stands nowhere)."""
+class ConfigLayer:
+    """The keys of one source.
 
-    key: str
-    source: str
-    text: str
-
-    def __str__(self) -> str:
-        where = self.source if self.key in self.source else f"{self.source}: {self.key}".removeprefix(": ")
-        return f"{where}: {self.text}"
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """entries: dotted key -> (value, where it stands); mistakes: what could not be read as an entry.
-
-    readable: False when nothing is known of what it would have brought.
+    entries: dotted key -> (value, place). problems: what could not be read as an entry. readable: False when the source
+    could not be read at all, so that its keys are unknown.
     """
 
     entries: Mapping[str, tuple[Any, str]]
-    mistakes: tuple[Mistake, ...]
+    problems: tuple[Problem, ...]
     readable: bool = True
 
 
 Written = Callable[[str], str]
-"""How a key is written in one of the places."""
+"""Returns how a key is written in one of the sources."""
 
 
-def _layer(items: Sequence[tuple[str, Any, str]], written: Written = str) -> Layer:
-    """Entries of known keys; a mistake for each unknown one. items: (key, value, source)."""
+def _layer(items: Sequence[tuple[str, Any, str]], written: Written = str) -> ConfigLayer:
+    """Makes entries of known keys, and a problem of each unknown one. items: (key, value, source)."""
     entries: dict[str, tuple[Any, str]] = {}
-    mistakes: list[Mistake] = []
+    problems: list[Problem] = []
     for name, value, source in items:
         if name in sections():
-            mistakes.append(Mistake(name, source, advice(name, written)))
+            problems.append(Problem(name, source, advice(name, written)))
         elif name not in all_keys():
-            mistakes.append(Mistake(name, source, f"there is no such key; {advice(name, written)}"))
+            problems.append(Problem(name, source, f"there is no such key; {advice(name, written)}"))
         else:
             entries[name] = (value, source)
-    return Layer(entries, tuple(mistakes))
+    return ConfigLayer(entries, tuple(problems))
 
 
-def values_layer(values: Mapping[str, Any]) -> Layer:
-    """Keys given in Python, nested or dotted."""
+def values_layer(values: Mapping[str, Any]) -> ConfigLayer:
+    """Reads keys given in Python, nested or dotted."""
     return _layer([(name, value, "argument") for name, value in _leaves(values)])
 
 
-def file_layer(text: str, named: str) -> Layer:
-    """Keys of a TOML text; `named` is what messages call it."""
+def file_layer(text: str, named: str) -> ConfigLayer:
+    """Reads the keys of a TOML text. named: name of the text in messages."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        return Layer({}, (Mistake("", named, f"is no valid TOML: {error}"),), readable=False)
+        return ConfigLayer({}, (Problem("", named, f"this is not valid TOML: {error}"),), readable=False)
     lines = _lines_of_keys(text)
     return _layer([(name, value, _place(named, lines.get(name))) for name, value in _leaves(tables)])
 
 
 def _leaves(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys of nested tables. A table below a known key is that key's value."""
+    """Yields the dotted keys of nested tables. A table below a known key is the value of that key."""
     for key, value in tables.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and name not in all_keys():
@@ -84,7 +73,7 @@ _ASSIGNMENT = re.compile(r"^\s*([\w.\-]+)\s*=")
 
 
 def _lines_of_keys(text: str) -> dict[str, int]:
-    """Line numbers of dotted keys; keys that are written in unusual ways are left out."""
+    """Finds the line numbers of dotted keys, except of keys that are written in unusual ways."""
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -100,8 +89,8 @@ def _place(named: str, line: int | None) -> str:
     return f"{named}:{line}" if line else named
 
 
-def environment_layer(environ: Mapping[str, str]) -> Layer:
-    """Keys from ASYNCRL_SECTION__KEY and ASYNCRL_KEY."""
+def environment_layer(environ: Mapping[str, str]) -> ConfigLayer:
+    """Reads keys from the variables ASYNCRL_SECTION__KEY and ASYNCRL_KEY."""
     names = sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))
     items = []
     for name in names:
@@ -114,32 +103,32 @@ def _environment_name(key: str) -> str:
     return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
 
 
-def flags_layer(arguments: Sequence[str]) -> Layer:
-    """Keys from `--section.key value` and `--section.key=value`; a flag of a list may be repeated.
+def flags_layer(arguments: Sequence[str]) -> ConfigLayer:
+    """Reads keys from `--section.key value` and `--section.key=value`.
 
-    A switch without a value is turned on.
+    The flag of a list may be repeated. A switch without a value is turned on.
     """
     given: dict[str, list[str]] = {}
-    stray: list[Mistake] = []
+    stray: list[Problem] = []
     waiting = list(arguments)
     while waiting:
         argument = waiting.pop(0)
         if not argument.startswith("--") or argument == "--":
-            stray.append(Mistake("", argument, "does not belong to a flag; write --section.key value"))
+            stray.append(Problem("", argument, "does not belong to a flag; write --section.key value"))
             continue
         flag, equals, value = argument[2:].partition("=")
         name = flag.replace("-", "_")
         found = value if equals else _next_value(waiting, all_keys().get(name))
         if found is None:
-            stray.append(Mistake(name, argument, f"needs a value: {all_keys()[name].type}"))
+            stray.append(Problem(name, argument, f"needs a value: {all_keys()[name].type}"))
         else:
             given.setdefault(name, []).append(found)
     layer = _texts_layer([(name, values, f"--{name}") for name, values in given.items()])
-    return Layer(layer.entries, (*stray, *layer.mistakes))
+    return ConfigLayer(layer.entries, (*stray, *layer.problems))
 
 
 def _next_value(waiting: list[str], key: Key | None) -> str | None:
-    """The value after a flag without `=`, None if it lacks one. "-1" is a value, "--x" is the next flag."""
+    """Takes the value after a flag without `=`; None if there is none. "-1" is a value, "--x" is the next flag."""
     has_value = bool(waiting) and not waiting[0].startswith("--")
     if key is not None and key.switch and not (has_value and waiting[0].lower() in _SWITCH_WORDS):
         return "true"
@@ -151,20 +140,20 @@ def _next_value(waiting: list[str], key: Key | None) -> str | None:
 _SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
 
-def _texts_layer(items: Sequence[tuple[str, list[str], str]], written: Written = str) -> Layer:
-    """Entries from text: what was typed becomes what the key's type needs. items: (key, texts, source)."""
+def _texts_layer(items: Sequence[tuple[str, list[str], str]], written: Written = str) -> ConfigLayer:
+    """Makes entries from text, as the type of each key needs. items: (key, texts, source)."""
     read: list[tuple[str, Any, str]] = []
-    mistakes: list[Mistake] = []
+    problems: list[Problem] = []
     for name, texts, source in items:
         key = all_keys().get(name)
         if key is None:
             read.append((name, texts, source))
         elif len(texts) > 1 and not key.many:
-            mistakes.append(Mistake(name, source, f"is given {len(texts)} times: {', '.join(texts)}"))
+            problems.append(Problem(name, source, f"is given {len(texts)} times: {', '.join(texts)}"))
         else:
             read.append((name, _from_texts(texts, key), source))
     layer = _layer(read, written)
-    return Layer(layer.entries, (*mistakes, *layer.mistakes))
+    return ConfigLayer(layer.entries, (*problems, *layer.problems))
 
 
 def _from_texts(texts: list[str], key: Key) -> Any:
@@ -177,7 +166,7 @@ def _from_texts(texts: list[str], key: Key) -> Any:
 
 
 def _items(text: str) -> list[Any]:
-    """A TOML list as it is; any other text is one item."""
+    """Splits a TOML list into its items; any other text is one item."""
     if text.startswith("["):
         try:
             items: list[Any] = tomllib.loads(f"items = {text}")["items"]

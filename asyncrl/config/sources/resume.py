@@ -1,4 +1,4 @@
-"""What a resumed run's config changed against the one it began with, and which of it is harmless."""
+"""Compares the config of a resumed run with the one it began with, and refuses changes of what the run learns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
+from asyncrl.config.sources.keys import all_keys
+from asyncrl.config.sources.load_config import read
+from asyncrl.config.sources.toml import value_text
 from asyncrl.errors import ConfigError
-from asyncrl.settings.keys import all_keys
-from asyncrl.settings.loading import read
-from asyncrl.settings.toml import value_text
 
 MAY_CHANGE = (
     "name",
@@ -42,13 +42,13 @@ MAY_CHANGE = (
     "telemetry.",
     "fleet.",
 )
-"""Keys, or sections with a final dot, that change where and how fast a run computes, how long it goes on and what it
-shows, but not what it learns from a step."""
+"""Keys (sections end with a dot) that change the place, speed, length or output of a run, but not what it learns from
+a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key whose value differs. why_not: empty when it may change."""
+    """One key whose value differs. why_not: reason for a refusal, "" when the key may change."""
 
     key: str
     old: Any
@@ -61,25 +61,25 @@ class Change:
 
 
 def _text(value: Any) -> str:
-    """As it is written in a config file."""
+    """Writes a value as a config file has it."""
     return "none" if value is None else value_text(_written(value))
 
 
 def _written(value: Any) -> Any:
-    """Tables hold no keys at their defaults."""
+    """Makes a plain value; keys of tables at their defaults are left out."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_defaults=True)
     return [_written(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def compare(old: Config, new: Config) -> list[Change]:
-    """Keys whose values differ, in the order of the config."""
+    """Returns the keys whose values differ, in the order of the config."""
     pairs = ((name, value_of(old, name), value_of(new, name)) for name in all_keys())
     return [Change(name, was, now, _why_not(name, new)) for name, was, now in pairs if was != now]
 
 
 def value_of(config: Config, name: str) -> Any:
-    """The value of the dotted key `name`."""
+    """Returns the value of the dotted key `name`."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
@@ -94,10 +94,10 @@ def _why_not(name: str, new: Config) -> str:
 
 
 def check_resume(run_dir: Path, new: Config, accept: bool) -> list[Change]:
-    """What differs from `RUN_DIR/config.toml`.
+    """Returns the differences from `RUN_DIR/config.toml`.
 
     Raises:
-        ConfigError: a key changed that may not, and `accept` is False; the message is the diff.
+        ConfigError: a key changed that must not change, and `accept` is False; the message lists the changes.
     """
     changes = compare(read(run_dir / "config.toml"), new)
     if any(change.why_not for change in changes) and not accept:

@@ -1,11 +1,11 @@
-"""A config as TOML text. Reading is the standard library's tomllib."""
+"""Writes a config as TOML text; tomllib reads it."""
 
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
 Table = Mapping[str, Any]
@@ -14,9 +14,9 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def dump(config: Config, notes: Mapping[str, str] | None = None) -> str:
-    """Every key of `config` with its value; reading the text gives an equal config.
+    """Writes every key of `config` with its value; reading the text gives an equal config.
 
-    Keys without a value (None, their default) are left out: TOML cannot say it. notes: comments by dotted key.
+    Keys without a value (None, their default) are left out, because TOML has no null. notes: comments by dotted key.
     """
     values = config.model_dump(mode="json")
     blocks = [_lines({key: value for key, value in values.items() if not isinstance(value, dict)}, "", notes or {})]
@@ -36,10 +36,10 @@ def _lines(table: Table, section: str, notes: Mapping[str, str]) -> list[str]:
 
 
 def value_text(value: Any, where: str = "") -> str:
-    """One TOML value on one line.
+    """Writes one TOML value on one line.
 
     Raises:
-        ConfigError: TOML has no way to write it; `where` names the key.
+        ConfigError: TOML cannot hold the value; the message begins with `where`.
     """
     match value:
         case bool():

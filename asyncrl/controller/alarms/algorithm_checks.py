@@ -1,94 +1,101 @@
-"""What a page hands to the gate, checked before it counts: a mistake is named with the call to write instead."""
+"""Checks of what an algorithm hands to the controller, before it counts: an error names the call to write instead."""
 
 import math
 from collections.abc import Container, Sequence, Sized
 from dataclasses import dataclass
 
-from asyncrl.errors import PageError
-from asyncrl.fleet import Fleet
+from asyncrl.errors import AlgorithmError
+from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef, SampleName
 from asyncrl.protocols.messages import Score
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
+class NeededColumn:
     """A column that the trainer reads of each sample, and the call that makes it."""
 
     column: str
     write: str
 
 
-LOGPROBS = Needed("reference_logprobs", "samples = gate.holds(await fleet.reference.logprobs(samples))")
-VALUES = Needed("values", "samples = gate.holds(samples.also_at(await fleet.critic.values(samples)))")
-COST_VALUES = Needed("cost_values", "samples = gate.holds(samples.also_at(await fleet.cost_critic.values(samples)))")
+LOGPROBS = NeededColumn("reference_logprobs", "samples = control.holds(await fleet.reference.logprobs(samples))")
+VALUES = NeededColumn("values", "samples = control.holds(samples.also_at(await fleet.critic.values(samples)))")
+COST_VALUES = NeededColumn(
+    "cost_values", "samples = control.holds(samples.also_at(await fleet.cost_critic.values(samples)))"
+)
 SERVICES = {"reference": LOGPROBS, "critic": VALUES, "cost_critic": COST_VALUES}
 
 
 def refuse_other_cuts(function: str, cuts: Cuts, running: Cuts | None) -> None:
-    """Raises PageError unless these are the cuts of the iteration that runs."""
+    """Raises AlgorithmError unless these are the cuts of the running iteration."""
     if cuts != running:
-        raise PageError(
+        raise AlgorithmError(
             f"{function} got other cuts than those of the iteration that runs: hand on `cuts` of `with iteration as "
-            "cuts`, or what `gate.credit(cuts, advantages)` made of them"
+            "cuts`, or what `control.credit(cuts, advantages)` made of them"
         )
 
 
-class PageChecks:
-    """Remembers what a page dropped of the groups that still roll out."""
+class AlgorithmChecks:
+    """Checks the calls of an algorithm, and remembers which samples it dropped of groups that still roll out."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._needed = [(name, needed) for name, needed in SERVICES.items() if getattr(fleet, name) is not None]
         self._with_costs = fleet.cost is not None
         self._dropped: dict[int, set[SampleName]] = {}
 
-    def ready(self, samples: BatchRef, scores: Sequence[Score], costs: Sequence[Score] | None) -> None:
-        """Raises PageError: scores of other samples, of none, without costs, or a sample without a column."""
-        self.scores("ready", samples, scores)
+    def check_ready(self, samples: BatchRef, scores: Sequence[Score], costs: Sequence[Score] | None) -> None:
+        """Raises AlgorithmError for a missing score or cost, a sample dropped before, or a sample without a column."""
+        self.check_scores("ready", samples, scores)
         if costs is not None:
-            self.scores("ready", samples, costs, "cost")
+            self.check_scores("ready", samples, costs, "cost")
         elif self._with_costs:
-            raise PageError(
-                "gate.ready got no costs, which this algorithm holds under a limit: write `gate.ready(samples, scores, "
-                "await fleet.cost.score(samples, group.row))`"
+            raise AlgorithmError(
+                "control.ready got no costs, which this algorithm holds under a limit: write "
+                "`control.ready(samples, scores, await fleet.cost.score(samples, group.row))`"
             )
         for row, score in zip(samples, scores, strict=True):
             if row.name in self._dropped.get(row.group, ()):
-                raise PageError(f"gate.ready got sample {row.key}, which was handed to `gate.drop`: call one of them")
+                raise AlgorithmError(
+                    f"control.ready got sample {row.key}, which was handed to `control.drop`: call one of them"
+                )
             if score.reward is not None:
                 self._refuse_without_columns(row)
 
-    def scores(self, function: str, samples: BatchRef, scores: Sequence[Score], service: str = "reward") -> None:
-        """Raises PageError unless there is a score for each sample."""
+    def check_scores(self, function: str, samples: BatchRef, scores: Sequence[Score], service: str = "reward") -> None:
+        """Raises AlgorithmError unless there is one finite score, or a score without a reward, for each sample."""
         each = scores if isinstance(scores, Sized) else [scores]
+        plural = "costs" if service == "cost" else "scores"
         if wrong := next((type(score).__name__ for score in each if not isinstance(score, Score)), ""):
-            raise PageError(
-                f"gate.{function}: {'costs' if service == 'cost' else 'scores'} are what `await fleet.{service}.score("
-                f"samples, group.row)` answered, not {wrong}s"
+            raise AlgorithmError(
+                f"control.{function}: {plural} are what `await fleet.{service}.score(samples, group.row)` answered, "
+                f"not {wrong}s"
             )
         if len(samples) != len(each):
-            what = "costs" if service == "cost" else "scores"
-            raise PageError(f"gate.{function} got {len(samples)} samples and {len(each)} {what}")
+            raise AlgorithmError(f"control.{function} got {len(samples)} samples and {len(each)} {plural}")
         for row, score in zip(samples, each, strict=True):
             if score.reward is not None and not math.isfinite(score.reward):
-                raise PageError(
-                    f"gate.{function} got the {service} {score.reward} for sample {row.key}: one without has None"
+                raise AlgorithmError(
+                    f"control.{function} got the {service} {score.reward} for sample {row.key}: write None for a "
+                    f"sample without a {service}"
                 )
 
-    def dropping(self, reason: str) -> None:
-        """Raises PageError without a reason, under which drops are counted."""
+    def check_reason(self, reason: str) -> None:
+        """Raises AlgorithmError unless the reason of a drop is a word, under which drops are counted."""
         if not isinstance(reason, str) or not reason.strip():
-            raise PageError(f"gate.drop got the reason {reason!r}: write a word that data/dropped/WORD shall count")
+            raise AlgorithmError(
+                f"control.drop got the reason {reason!r}: write a word that data/dropped/WORD shall count"
+            )
 
-    def dropped(self, row: RowRef, rolling: Container[int]) -> None:
-        """A page dropped this sample. rolling: groups that still roll out, whose drops are remembered."""
+    def remember_drop(self, row: RowRef, running: Container[int]) -> None:
+        """Remembers a sample that the algorithm dropped. running: groups that still roll out; others are forgotten."""
         if row.group not in self._dropped:
-            self._dropped = {group: names for group, names in self._dropped.items() if group in rolling}
+            self._dropped = {group: names for group, names in self._dropped.items() if group in running}
         self._dropped.setdefault(row.group, set()).add(row.name)
 
     def _refuse_without_columns(self, row: RowRef) -> None:
         for service, needed in self._needed:
             if not any(needed.column in place.columns for place in row.places):
-                raise PageError(
-                    f"gate.ready got sample {row.key} without what the {service} service says of it "
+                raise AlgorithmError(
+                    f"control.ready got sample {row.key} without what the {service} service says of it "
                     f"({needed.column}), which this algorithm trains with: write `{needed.write}` before"
                 )

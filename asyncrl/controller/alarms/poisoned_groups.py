@@ -1,11 +1,12 @@
-"""Groups that are dropped as poison, said aloud: what, why, and what to do."""
+"""The alarm for groups that are dropped as poison: which group, why, and what to do about it."""
 
 from collections.abc import Callable
 
-from asyncrl.events import GroupPoisoned, Prompt
+from asyncrl.controller.alarms.alarm import Alarm
+from asyncrl.controller.observers.events import Event, GroupPoisoned, Prompt
 
-TOLD = 5
-"""Groups that are told of one by one."""
+REPORTED = 5
+"""Groups that are reported one by one."""
 EXCERPT = 200
 """Characters of a prompt that are shown."""
 ADVICE = (
@@ -14,19 +15,24 @@ ADVICE = (
 )
 
 
-class Poisoned:
-    """say: told of each group, once, with the advice at the first; of many only that they are counted."""
+class PoisonedGroups:
+    """Reports the first poisoned groups one by one, with advice at the first, and then that the rest is only counted.
+
+    say: shows a text to the user.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self.total = 0
+        self.poisoned = Alarm(reported=REPORTED)
 
-    def observe(self, event: GroupPoisoned) -> None:
-        self.total += 1
-        if self.total <= TOLD:
-            told = f"group {event.group} is given up as poison, its open samples will not train: {event.reason}"
-            self._say("\n".join([told, f"  prompt: {_excerpt(event.prompt)}", *([ADVICE] if self.total == 1 else [])]))
-        elif self.total == TOLD + 1:
+    def observe(self, event: Event) -> None:
+        if not isinstance(event, GroupPoisoned):
+            return
+        if self.poisoned.count():
+            what = f"group {event.group} is given up as poison, its open samples will not train: {event.reason}"
+            advice = [ADVICE] if self.poisoned.total == 1 else []
+            self._say("\n".join([what, f"  prompt: {_excerpt(event.prompt)}", *advice]))
+        elif self.poisoned.total == REPORTED + 1:
             self._say("further groups are given up as poison; they are counted as data/dropped/poison in metrics.jsonl")
 
 

@@ -1,4 +1,4 @@
-"""The gate: what may be drawn, what is trained next, what is too old. Pure: no I/O, no clock, no asyncio.
+"""The gate decides what may be drawn, what is trained next and what is too old. Pure: no I/O, no clock, no asyncio.
 
 A group is the samples of one prompt; a sample moves RUNNING -> SCORING -> READY -> TRAINING -> TRAINED, and from any
 of the first three to DROPPED. The staleness of a token is the trainer's version when an iteration begins minus the
@@ -6,55 +6,40 @@ version that sampled it; under `mask`, `drop` and `block` no token older than th
 Samples, not groups, hold credits and are trained, so a straggler does not expire its siblings: a *cut* is the part of
 a group that trains together, usually all of it.
 
-All methods are for a single caller; ids come from `draw`, and asking about another id is an error of the caller.
+All methods are for a single caller. Ids of groups come from `draw`; asking about another id is an error of the caller.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from asyncrl.errors import IllegalTransition
-from asyncrl.groups import (
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.controller.gate.group_state import (
     DROPPABLE,
     IN_FLIGHT,
     OPEN,
     Cut,
     Drop,
-    GateConfig,
-    Group,
-    Outcome,
+    EndedSample,
+    GroupState,
     Pick,
-    Policy,
     RestoredGroup,
-    Sample,
+    SampleState,
     Stage,
-    Tally,
-    live,
+    StageCounts,
     mean,
     whole_cuts,
 )
-
-__all__ = [
-    "Cut",
-    "Drop",
-    "Gate",
-    "GateConfig",
-    "Group",
-    "Outcome",
-    "Pick",
-    "Policy",
-    "RestoredGroup",
-    "Sample",
-    "Stage",
-    "live",
-]
+from asyncrl.errors import IllegalTransition
+from asyncrl.protocols.staleness import live
 
 
 class Gate:
-    """Groups in flight and the rules over them. Finished groups are forgotten at once, so memory is at most C groups.
+    """Keeps the groups in flight and applies the rules to them. Finished groups are forgotten at once.
 
-    version: the trainer's, moved by `trained`. next_group: id of the next draw. refused: count of answers of old
-    attempts; abandoned_tokens: sampled in attempts that were given up. outcomes: how samples ended. gaps: baseline at
-    an early cut minus that of the whole group, once it finished. `staleness_report` takes the last two each step.
+    version: the trainer's, raised by `trained`. next_group: id of the next draw. refused: number of answers of old
+    attempts. abandoned_tokens: tokens sampled in attempts that were given up. ended: samples that ended. gaps: baseline
+    at an early cut minus the baseline of the whole group, once it finished. `staleness_report` takes the last two each
+    step.
     """
 
     def __init__(self, config: GateConfig, version: int = 0, next_group: int = 0) -> None:
@@ -63,18 +48,18 @@ class Gate:
         self.next_group = next_group
         self.refused = 0
         self.abandoned_tokens = 0
-        # Four times all that can be in flight: when nothing is trained for that long, the newest are reported.
-        self.outcomes: deque[Outcome] = deque(maxlen=4 * config.cap * config.members)
+        # Four times what can be in flight: when nothing is trained for that long, only the newest are reported.
+        self.ended: deque[EndedSample] = deque(maxlen=4 * config.cap * config.members)
         self.gaps: deque[float] = deque(maxlen=4 * config.cap)
-        self._groups: dict[int, Group] = {}
-        self._counts = Tally()
+        self._groups: dict[int, GroupState] = {}
+        self._counts = StageCounts()
         self._stopped = False
         self._early: dict[int, float] = {}
 
     # ---- drawing -----------------------------------------------------------------------------------------
 
     def held(self) -> int:
-        """Samples that hold a credit: all in flight, but for those that `mask` lets run past the limit."""
+        """Returns how many samples hold a credit: all in flight, except those that `mask` lets run past the limit."""
         running = self._counts[Stage.RUNNING]
         if self.config.policy == "mask":
             since = self._counts.running_since.items()
@@ -82,47 +67,50 @@ class Gate:
         return self._counts[Stage.SCORING] + self._counts[Stage.READY] + self._counts[Stage.TRAINING] + running
 
     def may_draw(self) -> bool:
-        """Whether a further group fits into the credits and under the cap."""
+        """Returns whether a further group fits into the credits and under the cap."""
         new = self.config.members
         fits = self.held() + new <= self.config.credits and self.in_flight + new <= self.config.cap * new
         return fits and not self._stopped
 
     def draw(self) -> int:
-        """Put the next group in flight, all members RUNNING in attempt 0. Returns its id."""
+        """Puts the next group in flight, all members RUNNING in attempt 0, and returns its id."""
         assert self.may_draw(), "draw() is for when may_draw() says so"
         group = self.next_group
         self.next_group += 1
-        samples = [Sample(since=self.version) for _ in range(self.config.members)]
-        self._add(Group(group, self.version, samples, awaits=self.config.greedy))
+        samples = [SampleState(since=self.version) for _ in range(self.config.members)]
+        self._add(GroupState(group, self.version, samples, awaits=self.config.greedy))
         return group
 
     def restore(self, restored: RestoredGroup) -> None:
-        """Put a group in flight that a resumed run had drawn; its members count as started at this version."""
-        samples = [Sample(since=self.version, attempt=restored.attempt) for _ in range(self.config.members)]
+        """Puts a group in flight that a resumed run had drawn; its members count as started at this version."""
+        samples = [SampleState(since=self.version, attempt=restored.attempt) for _ in range(self.config.members)]
         for member, reward in restored.trained.items():
-            samples[member].stage, samples[member].reward = Stage.TRAINED, reward
+            samples[member].stage = Stage.TRAINED
+            samples[member].reward = reward
         for member, (reason, known) in restored.dropped.items():
-            samples[member].stage, samples[member].reason, samples[member].reward = Stage.DROPPED, reason, known
+            samples[member].stage = Stage.DROPPED
+            samples[member].reason = reason
+            samples[member].reward = known
         awaits = self.config.greedy and restored.greedy is None
-        group = Group(restored.id, self.version, samples, restored.attempt, awaits=awaits, greedy=restored.greedy)
+        group = GroupState(restored.id, self.version, samples, restored.attempt, awaits=awaits, greedy=restored.greedy)
         assert group.members(Stage.RUNNING) == tuple(sorted(restored.running)), "each member has one place"
         assert restored.id < self.next_group, "a restored group was drawn before"
         assert restored.id not in self._groups, f"group {restored.id} is in flight already"
         self._add(group)
 
     def stop_drawing(self) -> None:
-        """Let nothing further in; what is in flight still trains, at last in a short batch."""
+        """Ends drawing. The groups in flight still train, at last in a short batch."""
         self._stopped = True
 
     @property
     def oldest(self) -> int:
-        """The first group in flight, or the next one: nothing before it is needed any more."""
+        """Id of the first group in flight, or of the next draw: no earlier group is needed any more."""
         return min(self._groups, default=self.next_group)
 
     def not_before(self, group: int) -> int:
-        """Oldest version the engine may start a sequence of this group with.
+        """Returns the oldest version that the engine may start a sequence of this group with.
 
-        Under `block` the deadline of a sample is counted from its draw, so nothing older may start it.
+        Under `block` the deadline of a sample counts from its draw, so no older version may start it.
         """
         if self.config.policy == "block":
             return self._groups[group].drawn_at
@@ -131,17 +119,19 @@ class Gate:
     # ---- a sample's way ----------------------------------------------------------------------------------
 
     def generated(self, group: int, member: int, attempt: int, first: int, last: int, tokens: int = 0) -> bool:
-        """RUNNING -> SCORING. False: the answer of an old attempt or a repetition; refused and counted."""
+        """RUNNING -> SCORING. Returns False for an old attempt or a repeated answer, which is refused and counted."""
         assert first <= last, f"sample {(group, member)}: first version {first} is newer than its last {last}"
         sample = self._current(group, member, attempt, Stage.RUNNING)
         if sample is None:
             return False
-        sample.first, sample.last, sample.tokens = first, last, tokens
+        sample.first = first
+        sample.last = last
+        sample.tokens = tokens
         self._move(sample, Stage.SCORING)
         return True
 
     def scored(self, group: int, member: int, attempt: int, reward: float | None) -> bool:
-        """SCORING -> READY; without a reward -> DROPPED, `unscorable`. False as in `generated`."""
+        """SCORING -> READY; without a reward -> DROPPED as `unscorable`. Returns False as `generated` does."""
         sample = self._current(group, member, attempt, Stage.SCORING)
         if sample is None:
             return False
@@ -152,27 +142,28 @@ class Gate:
         return True
 
     def compared(self, group: int, attempt: int, reward: float | None) -> bool:
-        """The reward of a group's greedy answer, which stays when its samples begin again. False as in `generated`."""
+        """Takes the reward of a group's greedy answer; later attempts keep it. Returns False as `generated` does."""
         if not self.awaits(group) or self._groups[group].attempt != attempt:
             self.refused += 1
             return False
-        self._groups[group].awaits, self._groups[group].greedy = reward is None, reward
+        self._groups[group].awaits = reward is None
+        self._groups[group].greedy = reward
         return True
 
     def restart(self, group: int, members: Sequence[int]) -> int:
-        """Begin a new attempt for these members, all in flight; what they had is forgotten. Returns its number."""
+        """Begins a new attempt for these members in flight, forgets their results and returns the attempt's number."""
         entry = self._groups[group]
         entry.attempt += 1
         for member in members:
             sample = self._expect(group, member, IN_FLIGHT, "restarted")
             self.abandoned_tokens += sample.tokens
             self._counts.leave(sample)
-            sample.attempt, sample.since, sample.tokens, sample.reward = entry.attempt, self.version, 0, None
+            sample.begin_again(entry.attempt, self.version)
             self._counts.enter(sample, Stage.RUNNING)
         return entry.attempt
 
     def drop(self, group: int, members: Iterable[int], reason: str) -> None:
-        """RUNNING, SCORING or READY -> DROPPED. What is TRAINING goes through `requeue` first."""
+        """RUNNING, SCORING or READY -> DROPPED. Samples in TRAINING go through `requeue` first."""
         for member in members:
             sample = self._expect(group, member, DROPPABLE, "dropped")
             sample.reason = reason
@@ -182,8 +173,11 @@ class Gate:
     # ---- training ----------------------------------------------------------------------------------------
 
     def pick(self) -> Pick:
-        """What to train next, moved to TRAINING; only when no iteration is running. Drops first what the policy finds
-        too old, and complete groups without a baseline, or without a signal where one is needed."""
+        """Picks what to train next and moves it to TRAINING; for when no iteration is running.
+
+        Drops first what the policy finds too old, and complete groups without a baseline, or without differing rewards
+        where they are needed.
+        """
         assert not self._counts[Stage.TRAINING], "pick() is for when no iteration is running"
         dropped = [*self._drop_old(), *self._drop_complete()]
         cuts = whole_cuts(self.cuts(), self.config.batch)
@@ -198,7 +192,7 @@ class Gate:
         return Pick(tuple(sorted(cuts)), tuple(dropped), tuple(early), short)
 
     def requeue(self, cuts: Iterable[Cut]) -> None:
-        """TRAINING -> READY after a failed step; members restarted or dropped meanwhile stay where they are."""
+        """TRAINING -> READY after a failed step; members restarted or dropped meanwhile keep their stage."""
         for group, members in cuts:
             for member in members:
                 sample = self._groups[group].samples[member] if group in self._groups else None
@@ -206,7 +200,7 @@ class Gate:
                     self._move(sample, Stage.READY)
 
     def trained(self, cuts: Iterable[Cut], version: int) -> None:
-        """TRAINING -> TRAINED; the trainer is now at `version`."""
+        """TRAINING -> TRAINED. The trainer is now at `version`."""
         assert version >= self.version, f"the trainer went back from version {self.version} to {version}"
         for group, members in cuts:
             for member in members:
@@ -217,9 +211,11 @@ class Gate:
             self._forget(group)
         self.version = version
 
-    def foreseen(self) -> tuple[Cut, ...]:
-        """What `pick` would take were no iteration running, () while that is no full batch. Promises nothing: at the
-        next version some of it may be too old, or others may have come that are more urgent."""
+    def preview(self) -> tuple[Cut, ...]:
+        """Returns what `pick` would take if no iteration were running; () while that is no full batch.
+
+        The preview is not binding: at the next version some of it may be too old, or other samples more urgent.
+        """
         if self._counts[Stage.READY] < self.config.batch:
             return ()
         cuts = whole_cuts(self.cuts(), self.config.batch)
@@ -227,26 +223,26 @@ class Gate:
 
     # ---- the rules ---------------------------------------------------------------------------------------
 
-    def expired(self, sample: Sample) -> bool:
-        """No live token is left."""
+    def expired(self, sample: SampleState) -> bool:
+        """Returns whether the sample has no live token left."""
         return not live(sample.last, self.version, self.config.limit)
 
-    def stale(self, sample: Sample) -> bool:
-        """Some token is over the limit."""
+    def stale(self, sample: SampleState) -> bool:
+        """Returns whether some token of the sample is over the limit."""
         return not live(sample.first, self.version, self.config.limit)
 
-    def due(self, group: Group) -> bool:
-        """Some READY sample has its last chance: after one more version none of its tokens is live."""
+    def due(self, group: GroupState) -> bool:
+        """Returns whether some READY sample has its last chance: after one more version none of its tokens is live."""
         ready = (sample for sample in group.samples if sample.stage is Stage.READY)
         return any(not live(sample.last, self.version + 1, self.config.limit) for sample in ready)
 
     def cuts(self) -> list[Cut]:
-        """What could be trained now, most urgent first."""
+        """Returns what could be trained now, the most urgent cut first."""
         ready = [group for group in self._groups.values() if group.members(Stage.READY) and self.may_cut(group)]
         return [(group.id, group.members(Stage.READY)) for group in sorted(ready, key=self._urgency)]
 
-    def may_cut(self, group: Group) -> bool:
-        """Whether the READY members of this group may train without waiting for the others."""
+    def may_cut(self, group: GroupState) -> bool:
+        """Returns whether the READY members of this group may train without waiting for the others."""
         if group.awaits or not group.members(*OPEN):
             return not group.awaits
         if self.config.policy != "mask" or (self.config.need_signal and not group.has_signal):
@@ -255,10 +251,11 @@ class Gate:
         return len(group.rewards()) >= (self.config.baseline if self.due(group) else enough)
 
     def fits_deadlines(self, cuts: Sequence[Cut]) -> bool:
-        """Under `block`: what these cuts leave over fits into the iterations before its deadline.
+        """Returns whether, under `block`, the samples that these cuts leave over fit into the iterations before their
+        deadline.
 
-        For every k in 0..eta at most k x B x G samples are left that were drawn at version + k - eta or before;
-        looking at k = 0 alone overruns the bound or deadlocks.
+        For every k in 0..eta at most k x B x G samples may be left that were drawn at version + k - eta or before. To
+        check k = 0 alone would overrun the bound or deadlock.
         """
         taken = dict(cuts)
         left = Counter[int]()
@@ -274,95 +271,96 @@ class Gate:
 
     @property
     def in_flight(self) -> int:
-        """Samples neither TRAINED nor DROPPED."""
+        """Number of samples that are neither TRAINED nor DROPPED."""
         return sum(self._counts[stage] for stage in IN_FLIGHT)
 
     @property
     def worth_picking(self) -> bool:
-        """Whether `pick` can find a batch: enough samples are ready, or no more will be. Cheap, asked at each score."""
+        """Returns whether `pick` can find a batch: enough samples are ready, or no more will be. Cheap; asked at each
+        score."""
         still_open = sum(self._counts[stage] for stage in OPEN)
         return self._counts[Stage.READY] >= self.config.batch or not still_open
 
     @property
     def exhausted(self) -> bool:
-        """Nothing more can be trained by itself: nothing runs, is scored or awaited, and nothing may be drawn."""
+        """Returns whether no sample becomes ready by itself: none runs, is scored or awaited, and none may be drawn."""
         return not any(self._counts[stage] for stage in OPEN) and not self.awaited and not self.may_draw()
 
     def finished(self, group: int) -> bool:
-        """Every member is TRAINED or DROPPED; the group's rows may be released."""
+        """Returns whether every member is TRAINED or DROPPED."""
         return group not in self._groups
 
     def rewards(self, group: int) -> dict[int, float]:
-        """The baseline of a group in flight: every member with a reward, one dropped as stale included."""
+        """Returns the rewards in the baseline of a group in flight, by member; members dropped as stale included."""
         return self._groups[group].rewards()
 
-    def greedy(self, group: int) -> float | None:
-        """Reward of the greedy answer of a group in flight, once it is known."""
-        return self._groups[group].greedy
-
     def awaits(self, group: int) -> bool:
-        """Whether this group is in flight and waits for the reward of its greedy answer."""
+        """Returns whether this group is in flight and needs the reward of its greedy answer."""
         return group in self._groups and self._groups[group].awaits
 
     @property
     def awaited(self) -> int:
-        """Greedy answers without a reward."""
+        """Number of greedy answers that have no reward yet."""
         return sum(group.awaits for group in self._groups.values()) if self.config.greedy else 0
 
     def counts(self) -> dict[Stage, int]:
-        """Samples by stage; TRAINED and DROPPED since this gate was made."""
+        """Returns the number of samples by stage; TRAINED and DROPPED count since this gate was made."""
         return {stage: self._counts[stage] for stage in Stage}
 
+    def group(self, group: int) -> GroupState:
+        """Returns the state of a group in flight; it stays valid after the gate has forgotten the group."""
+        return self._groups[group]
+
     def members(self, group: int, *stages: Stage) -> tuple[int, ...]:
-        """Members of a group in flight that are in one of these stages; () for a finished group."""
+        """Returns the members of a group that are in one of these stages; () for a finished group."""
         return self._groups[group].members(*stages) if group in self._groups else ()
 
     def groups(self) -> tuple[int, ...]:
-        """Ids of the groups in flight, rising."""
+        """Returns the ids of the groups in flight, rising."""
         return tuple(sorted(self._groups))
 
-    def samples(self) -> Iterator[Sample]:
-        """Of the groups in flight."""
+    def samples(self) -> Iterator[SampleState]:
+        """Iterates over the samples of the groups in flight."""
         return (sample for group in self._groups.values() for sample in group.samples)
 
     def ages(self) -> list[int]:
-        """Versions since the first token, of every sample that waits for training."""
+        """Returns for every READY sample how many versions ago its first token was sampled."""
         return [self.version - sample.first for sample in self.samples() if sample.stage is Stage.READY]
 
     # ---- parts -------------------------------------------------------------------------------------------
 
-    def _add(self, group: Group) -> None:
+    def _add(self, group: GroupState) -> None:
         self._groups[group.id] = group
         for member in group.members(Stage.RUNNING):
             self._counts.enter(group.samples[member], Stage.RUNNING)
 
-    def _move(self, sample: Sample, stage: Stage) -> None:
+    def _move(self, sample: SampleState, stage: Stage) -> None:
         self._counts.leave(sample)
         self._counts.enter(sample, stage)
 
-    def _current(self, group: int, member: int, attempt: int, stage: Stage) -> Sample | None:
+    def _current(self, group: int, member: int, attempt: int, stage: Stage) -> SampleState | None:
         sample = self._groups[group].samples[member] if group in self._groups else None
         if sample is None or sample.attempt != attempt or sample.stage is not stage:
             self.refused += 1
             return None
         return sample
 
-    def _expect(self, group: int, member: int, stages: Sequence[Stage], what: str) -> Sample:
+    def _expect(self, group: int, member: int, stages: Sequence[Stage], what: str) -> SampleState:
         sample = self._groups[group].samples[member] if group in self._groups else None
         if sample is None or sample.stage not in stages:
             found = "its group has finished" if sample is None else f"it is {sample.stage.value}"
             raise IllegalTransition(f"sample {(group, member)} cannot be {what}: {found}")
         return sample
 
-    def _end(self, group: Group, member: int, stage: Stage) -> None:
+    def _end(self, group: GroupState, member: int, stage: Stage) -> None:
         sample = group.samples[member]
         self._move(sample, stage)
         early = stage is Stage.TRAINED and group.id in self._early
-        self.outcomes.append(Outcome.of(sample, group.id, member, self.version, early))
+        self.ended.append(EndedSample.of(sample, group.id, member, self.version, early))
 
     def _forget(self, group: int) -> None:
         entry = self._groups[group]
-        if not entry.members(*IN_FLIGHT):
+        if entry.finished:
             self.gaps.extend(baseline - mean(entry.rewards()) for baseline in entry.baselines)
             del self._groups[group]
 
@@ -373,16 +371,18 @@ class Gate:
         return self._drop_ready("stale", self._groups.values(), too_old)
 
     def _drop_complete(self) -> list[Drop]:
-        """What cannot train although nothing of its group is open any more."""
+        """Drops samples that cannot train although no member of their group is open any more."""
         complete = [group for group in self._groups.values() if not group.members(*OPEN) and not group.awaits]
         lacking = [group for group in complete if len(group.rewards()) < self.config.baseline]
         equal = [group for group in complete if self.config.need_signal and not group.has_signal]
         dropped = self._drop_ready("no_baseline", lacking, lambda _: True)
         return [*dropped, *self._drop_ready("no_signal", equal, lambda _: True)]
 
-    def _drop_ready(self, reason: str, groups: Iterable[Group], condition: Callable[[Sample], bool]) -> list[Drop]:
+    def _drop_ready(
+        self, reason: str, groups: Iterable[GroupState], condition: Callable[[SampleState], bool]
+    ) -> list[Drop]:
         drops = [
-            Drop(group.id, member, reason)
+            Drop(group, member, reason)
             for group in groups
             for member, sample in enumerate(group.samples)
             if sample.stage is Stage.READY and condition(sample)
@@ -391,7 +391,7 @@ class Gate:
             self.drop(out.group, [out.member], reason)
         return drops
 
-    def _urgency(self, group: Group) -> tuple[int, int]:
+    def _urgency(self, group: GroupState) -> tuple[int, int]:
         if self.config.policy == "block":
             return (group.drawn_at, group.id)
         return (min(group.samples[member].last for member in group.members(Stage.READY)), group.id)

@@ -1,14 +1,13 @@
-"""How the samples of a whole run ended, by length of completion. Pure.
+"""Reports how the samples of a whole run ended, by length of completion. Pure.
 
-Short completions are done first. Whatever ends a run, or prefers what is done, takes more of the long ones: this is
-where it shows.
+Short completions are done first, so whatever ends a run, or prefers finished samples, loses more of the long ones.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from asyncrl.groups import Outcome, Sample, Stage
+from asyncrl.controller.gate.group_state import EndedSample, SampleState, Stage
 
 End = Literal["trained", "dropped", "abandoned"]
 ENDS: tuple[End, ...] = ("trained", "dropped", "abandoned")
@@ -16,20 +15,20 @@ TENTHS = 10
 FINISHED = (Stage.SCORING, Stage.READY)
 
 
-class Lengths:
-    """Counts, for each length, how samples of it ended: no more entries than a completion may have tokens."""
+class LengthReport:
+    """Counts how samples ended, for each length: at most as many entries as a completion may have tokens."""
 
     def __init__(self) -> None:
         self._ends: dict[int, Counter[End]] = {}
 
-    def ended(self, outcomes: Iterable[Outcome]) -> None:
-        """Those that were trained or dropped. One dropped before it was sampled has no length yet."""
-        for outcome in outcomes:
-            if outcome.tokens:
-                self._ends.setdefault(outcome.tokens, Counter())["dropped" if outcome.reason else "trained"] += 1
+    def add(self, ended: Iterable[EndedSample]) -> None:
+        """Counts samples that ended. A sample that was dropped before it was sampled has no length yet."""
+        for sample in ended:
+            if sample.tokens:
+                self._ends.setdefault(sample.tokens, Counter())["dropped" if sample.reason else "trained"] += 1
 
-    def report(self, in_flight: Iterable[Sample]) -> str | None:
-        """What to tell at the end of a run, whose samples in flight are abandoned; None for fewer than ten."""
+    def report(self, in_flight: Iterable[SampleState]) -> str | None:
+        """Returns the text for the end of a run, which abandons these samples; None for fewer than ten samples."""
         left = list(in_flight)
         ends = {tokens: Counter(counts) for tokens, counts in self._ends.items()}
         for sample in left:
@@ -37,12 +36,14 @@ class Lengths:
                 ends.setdefault(sample.tokens, Counter())["abandoned"] += 1
         tenths = by_tenth(ends)
         running = sum(sample.stage is Stage.RUNNING for sample in left)
-        return _told(tenths, running) if tenths else None
+        return _text(tenths, running) if tenths else None
 
 
 def by_tenth(ends: dict[int, Counter[End]]) -> list[tuple[int, dict[End, float]]]:
-    """For each tenth of the samples, shortest first: its longest length and the shares of its ends. Samples of one
-    length on both sides of a border are shared out evenly. Empty for fewer than ten."""
+    """Returns for each tenth of the samples, shortest first, its longest length and the share of each end.
+
+    Samples of one length on both sides of a border are divided evenly. Empty for fewer than ten samples.
+    """
     total = sum(counts.total() for counts in ends.values())
     if total < TENTHS:
         return []
@@ -61,7 +62,7 @@ def by_tenth(ends: dict[int, Counter[End]]) -> list[tuple[int, dict[End, float]]
     return found
 
 
-def _told(tenths: list[tuple[int, dict[End, float]]], running: int) -> str:
+def _text(tenths: list[tuple[int, dict[End, float]]], running: int) -> str:
     longest = " ".join(str(tokens) for tokens, _ in tenths)
     parts = [f"{end} {' '.join(f'{shares[end]:.0%}' for _, shares in tenths)}" for end in ENDS]
     also = f'; {running} more were still being sampled (finish = "drain" trains what is in flight)' if running else ""

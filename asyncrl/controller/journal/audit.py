@@ -1,23 +1,23 @@
-"""Whether a run trained what it says it trained: three witnesses that do not depend on each other.
+"""Audits a run: three witnesses that do not depend on each other check what it trained.
 
-That samples in flight fill the gap between drawn and trained proves nothing, so what is in flight is derived from each
-sample's own way, compared with the lists written at checkpoints, and what was trained with the trainer's own chain.
+The number of samples in flight as a remainder proves nothing. So the samples in flight are derived from the records of
+each sample and compared with the lists written at checkpoints, and the trained samples with the trainer's own chain.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.checkpoint import Manifest, prefix_crc, read_manifest, versions
+from asyncrl.config.install_hints import program
+from asyncrl.controller.journal.checkpoints import Manifest, prefix_crc, read_manifest, versions
+from asyncrl.controller.journal.journal_records import Framed, InFlight, Scan, Trained
+from asyncrl.controller.journal.journal_store import FileStore, Store
+from asyncrl.controller.journal.ledger import Ledger, difference, surviving
 from asyncrl.errors import ConfigError, JournalError
-from asyncrl.installing import program
-from asyncrl.ledger import Ledger, difference, surviving
-from asyncrl.records import Framed, InFlight, Scan, Trained
-from asyncrl.store import FileStore, Store
 
 
 @dataclass(slots=True)
 class Witness:
-    """What was compared how often, and where it did not agree."""
+    """One kind of comparison: how often it was made, and where it failed."""
 
     name: str
     checked: int = 0
@@ -35,10 +35,10 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """drawn, trained, in_flight: samples; dropped: samples by reason; notes: what is no failure but worth knowing."""
+    """The result of an audit. drawn, trained, in_flight: samples; dropped: samples by reason; notes: other findings."""
 
     version: int
-    epoch: int
+    incarnation: int
     drawn: int
     trained: int
     dropped: dict[str, int]
@@ -55,7 +55,7 @@ class AuditReport:
         dropped = f"{sum(self.dropped.values())} dropped ({reasons})"
         return "\n".join(
             [
-                f"version {self.version}, epoch {self.epoch}",
+                f"version {self.version}, incarnation {self.incarnation}",
                 f"samples: {self.drawn} drawn = {self.trained} trained + {dropped} + {self.in_flight} in flight",
                 *map(str, self.witnesses),
                 *self.notes,
@@ -65,7 +65,7 @@ class AuditReport:
 
 
 def audit(run_dir: Path) -> AuditReport:
-    """Audit the run in a directory. Raises ConfigError when it holds no run."""
+    """Audits the run in a directory. Raises ConfigError when it holds no run."""
     if not (run_dir / "journal").is_file():
         raise ConfigError(f"{run_dir} holds no journal: name a run directory, as made by `{program()} run --run-dir`")
     store = FileStore(run_dir, writable=False)
@@ -76,14 +76,14 @@ def audit(run_dir: Path) -> AuditReport:
 
 
 def audit_store(store: Store) -> AuditReport:
-    """Audit a run; reads only."""
+    """Audits a run; reads only."""
     auditor = Auditor(store)
     auditor.walk()
     return auditor.report()
 
 
 class Auditor:
-    """Walks over the records that count, up to the first that cannot be."""
+    """Walks over the records that count, up to the first illegal one."""
 
     def __init__(self, store: Store) -> None:
         self.ways = Witness("samples move legally, attempts rise, none is trained twice")
@@ -112,7 +112,7 @@ class Auditor:
         witnesses = (self.ways, self.lists, self.chains)
         return AuditReport(
             version=ledger.version,
-            epoch=ledger.epoch,
+            incarnation=ledger.incarnation,
             drawn=ledger.drawn,
             trained=ledger.trained,
             dropped=dict(ledger.dropped),

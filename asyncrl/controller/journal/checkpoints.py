@@ -1,7 +1,7 @@
-"""Checkpoints, and where a run is taken up again.
+"""Makes checkpoints and resumes runs from them.
 
-The rename of a checkpoint's folder is its commit; the record of it in the journal is a hint. A checkpoint is good when
-the digests of its files hold and the journal still begins with the bytes that it was made after.
+The rename of a checkpoint's folder is its commit; its record in the journal is a hint. A checkpoint is good when its
+files match their digests and the journal still begins with the bytes that the checkpoint was made after.
 """
 
 import json
@@ -13,30 +13,30 @@ from pathlib import PurePosixPath
 from typing import Any
 from zlib import crc32
 
+from asyncrl.controller.gate.group_state import RestoredGroup
+from asyncrl.controller.journal.journal_records import BLOCK, CheckpointMade, Drawn, InFlight, Scan, void_ranges
+from asyncrl.controller.journal.journal_store import Store
+from asyncrl.controller.journal.ledger import Journal, Ledger, replay, resumes
 from asyncrl.errors import JournalError, RemoteError, WireError
-from asyncrl.groups import RestoredGroup
-from asyncrl.ledger import Journal, Ledger, replay, resumes
+from asyncrl.lanes.control.field_checks import field_checks
 from asyncrl.protocols.messages import Checkpointed
-from asyncrl.records import BLOCK, CheckpointMade, Drawn, InFlight, Scan, void_ranges
-from asyncrl.store import Store
-from asyncrl.wire.fields import field_checks
 
 MANIFEST = "manifest.json"
 UNFINISHED = "tmp-"
 REFUSED = "refused-"
 
 FAULT_POINTS = ("appended", "synced", "written", "described", "renamed", "hinted", "deleted")
-"""Where `commit` can be interrupted; a fault hook is called with each, after that step was done."""
+"""Points at which `commit` can be interrupted; a fault hook is called with each after that step was done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint belongs to.
+    """The identity of a checkpoint.
 
-    offset, crc: length and crc32 of the journal it was made after. chain: hex, of the trainer. files: path -> SHA-256.
+    offset, crc: length and crc32 of the journal at that time. chain: the trainer's, hex. files: path -> SHA-256.
     """
 
-    epoch: int
+    incarnation: int
     version: int
     offset: int
     crc: int
@@ -52,14 +52,14 @@ MANIFEST_FIELDS = field_checks(Manifest)
 
 @dataclass(frozen=True, slots=True)
 class ResumePlan:
-    """Where a run goes on.
+    """The point from which a run is resumed.
 
-    epoch: the new one; version, offset: of the checkpoint; directory: where the trainer finds its files; groups: those
-    in flight there, with the attempt and the members to begin again; next_group: id of the next draw.
-    said: what a person should know about the checkpoints that were passed over, a line each.
+    incarnation: the new one. version, offset: of the checkpoint. directory: folder of its files, for the trainer.
+    groups: the groups in flight there, with the attempt and the members to begin again. next_group: id of the next
+    draw. said: a line for the user about each newer checkpoint that cannot be used.
     """
 
-    epoch: int
+    incarnation: int
     version: int
     offset: int
     directory: str
@@ -79,10 +79,10 @@ async def commit(
     keep: int,
     fault: Callable[[str], None] = no_fault,
 ) -> Manifest:
-    """Make the checkpoint of the journal's version, while no iteration runs; the one there is when it was made before.
+    """Makes the checkpoint of the journal's version, while no iteration runs, unless it was made before.
 
     write: lets the trainer write its files, fsynced, into a directory. keep: checkpoints left afterwards, at least 1.
-    Raises JournalError when the trainer is at another version, or trained something else, than the journal says.
+    Raises JournalError when the trainer is at another version, or trained other samples, than the journal says.
     """
     store, ledger = journal.store, journal.ledger
     journal.append(InFlight(ledger.in_flight()))
@@ -91,7 +91,7 @@ async def commit(
     fault("synced")
     if ledger.version in versions(store):
         return read_manifest(store, ledger.version)
-    after = Manifest(ledger.epoch, ledger.version, journal.offset, journal.crc, ledger.chain.hex(), {})
+    after = Manifest(ledger.incarnation, ledger.version, journal.offset, journal.crc, ledger.chain.hex(), {})
     try:
         manifest = await _write_files(store, after, write, fault)
     except (OSError, RemoteError):
@@ -127,14 +127,14 @@ async def _write_files(
 
 
 def versions(store: Store) -> list[int]:
-    """Versions that have a committed checkpoint, rising."""
+    """Returns the versions that have a committed checkpoint, rising."""
     return sorted(int(name) for name in store.folders() if name.isdecimal())
 
 
 def read_manifest(store: Store, version: int) -> Manifest:
-    """Raises JournalError when there is none, or it is not ours."""
+    """Reads the manifest of a checkpoint. Raises JournalError when there is none, or it is not one of asyncrl."""
     try:
-        manifest = _manifest(json.loads(store.get(str(version), MANIFEST)))
+        manifest = _manifest(_renamed(json.loads(store.get(str(version), MANIFEST))))
     except (FileNotFoundError, ValueError, RecursionError, WireError) as error:
         raise JournalError(f"{MANIFEST} cannot be read: {error}") from error
     if manifest.version != version:
@@ -142,8 +142,15 @@ def read_manifest(store: Store, version: int) -> Manifest:
     return manifest
 
 
+def _renamed(fields: Any) -> Any:
+    """Gives the field that older versions of asyncrl called `epoch` its present name."""
+    if type(fields) is dict and "epoch" in fields:
+        fields["incarnation"] = fields.pop("epoch")
+    return fields
+
+
 def _manifest(fields: Any) -> Manifest:
-    """Raises ValueError, WireError for what is none."""
+    """Builds a manifest. Raises ValueError or WireError for other fields."""
     if type(fields) is not dict or fields.keys() != dict(MANIFEST_FIELDS).keys():
         raise ValueError(f"it holds other fields than {', '.join(dict(MANIFEST_FIELDS))}")
     manifest = Manifest(**{name: check(fields[name]) for name, check in MANIFEST_FIELDS})
@@ -160,7 +167,7 @@ def _lies_within(file: str) -> bool:
 
 
 def newest_good(store: Store) -> tuple[Manifest, Ledger, tuple[str, ...]] | None:
-    """The newest good checkpoint, the ledger as it was there, and why newer ones were passed over.
+    """Returns the newest good checkpoint, the ledger at that point, and why newer checkpoints cannot be used.
 
     None when the run has no checkpoint yet and drew nothing. Raises JournalError when no checkpoint is good.
     """
@@ -180,7 +187,7 @@ def newest_good(store: Store) -> tuple[Manifest, Ledger, tuple[str, ...]] | None
 
 
 def check(store: Store, manifest: Manifest) -> Ledger:
-    """The ledger at a checkpoint. Raises JournalError with the reason when the checkpoint is not good."""
+    """Returns the ledger at a checkpoint. Raises JournalError with the reason when the checkpoint is not good."""
     _check_files(store, manifest)
     _check_prefix(store, manifest)
     ledger = replay(store, manifest.offset)
@@ -215,7 +222,7 @@ def _check_prefix(store: Store, manifest: Manifest) -> None:
 
 
 def prefix_crc(store: Store, size: int) -> int:
-    """crc32 of the first `size` bytes of the journal."""
+    """Returns the crc32 of the first `size` bytes of the journal."""
     crc = 0
     for start in range(0, size, BLOCK):
         crc = crc32(store.read(start, min(BLOCK, size - start)), crc)
@@ -223,14 +230,14 @@ def prefix_crc(store: Store, size: int) -> int:
 
 
 def plan_resume(store: Store) -> ResumePlan | None:
-    """Where this run goes on; None when it has not begun. Reads only. Raises JournalError when it cannot."""
+    """Plans the resume of a run without writing; None when it has not begun. Raises JournalError when it cannot."""
     found = newest_good(store)
     if found is None:
         return None
     manifest, ledger, said = found
-    epochs = [resumed.epoch for _, resumed in resumes(store)]
+    incarnations = [resumed.incarnation for _, resumed in resumes(store)]
     return ResumePlan(
-        epoch=max([manifest.epoch, *epochs]) + 1,
+        incarnation=max([manifest.incarnation, *incarnations]) + 1,
         version=manifest.version,
         offset=manifest.offset,
         directory=store.path(str(manifest.version)),
@@ -242,7 +249,7 @@ def plan_resume(store: Store) -> ResumePlan | None:
 
 
 def resume(store: Store, plan: ResumePlan) -> Journal:
-    """Carry out the plan on journal and folders: cut a torn tail, set aside what was passed over, void the rest."""
+    """Carries out the plan: cuts a torn tail, sets unusable checkpoints aside, and voids the records after the plan."""
     for folder in store.folders():
         if folder.startswith(UNFINISHED):
             store.remove(folder)
@@ -250,5 +257,5 @@ def resume(store: Store, plan: ResumePlan) -> Journal:
             store.remove(f"{REFUSED}{folder}")
             store.rename(folder, f"{REFUSED}{folder}")
     journal = Journal(store)
-    journal.resume(plan.epoch, plan.offset)
+    journal.resume(plan.incarnation, plan.offset)
     return journal

@@ -1,4 +1,4 @@
-"""What the journal says: one record an event, framed as length u32 | crc32 u32 | MessagePack [kind, field, ...]."""
+"""The records of the journal: one an event, framed as length u32 | crc32 u32 | MessagePack [kind, field, ...]."""
 
 import struct
 import zlib
@@ -8,12 +8,12 @@ from typing import Any
 
 import msgpack
 
+from asyncrl.controller.gate.group_state import Cut
 from asyncrl.errors import JournalError, WireError
-from asyncrl.groups import Cut
-from asyncrl.wire.fields import field_checks
+from asyncrl.lanes.control.field_checks import field_checks
 
 RECORD_LIMIT = 1 << 26
-"""Bytes of one record: a step of a million samples fits; a longer length is no record of ours."""
+"""Bytes of one record: a step of a million samples fits; a longer length is no record of asyncrl."""
 
 FRAME = struct.Struct(">II")
 BLOCK = 1 << 20
@@ -29,8 +29,8 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
-    """These members begin again, as attempt `number` of their group."""
+class AttemptStarted:
+    """These members begin again in attempt `number` of their group."""
 
     group: int
     number: int
@@ -40,7 +40,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Samples left the engine; of each: member, versions of first and last token, sampled tokens."""
+    """Samples left the engine. samples: member, versions of first and last token, number of sampled tokens."""
 
     group: int
     attempt: int
@@ -49,7 +49,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A sample has its reward. One that cannot be scored is `Dropped` instead."""
+    """A sample has its reward. A sample that cannot be scored is `Dropped` instead."""
 
     group: int
     member: int
@@ -58,7 +58,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The reward of a group's greedy answer: what its samples are compared with. The answer itself is never trained."""
+    """The greedy answer of a group has its reward, with which the samples are compared. The answer never trains."""
 
     group: int
     reward: float
@@ -105,16 +105,18 @@ class CheckpointMade:
 class Resumed:
     """The run went back to where the journal was `offset` bytes long; the records from there to here are void."""
 
-    epoch: int
+    incarnation: int
     version: int
     offset: int
 
 
-Record = Drawn | Attempt | Generated | Scored | Compared | Trained | Dropped | InFlight | CheckpointMade | Resumed
+Record = (
+    Drawn | AttemptStarted | Generated | Scored | Compared | Trained | Dropped | InFlight | CheckpointMade | Resumed
+)
 
 KINDS: dict[str, type[Record]] = {
     "drawn": Drawn,
-    "attempt": Attempt,
+    "attempt": AttemptStarted,
     "generated": Generated,
     "scored": Scored,
     "compared": Compared,
@@ -129,19 +131,19 @@ CHECKS = {name: field_checks(kind) for name, kind in KINDS.items()}
 
 
 def _values(record: Record) -> list[Any]:
-    """In the order of its fields; `astuple` would copy every list in it."""
+    """Returns the values in the order of the fields; `astuple` would copy every list among them."""
     return [getattr(record, name) for name in type(record).__dataclass_fields__]
 
 
 def encode(record: Record) -> bytes:
-    """The record in its frame."""
+    """Returns the record in its frame."""
     payload: bytes = msgpack.packb([NAMES[type(record)], *_values(record)])
     assert len(payload) <= RECORD_LIMIT, f"a {NAMES[type(record)]} record of {len(payload)} bytes"
     return FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def decode(payload: bytes) -> Record:
-    """The record of a frame's payload. Raises JournalError for a kind or a shape that is not ours."""
+    """Returns the record of a frame's payload. Raises JournalError for an unknown kind or shape."""
     kind, values = _unpacked(payload)
     if kind not in KINDS:
         raise JournalError(f"a record of kind {kind!r:.100}: this journal was written by another version of asyncrl")
@@ -166,7 +168,7 @@ def _unpacked(payload: bytes) -> tuple[str, tuple[Any, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """A record and where it lies: bytes [start, end) of the journal."""
+    """A record and its place: bytes [start, end) of the journal."""
 
     start: int
     end: int
@@ -174,9 +176,9 @@ class Framed:
 
 
 class Scan:
-    """Iterates over the records in a journal, in bounded memory, up to the first bytes that are none.
+    """Iterates over the records in a journal, in bounded memory, up to the first bytes that are no record.
 
-    read(offset, size) returns at most `size` bytes. end, crc: length and crc32 of what was whole, after the iteration.
+    read(offset, size) returns at most `size` bytes. end, crc: length and crc32 of the whole records, after iteration.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:
@@ -184,18 +186,20 @@ class Scan:
         self.crc = 0
         self._read = read
         self._size = size
-        self._window, self._window_start = b"", 0
+        self._window = b""
+        self._window_start = 0
 
     def __iter__(self) -> Iterator[Framed]:
         while (frame := self._frame(self.end)) is not None:
-            start, self.end = self.end, self.end + len(frame)
+            start = self.end
+            self.end += len(frame)
             self.crc = zlib.crc32(frame, self.crc)
             yield Framed(start, self.end, _located(frame, start))
 
     @property
     def damaged(self) -> bool:
-        """After the iteration: what stopped it is no torn tail, for a whole frame with a wrong checksum is followed
-        by more."""
+        """Returns whether a damaged record ended the iteration: a whole frame with a wrong checksum, with bytes after
+        it."""
         head = self._bytes(self.end, FRAME.size)
         if len(head) < FRAME.size:
             return False
@@ -214,7 +218,8 @@ class Scan:
 
     def _bytes(self, start: int, size: int) -> bytes:
         if not self._window_start <= start <= start + size <= self._window_start + len(self._window):
-            self._window, self._window_start = self._read(start, max(size, BLOCK)), start
+            self._window = self._read(start, max(size, BLOCK))
+            self._window_start = start
         begin = start - self._window_start
         return self._window[begin : begin + size]
 
@@ -227,7 +232,7 @@ def _located(frame: bytes, start: int) -> Record:
 
 
 def void_ranges(resumes: list[tuple[int, Resumed]]) -> list[tuple[int, int]]:
-    """Byte ranges that no longer count, rising and disjoint; `resumes`: (start, record) in the order of the journal."""
+    """Returns the byte ranges that no longer count, rising and disjoint. resumes: (start, record) in journal order."""
     ranges: list[tuple[int, int]] = []
     for start, resumed in resumes:
         if resumed.offset > start:

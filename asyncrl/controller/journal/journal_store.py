@@ -1,74 +1,69 @@
-"""Where journal and checkpoints lie: a folder, or memory that forgets like a machine whose power is cut."""
+"""Stores journal and checkpoints: in a folder, or in memory that can lose writes as a power cut does."""
 
-import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Protocol, Self
 
-from asyncrl.errors import ConfigError
-
 
 class Store(Protocol):
-    """One run's journal, a growing row of bytes, and its checkpoints: named folders of files."""
+    """Stores the journal of one run, a growing row of bytes, and its checkpoints: named folders of files."""
 
     @property
     def size(self) -> int:
-        """Bytes in the journal."""
+        """Returns the number of bytes in the journal."""
         ...
 
     def append(self, data: bytes) -> None:
-        """Add to the journal; survives the death of this process."""
+        """Appends to the journal; the bytes survive the death of this process."""
         ...
 
     def sync(self) -> None:
-        """What was appended survives a power cut."""
+        """Makes what was appended survive a power cut."""
         ...
 
     def read(self, offset: int, size: int) -> bytes:
-        """At most `size` bytes of the journal."""
+        """Returns at most `size` bytes of the journal."""
         ...
 
     def truncate(self, size: int) -> None: ...
 
     def folders(self) -> list[str]:
-        """Names of the checkpoint folders, sorted."""
+        """Returns the names of the checkpoint folders, sorted."""
         ...
 
     def path(self, folder: str) -> str:
-        """Where others find the files of a folder."""
+        """Returns the path of a folder, for other processes."""
         ...
 
     def create(self, folder: str) -> None:
-        """Make an empty folder, in place of one with this name."""
+        """Makes an empty folder, in place of one with this name."""
         ...
 
     def put(self, folder: str, file: str, data: bytes) -> None:
-        """Write a file of a folder; it survives a power cut once the folder was renamed."""
+        """Writes a file of a folder; it survives a power cut once the folder was renamed."""
         ...
 
     def get(self, folder: str, file: str) -> bytes:
-        """Raises FileNotFoundError."""
+        """Reads a file of a folder. Raises FileNotFoundError."""
         ...
 
     def digest(self, folder: str, file: str) -> str:
-        """SHA-256 of a file, in hex. Raises FileNotFoundError."""
+        """Returns the SHA-256 of a file in hex. Raises FileNotFoundError."""
         ...
 
     def rename(self, folder: str, name: str) -> None:
-        """Give a folder its name, at once and for good: all of it survives a power cut, or none of the name does."""
+        """Renames a folder atomically: after a power cut the whole folder has the name, or no folder has it."""
         ...
 
     def remove(self, folder: str) -> None: ...
 
 
 class FileStore:
-    """`journal` and `checkpoints/` of a run directory.
+    """Stores both in `journal` and `checkpoints/` of a run directory.
 
-    writable: what is missing is made. Otherwise nothing is, and FileNotFoundError is raised when there is no journal.
+    writable: missing files are made. Otherwise FileNotFoundError is raised when there is no journal.
     """
 
     def __init__(self, run_dir: Path, *, writable: bool = True) -> None:
@@ -143,8 +138,11 @@ def _sync_directory(path: Path) -> None:
 
 
 class MemoryStore:
-    """The same in memory. `freeze` is the death of its process: later writes vanish. `after_power_cut` is what a
-    machine finds when it comes back."""
+    """Stores both in memory.
+
+    `freeze` simulates the death of the process: later writes vanish. `after_power_cut` returns the store that a machine
+    finds when it starts again.
+    """
 
     def __init__(self) -> None:
         self._journal = bytearray()
@@ -156,11 +154,11 @@ class MemoryStore:
         self._frozen = True
 
     def after_death(self) -> Self:
-        """What the next process finds after a kill: all that was written."""
+        """Returns the store that the next process finds after a kill: all that was written."""
         return self.after_power_cut(len(self._journal))
 
     def after_power_cut(self, kept: int = 0, tail: bytes = b"") -> Self:
-        """The journal up to its last sync, at least to byte `kept`, then `tail`: a piece that was torn or garbled."""
+        """Returns the store with the journal up to its last sync, at least `kept` bytes, then a torn `tail`."""
         found = type(self)()
         found._journal = self._journal[: max(self._synced, kept)] + tail
         found._synced = len(found._journal)
@@ -220,22 +218,3 @@ class MemoryStore:
     def remove(self, folder: str) -> None:
         if not self._frozen:
             self._folders.pop(folder, None)
-
-
-@contextmanager
-def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold `run.lock`: one process works in a run directory. Raises ConfigError when another one does."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / "run.lock", "a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            raise ConfigError(
-                f"{run_dir} is in use by process {holder}; wait for it, end it, or choose another --run-dir"
-            ) from error
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield

@@ -1,8 +1,8 @@
-"""The journal of a run and the state that follows from it. One writer, the controller.
+"""The journal of a run and the state that follows from its records. The controller is its only writer.
 
-The ledger checks what the gate does with none of the gate's rules: a sample moves only where it can move, attempts
-rise, a (group, member) is trained at most once. Nothing is flushed per record: a write survives the death of its
-process, and what a power cut tears off lies behind the last checkpoint, where a resumed run begins.
+The ledger checks the gate without using the gate's rules: samples move along legal transitions, attempts rise, and a
+(group, member) is trained at most once. No record is flushed by itself: a write survives the death of its process, and
+a power cut loses only records after the last checkpoint, where a resumed run begins.
 """
 
 from collections import Counter
@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from functools import singledispatchmethod
 from zlib import crc32
 
-from asyncrl.errors import IllegalTransition, JournalError, TrainedTwice
-from asyncrl.groups import DROPPABLE, IN_FLIGHT, Cut, Group, RestoredGroup, Sample, Stage
-from asyncrl.protocols.chain import GENESIS, chain
-from asyncrl.records import (
-    Attempt,
+from asyncrl.controller.gate.group_state import DROPPABLE, IN_FLIGHT, Cut, GroupState, RestoredGroup, SampleState, Stage
+from asyncrl.controller.journal.journal_records import (
+    AttemptStarted,
     CheckpointMade,
     Compared,
     Drawn,
@@ -30,34 +28,35 @@ from asyncrl.records import (
     encode,
     void_ranges,
 )
-from asyncrl.store import Store
+from asyncrl.controller.journal.journal_store import Store
+from asyncrl.errors import IllegalTransition, JournalError, TrainedTwice
+from asyncrl.protocols.hash_chain import GENESIS, chain
 
 ANY = tuple(Stage)
 MOST_MEMBERS = 1 << 16
-"""Of one group: far more than anybody samples, so that a damaged record cannot ask for all memory."""
+"""Members of one group: far more than any run samples, so that a damaged record cannot ask for all memory."""
 
 
 class Ledger:
-    """What the records so far say. Finished groups are forgotten, so memory is that of the groups in flight.
+    """Derives the state of the run from the records so far. Finished groups are forgotten.
 
-    version, epoch: where the run is; next_group: id of the next draw; chain: recomputed from what was trained.
-    drawn, trained, dropped: samples since the beginning, the last by reason.
+    version, incarnation: of the run. next_group: id of the next draw. chain: recomputed from the trained samples.
+    drawn, trained, dropped: samples since the beginning; dropped by reason.
     """
 
     def __init__(self) -> None:
         self.version = 0
-        self.epoch = 0
+        self.incarnation = 0
         self.next_group = 0
         self.chain = GENESIS
         self.drawn = 0
         self.trained = 0
         self.dropped: Counter[str] = Counter()
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, GroupState] = {}
 
     @singledispatchmethod
     def apply(self, record: Record) -> None:
-        """Take a record in. Raises IllegalTransition or TrainedTwice, and leaves the ledger as it was, when the
-        record says what cannot be."""
+        """Takes in a record. Raises IllegalTransition or TrainedTwice, with nothing changed, for an illegal one."""
         raise AssertionError(f"no record: {record!r}")
 
     @apply.register
@@ -68,12 +67,14 @@ class Ledger:
             raise IllegalTransition(f"group {record.group} was drawn at version {record.version}, not {self.version}")
         if not 0 < record.members <= MOST_MEMBERS:
             raise IllegalTransition(f"group {record.group} was drawn with {record.members} members")
-        self.groups[record.group] = Group(record.group, record.version, [Sample() for _ in range(record.members)])
+        self.groups[record.group] = GroupState(
+            record.group, record.version, [SampleState() for _ in range(record.members)]
+        )
         self.next_group += 1
         self.drawn += record.members
 
     @apply.register
-    def _(self, record: Attempt) -> None:
+    def _(self, record: AttemptStarted) -> None:
         group = self._group(record.group, "restarted")
         if record.number <= group.attempt:
             raise IllegalTransition(
@@ -82,7 +83,9 @@ class Ledger:
         samples = [self._sample(record.group, member, IN_FLIGHT, "restarted") for member in record.members]
         group.attempt = record.number
         for sample in samples:
-            sample.stage, sample.attempt, sample.reward = Stage.RUNNING, record.number, None
+            sample.stage = Stage.RUNNING
+            sample.attempt = record.number
+            sample.reward = None
 
     @apply.register
     def _(self, record: Generated) -> None:
@@ -95,12 +98,16 @@ class Ledger:
                 )
         for member, first, last, tokens in record.samples:
             sample = self.groups[record.group].samples[member]
-            sample.stage, sample.first, sample.last, sample.tokens = Stage.SCORING, first, last, tokens
+            sample.stage = Stage.SCORING
+            sample.first = first
+            sample.last = last
+            sample.tokens = tokens
 
     @apply.register
     def _(self, record: Scored) -> None:
         sample = self._sample(record.group, record.member, (Stage.SCORING,), "scored")
-        sample.stage, sample.reward = Stage.READY, record.reward
+        sample.stage = Stage.READY
+        sample.reward = record.reward
 
     @apply.register
     def _(self, record: Compared) -> None:
@@ -126,7 +133,8 @@ class Ledger:
     def _(self, record: Dropped) -> None:
         samples = [self._sample(record.group, member, DROPPABLE, "dropped") for member in record.members]
         for sample in samples:
-            sample.stage, sample.reason = Stage.DROPPED, record.reason
+            sample.stage = Stage.DROPPED
+            sample.reason = record.reason
         self.dropped[record.reason] += len(samples)
         self._forget(record.group)
 
@@ -142,43 +150,43 @@ class Ledger:
 
     @apply.register
     def _(self, record: Resumed) -> None:
-        if record.epoch <= self.epoch or record.version != self.version:
+        if record.incarnation <= self.incarnation or record.version != self.version:
             raise IllegalTransition(
-                f"resumed as epoch {record.epoch}, version {record.version}; "
-                f"the journal was at epoch {self.epoch}, version {self.version} there"
+                f"resumed as incarnation {record.incarnation}, version {record.version}; "
+                f"the journal was at incarnation {self.incarnation}, version {self.version} there"
             )
-        self.epoch = record.epoch
+        self.incarnation = record.incarnation
 
     # ---- looking -----------------------------------------------------------------------------------------
 
     def in_flight(self) -> tuple[Cut, ...]:
-        """Members neither trained nor dropped, by group, both rising: derived, not counted."""
+        """Returns the members neither trained nor dropped, by group, both rising: derived, not counted."""
         return tuple((group, self.groups[group].members(*IN_FLIGHT)) for group in sorted(self.groups))
 
     def keys(self, cuts: tuple[Cut, ...]) -> list[tuple[int, int, int]]:
-        """(group, member, attempt) of samples in flight."""
+        """Returns (group, member, attempt) of these samples in flight."""
         return [
             (group, member, self.groups[group].samples[member].attempt) for group, members in cuts for member in members
         ]
 
     def balanced(self) -> bool:
-        """drawn = trained + dropped + in flight."""
+        """Returns whether drawn = trained + dropped + in flight."""
         in_flight = sum(len(members) for _, members in self.in_flight())
         return self.drawn == self.trained + self.dropped.total() + in_flight
 
     def restored(self) -> tuple[RestoredGroup, ...]:
-        """The groups in flight as a resumed run takes them over, each with a new attempt."""
+        """Returns the groups in flight as a resumed run takes them over, each with a new attempt."""
         return tuple(_restored(self.groups[group]) for group in sorted(self.groups))
 
     # ---- parts -------------------------------------------------------------------------------------------
 
-    def _group(self, group: int, what: str) -> Group:
+    def _group(self, group: int, what: str) -> GroupState:
         if group in self.groups:
             return self.groups[group]
         state = "has finished" if group < self.next_group else "was never drawn"
         raise IllegalTransition(f"group {group} cannot be {what}: it {state}")
 
-    def _sample(self, group: int, member: int, stages: tuple[Stage, ...], what: str) -> Sample:
+    def _sample(self, group: int, member: int, stages: tuple[Stage, ...], what: str) -> SampleState:
         samples = self._group(group, what).samples
         if not 0 <= member < len(samples):
             raise IllegalTransition(f"sample {(group, member)} cannot be {what}: the group has {len(samples)} members")
@@ -186,7 +194,7 @@ class Ledger:
             raise IllegalTransition(f"sample {(group, member)} cannot be {what}: it is {samples[member].stage.value}")
         return samples[member]
 
-    def _to_train(self, group: int, member: int) -> Sample:
+    def _to_train(self, group: int, member: int) -> SampleState:
         finished = group not in self.groups and group < self.next_group
         if finished or self._sample(group, member, ANY, "trained").stage is Stage.TRAINED:
             raise TrainedTwice(f"sample {(group, member)} cannot be trained: it was trained or dropped before")
@@ -198,13 +206,13 @@ class Ledger:
 
 
 def difference(listed: tuple[Cut, ...], derived: tuple[Cut, ...]) -> str:
-    """What an in-flight list and the derived one disagree about, in words."""
+    """Describes where an in-flight list differs from the derived one."""
     surplus = [cut for cut in listed if cut not in derived][:5]
     missing = [cut for cut in derived if cut not in listed][:5]
     return f"the in-flight list holds {surplus} and lacks {missing}, by the records before it"
 
 
-def _restored(group: Group) -> RestoredGroup:
+def _restored(group: GroupState) -> RestoredGroup:
     samples = list(enumerate(group.samples))
     return RestoredGroup(
         group.id,
@@ -217,13 +225,13 @@ def _restored(group: Group) -> RestoredGroup:
 
 
 def resumes(store: Store, until: int | None = None) -> list[tuple[int, Resumed]]:
-    """Where in the first `until` bytes the run was taken up again: (byte, record), void ones included."""
+    """Returns (byte, record) of every resume in the first `until` bytes, void ones included."""
     scan = Scan(store.read, store.size if until is None else until)
     return [(framed.start, framed.record) for framed in scan if isinstance(framed.record, Resumed)]
 
 
 def surviving(store: Store, until: int | None = None) -> Iterator[Framed]:
-    """The records that count among the first `until` bytes, in order; what was resumed over is left out."""
+    """Iterates over the records in the first `until` bytes that no resume made void, in order."""
     void = void_ranges(resumes(store, until))
     for framed in Scan(store.read, store.size if until is None else until):
         if not any(low <= framed.start < high for low, high in void):
@@ -231,7 +239,7 @@ def surviving(store: Store, until: int | None = None) -> Iterator[Framed]:
 
 
 def replay(store: Store, until: int | None = None) -> Ledger:
-    """The ledger after the surviving records of the first `until` bytes. Raises JournalError with the byte."""
+    """Returns the ledger after the surviving records of the first `until` bytes. Raises JournalError with the byte."""
     ledger = Ledger()
     for framed in surviving(store, until):
         try:
@@ -242,7 +250,7 @@ def replay(store: Store, until: int | None = None) -> Ledger:
 
 
 class Journal:
-    """Appends records to a store, through the ledger: what cannot be is refused before it is written.
+    """Appends records to a store, through the ledger, which refuses illegal records before they are written.
 
     torn: bytes of an unfinished last record that were cut off when the journal was opened.
     offset, crc: length and crc32 of the journal.
@@ -256,11 +264,12 @@ class Journal:
         self.torn = store.size - scan.end
         if self.torn:
             store.truncate(scan.end)
-        self.offset, self.crc = scan.end, scan.crc
+        self.offset = scan.end
+        self.crc = scan.crc
         self.ledger = replay(store)
 
     def append(self, record: Record) -> None:
-        """Raises JournalError, with nothing written, for a record that contradicts those before it."""
+        """Appends a record. Raises JournalError, with nothing written, if it contradicts the records before it."""
         self.ledger.apply(record)
         if isinstance(record, Trained) and record.chain != self.ledger.chain.hex():
             raise JournalError(
@@ -269,23 +278,25 @@ class Journal:
             )
         frame = encode(record)
         self.store.append(frame)
-        self.offset, self.crc = self.offset + len(frame), crc32(frame, self.crc)
+        self.offset += len(frame)
+        self.crc = crc32(frame, self.crc)
 
     def sync(self) -> None:
-        """What was appended survives a power cut."""
+        """Makes what was appended survive a power cut."""
         self.store.sync()
 
-    def resume(self, epoch: int, offset: int) -> tuple[RestoredGroup, ...]:
-        """Go back to where the journal was `offset` bytes long; what follows is void.
+    def resume(self, incarnation: int, offset: int) -> tuple[RestoredGroup, ...]:
+        """Goes back to where the journal was `offset` bytes long; the records after it are void.
 
         Returns the groups in flight there, each with the attempt that begins now, which is journaled too. Raises
         JournalError when that point is void itself.
         """
         ledger = replay(self.store, offset)
-        resumed = Resumed(epoch, ledger.version, offset)
+        resumed = Resumed(incarnation, ledger.version, offset)
         void_ranges([*resumes(self.store), (self.offset, resumed)])
-        self.ledger, groups = ledger, ledger.restored()
+        self.ledger = ledger
+        groups = ledger.restored()
         self.append(resumed)
         for group in groups:
-            self.append(Attempt(group.id, group.attempt, group.running, "resumed"))
+            self.append(AttemptStarted(group.id, group.attempt, group.running, "resumed"))
         return groups

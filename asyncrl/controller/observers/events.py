@@ -1,12 +1,12 @@
-"""What the controller tells its observers. Plain values; an observer must not block."""
+"""The events of a run, which the controller passes to its observers. An observer must not block."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from asyncrl.controller.gate.staleness_report import StepStaleness
 from asyncrl.protocols.batch import Cuts, RowRef
 from asyncrl.protocols.messages import PromptGroup, Score, StepReport
-from asyncrl.staleness_report import StepStaleness
 
 Prompt: TypeAlias = str | list[dict[str, Any]]
 """Text, or chat messages ({"role", "content"})."""
@@ -14,7 +14,7 @@ Prompt: TypeAlias = str | list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class GroupDrawn:
-    """version: the trainer's at that moment."""
+    """A group is in flight. version: the trainer's at that moment."""
 
     group: int
     version: int
@@ -22,14 +22,14 @@ class GroupDrawn:
 
 @dataclass(frozen=True, slots=True)
 class AttemptBegan:
-    """prompts: what generation was asked for; its attempt is 0 unless the group was restarted."""
+    """An attempt at a group began. prompts: the request for generation."""
 
     prompts: PromptGroup
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """failures: how many attempts at this group failed so far. members: those to sample again."""
+    """An attempt at a group failed. failures: failed attempts so far; members: samples to draw again."""
 
     group: int
     failures: int
@@ -39,7 +39,7 @@ class AttemptFailed:
 
 @dataclass(frozen=True, slots=True)
 class SampleScored:
-    """sample: with its reward inline."""
+    """A sample was scored. sample: with its reward inline."""
 
     sample: RowRef
     score: Score
@@ -47,8 +47,11 @@ class SampleScored:
 
 @dataclass(frozen=True, slots=True)
 class SamplesDropped:
-    """reason: "stale", "unscorable", "no_baseline", "no_signal", "greedy_unscorable", "truncated", "not finite",
-    "poison", or a word of a page's own."""
+    """Samples left untrained.
+
+    reason: "stale", "unscorable", "no_baseline", "no_signal", "greedy_unscorable", "truncated", "not finite", "poison",
+    or a word of the user's algorithm.
+    """
 
     group: int
     members: tuple[int, ...]
@@ -56,8 +59,8 @@ class SamplesDropped:
 
 
 @dataclass(frozen=True, slots=True)
-class DroppedByPage:
-    """Samples that a page handed to `gate.drop`; told after their SamplesDropped."""
+class DroppedByAlgorithm:
+    """An algorithm handed samples to `control.drop`; follows their SamplesDropped."""
 
     group: int
     members: tuple[int, ...]
@@ -66,7 +69,7 @@ class DroppedByPage:
 
 @dataclass(frozen=True, slots=True)
 class GroupPoisoned:
-    """A group whose attempts failed, or that kills workers; its remaining members are dropped. reason: the last one."""
+    """A group is dropped because its attempts failed or because it crashes workers. reason: of the last failure."""
 
     group: int
     prompt: Prompt
@@ -75,7 +78,7 @@ class GroupPoisoned:
 
 @dataclass(frozen=True, slots=True)
 class GroupFinished:
-    """Every member was trained or dropped; the rows are freed. poison: the last members were dropped as that."""
+    """Every member was trained or dropped. poison: whether the last members were dropped as poison."""
 
     group: int
     poison: bool = False
@@ -83,16 +86,16 @@ class GroupFinished:
 
 @dataclass(frozen=True, slots=True)
 class StepBegan:
-    """cuts: sent to the trainer now; their rows live until the step is done."""
+    """A step begins. cuts: what the trainer gets; their rows live until the step is done."""
 
     cuts: Cuts
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """waited: seconds from the previous step's end to this one's beginning; seconds: of the step itself.
+    """A step ended; `report.skipped` is not empty when it trained nothing.
 
-    report.skipped is not empty when nothing was trained.
+    waited: seconds from the end of the previous step to the beginning of this one. seconds: duration of the step.
     """
 
     cuts: Cuts
@@ -104,22 +107,29 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class PoliciesApart:
-    """What a user is told when a bound of the section `[mismatch]` that warns was crossed."""
+    """A bound of the section `[mismatch]` that warns was crossed. warning: the text for the user."""
 
     warning: str
 
 
 @dataclass(frozen=True, slots=True)
 class StepLost:
-    """The trainer could not read some rows; nothing was trained and the groups roll out again."""
+    """The trainer could not read some rows: nothing was trained, and the groups roll out again."""
 
     cuts: Cuts
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchFailed:
+    """The trainer could not prefetch rows; from now on it reads them in its steps."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsHandedOver:
-    """This reader reads only `version` from now on. seconds: since it was about to be told. canary: as in `Using`."""
+    """A reader reads only `version` from now on. seconds: duration of the handover. canary: as in `Using`."""
 
     version: int
     reader: str
@@ -129,7 +139,7 @@ class WeightsHandedOver:
 
 @dataclass(frozen=True, slots=True)
 class WeightsOverdue:
-    """This reader did not take over `version` in time; it keeps the trainer from its next slot."""
+    """A reader did not take over `version` in time, and so keeps the trainer from its next slot."""
 
     version: int
     reader: str
@@ -142,13 +152,14 @@ Event: TypeAlias = (
     | AttemptFailed
     | SampleScored
     | SamplesDropped
-    | DroppedByPage
+    | DroppedByAlgorithm
     | GroupPoisoned
     | GroupFinished
     | StepBegan
     | StepDone
     | PoliciesApart
     | StepLost
+    | PrefetchFailed
     | WeightsHandedOver
     | WeightsOverdue
 )

@@ -1,35 +1,30 @@
-"""What a run writes down of itself: metrics, samples and evaluations, from the controller's events.
+"""Records a run: metrics, samples and evaluations, from the events of the controller.
 
     events -> queue -> Recorder.run -> metrics.jsonl, samples.jsonl, evaluations.jsonl -> sinks, display
 
-The controller never waits for any of it.
+The controller never waits for the recorder.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Literal
 
+from asyncrl.controller.observers.evaluation import Evaluation
+from asyncrl.controller.observers.events import Event, SampleScored, SamplesDropped, StepBegan, StepDone
 from asyncrl.errors import FleetFailed, Retryable
-from asyncrl.evaluation import Evaluation
-from asyncrl.events import Event, SampleScored, SamplesDropped, StepBegan, StepDone
-from asyncrl.fleet import Fleet
+from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.protocols.contracts import Contract
 from asyncrl.protocols.messages import Health, SampleText, TrainedSample
-from asyncrl.rundir import RunDirectory
-from asyncrl.telemetry.lines import LineFile
-from asyncrl.telemetry.metrics import MetricsFile, TimeShares, batch_metrics, report_metrics, step_of, term_metric
-from asyncrl.telemetry.samples import SampleRecord, SamplesFile, sample_record, to_show
+from asyncrl.telemetry.jsonl import LineFile
+from asyncrl.telemetry.metrics_file import MetricsFile, TimeShares, batch_metrics, report_metrics, step_of, term_metric
+from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.samples_file import SampleRecord, SamplesFile, sample_record, to_show
 
 WAITING_EVENTS = 100_000
 """Bound of the queue: far more than the samples of all groups in flight; reaching it means that the disk hangs."""
-
-HEALTH_PATIENCE, LEFT_ALONE = 2.0, 10.0
-"""Seconds a service may take to say how it is, and until one that took longer is asked again: it is being started
-again, and the lines of all steps until then must not wait for it."""
 
 Key = tuple[int, int]  # group, member: what an earlier attempt was worth is overwritten
 Metrics = dict[str, float]
@@ -37,28 +32,34 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """One step as a display and a sink get it."""
+    """One step as the display gets it."""
 
     metrics: Mapping[str, float]
     samples: Sequence[SampleRecord]
 
 
 class Recorder:
-    """Writes the files of a run directory. `show` and `send` get each step after it was written."""
+    """Writes the files of a run directory. `show` and `send` are called with each step after it was written."""
 
     def __init__(
         self,
         directory: RunDirectory,
         fleet: Fleet,
+        poll_health: Callable[[], Awaitable[Sequence[Health]]],
         samples_per_step: int | Literal["all"],
-        epoch: int,
+        incarnation: int,
         show: Callable[[StepLine], None],
         send: Callable[[int, Mapping[str, float]], None],
     ) -> None:
-        self._fleet, self._samples_per_step, self._epoch = fleet, samples_per_step, epoch
-        self._show, self._send = show, send
+        self._fleet = fleet
+        self._poll_health = poll_health
+        self._samples_per_step = samples_per_step
+        self._incarnation = incarnation
+        self._show = show
+        self._send = send
         self._path = directory.path
-        self._metrics, self._samples = MetricsFile(directory.metrics), SamplesFile(directory.samples)
+        self._metrics = MetricsFile(directory.metrics)
+        self._samples = SamplesFile(directory.samples)
         self._evaluations = LineFile(directory.evaluations)
         self._events: asyncio.Queue[Event] = asyncio.Queue(WAITING_EVENTS)
         self._terms: dict[Key, Mapping[str, float]] = {}
@@ -66,24 +67,23 @@ class Recorder:
         self._dropped: Counter[str] = Counter()
         self._evaluated: Metrics = {}
         self._shares = TimeShares()
-        self._left_alone: dict[str, float] = {}
         self._began = asyncio.get_running_loop().time()
         self._last_step = self._began
 
     def observe(self, event: Event) -> None:
-        """Take an event; never waits. Raises FleetFailed when far too many are not written yet."""
+        """Takes an event without waiting. Raises FleetFailed when far too many events are not written yet."""
         if not isinstance(event, SampleScored | SamplesDropped | StepBegan | StepDone):
             return
         try:
             self._events.put_nowait(event)
         except asyncio.QueueFull:
             raise FleetFailed(
-                f"{self._events.maxsize:,} events wait to be written below {self._path}: what it lies on takes nothing "
-                "any more; look at that disk or mount"
+                f"{self._events.maxsize:,} events wait to be written below {self._path}: its disk takes no writes any "
+                "more; look at that disk or mount"
             ) from None
 
     async def run(self) -> None:
-        """For ever: write down what was observed."""
+        """Writes the observed events until cancelled."""
         while True:
             await self._handle(await self._events.get())
             self._events.task_done()
@@ -97,8 +97,8 @@ class Recorder:
             file.close()
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """Write one evaluation; sinks get it under its version, `metrics.jsonl` with the next step."""
-        self._evaluations.append({"epoch": self._epoch, **asdict(evaluation)})
+        """Writes one evaluation; sinks get it under its version, `metrics.jsonl` with the next step."""
+        self._evaluations.append({"incarnation": self._incarnation, **asdict(evaluation)})
         numbers = {"eval/reward/mean": evaluation.mean, "eval/reward/stderr": evaluation.stderr}
         if evaluation.cost is not None:
             numbers["eval/cost/mean"] = evaluation.cost
@@ -124,23 +124,23 @@ class Recorder:
         try:
             texts = await self._fleet.generation.texts(chosen)
         except Retryable:
-            return {}  # Their worker died; the step will say so itself.
+            return {}  # The worker of the texts died; the step itself reports that.
         return {(text.group, text.member): text for text in texts}
 
     async def _step(self, done: StepDone) -> None:
         now = asyncio.get_running_loop().time()
-        metrics: Metrics = {"step": step_of(done.report), "time": now - self._began, "epoch": self._epoch}
+        metrics: Metrics = {"step": step_of(done.report), "time": now - self._began, "incarnation": self._incarnation}
         metrics |= done.staleness.metrics()
         metrics |= batch_metrics(done.cuts.batch) | self._term_means(done.cuts.batch)
         metrics |= report_metrics(done.report, now - self._last_step)
         metrics |= {f"skipped/{done.report.skipped}": 1.0} if done.report.skipped else {}
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
-        metrics |= self._shares.since_last(await self._healths()) | self._evaluated
+        metrics |= self._shares.since_last(await self._poll_health()) | self._evaluated
         records = self._records(done)
         self._metrics.write(metrics)
         self._samples.write(records)
         self._forget(row.key for row in done.cuts.batch)
-        if not done.report.skipped:  # The line of the next try takes its place.
+        if not done.report.skipped:  # Else the record of the next step includes these counts.
             self._dropped.clear()
             self._evaluated = {}
         self._last_step = now
@@ -173,30 +173,3 @@ class Recorder:
     def _forget(self, gone: Iterable[Key]) -> None:
         for key in gone:
             self._terms.pop(key, None)
-
-    async def _healths(self) -> list[Health]:
-        """Of every worker that answers; the time of one that is dead is nobody's."""
-        fleet = self._fleet
-        services: dict[str, Contract | None] = {
-            "generation": fleet.generation,
-            "reward": fleet.reward,
-            "training": fleet.training,
-            "reference": fleet.reference,
-            "critic": fleet.critic,
-            "cost": fleet.cost,
-            "cost_critic": fleet.cost_critic,
-            "evaluation": fleet.evaluation,
-        }
-        asked = (self._health(name, service) for name, service in services.items() if service is not None)
-        return [health for answer in await asyncio.gather(*asked) for health in answer]
-
-    async def _health(self, name: str, service: Contract) -> list[Health]:
-        now = asyncio.get_running_loop().time()
-        if now < self._left_alone.get(name, now):
-            return []
-        try:
-            async with asyncio.timeout(HEALTH_PATIENCE):
-                return await service.health()
-        except (Retryable, TimeoutError):
-            self._left_alone[name] = now + LEFT_ALONE
-            return []

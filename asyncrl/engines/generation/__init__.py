@@ -1,1 +1,1 @@
-"""Generation engines: what samples completions. `interface.py` says what one does, `torch.py` is one."""
+"""The generation engines, which sample completions: `interface.py` defines one, `torch_engine.py` implements it."""

@@ -1,5 +1,7 @@
-"""Chat messages as text by a model's template, which is code of strangers: it may be missing, fail, or rewrite what it
-is given."""
+"""Renders chat messages to text with the template of a model.
+
+Templates are third-party code: one may be missing, fail, or rewrite the messages. All three raise TaskError.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,16 +11,16 @@ from jinja2 import TemplateError
 from asyncrl.errors import TaskError
 
 EXCERPT = 60
-"""Characters of a message that an error quotes."""
+"""Longest quote of a message in an error, in characters."""
 
 Message = dict[str, Any]
 
 
-def rendered(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """`messages` with the mark where the answer begins.
+def render_chat(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """Renders the messages, followed by the template's mark for the start of an answer.
 
     Raises:
-        TaskError: there is no template, it fails on these messages, or not all they say stands in the text.
+        TaskError: there is no template, it fails on these messages, or it changes or omits a part of them.
     """
     if not tokenizer.chat_template:
         raise TaskError(
@@ -37,19 +39,21 @@ def rendered(tokenizer: Any, messages: Sequence[Message]) -> str:
 
 
 def refuse_rewritten(messages: Sequence[Message], text: str) -> None:
-    """Raises TaskError when a message is left out or changed in `text`: some templates drop the thoughts of earlier
-    answers, and the model would see another history than was meant."""
+    """Raises TaskError when `text` omits or changes a message.
+
+    Some templates drop the thoughts of earlier answers; the model would then see another history than the row has.
+    """
     for number, message in enumerate(messages, 1):
-        for said in _said(message):
-            if said.strip() not in text:
+        for part in _text_parts(message):
+            if part.strip() not in text:
                 raise TaskError(
                     f"the model's chat template leaves out or changes a part of message {number} ({message['role']}), "
-                    f"{_quoted(said)}: the model would see another history than the row has; write the message as the "
+                    f"{_quote(part)}: the model would see another history than the row has; write the message as the "
                     "template shows it (without <think> parts where it drops them), or the prompt as text"
                 )
 
 
-def _said(message: Message) -> Iterator[str]:
+def _text_parts(message: Message) -> Iterator[str]:
     content = message["content"]
     parts = content if isinstance(content, list) else [content]
     for part in parts:
@@ -58,5 +62,5 @@ def _said(message: Message) -> Iterator[str]:
             yield text
 
 
-def _quoted(said: str) -> str:
-    return repr(said if len(said) <= EXCERPT else said[:EXCERPT] + "...")
+def _quote(part: str) -> str:
+    return repr(part if len(part) <= EXCERPT else part[:EXCERPT] + "...")

@@ -1,4 +1,4 @@
-"""Decoding in slices: the compute thread steps the engine for a moment, then sees what else waits for it."""
+"""The decode loop: steps the engine on the compute thread in time slices, so that other calls get their turn."""
 
 import threading
 import time
@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterable
 
 from asyncrl.engines.generation.interface import Completion, GenerationEngine, Key
 
-SLICE_SECONDS = 0.02  # what a call that needs the compute thread waits at most, one decode step aside
+SLICE_SECONDS = 0.02  # longest wait of another call for the compute thread, plus one decode step
 
 
-class Slices:
+class DecodeLoop:
     """Steps an engine on the compute thread; `pause` and `resume` may be called from any thread.
 
     Args:
-        wanted: whether something else waits for the compute thread; a slice then ends with its step.
+        wanted: returns whether another call waits for the compute thread; a time slice then ends with its step.
     """
 
     def __init__(self, engine: GenerationEngine, wanted: Callable[[], bool]) -> None:
-        self._engine, self._wanted = engine, wanted
+        self._engine = engine
+        self._wanted = wanted
         self._lock = threading.Lock()
         self._paused = False
         self._begun = 0
@@ -27,17 +28,18 @@ class Slices:
         return self._paused
 
     def pause(self) -> int:
-        """Begin no further step; returns the number of the last one that has begun."""
+        """Prevents further steps; returns the number of the last step that has begun."""
         return self._set(paused=True)
 
     def resume(self) -> int:
+        """Allows further steps; returns the number of the last step that has begun."""
         return self._set(paused=False)
 
     def run(self, aborted: Iterable[Key]) -> tuple[list[Completion], bool]:
-        """End what was aborted, then step until something finishes, something else is wanted, or the slice is over.
+        """Runs one time slice: ends aborted requests, then steps until a request finishes or the slice is over.
 
         Returns:
-            What finished, and whether there is more to sample.
+            The finished requests, and whether there is more to sample.
         """
         self._engine.end(aborted, "abort")
         until = time.monotonic() + SLICE_SECONDS

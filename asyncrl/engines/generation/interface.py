@@ -1,4 +1,4 @@
-"""What a generation engine takes, gives and does. Everything here runs on one thread: the worker's compute thread."""
+"""The interface of a generation engine. All calls run on one thread, the compute thread of the worker."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,19 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.weights.spec import WeightsSpec
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 
 Key = tuple[int, int, int]  # group, member, attempt
 Finish = Literal["stop", "stop_string", "length", "abort"]
-NO_WEIGHTS = -1  # version of an engine that has not been given any: it starts no sequence
+NO_WEIGHTS = -1  # version of an engine before its first weights; the engine then starts no request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """One sample to draw.
+class SampleRequest:
+    """Asks for one sample.
 
-    prompt: int32 [prompt tokens]; members that share the array share its forward. seed: the member's; draw i of the
-    sample is `draws(seed, i)`. temperature: 0 takes the likeliest token. not_before: no older weights may start it.
+    prompt: int32 [prompt tokens]; requests that share the array share its prefill. seed: of the member; draw i of the
+    sample is `draws(seed, i)`. temperature: 0 takes the likeliest token. not_before: oldest weight version that may
+    start the sample.
     """
 
     key: Key
@@ -33,14 +34,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One finished sample; all arrays are [sampled tokens], a sampled end-of-sequence token included.
+    """Holds one finished sample. All arrays are [sampled tokens], including a sampled end-of-sequence token.
 
-    logprobs: float32, log-softmax(logits / temperature) over the whole vocabulary of the very forward that sampled (at
-    temperature 0 that of temperature 1: such samples never enter a loss). versions: of the weights that sampled each
-    token. text: decoded without special tokens, cut before a stop string.
+    logprobs: float32, log-softmax(logits / temperature) over the whole vocabulary, from the forward that sampled; for
+    temperature 0, whose samples never enter a loss, at temperature 1. versions: weight version that sampled each token.
+    text: decoded without special tokens and cut before a stop string.
     """
 
-    request: Request
+    request: SampleRequest
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
@@ -49,71 +50,71 @@ class Completion:
 
 
 class GenerationEngine(Protocol):
-    """Continuous batching: `submit` any time, `step` until nothing is `active`."""
+    """Samples with continuous batching: `submit` at any time, and call `step` while the engine is `active`."""
 
     @property
     def version(self) -> int:
-        """Of the weights in use; NO_WEIGHTS before the first."""
+        """Returns the version of the weights in use, or NO_WEIGHTS before the first."""
         ...
 
     @property
     def active(self) -> bool:
-        """Whether `step` would sample something now."""
+        """Returns whether `step` would sample a token now."""
         ...
 
     @property
     def waiting(self) -> int:
-        """Requests without a slot."""
+        """Counts the requests without a slot."""
         ...
 
     @property
     def running(self) -> int:
-        """Requests in a slot."""
+        """Counts the requests with a slot."""
         ...
 
     @property
     def spec(self) -> WeightsSpec:
-        """Names, shapes and dtype of the weights that `load` takes."""
+        """Returns names, shapes and dtype of the weights that `load` takes."""
         ...
 
     @property
     def context(self) -> int | None:
-        """Positions that the model was made for; None: without bound."""
+        """Returns the context length of the model in tokens, or None if the model has no limit."""
         ...
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of UTF-8 that one token can decode to."""
+        """Returns the most UTF-8 bytes that one token can decode to."""
         ...
 
     def tokenize(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:
-        """Token ids of a prompt: text as the tokenizer takes it, chat messages by the chat template."""
+        """Returns the token ids of a prompt, either text or messages for the chat template."""
         ...
 
     def decode(self, tokens: NDArray[np.int32]) -> str:
-        """Text of tokens, special ones left out."""
+        """Returns the text of tokens without special tokens."""
         ...
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; it starts in the order of arrival when a slot is free and the weights are new enough.
+    def submit(self, request: SampleRequest) -> None:
+        """Queues a request. Requests start in order of arrival once a slot is free and the weights are new enough.
 
         Raises:
-            ConfigError: prompt and completion do not fit a slot.
+            ConfigError: prompt or completion does not fit into a slot.
         """
         ...
 
     def step(self) -> list[Completion]:
-        """Sample one token of every running request; what finished."""
+        """Samples one token of every running request; returns the requests that finished."""
         ...
 
     def end(self, keys: Iterable[Key], finish: Finish) -> list[Completion]:
-        """End requests now; those that had begun are answered, those that had not are forgotten."""
+        """Ends requests now. Returns those that were running; requests that were waiting are removed."""
         ...
 
     def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
-        """[vocabulary]: of the token that follows, by the weights in use at temperature 1; what runs is not touched."""
+        """Returns the log-probs [vocabulary] of the token after a prompt at temperature 1."""
         ...
 
     def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
-        """Use these weights from the next step on; running sequences go on. share: keep the tensors, do not copy."""
+        """Uses these weights from the next step on; running requests continue. share: keep the tensors uncopied."""
         ...

@@ -1,4 +1,4 @@
-"""Tokens and their log-probabilities from logits and one uniform number a row."""
+"""Samples tokens, with their log-probs, from logits and one uniform number per row."""
 
 import torch
 from torch import Tensor
@@ -6,22 +6,23 @@ from torch.nn.functional import pad
 
 from asyncrl.errors import WeightsError
 
-BLOCK = 128  # tokens summed at once; cumulating all of a large vocabulary takes twice as long as all else here
-BELOW = 1 - 2.0**-50  # keeps a number that was rounded up to a block's whole sum inside the block
+BLOCK = 128  # tokens per block; a cumulative sum over a large vocabulary would take twice the time of the rest
+BELOW = 1 - 2.0**-50  # keeps a number that was rounded up to the sum of a block inside the block
 
 
 def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw by inverse CDF: the first token whose cumulated probability exceeds the row's number.
+    """Samples by inverse CDF: takes the first token whose cumulative probability exceeds the number of the row.
 
-    Cumulated in float64, by blocks and then inside one: 150,000 probabilities in float32 would lose the small ones.
+    The cumulative sums are float64, over blocks and then inside one block. In float32 the small ones of 150,000
+    probabilities would be lost.
 
     Args:
-        logits: [rows, vocabulary]; -inf where a token may not be drawn.
+        logits: [rows, vocabulary]; -inf for a token that must not be sampled.
         temperatures: float32 [rows]; 0 takes the likeliest token.
         uniforms: float64 [rows] in (0, 1).
 
     Returns:
-        Tokens int64 [rows] and their log-softmax(logits / temperature), float32 [rows] (temperature 1 where it is 0).
+        Tokens, int64 [rows], and their log-softmax(logits / temperature), float32 [rows]; temperature 0 counts as 1.
 
     Raises:
         WeightsError: the logits of a row are not finite.
@@ -45,13 +46,16 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
 
 
 def _blocks(mass: Tensor) -> Tensor:
-    """[rows, vocabulary] -> [rows, blocks, BLOCK], filled up with zeros."""
+    """Reshapes [rows, vocabulary] to [rows, blocks, BLOCK], padded with zeros."""
     missing = -mass.shape[-1] % BLOCK
     return (pad(mass, (0, missing)) if missing else mass).view(len(mass), -1, BLOCK)
 
 
 def _inside(blocks: Tensor, block: Tensor, rest: Tensor) -> Tensor:
-    """The first token of each row's block whose cumulated mass exceeds `rest`; all but blocks [rows, 1]. A rest that
-    rounding put outside is moved in: a token without mass is never the first."""
+    """Returns the first token of each row's block whose cumulative mass exceeds `rest`, [rows, 1].
+
+    block, rest: [rows, 1]. A rest that rounding moved outside the block is clamped; tokens without mass are never
+    returned.
+    """
     ends = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(ends, torch.minimum(rest.clamp(min=0), BELOW * ends[:, -1:]), right=True)

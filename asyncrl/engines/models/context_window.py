@@ -1,22 +1,24 @@
-"""How many positions a model was made for, and whether prompts with their answers fit: nothing fails beyond them, the
-model only writes nonsense, which would be trained."""
+"""The context length of a model, and checks that prompts with their answers fit into it.
+
+Beyond its context length a model does not fail but generates nonsense, which would be trained on.
+"""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import Config
+from asyncrl.config.problems import Problem
+from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
 POSITIONS = ("max_position_embeddings", "n_positions")
 STRETCHED = ("linear", "dynamic", "yarn")
-"""Ways to scale rotary positions whose factor is not part of the config's number of positions already."""
+"""Kinds of rotary scaling whose factor is not yet part of the number of positions in the config."""
 
 
 def context_of(shape: Mapping[str, Any]) -> int | None:
-    """Positions of a model by its config.json; None: it names no bound."""
+    """Returns the context length in tokens from the contents of config.json, or None if it names none."""
     shape = shape.get("text_config") or shape
     known = next((int(shape[name]) for name in POSITIONS if shape.get(name)), None)
     if known is None:
@@ -29,64 +31,36 @@ def context_of(shape: Mapping[str, Any]) -> int | None:
 
 
 def longest_row(config: Config, context: int | None = None) -> int:
-    """Tokens of the longest prompt and its longest answer, which end with the positions of the model."""
+    """Returns the tokens of the longest prompt with its longest answer, at most `context`."""
     tokens = config.task.max_prompt_tokens + config.generation.max_new_tokens
     return tokens if context is None else min(tokens, context)
 
 
-def refuse_without_context(config: Config, folder: Path) -> None:
-    """Raises ConfigError when not even a prompt of one token leaves room for an answer. A folder without config.json is
-    of services of one's own, which know their bounds themselves."""
-    context, answer = _positions(folder), config.generation.max_new_tokens
+def context_problems(config: Config, folder: Path) -> Iterator[Problem]:
+    """Yields a problem when the longest answer leaves no room for a prompt in the context of the model.
+
+    A folder without config.json belongs to user-defined services and is not checked.
+    """
+    context, answer = _context_of_folder(folder), config.generation.max_new_tokens
     if context is not None and answer >= context:
-        raise ConfigError(
-            f"generation.max_new_tokens = {answer} leaves no room for a prompt: {config.model.name} was made for "
-            f"{context} positions (max_position_embeddings in its config.json); write fewer than {context}"
+        text = (
+            f"{answer} new tokens leave no room for a prompt: {config.model.name} was made for {context} positions "
+            f"(max_position_embeddings in its config.json); write fewer than {context}"
         )
+        yield Problem("generation.max_new_tokens", "", text)
 
 
-def refuse_short_judge(config: Config, key: str, folder: Path, policy: Path) -> None:
-    """Raises ConfigError when a model that judges has fewer positions than the rows it is given may have tokens."""
-    own, longest = _positions(folder), longest_row(config, _positions(policy))
+def refuse_short_context(config: Config, key: str, folder: Path, policy: Path) -> None:
+    """Raises ConfigError when the context of a scoring model is shorter than the longest row of the policy."""
+    own, longest = _context_of_folder(folder), longest_row(config, _context_of_folder(policy))
     if own is not None and own < longest:
         raise ConfigError(
             f"{key}: {folder} was made for {own} positions (max_position_embeddings in its config.json), and a prompt "
             f"with its answer may have {longest} tokens: write a smaller task.max_prompt_tokens or "
-            "generation.max_new_tokens, or take a model with more"
+            "generation.max_new_tokens, or take a model with a longer context"
         )
 
 
-def _positions(folder: Path) -> int | None:
-    """None: a folder that names no bound, or without config.json."""
-    described = folder / "config.json"
-    return context_of(json.loads(described.read_text())) if described.exists() else None
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """prompt, answer: the most tokens by the config; context: positions of the model, None: without bound."""
-
-    prompt: int
-    answer: int
-    context: int | None = None
-
-    def mistake(self, tokens: int) -> str | None:
-        """What is wrong with a prompt of so many tokens, and what to do."""
-        if tokens == 0:
-            return "the prompt has no tokens: nothing of it is left by the model's tokenizer; write what to answer"
-        if self.context is not None and tokens + self.answer > self.context:
-            return (
-                f"the prompt has {tokens} tokens, and with generation.max_new_tokens = {self.answer} its answer may "
-                f"end beyond the {self.context} positions that the model was made for (max_position_embeddings): "
-                f"shorten it{self._fewer(tokens)}"
-            )
-        if tokens > self.prompt:
-            return (
-                f"the prompt has {tokens} tokens and task.max_prompt_tokens is {self.prompt}: shorten it, or write "
-                f"max_prompt_tokens = {tokens}"
-            )
-        return None
-
-    def _fewer(self, tokens: int) -> str:
-        assert self.context is not None
-        return f", or write max_new_tokens = {self.context - tokens}" if tokens < self.context else ""
+def _context_of_folder(folder: Path) -> int | None:
+    path = folder / "config.json"
+    return context_of(json.loads(path.read_text())) if path.exists() else None

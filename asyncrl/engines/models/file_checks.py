@@ -1,4 +1,4 @@
-"""Whether the files of a model folder are whole, as far as their beginnings and sizes tell: reads no weights."""
+"""Checks the files of a model folder by their headers and sizes, without reading weights."""
 
 import json
 from collections.abc import Iterator
@@ -9,17 +9,17 @@ from asyncrl.errors import ConfigError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LENGTH = 8
-"""Bytes at the start of a safetensors file that give the size of its header, little-endian; JSON follows, and in it
-each tensor's place in the rest of the file (huggingface/safetensors, README)."""
+"""Bytes at the start of a safetensors file that hold the size of its JSON header, little-endian. The header gives the
+offsets of each tensor in the rest of the file (huggingface/safetensors, README)."""
 
 HEADS = ("score", "classifier")
-"""What transformers calls the head of a classifier, by family."""
+"""Names of a classifier's head in transformers, which depend on the model family."""
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
-"""Files of a tokenizer; one of them is there wherever one was saved."""
+"""Patterns of tokenizer files; every saved tokenizer has at least one of them."""
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Raises ConfigError, which names each file that is not whole, and says what to do about it."""
+    """Raises ConfigError when files are damaged; the error names each of them."""
     if found := list(damages(folder)):
         raise ConfigError(
             f"model.name: {'; '.join(found)}. Get {'it' if len(found) == 1 else 'them'} again: copy or download the "
@@ -28,13 +28,15 @@ def refuse_damaged(folder: Path) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is a file of a tokenizer, whatever is in it."""
+    """Returns whether the folder contains a tokenizer file."""
     return any(next(folder.glob(pattern), None) for pattern in TOKENIZERS)
 
 
 def head_labels(folder: Path) -> int | None:
-    """How many numbers the head of the classifier in a whole folder gives; 0 without a head, None where only loading
-    it would tell. The weights' shapes say so, or config.json where they lie in no safetensors file."""
+    """Returns the number of labels of a classifier's head: 0 without a head, None where only loading would tell.
+
+    The folder must be undamaged. Reads the shapes in safetensors headers, or config.json where there are none.
+    """
     names = _weight_files(folder)
     if not names:
         described = json.loads((folder / "config.json").read_bytes())
@@ -47,15 +49,15 @@ def head_labels(folder: Path) -> int | None:
 
 
 def damages(folder: Path) -> Iterator[str]:
-    """One clause for each file that cannot be loaded."""
+    """Yields one clause for each file that cannot be loaded."""
     for path in sorted(folder.glob("*.json")):
         if not _is_json(path):
-            yield f"{path} is cut short or damaged: it is no JSON"
+            yield f"{path} is cut short or damaged: it is not JSON"
     for name in _weight_files(folder):
         path = folder / name
         if not path.is_file():
             yield f"{path} is missing, and {INDEX} names it"
-        elif why := _why_not_whole(path):
+        elif why := _damage_of_weights(path):
             yield f"{path} is cut short or damaged: {why}"
 
 
@@ -68,15 +70,15 @@ def _is_json(path: Path) -> bool:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Those that transformers loads. Raises nothing for an index that is damaged, which is told of already."""
+    """Returns the names of the weight files that transformers loads; a damaged index names none."""
     index = folder / INDEX
     if (folder / WEIGHTS).is_file() or not index.is_file() or not _is_json(index):
         return [WEIGHTS] if (folder / WEIGHTS).is_file() else []
     return sorted(set(json.loads(index.read_bytes()).get("weight_map", {}).values()))
 
 
-def _why_not_whole(path: Path) -> str:
-    """Empty for a whole safetensors file."""
+def _damage_of_weights(path: Path) -> str:
+    """Returns what is wrong with a safetensors file, or ""."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH), "little")
@@ -87,8 +89,8 @@ def _why_not_whole(path: Path) -> str:
             ends = [place["data_offsets"][1] for name, place in header.items() if name != "__metadata__"]
             expected = LENGTH + length + max(ends, default=0)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            return "its header is none of safetensors"
-    return "" if size == expected else f"it has {size} bytes, by its header it should have {expected}"
+            return "its header is not one of safetensors"
+    return "" if size == expected else f"it has {size} bytes, but its header describes {expected}"
 
 
 def _header(path: Path) -> dict[str, Any]:

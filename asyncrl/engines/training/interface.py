@@ -1,4 +1,4 @@
-"""What a training engine is: plain rows in, an outcome out. The service and a plain loop use it alike."""
+"""The interface of a training engine: rows in, a step outcome out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,27 +9,31 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.messages import Canary
-from asyncrl.weights.spec import WeightsSpec
+
+SampleKey = tuple[int, int, int]  # group, member, attempt
 
 
 @dataclass(frozen=True, slots=True)
 class TrainRow:
-    """One sample. Arrays are one-dimensional.
+    """Holds one sample as training reads it. Arrays are one-dimensional.
 
-    group, member, attempt: whose sample it is. prompt_ids [prompt], response_ids [tokens]: token ids.
-    logprobs [tokens]: log-probs recorded by the engine that sampled, of the tempered distribution.
-    versions [tokens]: which weights sampled each token, of `epoch`. reference_logprobs [tokens]: frozen
-    model, only with a KL term. truncated: the sample ended at its token cap.
-    advantage: one for all tokens; with a critic the sample's reward, from which the engine makes one a token
-    (`credit.py`), float64 [tokens]. values [tokens]: the critic's, before each token was sampled; judged_at: updates
-    that the critic had taken when it judged. cost, cost_values, cost_judged_at: the same of what the sample costs.
+    group, member, attempt: identify the sample. prompt_ids [prompt], response_ids [tokens]: token ids.
+    logprobs [tokens]: recorded by the engine that sampled, of the distribution at `temperature`.
+    versions [tokens]: weight version of `incarnation` that sampled each token.
+    reference_logprobs [tokens]: of the frozen reference model, only with a KL term.
+    truncated: the sample ended at its token limit.
+    advantage: one number for all tokens, or float64 [tokens]. With a critic it is the reward of the sample, from which
+    the engine computes token advantages (`loss/token_advantages.py`).
+    values [tokens]: the critic's value before each token was sampled. valued_at: optimizer steps that the critic had
+    taken when it computed them. cost, cost_values, cost_valued_at: the same for the cost of the sample.
     """
 
     group: int
     member: int
     attempt: int
-    epoch: int
+    incarnation: int
     prompt_ids: NDArray[np.int64]
     response_ids: NDArray[np.int64]
     logprobs: NDArray[np.float32]
@@ -39,10 +43,10 @@ class TrainRow:
     truncated: bool = False
     reference_logprobs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
-    judged_at: int = 0
+    valued_at: int = 0
     cost: float | None = None
     cost_values: NDArray[np.float32] | None = None
-    cost_judged_at: int = 0
+    cost_valued_at: int = 0
 
     def __post_init__(self) -> None:
         tokens = len(self.response_ids)
@@ -51,16 +55,19 @@ class TrainRow:
         assert len(self.logprobs) == len(self.versions) == tokens, f"sample {self.key}: columns differ in length"
 
     @property
-    def key(self) -> tuple[int, int, int]:
+    def key(self) -> SampleKey:
         return (self.group, self.member, self.attempt)
 
 
 @dataclass(frozen=True, slots=True)
-class SampleOutcome:
-    """trained, masked: response tokens in the loss, and left out; reason: "stale" | "truncated" | "not finite".
-    rejected: those of neither, within the limit but with no weight from the correction."""
+class SampleTokenCounts:
+    """Counts what a step did with the response tokens of one sample.
 
-    key: tuple[int, int, int]
+    trained: tokens in the loss. masked: tokens left out for `reason`, "stale", "truncated" or "not finite". rejected:
+    live tokens that a correction gave the weight 0.
+    """
+
+    key: SampleKey
     trained: int
     masked: int
     reason: str = ""
@@ -69,73 +76,78 @@ class SampleOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one step did.
+    """Reports what one step did.
 
-    updates: optimizer steps taken. skipped: "" | "stale" | "truncated" | "not finite", why updates is 0. samples: of
-    this rank. batch: keys of the samples of all ranks, sorted. metrics: of all ranks, see `statistics.py`. culprits:
-    samples of this rank whose own terms were not finite.
+    updates: optimizer steps taken. skipped: why `updates` is 0, "stale", "truncated" or "not finite"; else "". samples:
+    of this rank. batch: sorted keys of the samples of all ranks. metrics: over all ranks, see `step_metrics`. culprits:
+    samples of this rank with a loss term that is not finite.
     """
 
     updates: int
     skipped: str
-    samples: tuple[SampleOutcome, ...]
-    batch: tuple[tuple[int, int, int], ...]
+    samples: tuple[SampleTokenCounts, ...]
+    batch: tuple[SampleKey, ...]
     metrics: dict[str, float]
-    culprits: tuple[tuple[int, int, int], ...] = ()
+    culprits: tuple[SampleKey, ...] = ()
 
     @property
-    def keys(self) -> list[tuple[int, int, int]]:
-        """Samples of this rank that entered the loss, sorted."""
+    def keys(self) -> list[SampleKey]:
+        """Returns the sorted keys of this rank's samples that entered the loss."""
         return sorted(sample.key for sample in self.samples if sample.trained)
 
 
 class StepRun(Protocol):
-    """A step under way, one forward and backward pass at a time."""
+    """A step in progress, which runs one forward and backward pass at a time."""
 
     @property
     def outcome(self) -> StepOutcome:
-        """Only after `advance` answered False."""
+        """Returns the outcome; only valid after `advance` returned False."""
         ...
 
     @property
     def passes(self) -> int:
-        """Micro-batches done so far."""
+        """Counts the micro-batches done so far."""
         ...
 
     def advance(self) -> bool:
-        """Do the next micro-batch or the optimizer step; False when the step is complete."""
+        """Runs the next micro-batch or optimizer step; returns False when the step is complete."""
         ...
 
 
 class TrainingEngine(Protocol):
-    """Implemented by `TorchTraining`. Not thread-safe: all calls from one thread."""
+    """Trains the policy; implemented by `PolicyTrainer`. Not thread-safe: all calls come from one thread."""
 
-    def begin(self, rows: Sequence[TrainRow], epoch: int, version: int) -> StepRun:
-        """Start a step on this rank's rows, sorted by (group, member); nothing is computed yet."""
+    def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> StepRun:
+        """Starts a step on this rank's rows, sorted by (group, member), and computes nothing yet."""
         ...
 
     @property
     def weights_spec(self) -> WeightsSpec:
-        """Names, shapes and dtype of what is published."""
+        """Returns names, shapes and dtype of the published weights."""
         ...
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """The master weights, float32, tied ones under every name. They change with the next step."""
+        """Returns the float32 master weights, tied ones under every name. The next step changes them in place."""
         ...
 
     def canary(self) -> Canary:
-        """What the master weights say, for engines to compare with; see `weights_spec` for what they are given."""
+        """Returns the canary of the current weights, which generation engines compare themselves with."""
         ...
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        """Write model/ and trainer.pt below `directory`; extra: plain values kept beside the state. Ranks but the first
-        write what is theirs alone. Raises WeightsError when ranks do not hold the same weights."""
+        """Writes model/ and trainer.pt below `directory`, with the plain values `extra`.
+
+        Every rank calls this method; ranks other than 0 write only the state that is their own.
+
+        Raises:
+            WeightsError: the ranks do not hold the same weights.
+        """
         ...
 
 
-def run_step(engine: TrainingEngine, rows: Sequence[TrainRow], epoch: int, version: int) -> StepOutcome:
-    """A whole step at once."""
-    step = engine.begin(rows, epoch, version)
+def run_step(engine: TrainingEngine, rows: Sequence[TrainRow], incarnation: int, version: int) -> StepOutcome:
+    """Runs a whole step at once."""
+    step = engine.begin(rows, incarnation, version)
     while step.advance():
         pass
     return step.outcome

@@ -1,4 +1,4 @@
-"""Where a worker computes: one thread beside its event loop, so that no torch call ever holds up a message."""
+"""The compute thread of a worker, beside its event loop, so that no torch call delays a message."""
 
 import asyncio
 import threading
@@ -7,28 +7,29 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol, TypeVar, TypeVarTuple, Unpack
 
-from asyncrl.telemetry.clock import State, StateClock
+from asyncrl.telemetry.state_clock import State, StateClock
 
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
 
 class Occupancy:
-    """Books a worker's time: busy while something computes, overhead while calls wait for that, idle otherwise."""
+    """Books a worker's time: busy while something computes, overhead while calls only wait, else idle."""
 
     def __init__(self, clock: StateClock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._computing = self._calls = 0
+        self._computing = 0
+        self._calls = 0
         self._state: State | Literal["idle"] = "idle"
         clock.idle()
 
     def computing(self) -> AbstractContextManager[None]:
-        """Something computes: the compute thread, or children that work for this worker."""
+        """Books the block as busy, on the compute thread or in children of this worker."""
         return _Counted(self, computing=1, calls=0)
 
     def serving(self) -> AbstractContextManager[None]:
-        """A call of the work lane is being served."""
+        """Counts a call of the work lane that is being served during the block."""
         return _Counted(self, computing=0, calls=1)
 
     def _count(self, computing: int = 0, calls: int = 0) -> None:
@@ -42,12 +43,14 @@ class Occupancy:
 
 
 class _Counted:
-    """One `with` of an Occupancy."""
+    """The context manager behind `computing` and `serving`."""
 
     __slots__ = ("_calls", "_computing", "_occupancy")
 
     def __init__(self, occupancy: Occupancy, computing: int, calls: int) -> None:
-        self._occupancy, self._computing, self._calls = occupancy, computing, calls
+        self._occupancy = occupancy
+        self._computing = computing
+        self._calls = calls
 
     def __enter__(self) -> None:
         self._occupancy._count(self._computing, self._calls)
@@ -57,28 +60,28 @@ class _Counted:
 
 
 class Compute(Protocol):
-    """Runs functions one after the other, in the order they were handed in."""
+    """Runs functions one after the other, in the order of the calls."""
 
     @property
     def queued(self) -> int:
-        """Functions handed in and not finished."""
+        """Functions that have not finished."""
         ...
 
     async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
-        """The function's result. Cancelling the wait does not stop a function that runs already."""
+        """Returns the function's result. Cancelling the wait does not stop a function that has begun."""
         ...
 
     def close(self) -> None:
-        """Take no more functions; those not begun are dropped."""
+        """Drops the functions that have not begun, and takes no more."""
         ...
 
 
 class ThreadCompute:
-    """The one compute thread of a worker. What waits is bounded by the calls that may be outstanding on its links."""
+    """The one compute thread of a worker. Its queue is bounded by the credit of the callers."""
 
     def __init__(self, occupancy: Occupancy) -> None:
         self._occupancy = occupancy
-        self._executor = ThreadPoolExecutor(1, initializer=_name_this_thread)
+        self._executor = ThreadPoolExecutor(1, initializer=_name_compute_thread)
         self._queued = 0
 
     @property
@@ -100,13 +103,13 @@ class ThreadCompute:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _name_this_thread() -> None:
-    """In traces and stack dumps; an executor would number it."""
+def _name_compute_thread() -> None:
+    """Names the thread for traces and stack dumps."""
     threading.current_thread().name = "compute"
 
 
 class InlineCompute:
-    """Computes at once, on the event loop: for tests and the simulation, where time is virtual."""
+    """Computes at once, on the event loop: for tests and for the simulation, where time is virtual."""
 
     def __init__(self, occupancy: Occupancy) -> None:
         self._occupancy = occupancy
@@ -120,4 +123,4 @@ class InlineCompute:
             return function(*args)
 
     def close(self) -> None:
-        """Nothing waits here."""
+        """Does nothing, because no function ever waits."""

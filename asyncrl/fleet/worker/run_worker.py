@@ -11,25 +11,26 @@ from pathlib import Path
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl import __version__
-from asyncrl.compute import Compute, Occupancy
 from asyncrl.errors import ConfigError
-from asyncrl.launch import RunFacts, WorkerSpec
-from asyncrl.memory import segment_name
+from asyncrl.fleet.worker.compute_thread import Compute, Occupancy
+from asyncrl.fleet.worker.dispatcher import Dispatcher
+from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
+from asyncrl.lanes.control.server import Dispatch, Server
+from asyncrl.lanes.control.wire import Wire
+from asyncrl.lanes.data.row_reader import RowReader, serve_rows
+from asyncrl.lanes.data.row_store import HeapRows, RowStore, open_rows
+from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.contracts import Lane
 from asyncrl.protocols.messages import PROTOCOL, Hello
-from asyncrl.row_reader import RowReader, serve_rows
-from asyncrl.rows import HeapRows, RowStore, open_rows
-from asyncrl.service import Dispatcher, Service, WorkerContext
-from asyncrl.telemetry.clock import StateClock
 from asyncrl.telemetry.logs import open_log
+from asyncrl.telemetry.state_clock import StateClock
 from asyncrl.telemetry.trace import Tracer
-from asyncrl.wire.ends import Wire
-from asyncrl.wire.host import Dispatch, Host
 
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
-    """What a worker's time and doings are written with."""
+    """Clock, tracer and log of one worker."""
 
     clock: StateClock
     tracer: Tracer
@@ -38,14 +39,14 @@ class Instruments:
 
 @contextmanager
 def instruments(spec: WorkerSpec) -> Iterator[Instruments]:
-    """Files in the run directory's `logs`, named by the instance; closed at the end of the block."""
+    """Opens trace and log in the run directory's `logs`, named after the instance, for the block."""
     facts, logs = spec.facts, Path(spec.facts.run_dir) / "logs"
     trace = logs / f"{spec.instance}.trace.jsonl" if facts.config.telemetry.trace else None
-    who = {"service": spec.service, "rank": spec.rank, "instance": spec.instance, "epoch": facts.epoch}
+    ids = {"service": spec.service, "rank": spec.rank, "instance": spec.instance, "incarnation": facts.incarnation}
     with ExitStack() as scope:
         tracer = Tracer(trace, f"{spec.service}{spec.replica}.{spec.rank}")
         scope.callback(tracer.close)
-        log = scope.enter_context(open_log(logs / f"{spec.instance}.jsonl", **who))
+        log = scope.enter_context(open_log(logs / f"{spec.instance}.jsonl", **ids))
         yield Instruments(StateClock(time.monotonic), tracer, log)
 
 
@@ -53,12 +54,12 @@ OpenInstruments = Callable[[WorkerSpec], AbstractContextManager[Instruments]]
 
 
 class _Finished(Exception):
-    """Leaves the worker's task group, which cancels what still runs in it."""
+    """Leaves the worker's task group, which cancels the tasks that still run."""
 
 
 def identity(facts: RunFacts, service: str, rank: int, instance: str) -> Hello:
-    """How a worker or the controller introduces itself on a link."""
-    return Hello(facts.run, facts.epoch, service, rank, instance, PROTOCOL, __version__)
+    """Returns the hello that a worker or the controller sends on a new connection."""
+    return Hello(facts.run, facts.incarnation, service, rank, instance, PROTOCOL, __version__)
 
 
 async def run_worker(
@@ -68,7 +69,7 @@ async def run_worker(
     stop: asyncio.Event,
     open_instruments: OpenInstruments = instruments,
 ) -> None:
-    """Serve until `stop` is set, then let the service finish. Raises what tasks of the service's own raise."""
+    """Serves until `stop` is set, then stops the service. Raises what the tasks of the service raise."""
     make_service = load(spec.implementation)
     try:
         async with asyncio.TaskGroup() as tasks, _context(spec, wire, make_compute, tasks, open_instruments) as context:
@@ -83,21 +84,20 @@ async def run_worker(
 
 
 async def _serve(spec: WorkerSpec, wire: Wire, service: Service, tasks: asyncio.TaskGroup, stop: asyncio.Event) -> None:
-    hosts = [tasks.create_task(_host(spec, wire, service, lane).serve(), name=f"{lane.value} lane") for lane in Lane]
+    servers = {
+        lane: _server(spec, wire, getattr(spec.addresses, lane.value), Dispatcher(service, lane)) for lane in Lane
+    }
+    serving = [tasks.create_task(server.serve(), name=f"{lane.value} lane") for lane, server in servers.items()]
     starting = tasks.create_task(service.begin(), name="start")
     await stop.wait()
-    for task in (starting, *hosts):
+    for task in (starting, *serving):
         task.cancel()
-    await asyncio.wait([starting, *hosts])
+    await asyncio.wait([starting, *serving])
 
 
-def _host(spec: WorkerSpec, wire: Wire, service: Service, lane: Lane) -> Host:
-    return _listen(spec, wire, getattr(spec.addresses, lane.value), Dispatcher(service, lane))
-
-
-def _listen(spec: WorkerSpec, wire: Wire, address: str, dispatch: Dispatch) -> Host:
-    who = identity(spec.facts, spec.service, spec.rank, spec.instance)
-    return Host(wire.listen(address), dispatch, who, heartbeat=spec.facts.heartbeat)
+def _server(spec: WorkerSpec, wire: Wire, address: str, dispatch: Dispatch) -> Server:
+    hello = identity(spec.facts, spec.service, spec.rank, spec.instance)
+    return Server(wire.listen(address), dispatch, hello, heartbeat=spec.facts.heartbeat)
 
 
 @asynccontextmanager
@@ -122,7 +122,7 @@ async def _context(
                 run_dir=Path(facts.run_dir),
                 model_dir=Path(facts.model_dir),
                 checkpoint_dir=Path(facts.checkpoint_dir) if facts.checkpoint_dir else None,
-                epoch=facts.epoch,
+                incarnation=facts.incarnation,
                 service=spec.service,
                 replica=spec.replica,
                 rank=spec.rank,
@@ -142,25 +142,25 @@ async def _context(
 
 
 def _row_store(spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup) -> Callable[[int, int], RowStore]:
-    """Opens the rows of this worker: in shared memory where its socket says that readers are on this host."""
+    """Returns what opens the rows of this worker: in shared memory when its socket is for readers on this host."""
 
     def open_store(slots: int, slot_bytes: int) -> RowStore:
         data = spec.addresses.data
         owner = f"{data}#{spec.instance}"
         if data.startswith("ipc://"):
-            name = segment_name(spec.facts.run, spec.facts.epoch, spec.instance, "rows")
+            name = segment_name(spec.facts.run, spec.facts.incarnation, spec.instance, "rows")
             store = open_rows(name, slots, slot_bytes, owner)
         else:
             store = HeapRows(owner, slots, slot_bytes)
         if store.address == owner:
-            tasks.create_task(_listen(spec, wire, data, serve_rows(store)).serve(), name="data lane")
+            tasks.create_task(_server(spec, wire, data, serve_rows(store)).serve(), name="data lane")
         return store
 
     return open_store
 
 
 def load(implementation: object) -> Callable[[WorkerContext], Service]:
-    """What makes the service: "module:Class" imported, anything callable as it is.
+    """Returns the factory of a service: imports "module:Class", returns a callable as it is.
 
     Raises:
         ConfigError: there is no such module or class.

@@ -1,47 +1,37 @@
-"""The inside of a worker: a service, what it is given, and how calls reach it.
-
-    control socket ── Host ──┐
-                             ├── Dispatcher ── one task a call ── Service method ── compute thread
-    work socket    ── Host ──┘   (span, log ids, time booking)
-
-Lanes have a socket and a receiving task each, so health and pause are answered while work is busy.
-"""
+"""The base class of all services, and the context that a worker gives its service."""
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from structlog.contextvars import bind_contextvars
 from structlog.typing import FilteringBoundLogger
 
-from asyncrl.compute import Compute, Occupancy
-from asyncrl.config import Config
-from asyncrl.errors import UnknownEndpoint
-from asyncrl.kept import Kept
-from asyncrl.protocols.batch import Array, Place, SampleName, is_divisible
-from asyncrl.protocols.contracts import EndpointSpec, Lane
+from asyncrl.config.schema import Config
+from asyncrl.fleet.worker.compute_thread import Compute, Occupancy
+from asyncrl.lanes.data.row_retention import RowRetention
+from asyncrl.protocols.batch import Array, Place, SampleName
+from asyncrl.protocols.contracts import EndpointSpec
 from asyncrl.protocols.layout import Layout
-from asyncrl.protocols.messages import Call, Health, PromptGroup
-from asyncrl.telemetry.clock import STATES, StateClock
+from asyncrl.protocols.messages import Health
+from asyncrl.telemetry.state_clock import STATES, StateClock
 from asyncrl.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
-    from asyncrl.row_reader import RowReader
-    from asyncrl.rows import RowStore
+    from asyncrl.lanes.data.row_reader import RowReader
+    from asyncrl.lanes.data.row_store import RowStore
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a service is given.
+    """Everything that a service gets from its worker.
 
-    run, epoch, service, replica, rank, layout, instance: who it is. run_dir, model_dir, checkpoint_dir, weights_arena:
-    see RunFacts. options: of this service, from whoever set up the fleet.
-    reader: reads rows of other workers. compute: where torch calls belong. clock, occupancy: where its time goes.
-    tasks: owns what the service runs beside calls; an error there ends the worker, and all are cancelled at its end.
+    run, incarnation, service, replica, rank, layout, instance: identity of the worker. run_dir, model_dir,
+    checkpoint_dir, weights_arena: see RunFacts. options: plain values for this service. reader: reads rows of other
+    workers. compute: runs torch calls. clock, occupancy: book the worker's time. tasks: for what the service runs
+    beside calls; an error in one ends the worker, and all are cancelled at its end.
     """
 
     config: Config
@@ -49,7 +39,7 @@ class WorkerContext:
     run_dir: Path
     model_dir: Path
     checkpoint_dir: Path | None
-    epoch: int
+    incarnation: int
     service: str
     replica: int
     rank: int
@@ -67,10 +57,10 @@ class WorkerContext:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def open_rows(self, slots: int, slot_bytes: int) -> "RowStore":
-        """The store of the rows that this worker makes, once a worker; its memory is taken at once.
+        """Makes the store for the rows of this worker, once per worker; its memory is allocated at once.
 
         Raises:
-            ArenaFull: this machine has not enough memory for it.
+            ArenaFull: this machine has too little memory.
         """
         return self.row_store(slots, slot_bytes)
 
@@ -78,9 +68,9 @@ class WorkerContext:
 class Service:
     """Base of all services: `class GenerationService(Service, Generation)`.
 
-    Endpoints run as tasks on the event loop; whatever takes longer than a few milliseconds goes through
-    `context.compute.run`. rows: set it in `start` with `context.open_rows` if the service makes rows.
-    counters: numbers for health.
+    Endpoints run as tasks on the event loop; work of more than a few milliseconds goes through `context.compute.run`.
+    rows: to be set in `start`, with `context.open_rows`, by a service that makes rows. counters: numbers for health.
+    running: label and start, in loop time, of each call being served.
     """
 
     endpoints: ClassVar[dict[str, EndpointSpec]]
@@ -88,37 +78,41 @@ class Service:
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self.rows: RowStore | None = None
-        self._kept = Kept()
+        self._retention = RowRetention()
         self.counters: dict[str, float] = {}
         self.running: dict[int, tuple[str, float]] = {}
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @cached_property
+    def ready(self) -> asyncio.Future[None]:
+        """Resolves when `start` has returned, and holds the error of a start that failed."""
+        return asyncio.get_running_loop().create_future()
 
     async def begin(self) -> None:
-        """Start, and let `started` tell how that went: the supervised boundary of everything a start may raise."""
+        """Calls `start`; `started` then returns or raises what it raised, of any class: a supervised boundary."""
         try:
             await self.start()
-        except Exception as error:  # any failure to start is told to who asked for the fleet
+        except Exception as error:  # every failure to start is raised where the fleet is started
             self.context.log.error("could not start", error=repr(error))
             self.ready.set_exception(error)
         else:
             self.ready.set_result(None)
 
     async def start(self) -> None:
-        """Load what calls need. Calls wait until this is done; what it raises is raised where the fleet is started."""
+        """Loads what calls need; calls wait for it. Its errors are raised where the fleet is started."""
 
     async def stop(self) -> None:
-        """Let go of everything; no call runs any more, and `start` may not have come to its end."""
+        """Frees everything. No call runs any more; `start` may have been cancelled."""
         if self.rows is not None:
             self.rows.close()
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has started well."""
+        """Returns whether `start` has succeeded."""
         return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
 
     @property
     def queued(self) -> int:
-        """Work that has not begun, for health."""
+        """Functions that wait for the compute thread, for health."""
         return max(0, self.context.compute.queued - 1)
 
     # ---- endpoints of every contract ---------------------------------------------------------------------
@@ -130,7 +124,7 @@ class Service:
         context, now = self.context, asyncio.get_running_loop().time()
         spent = context.clock.spent()
         doing = [f"{label} for {now - since:.1f} s" for label, since in self.running.values()]
-        mine = Health(
+        own = Health(
             service=context.service,
             replica=context.replica,
             rank=context.rank,
@@ -141,104 +135,24 @@ class Service:
             wall=spent.wall,
             counters=dict(self.counters),
         )
-        return [mine]
+        return [own]
 
     async def release(self, samples: list[SampleName], oldest: int) -> None:
         if self.rows is not None:
-            self.rows.free(self._kept.let_go(samples, oldest))
+            self.rows.free(self._retention.release(samples, oldest))
 
     def keep(self, sample: SampleName, columns: Mapping[str, Array]) -> Place:
-        """Store a row where readers find it until its sample is released. An overtaken attempt's is freed at once.
+        """Stores a row for readers until its sample is released; the row of an older attempt is freed at once.
 
         Raises:
             ArenaFull: more rows were admitted than fit.
         """
-        assert self.rows is not None, "opened in `start`"
+        assert self.rows is not None, "`start` of a service with rows opens them"
         place = self.rows.put(columns)
-        self.rows.free(self._kept.add(sample, place))
+        self.rows.free(self._retention.add(sample, place))
         return place
 
     async def idle_because(self, state: str) -> None:
         if state not in STATES:
-            raise ValueError(f"{state!r} is no state of a worker's time; there are {', '.join(STATES)}")
+            raise ValueError(f"{state!r} is no state of a worker's time; the states are {', '.join(STATES)}")
         self.context.clock.idle_because(state)
-
-
-class Dispatcher:
-    """Turns the calls of one lane into method calls of a service; each is a span, and on the work lane booked."""
-
-    _UNCOUNTED = frozenset({"health", "started"})
-
-    def __init__(self, service: Service, lane: Lane) -> None:
-        self._service, self._lane = service, lane
-        self._lane_number = list(Lane).index(lane)
-        self._booking = service.context.occupancy.serving if lane is Lane.WORK else nullcontext
-        self._numbers = itertools.count()
-
-    def __call__(self, call: Call) -> Awaitable[Any] | AsyncIterator[Any]:
-        """Raises UnknownEndpoint for what the contract does not declare on this lane."""
-        spec = self._service.endpoints.get(call.method)
-        if spec is None or spec.lane is not self._lane:
-            raise UnknownEndpoint(
-                f"{type(self._service).__name__} has no {call.method!r} on its {self._lane.value} lane"
-            )
-        return self._stream(call) if spec.stream else self._answer(call)
-
-    async def _answer(self, call: Call) -> Any:
-        if call.method in self._UNCOUNTED:
-            return await getattr(self._service, call.method)(*call.args)
-        if not self._service.is_ready:
-            await self._service.started()
-        with self._attended(call):
-            return await getattr(self._service, call.method)(*call.args)
-
-    async def _stream(self, call: Call) -> AsyncIterator[Any]:
-        if not self._service.is_ready:
-            await self._service.started()
-        with self._attended(call):
-            async with aclosing(getattr(self._service, call.method)(*call.args)) as items:
-                async for item in items:
-                    yield item
-
-    def _attended(self, call: Call) -> "_Attended":
-        return _Attended(self._service, call, next(self._numbers) * len(Lane) + self._lane_number, self._booking())
-
-
-class _Attended:
-    """One `with` around a call that is being served: its span, its entry in what runs, where its time is booked."""
-
-    __slots__ = ("_booking", "_number", "_running", "_span")
-
-    def __init__(self, service: Service, call: Call, number: int, booking: AbstractContextManager[None]) -> None:
-        subject = _subject(call.args)
-        # Not unbound afterwards: these are variables of the call's own task, which ends with it.
-        bind_contextvars(call=call.method, **subject)
-        self._number, self._running, self._booking = number, service.running, booking
-        self._running[number] = (_label(call, subject), asyncio.get_running_loop().time())
-        self._span = service.context.tracer.span(call.method, **subject)
-
-    def __enter__(self) -> None:
-        self._booking.__enter__()
-        self._span.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._span.__exit__(*raised)
-        self._booking.__exit__(*raised)
-        del self._running[self._number]
-
-
-def _subject(args: tuple[Any, ...]) -> dict[str, int]:
-    """What a call is about, in ids that can be searched for."""
-    found: dict[str, int] = {}
-    for arg in args:
-        if isinstance(arg, PromptGroup):
-            found.setdefault("group", arg.id)
-        elif is_divisible(arg):
-            found.setdefault("rows", len(arg))
-    return found
-
-
-def _label(call: Call, subject: dict[str, int]) -> str:
-    if not subject:
-        return call.method
-    return f"{call.method} ({', '.join(f'{name} {value}' for name, value in subject.items())})"

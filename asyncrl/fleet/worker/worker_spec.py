@@ -1,33 +1,39 @@
-"""What starts a worker: its specification, and the seam between the supervisor and processes, tasks or clusters."""
+"""The specification that starts a worker, and its one line of JSON on the way to the worker's process."""
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
 from asyncrl.protocols.layout import Layout
 
 if TYPE_CHECKING:
-    from asyncrl.service import Service, WorkerContext
+    from asyncrl.fleet.worker.service import Service, WorkerContext
 
     Implementation = str | Callable[[WorkerContext], Service]
 
 
+Origin = Literal["plain", "torch", "spawn"]
+"""The process that a worker is forked from, where `fleet.start` allows a fork: a copy of one that has imported what
+every worker needs ("plain"), a copy of one that has imported torch and transformers as well ("torch"), or a fresh
+Python ("spawn"), for services whose engine starts threads or uses a GPU when it is imported."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What all workers of a run know.
+    """Facts that all workers of a run share.
 
-    run: hex digits, of this start only, that name its shared memory and sockets. run_dir, model_dir: absolute.
-    checkpoint_dir: what the run resumes from, None at its first start. weights_arena: name of the shared memory that
-    new weights are published in. curve: public and secret key of the run's sockets. heartbeat: seconds between signs
-    of life on every link, for peers on other hosts, of whose death no kernel tells.
+    run: hex digits that name shared memory and sockets of this start only. run_dir, model_dir: absolute paths.
+    checkpoint_dir: what the run resumes from, None at its first start. weights_arena: name of the shared memory for
+    published weights. curve: public and secret key of the run's sockets. heartbeat: seconds between heartbeats on every
+    connection, for peers on other hosts, whose death no local kernel reports.
     """
 
     run: str
     run_dir: str
     model_dir: str
-    epoch: int
+    incarnation: int
     weights_arena: str
     config: Config
     checkpoint_dir: str | None = None
@@ -37,7 +43,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where one instance listens: a socket a lane, and one for rows."""
+    """Addresses of one instance: a socket for each lane and one for rows."""
 
     control: str
     work: str
@@ -46,10 +52,10 @@ class Addresses:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One instance of one worker. instance: never used twice.
+    """Specification of one instance of a worker. instance: a name that is never used twice.
 
-    implementation: "module:Class"; or, for a worker in this very process, what makes the service from its context.
-    options: keyword values of this service, plain ones.
+    implementation: "module:Class"; for a worker inside this process also a callable that makes the service from its
+    context. options: plain values for this service. origin: what its process is forked from.
     """
 
     service: str
@@ -61,9 +67,10 @@ class WorkerSpec:
     addresses: Addresses
     facts: RunFacts
     options: Mapping[str, Any] = field(default_factory=dict)
+    origin: Origin = "plain"
 
     def to_json(self) -> str:
-        """One line; what a worker process reads first."""
+        """Returns the one line that a worker process reads first."""
         values, facts = _by_name(self), _by_name(self.facts) | {"config": self.facts.config.model_dump(mode="json")}
         layout, addresses = asdict(self.layout), asdict(self.addresses)
         return json.dumps({**values, "facts": facts, "layout": layout, "addresses": addresses})
@@ -79,41 +86,5 @@ class WorkerSpec:
 
 
 def _by_name(record: "WorkerSpec | RunFacts") -> dict[str, Any]:
-    """Its fields, as they are."""
+    """Returns the fields by name, without copying them as `asdict` would."""
     return {item.name: getattr(record, item.name) for item in fields(record)}
-
-
-class WorkerProcess(Protocol):
-    """A started worker. `pid` is this process's own for a worker inside it."""
-
-    pid: int
-
-    async def wait(self) -> str:
-        """Returns once it is dead, with how it ended ("killed by SIGKILL"). May be awaited again and again."""
-        ...
-
-    def stop(self) -> None:
-        """Ask it to finish."""
-        ...
-
-    def terminate(self) -> None:
-        """Tell it to end, for one that does not listen any more."""
-        ...
-
-    def kill(self) -> None:
-        """End it, with no chance to say goodbye."""
-        ...
-
-
-class Launcher(Protocol):
-    """Starts workers: as processes (deploy/local.py) or inside this one (inproc_launcher.py)."""
-
-    def addresses(self, instance: str) -> Addresses:
-        """Where an instance of this name shall listen."""
-        ...
-
-    def spawn(self, spec: WorkerSpec) -> WorkerProcess: ...
-
-    def bury(self, spec: WorkerSpec) -> None:
-        """Remove what a dead instance left behind: shared memory, socket files."""
-        ...

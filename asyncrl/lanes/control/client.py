@@ -1,4 +1,4 @@
-"""The caller's side of a link: calls and streams with deadlines, and one end for all of them when the peer is lost."""
+"""The caller's side of a connection: calls and streams with deadlines, which all fail when the peer is lost."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -7,41 +7,57 @@ from types import TracebackType
 from typing import Any, Self
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WireError
+from asyncrl.lanes.control.deadlines import Deadlines
+from asyncrl.lanes.control.message_sequence import MessageSequence
+from asyncrl.lanes.control.pending_calls import PendingReply, PendingStream, error_from
+from asyncrl.lanes.control.wire import Caller, Frame, Wakeup, pump_messages
 from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
-from asyncrl.wire.answers import Items, Single, error_of
-from asyncrl.wire.deadlines import Deadlines
-from asyncrl.wire.ends import Caller, Frame, Signal, pour
-from asyncrl.wire.line import Line
 
 HELLO_DEADLINE = 10.0
-"""Seconds for a worker that is up to welcome a caller; who starts a worker waits for it to be up first."""
+"""Seconds until a running worker welcomes a caller; the supervisor gives a starting worker more."""
 
 LIVENESS = 3
-"""Heartbeats that a remote peer may miss."""
+"""Consecutive heartbeats that a remote peer may miss."""
 
 
-class Link:
-    """One connection to one worker, `peer` in every message ("generation0[1]").
+class Client:
+    """A connection to one worker.
 
-    `async with link:` says hello and listens until the block ends; `open` does so inside a TaskGroup of somebody else,
-    who closes the link before leaving the group. hello: who calls. instance: the only one that may answer, if given.
-    heartbeat: seconds, for peers on other hosts; the kernel reports the death of local ones to `fail`.
+    `async with client:` says hello and listens until the block ends. `open` does so inside the caller's TaskGroup; call
+    `close` before leaving that group.
+
+    Args:
+        hello: identity of the caller.
+        peer: name of the worker in messages ("generation0[1]").
+        instance: the only instance that may answer; None: any.
+        heartbeat: seconds between heartbeats, for peers on other hosts; None for local ones, whose death the kernel
+            reports to the supervisor, which calls `fail`.
+
+    Attributes:
+        lost: set once the connection is broken or closed, with the reason in `reason`.
+        late_replies: answers that came for calls given up before.
     """
 
     def __init__(
         self, caller: Caller, hello: Hello, peer: str, *, instance: str | None = None, heartbeat: float | None = None
     ) -> None:
-        self.peer, self.lost, self.reason = peer, asyncio.Event(), ""
-        self.late_answers = 0
-        self._caller, self._hello, self._instance, self._heartbeat = caller, hello, instance, heartbeat
-        self._line = Line(caller.offer, caller.send)
-        self._answers: dict[int, Single | Items] = {}
+        self.peer = peer
+        self.lost = asyncio.Event()
+        self.reason = ""
+        self.late_replies = 0
+        self._caller = caller
+        self._hello = hello
+        self._instance = instance
+        self._heartbeat = heartbeat
+        self._sequence = MessageSequence(caller.offer, caller.send)
+        self._pending: dict[int, PendingReply | PendingStream] = {}
         self._deadlines = Deadlines()
         self._abandoned: list[int] = []
-        self._calls = self._credit = 0
-        self._room = Signal()
-        self._welcome: Single | None = None
-        self._missed = 0
+        self._calls = 0
+        self._credit = 0
+        self._credit_returned = Wakeup()
+        self._welcome: PendingReply | None = None
+        self._missed_heartbeats = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._group = asyncio.TaskGroup()
 
@@ -65,30 +81,32 @@ class Link:
         await self._group.__aexit__(None, None, None)
 
     async def open(self, tasks: asyncio.TaskGroup, deadline: float = HELLO_DEADLINE) -> None:
-        """Raises Refused, PeerLost (also when `fail` is called meanwhile), DeadlineExceeded after `deadline` s."""
+        """Says hello. Raises Refused, PeerLost (also after `fail`), DeadlineExceeded after `deadline` seconds."""
         self._check()
-        self._welcome = Single()
-        self._tasks.append(tasks.create_task(self._listen(), name=f"link to {self.peer}"))
+        self._welcome = PendingReply()
+        self._tasks.append(tasks.create_task(self._listen(), name=f"connection to {self.peer}"))
         async with self._until(asyncio.get_running_loop().time() + deadline, "hello", deadline):
-            await self._line.send(self._hello)
+            await self._sequence.send(self._hello)
             await self._welcome.future
         if self._heartbeat is not None:
-            self._tasks.append(tasks.create_task(self._beat(self._heartbeat), name=f"heartbeat to {self.peer}"))
+            self._tasks.append(
+                tasks.create_task(self._send_heartbeats(self._heartbeat), name=f"heartbeat to {self.peer}")
+            )
 
     def fail(self, reason: str) -> None:
-        """Every outstanding call raises PeerLost now, and every later one."""
+        """Makes every outstanding call raise PeerLost now, and every later one at once."""
         if self.lost.is_set():
             return
         self.reason = f"{self.peer}: {reason}"
         self.lost.set()
         if self._welcome is not None:
-            self._welcome.lose(self.reason)
-        for answer in self._answers.values():
-            answer.lose(self.reason)
-        self._room.wake()
+            self._welcome.lose_peer(self.reason)
+        for pending in self._pending.values():
+            pending.lose_peer(self.reason)
+        self._credit_returned.wake()
 
     def close(self) -> None:
-        self.fail("the link was closed")
+        self.fail("the connection was closed")
         for task in self._tasks:
             task.cancel()
         self._deadlines.close()
@@ -101,36 +119,45 @@ class Link:
     # ---- calls -------------------------------------------------------------------------------------------
 
     async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> Any:
-        """The worker's reply. Raises DeadlineExceeded after `deadline` seconds, PeerLost, WireError for arguments that
-        may not travel, and what the worker raised: the class of asyncrl.errors by that name, or RemoteError."""
-        answer, call = Single(), self._new_call(method, args, deadline)
+        """Returns the worker's reply.
+
+        Raises:
+            DeadlineExceeded: no reply came within `deadline` seconds.
+            PeerLost: the connection broke.
+            WireError: an argument cannot be sent.
+            AsyncrlError: what the worker raised: the class of asyncrl.errors by that name, or RemoteError.
+        """
+        pending, call = PendingReply(), self._new_call(method, args, deadline)
         end = asyncio.get_running_loop().time() + deadline
-        self._deadlines.add(call.call, end, lambda: answer.expire(self._overdue(method, deadline)))
+        self._deadlines.add(call.call, end, lambda: pending.expire(self._deadline_error(method, deadline)))
         try:
-            if not self._start_at_once(call, answer):
+            if not self._send_at_once(call, pending):
                 async with self._until(end, method, deadline):
-                    await self._start(call, answer)
-            return await answer.future
+                    await self._send_call(call, pending)
+            return await pending.future
         finally:
             self._deadlines.discard(call.call)
-            self._finish(call.call, answer)
+            self._finish(call.call, pending)
 
     async def stream(self, method: str, args: tuple[Any, ...], deadline: float) -> AsyncGenerator[Any, None]:
-        """The worker's items as they come, at most STREAM_WINDOW ahead of the consumer; closing the generator cancels
-        the call. The last item is due `deadline` seconds after the first was asked for. Raises what `call` raises."""
-        answer, call = Items(), self._new_call(method, args, deadline)
+        """Yields the worker's items as they come, at most STREAM_WINDOW ahead of the consumer.
+
+        Closing the generator cancels the call. The last item is due `deadline` seconds after the first was requested.
+        Raises what `call` raises.
+        """
+        pending, call = PendingStream(), self._new_call(method, args, deadline)
         end = asyncio.get_running_loop().time() + deadline
         try:
             async with self._until(end, method, deadline):
-                await self._start(call, answer)
-            while await self._has_more(answer, call, end):
-                yield answer.take()
+                await self._send_call(call, pending)
+            while await self._has_item(pending, call, end):
+                yield pending.take_item()
         finally:
-            self._finish(call.call, answer)
+            self._finish(call.call, pending)
 
     def _new_call(self, method: str, args: tuple[Any, ...], deadline: float) -> Call:
         if deadline <= 0:
-            raise DeadlineExceeded(f"{self.peer} was not asked for {method}: its deadline passed {-deadline:g} s ago")
+            raise DeadlineExceeded(f"{self.peer} was not called: the deadline of {method} passed {-deadline:g} s ago")
         self._calls += 1
         return Call(self._calls - 1, method, args, deadline)
 
@@ -142,47 +169,47 @@ class Link:
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            raise self._overdue(method, seconds) from error
+            raise self._deadline_error(method, seconds) from error
 
-    def _overdue(self, method: str, seconds: float) -> DeadlineExceeded:
+    def _deadline_error(self, method: str, seconds: float) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"{self.peer} did not answer {method} within {seconds:g} s; {len(self._answers)} calls wait there"
+            f"{self.peer} did not answer {method} within {seconds:g} s; {len(self._pending)} calls wait there"
         )
 
-    def _start_at_once(self, call: Call, answer: Single) -> bool:
-        """The common case, without a scope for waiting: there is credit and room."""
+    def _send_at_once(self, call: Call, pending: PendingReply) -> bool:
+        """Sends without waiting, which is the common case; returns False when credit or room is missing."""
         if self._abandoned or self._credit == 0 or self.lost.is_set():
             return False
         self._credit -= 1
-        self._answers[call.call] = answer
+        self._pending[call.call] = pending
         sent = False
         try:
-            sent = self._line.offer(call)
+            sent = self._sequence.offer(call)
         finally:
             if not sent:
-                del self._answers[call.call]
+                del self._pending[call.call]
                 self._return_credit()
         return sent
 
-    async def _start(self, call: Call, answer: Single | Items) -> None:
+    async def _send_call(self, call: Call, pending: PendingReply | PendingStream) -> None:
         self._cancel_abandoned()
         while self._credit == 0 and not self.lost.is_set():
-            await self._room.wait()
+            await self._credit_returned.wait()
         self._check()
         self._credit -= 1
-        self._answers[call.call] = answer
-        await self._line.send(call)
+        self._pending[call.call] = pending
+        await self._sequence.send(call)
 
-    async def _has_more(self, answer: Items, call: Call, end: float) -> bool:
+    async def _has_item(self, pending: PendingStream, call: Call, end: float) -> bool:
         async with self._until(end, call.method, call.deadline):
-            if answer.due_grant and not answer.settled:
-                await self._line.send(More(call.call, answer.grant()))
-            return await answer.more()
+            if pending.grant_due and not pending.settled:
+                await self._sequence.send(More(call.call, pending.grant()))
+            return await pending.has_item()
 
-    def _finish(self, number: int, answer: Single | Items) -> None:
-        if self._answers.pop(number, None) is None:
+    def _finish(self, number: int, pending: PendingReply | PendingStream) -> None:
+        if self._pending.pop(number, None) is None:
             return
-        if answer.settled:
+        if pending.settled:
             self._return_credit()
         else:
             self._abandoned.append(number)
@@ -190,45 +217,45 @@ class Link:
 
     def _return_credit(self) -> None:
         self._credit += 1
-        self._room.wake()
+        self._credit_returned.wake()
 
     def _cancel_abandoned(self) -> None:
-        """A call's credit comes back when its Cancel is on its way; where the queue is full, that is tried again."""
+        """Sends Cancel for calls given up, whose credit then returns; tried again later when the queue is full."""
         try:
-            while self._abandoned and not self.lost.is_set() and self._line.offer(Cancel(self._abandoned[0])):
+            while self._abandoned and not self.lost.is_set() and self._sequence.offer(Cancel(self._abandoned[0])):
                 self._abandoned.pop(0)
                 self._return_credit()
         except PeerLost as error:
             self.fail(str(error))
 
-    # ---- what comes in -----------------------------------------------------------------------------------
+    # ---- incoming messages -------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
         try:
-            await pour(self._caller, self._receive)
+            await pump_messages(self._caller, self._receive)
         except (PeerLost, WireError) as error:
             self.fail(str(error))
         finally:
-            self.fail("nobody listens any more")
+            self.fail("the connection is no longer read")
 
     def _receive(self, frames: list[Frame]) -> None:
         self._check()
-        self._take(self._line.accept(frames))
-        self._missed = 0
+        self._handle(self._sequence.accept(frames))
+        self._missed_heartbeats = 0
         if self._abandoned:
             self._cancel_abandoned()
 
-    def _take(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         match message:
             case Item(number, value):
-                if (answer := self._answer(number)) is not None:
-                    answer.item(value)
+                if (pending := self._find_pending(number)) is not None:
+                    pending.add_item(value)
             case Reply(number, value):
-                if (answer := self._answer(number)) is not None:
-                    answer.reply(value)
+                if (pending := self._find_pending(number)) is not None:
+                    pending.complete(value)
             case Failure():
-                if (answer := self._answer(message.call)) is not None:
-                    answer.fail(error_of(message))
+                if (pending := self._find_pending(message.call)) is not None:
+                    pending.fail(error_from(message))
             case Welcome():
                 self._accept_welcome(message)
             case Rejected(reason):
@@ -238,12 +265,12 @@ class Link:
             case _:
                 raise WireError(f"a worker sent a {type(message).__name__}")
 
-    def _answer(self, number: int) -> Single | Items | None:
-        """None for a call that was given up: its answer and our Cancel crossed each other."""
+    def _find_pending(self, number: int) -> PendingReply | PendingStream | None:
+        """Returns None for a call that was given up: its answer and our Cancel crossed each other."""
         if not 0 <= number < self._calls:
             raise WireError(f"an answer to call {number}, which was never made")
-        self.late_answers += number not in self._answers
-        return self._answers.get(number)
+        self.late_replies += number not in self._pending
+        return self._pending.get(number)
 
     def _accept_welcome(self, welcome: Welcome) -> None:
         if self._welcome is None or self._welcome.settled or welcome.credit < 1:
@@ -251,21 +278,21 @@ class Link:
         if self._instance not in (None, welcome.instance):
             raise PeerLost(f"instance {welcome.instance} answers in place of {self._instance}")
         self._credit = welcome.credit
-        self._welcome.reply(welcome)
+        self._welcome.complete(welcome)
 
     def _accept_rejection(self, reason: str) -> None:
         if self._welcome is not None:
             self._welcome.fail(Refused(f"{self.peer}: {reason}"))
         self.fail(reason)
 
-    async def _beat(self, seconds: float) -> None:
-        """Beats are counted, not timed: a stall of our own loop is no silence of the peer."""
+    async def _send_heartbeats(self, seconds: float) -> None:
+        """Counts heartbeats in place of seconds, so that a stall of our own loop is no silence of the peer."""
         while not self.lost.is_set():
-            self._missed += 1
-            if self._missed > LIVENESS:
+            self._missed_heartbeats += 1
+            if self._missed_heartbeats > LIVENESS:
                 return self.fail(f"no sign of life for {LIVENESS} heartbeats of {seconds:g} s")
             try:
-                self._line.offer(Ping(self._missed))
+                self._sequence.offer(Ping(self._missed_heartbeats))
             except PeerLost as error:
                 return self.fail(str(error))
             await asyncio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""What a message's fields may hold, read from their annotations: a check for each, built once at import."""
+"""Type checks for the fields of messages, built from their annotations once at import."""
 
 import types
 from collections.abc import Callable, Mapping
@@ -10,17 +10,17 @@ import numpy as np
 from asyncrl.errors import WireError
 
 Check = Callable[[Any], Any]
-"""Returns the value to store. Raises WireError when it is of another type."""
+"""Returns the value to store; raises WireError when it has another type."""
 
 
 def field_checks(cls: type) -> tuple[tuple[str, Check], ...]:
-    """Name and check of each field of a message, in the order in which they travel."""
+    """Returns name and check of each field of a message, in the order on the wire."""
     hints = get_type_hints(cls)
     return tuple((field.name, check_for(hints[field.name])) for field in fields(cls))
 
 
 def check_for(hint: Any) -> Check:
-    """The check of one annotation: a plain type, a message, an array, a union or a container of these."""
+    """Returns the check for an annotation: a plain type, a message, an array, a union or a container of these."""
     if hint is Any:
         return lambda value: value
     origin = get_origin(hint)
@@ -53,7 +53,7 @@ def _exactly(cls: type) -> Check:
 
 
 def _number(value: Any) -> float:
-    """A float; an int is taken as one, for 5 is as good a deadline as 5.0."""
+    """Accepts an int as a float."""
     if type(value) is float:
         return value
     if type(value) is int:
@@ -83,7 +83,7 @@ def _sequence(cls: type[list[Any]] | type[tuple[Any, ...]], item: Check) -> Chec
 
 
 def _uniform(cls: type[list[Any]] | type[tuple[Any, ...]], item: type) -> Check:
-    """A sequence of values of one plain type or message, which stay as they are."""
+    """Checks a sequence of values of one plain type or message, without a copy."""
     allowed = frozenset((item,))
 
     def check(value: Any) -> Any:
@@ -98,7 +98,7 @@ def _uniform(cls: type[list[Any]] | type[tuple[Any, ...]], item: type) -> Check:
 
 
 def _record(items: list[Check]) -> Check:
-    """A tuple of so many values, each of its own type."""
+    """Checks a tuple of fixed length, each value with its own check."""
 
     def check(value: Any) -> Any:
         if type(value) is not tuple or len(value) != len(items):
@@ -118,7 +118,7 @@ def _mapping(item: Check) -> Check:
 
 
 def _array(arguments: tuple[Any, ...]) -> Check:
-    """NDArray[np.int64] asks for that dtype, NDArray[Any] for none."""
+    """Checks an array: NDArray[np.int64] requires that dtype, NDArray[Any] allows every dtype."""
     scalar = get_args(arguments[1])[0]
 
     def check(value: Any) -> Any:

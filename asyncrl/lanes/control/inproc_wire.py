@@ -5,21 +5,21 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from asyncrl.errors import PeerLost
-from asyncrl.wire.ends import HIGH_WATER, ZERO_COPY_BYTES, Frame, Frames, Signal, Turn, send_when_room
+from asyncrl.lanes.control.wire import HIGH_WATER, ZERO_COPY_BYTES, DrainLimit, Frame, Frames, Wakeup, send_when_room
 
 T = TypeVar("T")
 
 
 class Pipe(Generic[T]):
-    """One direction, at most HIGH_WATER items. What was put before the close can still be taken."""
+    """One direction of a connection, at most HIGH_WATER items. Items from before `close` can still be taken."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.closed = False
-        self.room = Signal()
+        self.room = Wakeup()
         self._items: deque[T] = deque()
-        self._arrived = Signal()
-        self._turn = Turn()
+        self._arrived = Wakeup()
+        self._drain = DrainLimit()
 
     def put(self, item: T) -> bool:
         if self.closed:
@@ -31,11 +31,11 @@ class Pipe(Generic[T]):
         return True
 
     async def take(self) -> T:
-        await self._turn.next()
+        await self._drain.next()
         while not self._items:
             if self.closed:
                 raise PeerLost(f"{self.name} is closed")
-            self._turn.rest()
+            self._drain.reset()
             await self._arrived.wait()
         self.room.wake()
         return self._items.popleft()
@@ -46,25 +46,29 @@ class Pipe(Generic[T]):
         self.room.wake()
 
     def hang_up(self) -> None:
-        """The end that puts is gone."""
+        """Notes that the putting endpoint is gone."""
         self.close()
 
 
 MakePipe = Callable[[str], Pipe[Any]]
-"""From the address that the pipe belongs to."""
+"""Makes a pipe for an address."""
 
 
 def _owned(frames: Frames) -> list[Frame]:
-    """Small frames copied, large ones shared: what a socket does."""
+    """Copies small frames and shares large ones, as a socket does."""
     return [bytes(frame) if len(frame) < ZERO_COPY_BYTES else frame for frame in frames]
 
 
 class InprocCaller:
+    """The connecting endpoint; see wire.Caller."""
+
     def __init__(
         self, address: str, peer: bytes, inbox: Pipe[tuple[bytes, list[Frame]]], replies: Pipe[list[Frame]]
     ) -> None:
-        self.address, self.replies = address, replies
-        self._peer, self._out = peer, inbox
+        self.address = address
+        self.replies = replies
+        self._peer = peer
+        self._out = inbox
 
     def offer(self, frames: Frames) -> bool:
         if self.replies.closed:
@@ -83,8 +87,11 @@ class InprocCaller:
 
 
 class InprocListener:
+    """The listening endpoint; see wire.Listener."""
+
     def __init__(self, address: str, make_pipe: MakePipe = Pipe) -> None:
-        self.address, self._make_pipe = address, make_pipe
+        self.address = address
+        self._make_pipe = make_pipe
         self.inbox: Pipe[tuple[bytes, list[Frame]]] = make_pipe(address)
         self.bound = False
         self._callers: dict[bytes, InprocCaller] = {}
@@ -111,7 +118,7 @@ class InprocListener:
         return await self.inbox.take()
 
     def cut(self, peer: bytes) -> None:
-        """This caller's connection breaks; both ends live on."""
+        """Breaks the connection of this caller; both endpoints stay open."""
         if peer in self._callers:
             self._callers[peer].replies.close()
 
@@ -122,35 +129,35 @@ class InprocListener:
 
 
 class InprocWire:
-    """A namespace of addresses, `inproc://NAME`; two wires know nothing of each other."""
+    """A namespace of addresses `inproc://NAME`; wires are independent of each other."""
 
     def __init__(self, make_pipe: MakePipe = Pipe) -> None:
         self._make_pipe = make_pipe
-        self._ends: dict[str, InprocListener] = {}
+        self._listeners: dict[str, InprocListener] = {}
         self._peers = 0
 
-    def _end(self, address: str) -> InprocListener:
-        if address not in self._ends or self._ends[address].inbox.closed:
-            self._ends = {name: end for name, end in self._ends.items() if not end.inbox.closed}
-            self._ends[address] = InprocListener(address, self._make_pipe)
-        return self._ends[address]
+    def _listener(self, address: str) -> InprocListener:
+        if address not in self._listeners or self._listeners[address].inbox.closed:
+            self._listeners = {name: each for name, each in self._listeners.items() if not each.inbox.closed}
+            self._listeners[address] = InprocListener(address, self._make_pipe)
+        return self._listeners[address]
 
     def connect(self, address: str) -> InprocCaller:
         self._peers += 1
-        return self._end(address).caller(self._peers.to_bytes(5, "big"))
+        return self._listener(address).caller(self._peers.to_bytes(5, "big"))
 
     def listen(self, address: str) -> InprocListener:
-        end = self._end(address)
-        if end.bound:
+        listener = self._listener(address)
+        if listener.bound:
             raise OSError(f"{address} is already in use")
-        end.bound = True
-        return end
+        listener.bound = True
+        return listener
 
     def sever(self, address: str) -> None:
-        """What a killed process leaves: its end is gone, nobody said goodbye."""
-        self._end(address).close()
+        """Closes the endpoint of a killed process, which sends no last message."""
+        self._listener(address).close()
 
     def close(self) -> None:
-        for end in self._ends.values():
-            end.close()
-        self._ends.clear()
+        for listener in self._listeners.values():
+            listener.close()
+        self._listeners.clear()

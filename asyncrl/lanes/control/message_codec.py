@@ -1,12 +1,12 @@
-"""Values to frames and back.
+"""Encodes values as frames, and decodes them.
 
     frame 0        MessagePack [sizes of all other frames, value]
     frames 1..n    the bytes of arrays of INLINE_BYTES or more, untouched
 
 In the value a list stands for everything that is not a plain scalar or a mapping: [tag, ...], where the tag says list,
-tuple, array ([tag, dtype, shape, inline bytes | frame number]) or one of WIRE_TYPES with its fields in order. What is
-decoded is only ever one of these, of declared types and sizes; any other bytes raise WireError. Arrays come out
-read-only: they are views of the frame.
+tuple, array ([tag, dtype, shape, inline bytes | frame number]) or one of WIRE_TYPES with its fields in order. Decoding
+yields only these, of declared types and sizes; any other bytes raise WireError. Decoded arrays are read-only views of
+their frame.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
+from asyncrl.lanes.control.field_checks import field_checks
+from asyncrl.lanes.control.wire import LIMIT_BYTES, Frame
 from asyncrl.protocols.messages import WIRE_TYPES
-from asyncrl.wire.ends import LIMIT_BYTES, Frame
-from asyncrl.wire.fields import field_checks
 
 INLINE_BYTES = 256
-"""Smaller arrays ride in the header: a frame of their own would cost more than the copy."""
+"""Size under which an array is copied into the header, because a frame of its own costs more than the copy."""
 
 MAX_DEPTH = 64
-"""Nesting of lists, mappings and messages; the deepest of ours, a call with cuts, has 12."""
+"""Nesting of lists, mappings and messages; our deepest message, a call with cuts, has 12."""
 
 MAX_DIMENSIONS = 8
 DTYPES: tuple[np.dtype[Any], ...] = tuple(np.dtype(name) for name in ("?", "u1", "<i4", "<i8", "<f4", "<f8"))
@@ -36,23 +36,23 @@ _CHECKS = tuple(field_checks(cls) for cls in WIRE_TYPES)
 _TAG_OF = {cls: _FIRST_TYPE + index for index, cls in enumerate(WIRE_TYPES)}
 _PLAIN = frozenset(_SCALARS)
 _pack = msgpack.Packer(strict_types=True).pack
-"""One packer for all messages; to make one costs more than a small message does."""
+"""One packer for all messages, because making a packer costs more than packing a small message."""
 
 MAX_PLANS = 256
-"""Combinations of field types remembered for sending one type of message, whatever callers put into its fields."""
+"""Combinations of field types remembered for each type of message."""
 
 
 def encode(value: Any, limit_bytes: int = LIMIT_BYTES) -> list[Frame]:
-    """Frames of one value; large arrays are not copied, so leave them alone until they were sent.
+    """Returns the frames of one value. Large arrays are not copied: do not change them until they were sent.
 
-    Raises WireError for a value that may not travel, naming its type, or one larger than `limit_bytes`.
+    Raises WireError for a type that cannot be sent, which it names, and for a value of more than `limit_bytes`.
     """
     frames: list[Frame] = []
     tree = _lower(value, frames, 0)
     try:
         header: bytes = _pack([list(map(len, frames)), tree])
     except (OverflowError, ValueError) as error:
-        raise WireError(f"{type(value).__name__} cannot travel: {error}") from error
+        raise WireError(f"{type(value).__name__} cannot be sent: {error}") from error
     size = len(header) + sum(map(len, frames))
     if size > limit_bytes:
         raise WireError(f"{type(value).__name__} has {size} bytes, more than the {limit_bytes} of one message")
@@ -64,7 +64,7 @@ def _lower(value: Any, frames: list[Frame], depth: int) -> Any:
     if cls in _PLAIN:
         return value
     if depth >= MAX_DEPTH:
-        raise WireError(f"a value nested deeper than {MAX_DEPTH} cannot travel")
+        raise WireError(f"a value nested deeper than {MAX_DEPTH} cannot be sent")
     if cls in _LOWERERS:
         return _LOWERERS[cls].lower(value, frames, depth + 1)
     if cls is list or cls is tuple:
@@ -78,12 +78,12 @@ def _lower(value: Any, frames: list[Frame], depth: int) -> Any:
         return _lower_array(value, frames)
     if isinstance(value, np.generic):
         return _lower(value.item(), frames, depth + 1)
-    raise WireError(f"a value of type {cls.__module__}.{cls.__qualname__} cannot travel: {value!r:.100}")
+    raise WireError(f"a value of type {cls.__module__}.{cls.__qualname__} cannot be sent: {value!r:.100}")
 
 
 class _Lowerer:
-    """Lowers messages of one type. Which fields need more than to be copied depends on their types alone, and a run
-    has few combinations of these: they are remembered."""
+    """Lowers messages of one type. Which fields need more than a copy depends on their types alone; a run has few
+    combinations of types, which are remembered."""
 
     def __init__(self, cls: type) -> None:
         self._tag = _TAG_OF[cls]
@@ -111,14 +111,14 @@ _LOWERERS = {cls: _Lowerer(cls) for cls in WIRE_TYPES}
 
 def _key(key: Any) -> str:
     if type(key) is not str:
-        raise WireError(f"keys of a mapping travel as text, not {type(key).__name__}: {key!r:.100}")
+        raise WireError(f"keys of a mapping are text, not {type(key).__name__}: {key!r:.100}")
     return key
 
 
 def _lower_array(array: NDArray[Any], frames: list[Frame]) -> list[Any]:
     if array.dtype not in DTYPES or array.ndim > MAX_DIMENSIONS:
         known = [str(dtype) for dtype in DTYPES]
-        raise WireError(f"an array of {array.dtype} {list(array.shape)} cannot travel; these dtypes can: {known}")
+        raise WireError(f"an array of {array.dtype} {list(array.shape)} cannot be sent; the dtypes that can: {known}")
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     head = [_ARRAY, DTYPES.index(array.dtype), list(array.shape)]
     if array.nbytes < INLINE_BYTES:
@@ -128,11 +128,11 @@ def _lower_array(array: NDArray[Any], frames: list[Frame]) -> list[Any]:
 
 
 def decode(frames: Sequence[Frame], limit_bytes: int = LIMIT_BYTES) -> Any:
-    """The value of these frames. Raises WireError for any bytes that `encode` would not have made."""
+    """Returns the value of these frames. Raises WireError for bytes that `encode` would not have made."""
     lengths = list(map(len, frames))
     if not frames or sum(lengths) > limit_bytes:
         raise WireError(
-            f"a message of {len(frames)} frames and {sum(lengths)} bytes; at most {limit_bytes} bytes are taken"
+            f"a message of {len(frames)} frames and {sum(lengths)} bytes; at most {limit_bytes} bytes are accepted"
         )
     sizes, tree = _unpack(frames[0])
     if sizes != lengths[1:]:
@@ -146,7 +146,7 @@ def decode(frames: Sequence[Frame], limit_bytes: int = LIMIT_BYTES) -> Any:
 
 def _unpack(header: Frame) -> tuple[Any, Any]:
     try:
-        # Nothing declared inside may be larger than the header itself: these are msgpack's bounds by default.
+        # By default msgpack bounds everything declared inside by the size of the header.
         top = msgpack.unpackb(header, raw=False, strict_map_key=True, max_ext_len=0)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"a header that is no MessagePack: {error!r:.200}") from error
@@ -156,12 +156,12 @@ def _unpack(header: Frame) -> tuple[Any, Any]:
 
 
 _KNOWN: tuple[dict[tuple[type, ...], tuple[int, ...]], ...] = tuple({} for _ in WIRE_TYPES)
-"""For each type of message: the types that the nodes of a good one had, its tag first -> fields that are more than
-their node: with parts of their own, or an int that stands for a float. Few, for only good ones are remembered."""
+"""For each type of message: types of the nodes of a valid message, its tag first -> fields that differ from their node,
+because they have parts or are an int for a float. Only valid messages are remembered, so entries are few."""
 
 
 class _Reader:
-    """Builds the value of one message. expected: the next frame an array may name; each is used once, in order."""
+    """Builds the value of one message. expected: the next frame that an array may name; each is used once, in order."""
 
     def __init__(self, frames: Sequence[Frame]) -> None:
         self._frames = frames
@@ -178,7 +178,7 @@ class _Reader:
             raise WireError("a value without a tag")
         tag = node[0]
         if tag in (_LIST, _TUPLE):
-            # Another object than the node, which tells `_message` that this field has to be read each time.
+            # A new object: `_message` then knows that this field has to be read each time.
             plain = _PLAIN.issuperset(map(type, node))
             items = node[1:] if plain else [self.read(item, depth + 1) for item in node[1:]]
             return items if tag == _LIST else tuple(items)
@@ -192,7 +192,7 @@ class _Reader:
         return {_key(key): self.read(item, depth + 1) for key, item in node.items()}
 
     def _message(self, index: int, node: list[Any], depth: int) -> Any:
-        """A field that is plain is known to be good by its type alone once another message had the same types."""
+        """Builds a message. A plain field is valid by its type alone once a valid message had the same types."""
         cls, known = WIRE_TYPES[index], _KNOWN[index]
         types = tuple(map(type, node))
         checked = known.get(types)
@@ -209,7 +209,7 @@ class _Reader:
             raise WireError(f"{cls.__name__}: {error}") from error
 
     def _read_fields(self, index: int, values: list[Any], places: Sequence[int], depth: int) -> None:
-        """Put values in the place of these nodes."""
+        """Replaces these nodes by their values."""
         checks = _CHECKS[index]
         if len(values) != len(checks):
             raise WireError(f"a {WIRE_TYPES[index].__name__} with {len(values)} fields; it has {len(checks)}")

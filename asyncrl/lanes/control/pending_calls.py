@@ -1,4 +1,4 @@
-"""What a caller waits for: one reply, or the items of a stream; and errors as they cross a wire."""
+"""Calls whose answer is awaited: one reply, or the items of a stream; and errors as they cross a wire."""
 
 import asyncio
 from collections import deque
@@ -6,24 +6,24 @@ from typing import Any
 
 from asyncrl import errors
 from asyncrl.errors import AsyncrlError, PeerLost, RemoteError, WireError
+from asyncrl.lanes.control.wire import Wakeup
 from asyncrl.protocols.messages import Failure
-from asyncrl.wire.ends import Signal
 
 STREAM_WINDOW = 64
-"""Items of one stream that may be on their way or wait for the consumer; then the worker waits for `More`."""
+"""Items of one stream that may be in flight or wait for the consumer; then the worker waits for `More`."""
 
 
-class Single:
-    """The answer of a call. settled: the worker has nothing more to send for it."""
+class PendingReply:
+    """A call with one reply. settled: whether the worker has nothing more to send for it."""
 
     def __init__(self) -> None:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.settled = False
 
-    def item(self, value: Any) -> None:
+    def add_item(self, value: Any) -> None:
         raise WireError("an item of a stream came for a call that has one reply")
 
-    def reply(self, value: Any) -> None:
+    def complete(self, value: Any) -> None:
         self.settled = True
         if not self.future.done():
             self.future.set_result(value)
@@ -33,67 +33,71 @@ class Single:
         self.expire(error)
 
     def expire(self, error: AsyncrlError) -> None:
-        """The caller waits no longer, while the worker may still answer."""
+        """Ends the caller's wait with this error, while the worker may still answer."""
         if not self.future.done():
             self.future.set_exception(error)
-            self.future.exception()  # Looked at: a caller that is cancelled now leaves it unread, which is no mistake.
+            self.future.exception()  # Marks it as retrieved: a caller that is cancelled now never reads it.
 
-    def lose(self, reason: str) -> None:
+    def lose_peer(self, reason: str) -> None:
         self.fail(PeerLost(reason))
 
 
-class Items:
-    """The answer of a stream, at most STREAM_WINDOW items. An error comes after them, a lost peer at once."""
+class PendingStream:
+    """A call with a stream, of which at most STREAM_WINDOW items wait here. Its error comes after its items; a lost
+    peer discards them."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
-        self._changed = Signal()
+        self._changed = Wakeup()
         self._error: AsyncrlError | None = None
         self._taken = 0
         self.settled = False
 
-    def item(self, value: Any) -> None:
+    def add_item(self, value: Any) -> None:
         if len(self._items) >= STREAM_WINDOW:
-            raise WireError(f"more than {STREAM_WINDOW} items of a stream came unasked")
+            raise WireError(f"more than {STREAM_WINDOW} items of a stream came without being granted")
         self._items.append(value)
         self._changed.wake()
 
-    def reply(self, value: Any) -> None:
+    def complete(self, value: Any) -> None:
         self.settled = True
         self._changed.wake()
 
     def fail(self, error: AsyncrlError) -> None:
-        self._error, self.settled = error, True
+        self._error = error
+        self.settled = True
         self._changed.wake()
 
-    def lose(self, reason: str) -> None:
+    def lose_peer(self, reason: str) -> None:
         self._items.clear()
         self.fail(PeerLost(reason))
 
-    async def more(self) -> bool:
-        """Whether there is another item to `take`, once that is known. Raises what ended the stream."""
+    async def has_item(self) -> bool:
+        """Waits until it is known whether there is another item for `take_item`. Raises the error of the stream."""
         while not self._items and not self.settled:
             await self._changed.wait()
         if not self._items and self._error is not None:
             raise self._error
         return bool(self._items)
 
-    def take(self) -> Any:
+    def take_item(self) -> Any:
         self._taken += 1
         return self._items.popleft()
 
     @property
-    def due_grant(self) -> bool:
-        """Half a window was consumed since the last grant: time to let the worker send on."""
+    def grant_due(self) -> bool:
+        """Returns whether half a window was consumed since the last grant, so that the worker should get another."""
         return self._taken >= STREAM_WINDOW // 2
 
     def grant(self) -> int:
-        granted, self._taken = self._taken, 0
+        """Returns how many more items the worker may send."""
+        granted = self._taken
+        self._taken = 0
         return granted
 
 
-def error_of(failure: Failure) -> AsyncrlError:
-    """The error to raise: the class of asyncrl.errors with that name, caused by a RemoteError, or that itself."""
+def error_from(failure: Failure) -> AsyncrlError:
+    """Returns the error to raise: the class of asyncrl.errors with that name, caused by a RemoteError, or that."""
     remote = RemoteError(failure.kind, failure.message, failure.service, failure.rank, failure.traceback)
     cls = getattr(errors, failure.kind, None)
     if not (isinstance(cls, type) and issubclass(cls, AsyncrlError)) or cls is RemoteError:

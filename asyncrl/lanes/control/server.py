@@ -1,4 +1,4 @@
-"""The worker's side of links: greets callers, runs one task a call, answers with its result or its error."""
+"""The worker's side of connections: welcomes callers, runs one task per call, answers with its result or error."""
 
 import asyncio
 import itertools
@@ -9,61 +9,69 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from asyncrl.errors import DeadlineExceeded, PeerLost, WireError, lone
+from asyncrl.errors import DeadlineExceeded, PeerLost, WireError, unwrap
+from asyncrl.lanes.control.client import LIVENESS
+from asyncrl.lanes.control.deadlines import Deadlines
+from asyncrl.lanes.control.message_sequence import MessageSequence
+from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
+from asyncrl.lanes.control.wire import CREDIT, Frame, Listener, Wakeup, pump_messages
 from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
-from asyncrl.wire.answers import STREAM_WINDOW
-from asyncrl.wire.deadlines import Deadlines
-from asyncrl.wire.ends import CREDIT, Frame, Listener, Signal, pour
-from asyncrl.wire.line import Line
-from asyncrl.wire.link import LIVENESS
 
 Dispatch = Callable[[Call], Awaitable[Any] | AsyncIterator[Any]]
 """Runs one call: a coroutine for one reply, an async iterator for a stream. May raise anything."""
 
 MAX_CALLERS = 64
-"""The controller and the workers of other services that fetch rows."""
+"""Callers of one worker: the controller, and workers of other services that fetch rows."""
 
 HELLO_BYTES = 4096
-"""What a stranger may send: MessagePack can declare a few thousand times its size in empty lists."""
+"""Bytes that an unknown peer may send: MessagePack can declare thousands of times its size in empty lists."""
 
 TRACEBACK_CHARACTERS = 16_384
 MESSAGE_CHARACTERS = 4_096
 
 
-class Window:
-    """How many items a stream may send before its consumer asks for more."""
+class StreamWindow:
+    """Counts how many items a stream may send before its consumer asks for more."""
 
     def __init__(self) -> None:
         self._room = STREAM_WINDOW
-        self._widened = Signal()
+        self._widened = Wakeup()
 
     async def enter(self) -> None:
+        """Takes the place of one item, waiting for it."""
         while self._room == 0:
             await self._widened.wait()
         self._room -= 1
 
     def widen(self, items: int) -> None:
+        """Adds the places that the consumer granted."""
         if not 0 < items <= STREAM_WINDOW - self._room:
             raise WireError(
-                f"{items} more items of a stream were asked for, with {self._room} of {STREAM_WINDOW} to go"
+                f"{items} more items of a stream were granted while {self._room} of {STREAM_WINDOW} were unused"
             )
         self._room += items
         self._widened.wake()
 
 
-class Expiry:
-    """Cancels the task inside at `end`, in loop time, and raises TimeoutError there: asyncio.timeout at a fraction of
-    its price, for every call has one. reached: whether that happened."""
+class CallTimeout:
+    """Cancels the task inside at `end`, in loop time, and raises TimeoutError there.
+
+    Replaces asyncio.timeout, at a fraction of its cost, because every call has one. reached: whether that happened.
+    """
 
     __slots__ = ("_before", "_deadlines", "_end", "_number", "_task", "reached")
 
     def __init__(self, deadlines: Deadlines, number: int, end: float) -> None:
-        self._deadlines, self._number, self._end, self.reached = deadlines, number, end, False
+        self._deadlines = deadlines
+        self._number = number
+        self._end = end
+        self.reached = False
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None, "calls are served by tasks"
-        self._task, self._before = task, task.cancelling()
+        self._task = task
+        self._before = task.cancelling()
         self._deadlines.add(self._number, self._end, self._reach)
 
     def _reach(self) -> None:
@@ -77,22 +85,29 @@ class Expiry:
 
 
 @dataclass(eq=False, slots=True)
-class Session:
-    """One caller that was welcomed, `name` in words. missed: heartbeats since its last message."""
+class CallerSession:
+    """The state of one welcomed caller. name: for messages. missed_heartbeats: since its last message."""
 
     peer: bytes
-    line: Line
+    sequence: MessageSequence
     name: str
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    windows: dict[int, Window] = field(default_factory=dict)
-    missed: int = 0
+    windows: dict[int, StreamWindow] = field(default_factory=dict)
+    missed_heartbeats: int = 0
 
 
-class Host:
-    """Serves calls that arrive at `listener` by `dispatch`, for callers of the same run, epoch and protocol.
+class Server:
+    """Serves calls of callers of the same run, incarnation and protocol.
 
-    identity: who answers. credit: calls that each caller may have outstanding. heartbeat: seconds, when the callers are
-    remote and send heartbeats themselves; the calls of a silent one are cancelled.
+    Args:
+        listener: where calls arrive.
+        dispatch: runs a call.
+        identity: of the worker that answers.
+        credit: calls that each caller may have outstanding.
+        heartbeat: seconds between the heartbeats of remote callers; the calls of a silent caller are cancelled.
+
+    Attributes:
+        refused: peers that were refused.
     """
 
     def __init__(
@@ -104,31 +119,35 @@ class Host:
         credit: int = CREDIT,
         heartbeat: float | None = None,
     ) -> None:
-        self.strangers = 0
-        self._listener, self._dispatch, self._identity = listener, dispatch, identity
-        self._credit, self._heartbeat = credit, heartbeat
-        self._sessions: dict[bytes, Session] = {}
-        self._deadlines, self._numbers = Deadlines(), itertools.count()
+        self.refused = 0
+        self._listener = listener
+        self._dispatch = dispatch
+        self._identity = identity
+        self._credit = credit
+        self._heartbeat = heartbeat
+        self._sessions: dict[bytes, CallerSession] = {}
+        self._deadlines = Deadlines()
+        self._numbers = itertools.count()
 
     @property
     def running(self) -> int:
-        """Calls being served now."""
+        """Number of calls being served now."""
         return sum(len(session.tasks) for session in self._sessions.values())
 
     async def serve(self) -> None:
-        """Until it is cancelled or the listener is closed; then every call is cancelled and waited for."""
+        """Runs until it is cancelled or the listener is closed; then cancels every call and waits for it."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                beat = tasks.create_task(self._beat(), name="heartbeats of callers")
+                heartbeats = tasks.create_task(self._watch_heartbeats(), name="heartbeats of callers")
                 await self._receive(tasks)
-                beat.cancel()
+                heartbeats.cancel()
         finally:
             self._deadlines.close()
             self._listener.close()
 
     async def _receive(self, tasks: asyncio.TaskGroup) -> None:
         try:
-            await pour(self._listener, lambda message: self._take(tasks, *message))
+            await pump_messages(self._listener, lambda message: self._take(tasks, *message))
         except PeerLost:
             for session in list(self._sessions.values()):
                 self._forget(session)
@@ -138,34 +157,35 @@ class Host:
     def _take(self, tasks: asyncio.TaskGroup, peer: bytes, frames: list[Frame]) -> None:
         session = self._sessions.get(peer)
         if session is None:
-            return self._greet(peer, frames)
-        session.missed = 0
+            return self._handshake(peer, frames)
+        session.missed_heartbeats = 0
         try:
-            self._handle(tasks, session, session.line.accept(frames))
+            self._handle(tasks, session, session.sequence.accept(frames))
         except WireError as error:
             self._forget(session)
-            _tell(session.line, Rejected(f"{_name(self._identity)} hangs up: {error}"))
+            _send_soon(session.sequence, Rejected(f"{_name(self._identity)} closes the connection: {error}"))
 
-    def _greet(self, peer: bytes, frames: list[Frame]) -> None:
-        line = Line(partial(self._listener.offer, peer), partial(self._listener.send, peer))
+    def _handshake(self, peer: bytes, frames: list[Frame]) -> None:
+        sequence = MessageSequence(partial(self._listener.offer, peer), partial(self._listener.send, peer))
         try:
-            hello = line.accept(frames, HELLO_BYTES)
+            hello = sequence.accept(frames, HELLO_BYTES)
             reason = self._objection(hello)
         except WireError as error:
             reason = f"{_name(self._identity)} expected a hello: {error}"
         if reason:
-            self.strangers += 1
-            return _tell(line, Rejected(reason))
-        self._sessions[peer] = Session(peer, line, _name(hello))
-        _tell(line, Welcome(self._identity.instance, self._credit))
+            self.refused += 1
+            return _send_soon(sequence, Rejected(reason))
+        self._sessions[peer] = CallerSession(peer, sequence, _name(hello))
+        _send_soon(sequence, Welcome(self._identity.instance, self._credit))
 
     def _objection(self, hello: Any) -> str:
-        """Why this caller is not welcome, "" if it is."""
+        """Returns why this caller is refused, "" when it is welcome."""
         if not isinstance(hello, Hello):
-            return (
-                f"{_name(self._identity)} expected a hello, not a {type(hello).__name__}; was the link cut in between?"
-            )
-        wrong = [name for name in ("run", "epoch", "protocol") if getattr(hello, name) != getattr(self._identity, name)]
+            received = type(hello).__name__
+            return f"{_name(self._identity)} expected a hello, not a {received}; was the connection broken in between?"
+        wrong = [
+            name for name in ("run", "incarnation", "protocol") if getattr(hello, name) != getattr(self._identity, name)
+        ]
         if wrong:
             return f"{_described(self._identity)} refuses {_described(hello)}: another {' and '.join(wrong)}"
         self._forget_gone()
@@ -174,29 +194,29 @@ class Host:
         return ""
 
     def _forget_gone(self) -> None:
-        """A ping to a caller that is gone fails at once."""
+        """Forgets callers that are gone: a ping to one fails at once."""
         for session in list(self._sessions.values()):
             try:
-                session.line.offer(Ping(0))
+                session.sequence.offer(Ping(0))
             except PeerLost:
                 self._forget(session)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: CallerSession) -> None:
         self._sessions.pop(session.peer, None)
         for task in session.tasks.values():
             task.cancel()
 
-    async def _beat(self) -> None:
+    async def _watch_heartbeats(self) -> None:
         while self._heartbeat is not None:
             await asyncio.sleep(self._heartbeat)
             for session in list(self._sessions.values()):
-                session.missed += 1
-                if session.missed > LIVENESS:
+                session.missed_heartbeats += 1
+                if session.missed_heartbeats > LIVENESS:
                     self._forget(session)
 
     # ---- calls -------------------------------------------------------------------------------------------
 
-    def _handle(self, tasks: asyncio.TaskGroup, session: Session, message: Any) -> None:
+    def _handle(self, tasks: asyncio.TaskGroup, session: CallerSession, message: Any) -> None:
         match message:
             case Call():
                 self._start(tasks, session, message)
@@ -207,11 +227,11 @@ class Host:
                 if number in session.windows:
                     session.windows[number].widen(items)
             case Ping():
-                _tell(session.line, message)
+                _send_soon(session.sequence, message)
             case _:
                 raise WireError(f"a caller sent a {type(message).__name__}")
 
-    def _start(self, tasks: asyncio.TaskGroup, session: Session, call: Call) -> None:
+    def _start(self, tasks: asyncio.TaskGroup, session: CallerSession, call: Call) -> None:
         if not (math.isfinite(call.deadline) and call.deadline > 0):
             raise WireError(f"call {call.call} of {call.method} has the deadline {call.deadline}")
         if call.call in session.tasks:
@@ -223,50 +243,50 @@ class Host:
         session.tasks[call.call] = task
         task.add_done_callback(lambda _: session.tasks.pop(call.call))
 
-    async def _serve_call(self, session: Session, call: Call) -> None:
+    async def _serve_call(self, session: CallerSession, call: Call) -> None:
         answer = await self._outcome(session, call)
         try:
             try:
-                await session.line.send(answer)
+                await session.sequence.send(answer)
             except WireError as error:
-                await session.line.send(self._failure(call, error))
+                await session.sequence.send(self._failure(call, error))
         except (PeerLost, DeadlineExceeded):
             self._forget(session)
 
-    async def _outcome(self, session: Session, call: Call) -> Reply | Failure:
-        """The supervised boundary: whatever a call raises becomes its answer."""
+    async def _outcome(self, session: CallerSession, call: Call) -> Reply | Failure:
+        """Runs a call; every error that it raises becomes its answer, which makes this a supervised boundary."""
         end = asyncio.get_running_loop().time() + call.deadline
-        expiry = Expiry(self._deadlines, next(self._numbers), end)
+        timeout = CallTimeout(self._deadlines, next(self._numbers), end)
         try:
-            with expiry:
+            with timeout:
                 return Reply(call.call, await self._result(session, call))
-        except Exception as error:  # whatever a call raises is the caller's to handle
+        except Exception as error:  # every error of a call is handled by its caller
             overdue = DeadlineExceeded(f"{call.method} was still running after {call.deadline:g} s")
-            return self._failure(call, overdue if expiry.reached else error)
+            return self._failure(call, overdue if timeout.reached else error)
         except asyncio.CancelledError as error:
             if _being_cancelled():
                 raise
             return self._failure(call, error)
 
-    async def _result(self, session: Session, call: Call) -> Any:
+    async def _result(self, session: CallerSession, call: Call) -> Any:
         running = self._dispatch(call)
         if isinstance(running, AsyncIterator):
             return await self._send_items(session, call.call, running)
         return await running
 
-    async def _send_items(self, session: Session, number: int, items: AsyncIterator[Any]) -> None:
-        window = session.windows[number] = Window()
+    async def _send_items(self, session: CallerSession, number: int, items: AsyncIterator[Any]) -> None:
+        window = session.windows[number] = StreamWindow()
         try:
             async for item in items:
                 await window.enter()
-                await session.line.send(Item(number, item))
+                await session.sequence.send(Item(number, item))
         finally:
             del session.windows[number]
             if isinstance(items, AsyncGenerator):
                 await items.aclose()
 
     def _failure(self, call: Call, raised: BaseException) -> Failure:
-        error = lone(raised)
+        error = unwrap(raised)
         trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
         return Failure(
             call=call.call,
@@ -284,15 +304,17 @@ def _being_cancelled() -> bool:
 
 
 def _sendable(text: str) -> str:
-    """Without lone surrogates, which UTF-8 cannot hold."""
+    """Returns the text without lone surrogates, which UTF-8 cannot hold."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _tell(line: Line, message: Any) -> None:
-    """Tell a caller without waiting for it. One that is gone, or whose queue is full, need not know: it has a deadline
-    for its hello, and any other message is a sign of life as good as a ping."""
+def _send_soon(sequence: MessageSequence, message: Any) -> None:
+    """Sends without waiting, or not at all when the caller is gone or its queue is full.
+
+    Neither needs the message: a caller has a deadline for its hello, and any other message serves it as a heartbeat.
+    """
     try:
-        line.offer(message)
+        sequence.offer(message)
     except PeerLost:
         return
 
@@ -303,6 +325,6 @@ def _name(side: Hello) -> str:
 
 def _described(side: Hello) -> str:
     return (
-        f"{_name(side)} ({side.instance}, asyncrl {side.asyncrl}) of run {side.run}, epoch {side.epoch}, "
+        f"{_name(side)} ({side.instance}, asyncrl {side.asyncrl}) of run {side.run}, incarnation {side.incarnation}, "
         f"protocol {side.protocol}"
     )

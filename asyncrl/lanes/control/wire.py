@@ -1,4 +1,4 @@
-"""What every wire offers: a Caller (one peer) and a Listener (many), and the bounds they share."""
+"""The interface of every wire: a Caller (one peer) and a Listener (many peers), and the bounds they share."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -10,38 +10,38 @@ Frame = bytes | memoryview
 Frames = Sequence[Frame]
 
 CREDIT = 256
-"""Calls that may be outstanding on one link: several groups' worth of scoring, each a few hundred bytes."""
+"""Calls that may be outstanding on one connection: the scoring of several groups, a few hundred bytes each."""
 
 HIGH_WATER = 4 * CREDIT
-"""Messages queued one way. A call needs at most a request, a cancel, an item and a reply in flight; who wants to queue
-more waits, within SEND_DEADLINE."""
+"""Messages queued in one direction. A call has at most a request, a cancel, an item and a reply in flight; a sender
+beyond that waits, within SEND_DEADLINE."""
 
 DRAIN_BUDGET = 16
-"""Messages received in a row before the loop runs its other tasks. To take and answer as many calls costs 2 ms of
-computing, 4 with a garbage collection; 64 of them cost 5 and up to 19. Below 16 only the price per message changes."""
+"""Messages received in a row before the loop runs other tasks. Taking and answering so many calls costs 2 ms, or 4 with
+a garbage collection; 64 of them cost 5 to 19 ms. A smaller budget only raises the cost per message."""
 
 SEND_DEADLINE = 10.0
 """Seconds a message waits for room in the queue of a peer that does not read."""
 
 LIMIT_BYTES = 256 * 1024 * 1024
-"""Largest message; a row of 100,000 tokens has about 2 MB, and a fetch asks for few rows at a time."""
+"""Largest message; a row of 100,000 tokens has about 2 MB, and one fetch asks for few rows."""
 
 ZERO_COPY_BYTES = 256 * 1024
-"""From here on a frame is sent without a copy: handing a buffer over costs as much as copying this many bytes. The
-sender leaves such an array alone afterwards."""
+"""Size from which a frame is sent without a copy: handing a buffer over costs as much as copying this many bytes. The
+sender must not change such an array afterwards."""
 
 
 class Caller(Protocol):
-    """The end that connects. `receive` raises PeerLost once the other end is gone and everything it sent was taken."""
+    """The connecting endpoint. `receive` raises PeerLost once the peer is gone and all that it sent was received."""
 
     address: str
 
     def offer(self, frames: Frames) -> bool:
-        """Send now, or return False when the peer's queue is full. Raises PeerLost."""
+        """Sends now, or returns False when the peer's queue is full. Raises PeerLost."""
         ...
 
     async def send(self, frames: Frames) -> None:
-        """Send, waiting for room. Raises PeerLost, DeadlineExceeded after SEND_DEADLINE."""
+        """Sends, waiting for room. Raises PeerLost, DeadlineExceeded after SEND_DEADLINE."""
         ...
 
     async def receive(self) -> list[Frame]: ...
@@ -50,12 +50,12 @@ class Caller(Protocol):
 
 
 class Listener(Protocol):
-    """The end that many callers connect to; `address` is what they connect to. Peers have ids that the wire gives."""
+    """The endpoint at `address` that many callers connect to. The wire gives each peer an id."""
 
     address: str
 
     def offer(self, peer: bytes, frames: Frames) -> bool:
-        """Send now, or return False when that peer's queue is full. Raises PeerLost when the peer is gone."""
+        """Sends now, or returns False when that peer's queue is full. Raises PeerLost when the peer is gone."""
         ...
 
     async def send(self, peer: bytes, frames: Frames) -> None: ...
@@ -66,27 +66,27 @@ class Listener(Protocol):
 
 
 @runtime_checkable
-class Pouring(Protocol):
-    """An end that hands messages over as they come in, without waking a task for each."""
+class MessagePump(Protocol):
+    """An endpoint that hands messages over as they come in, without waking a task for each."""
 
-    async def pour(self, take: Callable[..., None]) -> None:
-        """Call `take` with what `receive` would return, until it raises what `receive` raises, or `take` does."""
+    async def pump(self, handle: Callable[..., None]) -> None:
+        """Calls `handle` with what `receive` would return, until `handle` raises, or what `receive` would raise."""
         ...
 
 
-async def pour(end: Caller | Listener, take: Callable[..., None]) -> None:
-    """Give every message that comes in to `take`. Raises PeerLost, and what `take` raises."""
-    if isinstance(end, Pouring):
-        await end.pour(take)
+async def pump_messages(endpoint: Caller | Listener, handle: Callable[..., None]) -> None:
+    """Passes every message that comes in to `handle`. Raises PeerLost, and what `handle` raises."""
+    if isinstance(endpoint, MessagePump):
+        await endpoint.pump(handle)
     while True:
-        take(await end.receive())
+        handle(await endpoint.receive())
 
 
 class Wire(Protocol):
-    """Makes ends. Closing it closes every end it made."""
+    """Makes endpoints. Closing it closes every endpoint it made."""
 
     def connect(self, address: str) -> Caller:
-        """A caller's end; nobody needs to listen there yet."""
+        """Returns a connecting endpoint; the listener may come later."""
         ...
 
     def listen(self, address: str) -> Listener: ...
@@ -94,8 +94,8 @@ class Wire(Protocol):
     def close(self) -> None: ...
 
 
-class Signal:
-    """Wakes everybody who waits at that moment; remembers nothing."""
+class Wakeup:
+    """Wakes all tasks that wait at that moment; a later `wait` does not see an earlier `wake`."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
@@ -114,25 +114,26 @@ class Signal:
                 future.set_result(None)
 
 
-class Turn:
+class DrainLimit:
     """Counts messages received in a row, so that a flood lets other tasks run every DRAIN_BUDGET messages."""
 
     def __init__(self) -> None:
-        self._taken = 0
+        self._received = 0
 
     async def next(self) -> None:
-        self._taken += 1
-        if self._taken > DRAIN_BUDGET:
-            self._taken = 1
+        """Counts a message, and lets other tasks run when the budget is spent."""
+        self._received += 1
+        if self._received > DRAIN_BUDGET:
+            self._received = 1
             await asyncio.sleep(0)
 
-    def rest(self) -> None:
-        """The receiver goes to sleep; the message that wakes it is the first of the next row."""
-        self._taken = 1
+    def reset(self) -> None:
+        """Starts a new row, with the message that ends the receiver's coming wait."""
+        self._received = 1
 
 
-async def send_when_room(offer: Callable[[], bool], room: Signal, holder: str) -> None:
-    """Repeat `offer` whenever there may be room. Raises DeadlineExceeded naming who does not read."""
+async def send_when_room(offer: Callable[[], bool], room: Wakeup, holder: str) -> None:
+    """Repeats `offer` whenever there may be room. Raises DeadlineExceeded naming the peer that does not read."""
     try:
         async with asyncio.timeout(SEND_DEADLINE):
             while not offer():
@@ -143,11 +144,12 @@ async def send_when_room(offer: Callable[[], bool], room: Signal, holder: str) -
         ) from error
 
 
-class Wires:
-    """One wire for every scheme: `inproc://` goes to one, all others to the other."""
+class WireByScheme:
+    """Sends `inproc://` addresses to one wire and all others to another."""
 
     def __init__(self, inproc: Wire, network: Wire) -> None:
-        self._inproc, self._network = inproc, network
+        self._inproc = inproc
+        self._network = network
 
     def _wire(self, address: str) -> Wire:
         return self._inproc if address.startswith("inproc://") else self._network

@@ -1,8 +1,8 @@
 """ZeroMQ on an asyncio loop: DEALER and ROUTER sockets, `ipc://` and `tcp://`.
 
-Raw sockets, not zmq.asyncio, which drains a full queue in one go and stalls the loop for as long as that takes. The
-file descriptor of a socket is edge-triggered, and making, sending, receiving or a look at EVENTS may consume the edge.
-Hence: receive until there is nothing, look at EVENTS after each send, and look once a second anyhow.
+It uses raw sockets, because zmq.asyncio drains a full queue in one go and stalls the loop meanwhile. The file
+descriptor of a socket is edge-triggered, and opening, sending, receiving or reading EVENTS may consume the edge. Hence:
+receive until there is nothing, read EVENTS after each send, and once a second in any case.
 """
 
 import asyncio
@@ -14,22 +14,22 @@ from typing import Any, TypeVar
 import zmq
 
 from asyncrl.errors import ConfigError, PeerLost
-from asyncrl.wire.auth import CurveKeys, Gatekeeper
-from asyncrl.wire.ends import (
+from asyncrl.lanes.control.auth import Authenticator, CurveKeys
+from asyncrl.lanes.control.wire import (
     DRAIN_BUDGET,
     HIGH_WATER,
     LIMIT_BYTES,
     ZERO_COPY_BYTES,
+    DrainLimit,
     Frame,
     Frames,
-    Signal,
-    Turn,
+    Wakeup,
     send_when_room,
 )
 
 WATCHDOG_SECONDS = 1.0
 MAX_FRAMES = 65_536
-"""Frames of one message; ours have a few dozen. The rest is let go, and the codec then misses it."""
+"""Frames of one message; ours have a few dozen. More are discarded, and the codec then finds them missing."""
 
 RECONNECT_MILLISECONDS = 50
 ENCRYPTED = "tcp://"
@@ -43,23 +43,27 @@ _EVENT = struct.Struct("=hi")
 
 RawSocket = zmq.Socket[bytes]
 _Backend: Any = zmq.backend.Socket
-"""The compiled class under zmq.Socket: its methods cost a fifth of those that wrap them."""
+"""The compiled class under zmq.Socket, whose methods cost a fifth of their wrappers."""
 
 _get, _send, _recv = _Backend.get, _Backend.send, _Backend.recv
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-MadeEnd = TypeVar("MadeEnd", "ZmqCaller", "ZmqListener")
+Endpoint = TypeVar("Endpoint", "ZmqCaller", "ZmqListener")
 
 
 def _has_input(socket: zmq.Socket[Any]) -> bool:
     return bool(_get(socket, _EVENTS) & _POLLIN)
 
 
-class _Pouring:
-    """Who is given the messages. due: it is called soon. As a context: what fails inside is raised where it waits."""
+class _Pump:
+    """Hands messages to `handle`. scheduled: whether the next pass is scheduled on the loop.
 
-    def __init__(self, take: Callable[[Any], None]) -> None:
-        self.take, self.due = take, False
+    As a context manager it stores an error from inside in `ended`, where `pump` waits.
+    """
+
+    def __init__(self, handle: Callable[[Any], None]) -> None:
+        self.handle = handle
+        self.scheduled = False
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __enter__(self) -> None:
@@ -72,35 +76,38 @@ class _Pouring:
         return isinstance(error, Exception)
 
 
-class _End:
-    """What both kinds of socket share: waiting for the loop to say that something may be read or written."""
+class _ZmqEndpoint:
+    """The common part of both kinds of socket: waits until the loop reports that it can read or write."""
 
     def __init__(self, socket: RawSocket, address: str) -> None:
         self.address = address
-        self._socket, self._loop = socket, asyncio.get_running_loop()
-        self._readable, self._writable, self._turn = Signal(), Signal(), Turn()
-        self._ended = ""
+        self._socket = socket
+        self._loop = asyncio.get_running_loop()
+        self._readable = Wakeup()
+        self._writable = Wakeup()
+        self._drain = DrainLimit()
+        self._lost_reason = ""
         self._closed = False
-        self._pouring: _Pouring | None = None
-        self._loop.add_reader(socket.fileno(), self._look)
-        self._watch = self._loop.call_later(WATCHDOG_SECONDS, self._look_again)
+        self._pump: _Pump | None = None
+        self._loop.add_reader(socket.fileno(), self._check_socket)
+        self._timer = self._loop.call_later(WATCHDOG_SECONDS, self._check_regularly)
 
-    def _look(self) -> None:
-        """Wake whom it may concern. Room is told on every look: a ROUTER's POLLOUT does not say which peer has it."""
-        if self._pouring is not None:
-            if not self._pouring.due:  # else it comes in this very turn of the loop, or has had its share of it
-                self._pour()
+    def _check_socket(self) -> None:
+        """Wakes readers when there is input, and writers in any case: POLLOUT of a ROUTER does not name the peer."""
+        if self._pump is not None:
+            if not self._pump.scheduled:
+                self._pump_messages()
         elif _has_input(self._socket):
             self._readable.wake()
         self._writable.wake()
 
-    def _look_again(self) -> None:
-        self._watch = self._loop.call_later(WATCHDOG_SECONDS, self._look_again)
-        self._look()
+    def _check_regularly(self) -> None:
+        self._timer = self._loop.call_later(WATCHDOG_SECONDS, self._check_regularly)
+        self._check_socket()
 
     def _offer(self, frames: Frames) -> bool:
-        if self._ended:
-            raise PeerLost(self._ended)
+        if self._lost_reason:
+            raise PeerLost(self._lost_reason)
         try:
             for frame in frames[:-1]:
                 _send(self._socket, frame, _SNDMORE, len(frame) < ZERO_COPY_BYTES)
@@ -108,65 +115,65 @@ class _End:
         except zmq.Again:
             return False
         if _has_input(self._socket):
-            self._call_in()
+            self._schedule_receive()
         return True
 
-    def _call_in(self) -> None:
-        """There is something to receive; whoever does so may be our caller."""
-        if self._pouring is None:
+    def _schedule_receive(self) -> None:
+        """Receives soon, not now: the receiver may be our caller."""
+        if self._pump is None:
             self._readable.wake()
-        elif not self._pouring.due:
-            self._pouring.due = True
-            self._loop.call_soon(self._pour)
+        elif not self._pump.scheduled:
+            self._pump.scheduled = True
+            self._loop.call_soon(self._pump_messages)
 
-    async def pour(self, take: Callable[[Any], None]) -> None:
-        """See Pouring. A flood lets other tasks run every DRAIN_BUDGET messages."""
-        self._pouring = _Pouring(take)
+    async def pump(self, handle: Callable[[Any], None]) -> None:
+        """Implements wire.MessagePump. A flood lets other tasks run every DRAIN_BUDGET messages."""
+        self._pump = _Pump(handle)
         try:
-            self._call_in()
-            await self._pouring.ended
+            self._schedule_receive()
+            await self._pump.ended
         finally:
-            self._pouring = None
+            self._pump = None
 
-    def _pour(self) -> None:
-        pouring = self._pouring
-        if pouring is None or pouring.ended.done():
+    def _pump_messages(self) -> None:
+        pump = self._pump
+        if pump is None or pump.ended.done():
             return
-        pouring.due = False
-        with pouring:
-            for taken in range(DRAIN_BUDGET):
-                # To be told that there is nothing costs as much as three looks at EVENTS, each as much as a message:
-                # one look where a single message is likely, none in a flood.
-                if self._closed or (taken == 1 and not _has_input(self._socket)):
+        pump.scheduled = False
+        with pump:
+            for received in range(DRAIN_BUDGET):
+                # A receive that finds nothing costs three reads of EVENTS, each of which costs as much as a message:
+                # read EVENTS once after the first message, and not at all in a flood.
+                if self._closed or (received == 1 and not _has_input(self._socket)):
                     break
                 try:
                     message = self._message()
                 except zmq.Again:
                     break
-                pouring.take(message)
+                pump.handle(message)
             else:
-                return self._call_in()
-            if self._ended:
-                raise PeerLost(self._ended)
+                return self._schedule_receive()
+            if self._lost_reason:
+                raise PeerLost(self._lost_reason)
 
     def _message(self) -> Any:
-        """What `receive` returns."""
-        return self._take()
+        """Returns what `receive` returns."""
+        return self._receive_frames()
 
     async def _receive(self) -> Any:
-        await self._turn.next()
+        await self._drain.next()
         while True:
             if self._closed:
-                raise PeerLost(self._ended)
+                raise PeerLost(self._lost_reason)
             if _has_input(self._socket):
                 return self._message()
-            if self._ended:
-                raise PeerLost(self._ended)
-            self._turn.rest()
+            if self._lost_reason:
+                raise PeerLost(self._lost_reason)
+            self._drain.reset()
             await self._readable.wait()
 
-    def _take(self) -> list[Frame]:
-        """Small frames copied, large ones as views. Raises zmq.Again when there is none."""
+    def _receive_frames(self) -> list[Frame]:
+        """Returns small frames as copies and large ones as views. Raises zmq.Again when there is no message."""
         frames: list[Frame] = []
         more = True
         while more:
@@ -176,43 +183,43 @@ class _End:
                 frames.append(part.buffer if len(part) >= ZERO_COPY_BYTES else part.bytes)
         return frames
 
-    def _end(self, reason: str) -> None:
-        self._ended = self._ended or reason
-        self._call_in()
+    def _lose(self, reason: str) -> None:
+        self._lost_reason = self._lost_reason or reason
+        self._schedule_receive()
         self._writable.wake()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._watch.cancel()
+        self._timer.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close(linger=0)
-        self._end(f"{self.address} was closed here")
+        self._lose(f"{self.address} was closed here")
 
 
-class ZmqCaller(_End):
-    """A DEALER. The socket's monitor tells at once when the connection breaks; there is no second one."""
+class ZmqCaller(_ZmqEndpoint):
+    """A DEALER. The monitor of its socket reports a broken connection at once; it does not reconnect."""
 
     def __init__(self, socket: RawSocket, address: str) -> None:
         super().__init__(socket, address)
         self._monitor: Any = socket.get_monitor_socket(_LOST_EVENTS)
         self._monitor.linger = 0
-        self._loop.add_reader(self._monitor.fileno(), self._observe)
+        self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
         try:
             socket.connect(address)
         except zmq.ZMQError:
             self.close()
             raise
-        self._observe()
+        self._read_monitor()
 
-    def _observe(self) -> None:
+    def _read_monitor(self) -> None:
         while _has_input(self._monitor):
             (event, _) = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             if event == zmq.Event.DISCONNECTED:
-                self._end(f"the connection to {self.address} broke")
+                self._lose(f"the connection to {self.address} broke")
             elif event & _LOST_EVENTS:
-                self._end(f"{self.address} does not accept our keys")
+                self._lose(f"{self.address} does not accept our keys")
 
     def offer(self, frames: Frames) -> bool:
         return self._offer(frames)
@@ -233,8 +240,8 @@ class ZmqCaller(_End):
         super().close()
 
 
-class ZmqListener(_End):
-    """A ROUTER that says when a peer is gone or does not read, instead of dropping messages."""
+class ZmqListener(_ZmqEndpoint):
+    """A ROUTER that raises when a peer is gone, and waits when it does not read, instead of dropping messages."""
 
     def offer(self, peer: bytes, frames: Frames) -> bool:
         try:
@@ -253,50 +260,50 @@ class ZmqListener(_End):
         return message
 
     def _message(self) -> tuple[bytes, list[Frame]]:
-        """The first frame, never the last, is who sent the others: ROUTER puts it there."""
-        return _recv(self._socket, _NOBLOCK), self._take()
+        """Returns the sender, which ROUTER puts into the first frame, and the other frames."""
+        return _recv(self._socket, _NOBLOCK), self._receive_frames()
 
 
 class ZmqWire:
-    """One ZeroMQ context, for the whole process; made and closed on the loop that uses its sockets.
+    """One ZeroMQ context for the whole process, made and closed on the loop that uses its sockets.
 
-    keys: of the run; both sides must hold the same ones. Needed for `tcp://`; `ipc://` sockets without them answer
-    everybody who may open them.
+    keys: the run's, which both sides must hold. `tcp://` needs them; without them an `ipc://` socket accepts every
+    process that may open it.
     """
 
     def __init__(self, keys: CurveKeys | None = None) -> None:
         self._context: zmq.Context[RawSocket] = zmq.Context()
         self._keys = keys
-        self._gatekeeper: Gatekeeper | None = None
-        self._ends: list[ZmqCaller | ZmqListener] = []
+        self._authenticator: Authenticator | None = None
+        self._endpoints: list[ZmqCaller | ZmqListener] = []
 
     @property
-    def open_ends(self) -> int:
-        return sum(not end._closed for end in self._ends)
+    def open_endpoints(self) -> int:
+        return sum(not endpoint._closed for endpoint in self._endpoints)
 
     def connect(self, address: str) -> ZmqCaller:
         keys = self._keys_for(address)
         socket = self._socket(zmq.DEALER)
         if keys is not None and address.startswith(ENCRYPTED):
-            keys.apply_to_client(socket)
+            keys.encrypt_client(socket)
         elif keys is not None:
-            keys.show_password(socket)
-        return self._kept(ZmqCaller(socket, address))
+            keys.send_password(socket)
+        return self._register(ZmqCaller(socket, address))
 
     def listen(self, address: str) -> ZmqListener:
-        """For `tcp://127.0.0.1:*` the system chooses the port; the listener's `address` names it."""
+        """Returns a listener. For `tcp://127.0.0.1:*` the system chooses the port, which its `address` names."""
         keys = self._keys_for(address)
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if keys is not None:
-            self._gatekeeper = self._gatekeeper or Gatekeeper(self._context, keys)
-            (keys.apply_to_server if address.startswith(ENCRYPTED) else keys.ask_password)(socket)
+            self._authenticator = self._authenticator or Authenticator(self._context, keys)
+            (keys.encrypt_server if address.startswith(ENCRYPTED) else keys.require_password)(socket)
         try:
             socket.bind(address)
         except zmq.ZMQError:
             socket.close(linger=0)
             raise
-        return self._kept(ZmqListener(socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)))
+        return self._register(ZmqListener(socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)))
 
     def _socket(self, kind: int) -> RawSocket:
         socket = self._context.socket(kind)
@@ -312,16 +319,16 @@ class ZmqWire:
             raise ConfigError(f"{address} needs CURVE keys: every TCP socket is encrypted; ipc:// needs none")
         return self._keys
 
-    def _kept(self, end: MadeEnd) -> MadeEnd:
-        self._ends = [other for other in self._ends if not other._closed]
-        self._ends.append(end)
-        return end
+    def _register(self, endpoint: Endpoint) -> Endpoint:
+        self._endpoints = [other for other in self._endpoints if not other._closed]
+        self._endpoints.append(endpoint)
+        return endpoint
 
     def close(self) -> None:
-        """Sockets first: a context waits for them for ever."""
-        for end in self._ends:
-            end.close()
-        if self._gatekeeper is not None:
-            self._gatekeeper.close()
-            self._gatekeeper = None
+        """Closes the sockets and then the context, which waits for its sockets."""
+        for endpoint in self._endpoints:
+            endpoint.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
+            self._authenticator = None
         self._context.destroy(linger=0)

@@ -1,15 +1,15 @@
-"""Rows lie with the worker that made them; others copy them by reference.
+"""Rows are stored by the worker that made them; others copy them by reference.
 
-    owner                        readers
-    SharedRows  one slot a row in a segment of shared memory      map it, copy, look at the slot's counter again
-    HeapRows    one dict a row in the owner's memory              fetch frames over the owner's data lane
+    owner                                                          readers
+    SharedRows  one slot per row in a segment of shared memory     map it, copy, check the slot's write_count again
+    HeapRows    one dict per row in the owner's memory             fetch frames over the owner's data lane
 
-Nobody leases or counts references. A slot's generation counts its writes; a reader that finds another one than its
-`Place` names raises LostRows, and so does one whose owner is gone.
+There are no leases and no reference counts. A slot's write_count counts its writes; a reader that finds another count
+than its `Place` names raises LostRows, and so does a reader whose owner is gone.
 
-A segment: header, then `slots` times [generation | number of columns | (dtype, length) a column | data, 8-aligned].
-The generation is odd from the moment a slot is freed until it has been written again: so long before its bytes change
-that no memory barrier is needed to see it.
+A segment holds a header, then `slots` times [write_count | number of columns | (dtype, length) per column | data,
+8-aligned]. The write_count is odd from the moment a slot is freed until it was written again; that is so long before
+its bytes change that readers need no memory barrier to see it.
 """
 
 import struct
@@ -24,7 +24,7 @@ import structlog
 from numpy.typing import NDArray
 
 from asyncrl.errors import ArenaFull, LostRows
-from asyncrl.memory import COPY_ALONE, SHARED_MEMORY, Segment, copy_by_two
+from asyncrl.lanes.shared_memory import SHARED_MEMORY, TWO_THREAD_BYTES, Segment, copy_in_two_threads
 from asyncrl.protocols.batch import Array, Batch, Column, Place
 
 ROW_DTYPES = tuple(np.dtype(name) for name in ("<f4", "<i4", "u1", "<i8"))
@@ -34,7 +34,7 @@ _CODES = {dtype: code for code, dtype in enumerate(ROW_DTYPES)}
 _MAGIC = 0x0053574F52435341
 _WORD = struct.Struct("=q")
 _TABLES = tuple(struct.Struct(f"={1 + 2 * columns}q") for columns in range(MAX_COLUMNS + 1))
-"""Number of columns, then dtype and length of each."""
+"""Layouts of [number of columns, then dtype and length of each]."""
 
 _HEADER_WORDS = 4  # magic, slots, bytes of a slot, reserved
 _SLOT_WORDS = 2 + 2 * MAX_COLUMNS
@@ -43,60 +43,60 @@ log = structlog.get_logger(__name__)
 
 
 class RowStore(Protocol):
-    """The owner's side: a fixed number of slots, one row each."""
+    """Stores rows on the owner's side, in a fixed number of slots."""
 
     address: str
 
     @property
     def exhausted(self) -> int:
-        """Rows refused because every slot was in use."""
+        """Number of rows refused because every slot was in use."""
         ...
 
     def put(self, columns: Mapping[str, Array]) -> Place:
-        """Store one row, [length] values a column, dtypes of ROW_DTYPES. Raises ArenaFull (counted in `exhausted`)."""
+        """Stores one row, [length] values per column, dtypes of ROW_DTYPES. Raises ArenaFull (see `exhausted`)."""
         ...
 
     def free(self, places: Iterable[Place]) -> None:
-        """Free these slots; places of other owners and those freed before are ignored."""
+        """Frees these slots; ignores places of other owners and places that were freed before."""
         ...
 
     def read(self, place: Place, columns: Sequence[str]) -> list[Array]:
-        """These columns, in memory that no later row overwrites. Raises LostRows when the slot holds another by now."""
+        """Returns these columns in memory that no later row overwrites. Raises LostRows when the row was freed."""
         ...
 
     @property
     def used(self) -> int:
-        """Slots in use."""
+        """Number of slots in use."""
         ...
 
     def close(self) -> None: ...
 
 
 def bytes_of_slot(columns: Mapping[str, tuple[np.dtype[Any], int]]) -> int:
-    """Bytes that the longest row needs: for each column its dtype and greatest length."""
+    """Returns the bytes of the longest row. columns: dtype and greatest length of each."""
     return sum(_aligned(np.dtype(dtype).itemsize * length) for dtype, length in columns.values())
 
 
 def open_rows(
     name: str, slots: int, slot_bytes: int, heap_address: str, directory: Path = SHARED_MEMORY
 ) -> "SharedRows | HeapRows":
-    """Rows in the new segment `name`, or, where there is too little shared memory, in the heap (see HeapRows)."""
+    """Opens rows in the new segment `name`, or in the heap when there is too little shared memory (see HeapRows)."""
     try:
         return SharedRows(name, slots, slot_bytes, directory)
     except ArenaFull as error:
-        log.warning("rows travel as frames, which is slower", reason=str(error))
+        log.warning("rows are sent as frames, which is slower than shared memory", reason=str(error))
         return HeapRows(heap_address, slots, slot_bytes)
 
 
 def _lost(place: Place) -> LostRows:
-    return LostRows(f"slot {place.slot} of {place.owner} no longer holds the row of generation {place.generation}")
+    return LostRows(f"slot {place.slot} of {place.owner} no longer holds the row of write_count {place.write_count}")
 
 
 def _aligned(size: int) -> int:
     return -(-size // 8) * 8
 
 
-def _checked(columns: Mapping[str, Array], slot_bytes: int) -> None:
+def _check_row(columns: Mapping[str, Array], slot_bytes: int) -> None:
     for name, values in columns.items():
         if values.ndim != 1 or values.dtype not in _CODES:
             allowed = ", ".join(str(dtype) for dtype in ROW_DTYPES)
@@ -109,7 +109,7 @@ def _checked(columns: Mapping[str, Array], slot_bytes: int) -> None:
 
 
 class _Slots:
-    """Free slots, used again in the order in which they were freed: a late reader keeps its row as long as can be."""
+    """Free slots, reused in the order in which they were freed, so that late readers find their rows for longest."""
 
     def __init__(self, slots: int) -> None:
         self.count = slots
@@ -124,14 +124,15 @@ class _Slots:
 
 
 class SharedTable:
-    """The layout of a segment of rows, for its owner and for its readers."""
+    """Reads and writes the layout of a segment of rows, for its owner and for its readers."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         header = segment.array(0, np.int64, _HEADER_WORDS)
         if header[0] != _MAGIC or segment.size < self.size(int(header[1]), int(header[2])):
             raise LostRows(f"{segment.name} holds no rows")
-        self.slots, self.slot_bytes = int(header[1]), int(header[2])
+        self.slots = int(header[1])
+        self.slot_bytes = int(header[2])
         self._bytes = segment.buffer
 
     @staticmethod
@@ -151,43 +152,43 @@ class SharedTable:
         return 8 * _HEADER_WORDS + slot * (8 * _SLOT_WORDS + self.slot_bytes)
 
     def words(self, slot: int) -> NDArray[np.int64]:
-        """generation, number of columns, then dtype and length of each column."""
+        """Returns a view of write_count, number of columns, then dtype and length of each column."""
         return self.segment.array(self._start(slot), np.int64, _SLOT_WORDS)
 
-    def _generation(self, slot: int) -> int:
+    def _write_count(self, slot: int) -> int:
         return _WORD.unpack_from(self._bytes, self._start(slot))[0]  # type: ignore[no-any-return]
 
     def write(self, slot: int, columns: Sequence[Array]) -> int:
-        """Fill a free slot; returns its new generation."""
+        """Fills a free slot; returns its new write_count."""
         start = self._start(slot)
         offset, table = start + 8 * _SLOT_WORDS, [len(columns)]
         for values in columns:
             table += (_CODES[values.dtype], len(values))
-            if values.nbytes >= COPY_ALONE:
-                copy_by_two(self.segment.array(offset, values.dtype, len(values)), values)
+            if values.nbytes >= TWO_THREAD_BYTES:
+                copy_in_two_threads(self.segment.array(offset, values.dtype, len(values)), values)
             elif len(values):
                 self._bytes[offset : offset + values.nbytes] = np.ascontiguousarray(values).data.cast("B")
             offset += _aligned(values.nbytes)
         _TABLES[len(columns)].pack_into(self._bytes, start + 8, *table)
-        generation = self._generation(slot) + 1
-        _WORD.pack_into(self._bytes, start, generation)
-        return generation
+        write_count = self._write_count(slot) + 1
+        _WORD.pack_into(self._bytes, start, write_count)
+        return write_count
 
     def holds(self, place: Place) -> bool:
-        return 0 <= place.slot < self.slots and self._generation(place.slot) == place.generation
+        return 0 <= place.slot < self.slots and self._write_count(place.slot) == place.write_count
 
     def check(self, place: Place) -> None:
         if not self.holds(place):
             raise _lost(place)
 
     def views(self, place: Place, columns: Sequence[str]) -> list[Array]:
-        """The columns where they lie; what is read from them counts only if `check` passes afterwards."""
+        """Returns views of the columns; what is read from them counts only if `check` passes afterwards."""
         self.check(place)
         start = self._start(place.slot)
         count, *table = _TABLES[min(len(place.columns), MAX_COLUMNS)].unpack_from(self._bytes, start + 8)
         found, offset, most = {}, start + 8 * _SLOT_WORDS, self.slot_bytes
         for name, code, length in zip(place.columns, table[::2], table[1::2], strict=False):
-            # A table that is being written while we look must not lead us astray.
+            # The table may be overwritten while it is read: do not trust it.
             dtype = ROW_DTYPES[code] if count == len(place.columns) and 0 <= code < len(ROW_DTYPES) else None
             if dtype is None or not 0 <= (size := length * dtype.itemsize) <= most:
                 raise LostRows(f"slot {place.slot} of {place.owner} was overwritten while it was read")
@@ -197,16 +198,16 @@ class SharedTable:
         return [found[name] for name in columns]
 
     def close(self) -> None:
-        """What somebody borrows stays mapped until it is given back."""
+        """Closes the segment; memory with views stays mapped until they are gone."""
         with suppress(BufferError):
             self._bytes.release()
         self.segment.close()
 
 
 class SharedRows:
-    """Rows in a segment of shared memory that any process of this user can map. See RowStore.
+    """Stores rows in a segment of shared memory that every process of this user can map. See RowStore.
 
-    Raises ArenaFull when there is not enough shared memory.
+    Raises ArenaFull when there is too little shared memory.
     """
 
     def __init__(self, name: str, slots: int, slot_bytes: int, directory: Path = SHARED_MEMORY) -> None:
@@ -223,10 +224,10 @@ class SharedRows:
         return self._slots.count - len(self._slots.free)
 
     def put(self, columns: Mapping[str, Array]) -> Place:
-        _checked(columns, self._table.slot_bytes)
+        _check_row(columns, self._table.slot_bytes)
         slot = self._slots.take(self.address)
-        generation = self._table.write(slot, list(columns.values()))
-        return Place(self.address, slot, generation, tuple(columns))
+        write_count = self._table.write(slot, list(columns.values()))
+        return Place(self.address, slot, write_count, tuple(columns))
 
     def free(self, places: Iterable[Place]) -> None:
         for place in places:
@@ -245,16 +246,17 @@ class SharedRows:
 
 
 class HeapRows:
-    """Rows in the owner's own memory, with the same bounds as SharedRows; its data lane serves them. See RowStore.
+    """Stores rows in the owner's memory, with the bounds of SharedRows; the data lane serves them. See RowStore.
 
-    address: of the data lane, and `#` and the owner's instance, so that no successor at that address is asked for them.
+    address: of the data lane, then `#` and the owner's instance, so that readers never ask a successor for these rows.
     """
 
     def __init__(self, address: str, slots: int, slot_bytes: int) -> None:
         self.address = address
-        self._slots, self._slot_bytes = _Slots(slots), slot_bytes
+        self._slots = _Slots(slots)
+        self._slot_bytes = slot_bytes
         self._rows: dict[int, dict[str, Array]] = {}
-        self._generations = [0] * slots
+        self._write_counts = [0] * slots
 
     @property
     def exhausted(self) -> int:
@@ -265,14 +267,14 @@ class HeapRows:
         return len(self._rows)
 
     def put(self, columns: Mapping[str, Array]) -> Place:
-        _checked(columns, self._slot_bytes)
+        _check_row(columns, self._slot_bytes)
         slot = self._slots.take(self.address)
-        self._generations[slot] += 1
+        self._write_counts[slot] += 1
         self._rows[slot] = {name: values.copy() for name, values in columns.items()}
-        return Place(self.address, slot, self._generations[slot], tuple(columns))
+        return Place(self.address, slot, self._write_counts[slot], tuple(columns))
 
     def _holds(self, place: Place) -> bool:
-        return place.slot in self._rows and self._generations[place.slot] == place.generation
+        return place.slot in self._rows and self._write_counts[place.slot] == place.write_count
 
     def free(self, places: Iterable[Place]) -> None:
         for place in places:
@@ -290,6 +292,6 @@ class HeapRows:
 
 
 def fetch(store: RowStore, places: Sequence[Place], columns: Sequence[str]) -> Batch:
-    """What the owner's data lane answers: these rows, in this order. Raises LostRows."""
+    """Returns these rows in this order, for the owner's data lane. Raises LostRows."""
     rows = [store.read(place, columns) for place in places]
     return Batch({name: Column.of([row[index] for row in rows]) for index, name in enumerate(columns)})

@@ -4,8 +4,8 @@
     | magic,   | stamp of     | stamp of     | slot 0: tensors   | slot 1: tensors   |
     | digest   | slot 0       | slot 1       |                   |                   |
 
-A stamp is (epoch, version) of a complete slot and says "being written" otherwise, so that a reader that copies sees
-whether it copied one version. Readers that read in place hold a lease besides (session.py).
+A stamp is (incarnation, version) of a complete slot, and marks a slot that is being written. A reader that copies thus
+sees whether it copied one version. Readers that read in place also hold a lease (leases.py).
 """
 
 import ctypes
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
+from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
+from asyncrl.lanes.weights.tensor_spec import TensorSpec, WeightsSpec
+from asyncrl.lanes.weights.transports import Memory, host_memory, process_memory
 from asyncrl.protocols.messages import Published
-from asyncrl.weights.session import SLOTS, Leases, slot_of
-from asyncrl.weights.spec import TensorSpec, WeightsSpec
-from asyncrl.weights.transport import Memory, inproc, shm
 
 MAGIC = b"ARLWGHT1"
 HEADER = 4096  # one page, so that slots begin page-aligned
@@ -32,32 +32,33 @@ FULL_DIGEST_BYTES = 64 << 20  # crc32 runs at about 4 GB/s: at most 16 ms a side
 
 
 def open_writer(arena_name: str, spec: WeightsSpec, wire: str) -> "Writer":
-    """Make an arena. wire: `fleet.wire`; "inproc" keeps it in this process, the others in shared memory.
+    """Makes an arena. wire: `fleet.wire`; "inproc" keeps it in this process, the others in shared memory.
 
     Raises:
-        ArenaFull: there is no room for two slots.
+        ArenaFull: there is too little memory for two slots.
     """
-    create = inproc.create if wire == "inproc" else shm.create
+    create = process_memory.create if wire == "inproc" else host_memory.create
     return Writer(create(arena_name, HEADER + SLOTS * _stride(spec)), spec)
 
 
 def open_reader(published: Published, spec: WeightsSpec) -> "Reader":
-    """Attach to the arena of `published`.
+    """Attaches to the arena of `published`.
 
     Raises:
         PeerLost: the arena is gone with its trainer.
-        WeightsError: the trainer's model is another one than the reader's.
+        WeightsError: trainer and reader have different models.
     """
-    attach = inproc.attach if published.arena.startswith(inproc.SCHEME) else shm.attach
+    attach = process_memory.attach if published.arena.startswith(process_memory.SCHEME) else host_memory.attach
     return Reader(attach(published.arena), spec)
 
 
 class Writer:
-    """The trainer's end. `leases` says when a version may be written."""
+    """Writes versions on the trainer's side. leases: when a version may be written."""
 
     def __init__(self, memory: Memory, spec: WeightsSpec) -> None:
         self.leases = Leases()
-        self._memory, self._spec = memory, spec
+        self._memory = memory
+        self._spec = spec
         self._slots = [_views(memory, spec, slot) for slot in range(SLOTS)]
         for slot in range(SLOTS):
             self._stamp(slot, BEING_WRITTEN, BEING_WRITTEN)
@@ -67,41 +68,42 @@ class Writer:
     def address(self) -> str:
         return self._memory.address
 
-    def write(self, epoch: int, version: int, named_tensors: Mapping[str, Tensor]) -> Published:
-        """Copy a version into its slot, cast to the specification's dtype; any device.
+    def write(self, incarnation: int, version: int, named_tensors: Mapping[str, Tensor]) -> Published:
+        """Copies a version into its slot, cast to the specification's dtype; tensors may be on any device.
 
         named_tensors has every name of the specification; aliases may be given too, with equal values.
-        A crash in the middle is harmless: the other slot is whole, and nobody was told of this one.
+        A crash in the middle is harmless: the other slot is complete, and this one was not published.
 
         Raises:
             WeightsError: a name is missing or unknown, or a shape or a tied tensor does not fit.
         """
         tensors = _checked(named_tensors, self._spec)
         slot = slot_of(version)
-        self.leases.begin(version)
-        self._stamp(slot, epoch, BEING_WRITTEN)
+        self.leases.begin_write(version)
+        self._stamp(slot, incarnation, BEING_WRITTEN)
         with torch.no_grad():
             for name, view in self._slots[slot].items():
                 view.copy_(tensors[name])
-        self._stamp(slot, epoch, version)
-        self.leases.wrote(version)
+        self._stamp(slot, incarnation, version)
+        self.leases.end_write(version)
         digest_of = _digest_of(self._spec, version)
         digest = _digest(self._memory, self._spec, slot, digest_of)
-        return Published(epoch, version, self.address, slot, digest, digest_of)
+        return Published(incarnation, version, self.address, slot, digest, digest_of)
 
     def close(self) -> None:
         self._slots = []
         self._memory.close()
 
-    def _stamp(self, slot: int, epoch: int, version: int) -> None:
-        STAMP.pack_into(self._memory.buffer, 64 * (1 + slot), epoch, version)
+    def _stamp(self, slot: int, incarnation: int, version: int) -> None:
+        STAMP.pack_into(self._memory.buffer, 64 * (1 + slot), incarnation, version)
 
 
 class Reader:
-    """An engine's end."""
+    """Reads versions on an engine's side."""
 
     def __init__(self, memory: Memory, spec: WeightsSpec) -> None:
-        self._memory, self._spec = memory, spec
+        self._memory = memory
+        self._spec = spec
         expected = MAGIC + spec.digest
         if len(memory.buffer) < HEADER + SLOTS * _stride(spec) or memory.buffer[: len(expected)] != expected:
             raise WeightsError(
@@ -110,7 +112,7 @@ class Reader:
             )
 
     def tensors(self, published: Published) -> dict[str, Tensor]:
-        """Views of the version's tensors in the arena, under every name, aliases included. Never write to them.
+        """Returns views of the version's tensors in the arena, under every name, aliases included. Never write to them.
 
         Raises:
             WeightsError: the slot does not hold that version, or its bytes do not match the digest.
@@ -127,17 +129,21 @@ class Reader:
         return views | {alias: views[name] for alias, name in self._spec.aliases}
 
     def check(self, published: Published) -> None:
-        """Raise WeightsError unless the slot holds that version, whole. A reader that copied asks once more after."""
+        """Raises WeightsError unless the slot holds that version completely. A reader that copies checks again."""
         stamp = STAMP.unpack_from(self._memory.buffer, 64 * (1 + published.slot))
-        if stamp != (published.epoch, published.version):
-            state = "is being written" if stamp[1] == BEING_WRITTEN else f"holds version {stamp[1]} of epoch {stamp[0]}"
+        if stamp != (published.incarnation, published.version):
+            state = (
+                "is being written"
+                if stamp[1] == BEING_WRITTEN
+                else f"holds version {stamp[1]} of incarnation {stamp[0]}"
+            )
             raise WeightsError(
-                f"slot {published.slot} of {published.arena} {state}, not version {published.version} of epoch "
-                f"{published.epoch}: it was overwritten without this reader's lease"
+                f"slot {published.slot} of {published.arena} {state}, not version {published.version} of incarnation "
+                f"{published.incarnation}: it was overwritten without this reader's lease"
             )
 
     def close(self) -> None:
-        """Forget the arena; views that were given out stay valid."""
+        """Unmaps the arena; views that were returned stay valid."""
         self._memory.close()
 
 
@@ -157,14 +163,14 @@ def _view(block: Any, spec: WeightsSpec, tensor: TensorSpec, offset: int) -> Ten
 
 
 def _digest_of(spec: WeightsSpec, version: int) -> str:
-    """ "" for the whole slot; the name of one tensor, in turn, when the slot is too large to read twice a version."""
+    """Returns "" for the whole slot, or one tensor's name in turn when the whole slot takes too long."""
     if spec.size <= FULL_DIGEST_BYTES:
         return ""
     return spec.tensors[version % len(spec.tensors)].name
 
 
 def _digest(memory: Memory, spec: WeightsSpec, slot: int, name: str) -> str:
-    """crc32: it finds torn and stray writes, which is what can happen here; nobody forges weights on one host."""
+    """Computes a crc32, which finds torn and stray writes; forgery is no concern on one host."""
     start, size = HEADER + slot * _stride(spec), spec.size
     if name:
         tensor = next(tensor for tensor in spec.tensors if tensor.name == name)
@@ -189,12 +195,12 @@ def _checked(named: Mapping[str, Tensor], spec: WeightsSpec) -> Mapping[str, Ten
 
 
 def _block(memory: Memory) -> Any:
-    """A mapped block as torch takes it.
+    """Wraps mapped memory for torch, which has no read-only tensors and warns about read-only buffers.
 
-    torch has no read-only tensors and warns about read-only buffers. The pages stay read-only all the same: a stray
-    write to one of these tensors ends the process instead of changing everyone's weights.
+    The pages stay read-only: a stray write to one of these tensors ends the process instead of changing the weights of
+    all readers.
     """
     mapped: Any = type("Mapped", (ctypes.c_char * len(memory.buffer),), {})
     block = mapped.from_address(np.frombuffer(memory.buffer, np.uint8).ctypes.data)
-    block.exported = memory.buffer  # the memory stays mapped until the last tensor over it is gone
+    block.exported = memory.buffer  # Keeps the memory mapped until the last tensor over it is gone.
     return block

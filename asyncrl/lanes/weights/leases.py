@@ -1,8 +1,8 @@
-"""Who may write and read which slot of a weight arena. Pure: no memory, no messages.
+"""Leases on the two slots of a weight arena, without memory or messages.
 
-Two slots; version v lies in slot v mod 2. The trainer writes v + 1 while readers read v. Readers say `using(v)`
-when they read nothing but v any more. Leases are messages, never shared words, so a reader that is killed holds
-nothing once its death has been waited for and `detach` was said for it.
+Version v is stored in slot v mod 2. The trainer writes v + 1 while readers read v. A reader sends `using(v)` when it
+reads nothing but v. Leases are messages and no shared memory, so a killed reader holds nothing once its process was
+waited for and `detach` was called for it.
 """
 
 from asyncrl.errors import Refused
@@ -16,59 +16,62 @@ def slot_of(version: int) -> int:
 
 
 class Leases:
-    """The writer's side: which version each attached reader reads, and what lies in the slots."""
+    """Knows, on the writer's side, which version each attached reader reads and which versions the slots hold."""
 
     def __init__(self) -> None:
         self._reading: dict[str, int] = {}
-        self._lying: dict[int, int] = {}
+        self._stored: dict[int, int] = {}
 
     def using(self, reader: str, version: int) -> None:
-        """Reader reads `version` and no older one; its first call attaches it. Late repetitions change nothing.
+        """Notes that a reader reads `version` and no older one; its first call attaches it. Repeats change nothing.
 
-        A reader that joins is attached *before* it is told to read, so that its slot cannot be written under it.
+        A new reader is attached *before* it starts to read, so that its slot cannot be overwritten meanwhile.
 
         Raises:
-            Refused: the version lies in no slot (any more); the reader must ask for the newest.
+            Refused: no slot holds the version (any more); the reader must ask for the newest.
         """
         if version <= self._reading.get(reader, -1):
             return
-        if version not in self._lying.values():
+        if version not in self._stored.values():
             raise Refused(f"{reader} wants to read weights of version {version}; the arena holds {self.versions}")
         self._reading[reader] = version
 
     def detach(self, reader: str) -> None:
-        """The reader is dead and was waited for, or has left."""
+        """Forgets a reader that has left, or that is dead and was waited for."""
         self._reading.pop(reader, None)
 
     @property
     def versions(self) -> list[int]:
-        """Versions that lie complete in the slots."""
-        return sorted(self._lying.values())
+        """Versions that the slots hold completely."""
+        return sorted(self._stored.values())
 
     def holders(self, version: int) -> list[str]:
-        """Readers that still keep `version` from being written: those who read what its slot holds."""
-        other = self._lying.get(slot_of(version + 1))
+        """Returns the readers that read what the slot of `version` holds, and so keep it from being written."""
+        other = self._stored.get(slot_of(version + 1))
         return sorted(reader for reader, reading in dict(self._reading).items() if reading != other)
 
-    def begin(self, version: int) -> None:
-        """The slot of `version` is about to be overwritten."""
+    def begin_write(self, version: int) -> None:
+        """Notes that the slot of `version` is being overwritten."""
         holders = self.holders(version)
         assert not holders, f"version {version} would overwrite the weights that {', '.join(holders)} read"
-        self._lying.pop(slot_of(version), None)
+        self._stored.pop(slot_of(version), None)
 
-    def wrote(self, version: int) -> None:
-        """`version` lies complete in its slot."""
-        self._lying[slot_of(version)] = version
+    def end_write(self, version: int) -> None:
+        """Notes that the slot of `version` holds it completely."""
+        self._stored[slot_of(version)] = version
 
 
 def must_flip(current: Published | None, offered: Published) -> bool:
-    """The reader's decision: True when `offered` is newer than what it reads; an offer it has passed changes nothing.
+    """Returns whether a reader must switch to `offered`, because it is newer than what the reader reads.
 
     Raises:
-        Refused: the offer comes from another epoch of the run.
+        Refused: the offer comes from another incarnation of the run.
     """
     if current is None:
         return True
-    if offered.epoch != current.epoch:
-        raise Refused(f"weights of epoch {offered.epoch} were offered to a reader of epoch {current.epoch}")
+    if offered.incarnation != current.incarnation:
+        raise Refused(
+            f"weights of incarnation {offered.incarnation} were offered to a reader of incarnation "
+            f"{current.incarnation}"
+        )
     return offered.version > current.version

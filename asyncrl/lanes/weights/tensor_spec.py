@@ -1,4 +1,4 @@
-"""What both sides agree on before any weight moves: names, shapes, dtype and offsets in a slot."""
+"""Names, shapes, dtype and offsets of the tensors in a slot, on which both sides agree before weights move."""
 
 import hashlib
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor in a slot: `bytes` bytes from `offset`, row-major."""
+    """Describes one tensor in a slot: `bytes` bytes from `offset`, row-major."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class WeightsSpec:
-    """Layout of one slot.
+    """Describes the layout of one slot.
 
     dtype: "float32" | "bfloat16". aliases: further names of a tensor (tied embeddings), alias -> name.
     size: bytes of a slot.
@@ -39,7 +39,7 @@ class WeightsSpec:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: str, aliases: Mapping[str, str] | None = None) -> Self:
-        """Lay out tensors in the mapping's order. dtype: a key of DTYPES."""
+        """Lays out tensors in the mapping's order. dtype: a key of DTYPES."""
         tensors, offset = [], 0
         for name, shape in shapes.items():
             size = prod(shape) * DTYPES[dtype].itemsize
@@ -53,14 +53,14 @@ class WeightsSpec:
 
     @cached_property
     def digest(self) -> bytes:
-        """sha256 of the whole layout, 32 bytes: equal on both sides or no weight is read."""
+        """sha256 of the whole layout, 32 bytes; a reader with another digest is refused."""
         lines = [self.dtype, *(f"{t.name} {t.shape} {t.offset}" for t in self.tensors)]
         lines += [f"{alias} = {name}" for alias, name in self.aliases]
         return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
 def spec_of(model: nn.Module, dtype: str) -> WeightsSpec:
-    """Specification of a model's parameters. A tied parameter is one tensor with an alias for each further name."""
+    """Returns the specification of a model's parameters. A tied parameter is one tensor with aliases."""
     shapes: dict[str, tuple[int, ...]] = {}
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}

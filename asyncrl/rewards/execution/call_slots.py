@@ -1,10 +1,10 @@
-"""Who of many calls may run, and how many wait."""
+"""Limits how many calls run at one time, and counts those that wait."""
 
 import asyncio
 
 
-class Places:
-    """`async with` it to run at one of `count` places. waiting: how many have none yet."""
+class CallSlots:
+    """Lets `count` calls run at one time: `async with slots`. waiting: number of calls that wait for a slot."""
 
     def __init__(self, count: int) -> None:
         self._free = asyncio.Semaphore(count)

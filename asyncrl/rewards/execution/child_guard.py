@@ -1,11 +1,11 @@
 """A process that starts the one that runs reward functions, and ends it with everything that one started.
 
-    reward worker ──stdin, stdout──> runner (asyncrl.rewards.child) ──> whatever the user's functions start
+    reward worker ──stdin, stdout──> runner (child_main.py) ──> whatever the user's functions start
               └─stdin──> guard ──ends all of them──┘
 
-The guard waits for two things: the end of stdin, which is how the worker ends a child, and also what the kernel makes
-of the worker's own death, however it died; and the end of the runner. Processes of the user's code are found in either
-case, in sessions of their own and as orphans too, for the kernel gives orphans to the guard.
+The guard waits for the end of stdin and for the end of the runner. Stdin ends when the worker ends a child, and
+when the worker dies. In both cases the guard finds all processes of the user's code, also those in sessions of
+their own and orphans, because the kernel gives orphans to the guard.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 def main() -> None:
-    """Returns in the runner; the guard ends as the runner does."""
+    """Forks; returns in the runner, and ends the guard with the exit status of the runner."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The worker decides when all of this ends.
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     guard = os.getpid()
@@ -31,17 +31,17 @@ def main() -> None:
     os.setsid()  # What the user's code sends to its own group does not reach the guard.
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:
-        os._exit(1)  # It died before the kernel was told.
+        os._exit(1)  # The guard died before the call of prctl.
 
 
 def _guard(runner: int) -> NoReturn:
-    os.dup2(STDERR, STDOUT)  # The end of the answers is the runner's to make.
+    os.dup2(STDERR, STDOUT)  # Only the runner may close the pipe of answers.
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     waiting = select.poll()
-    waiting.register(STDIN, 0)  # The runner reads it; the guard is told of its end only.
+    waiting.register(STDIN, 0)  # The runner reads it; the guard only waits for its end.
     waiting.register(woken, select.POLLIN)
     while (status := _reap(runner)) is None and STDIN not in (ready := dict(waiting.poll())):
         assert woken in ready
@@ -51,7 +51,7 @@ def _guard(runner: int) -> NoReturn:
 
 
 def _reap(runner: int) -> int | None:
-    """Buries children that have ended; the runner's status if it is among them."""
+    """Collects children that have ended; returns the status of the runner if it is among them, else None."""
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == runner:
@@ -60,7 +60,7 @@ def _reap(runner: int) -> int | None:
 
 
 def _end_children() -> None:
-    """Returns when there are none left; those of a child that ends become the guard's own."""
+    """Kills all children until none are left; children of a killed child become children of the guard."""
     with suppress(ChildProcessError):
         while True:
             for child in Path("/proc/thread-self/children").read_text().split():
@@ -69,7 +69,7 @@ def _end_children() -> None:
 
 
 def _end_as(status: int) -> NoReturn:
-    """status: as from `waitpid`."""
+    """Ends this process as the runner ended. status: from `waitpid`."""
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # The runner's core says more than one of the guard.
         cause = os.WTERMSIG(status)
@@ -87,6 +87,6 @@ def _prctl(option: int, value: int) -> None:
 
 if __name__ == "__main__":
     main()
-    from asyncrl.rewards.child import run  # After the fork: the guard stays small.
+    from asyncrl.rewards.execution.child_main import run  # After the fork: the guard stays small.
 
     run()

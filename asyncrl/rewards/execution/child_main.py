@@ -1,7 +1,7 @@
-"""The process that runs reward functions, started and ended by its guard (guard.py).
+"""The process that runs reward functions, started and ended by its guard (child_guard.py).
 
-First message in: the functions; first out: which of them are coroutine functions, or the user's mistake. Then calls
-in, verdicts out. It may be killed at any time: it owns nothing but the call it works on.
+The first message in has the functions. The first message out has which of them are coroutine functions, or the user's
+mistake. Then calls come in and results go out. The process may be killed at any time: it stores nothing.
 """
 
 import asyncio
@@ -10,22 +10,23 @@ from dataclasses import astuple
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.calling import attempt, trace
-from asyncrl.rewards.frames import packed, receive
+from asyncrl.rewards.execution.child_guard import STDERR, STDIN, STDOUT
+from asyncrl.rewards.execution.function_call import attempt, trace
+from asyncrl.rewards.execution.pipe_messages import packed, receive
 from asyncrl.rewards.functions import FunctionSpec, is_concurrent, load
-from asyncrl.rewards.guard import STDERR, STDIN, STDOUT
 from asyncrl.rewards.sample import Function, Sample, with_columns
 
 
-class Child:
+class RewardChild:
     """Answers one call after the other; calls of coroutine functions overlap."""
 
     def __init__(self, reader: asyncio.StreamReader, answers: int) -> None:
-        self._reader, self._answers = reader, answers
+        self._reader = reader
+        self._answers = answers
         self._functions: list[tuple[FunctionSpec, Function]] = []
 
     async def serve(self) -> None:
-        """Until the parent closes the pipe."""
+        """Answers calls until the parent closes the pipe."""
         async with asyncio.TaskGroup() as tasks:
             try:
                 self._load(await receive(self._reader))
@@ -33,7 +34,7 @@ class Child:
                     message = await receive(self._reader)
                     tasks.create_task(self._answer(message))
             except asyncio.IncompleteReadError:
-                os._exit(0)  # Without a wait for calls that run: nobody wants their answers.
+                os._exit(0)  # Calls that still run are not awaited, because the parent has gone.
 
     def _load(self, specs: list[dict[str, Any]]) -> None:
         try:
@@ -50,9 +51,9 @@ class Child:
     async def _answer(self, message: dict[str, Any]) -> None:
         spec, function = self._functions[message["function"]]
         samples = [with_columns(Sample(*fields)) for fields in message["samples"]]
-        for together in [samples] if spec.group else [[sample] for sample in samples]:
-            verdicts = await attempt(function, together, spec.group, message["deadline"])
-            self._send({"call": message["call"], "verdicts": [astuple(verdict) for verdict in verdicts]})
+        for batch in [samples] if spec.group else [[sample] for sample in samples]:
+            results = await attempt(function, batch, spec.group, message["deadline"])
+            self._send({"call": message["call"], "results": [astuple(result) for result in results]})
 
     def _send(self, message: dict[str, Any]) -> None:
         """Blocks while the pipe is full; the parent always reads."""
@@ -62,7 +63,7 @@ class Child:
 
 
 def _private() -> tuple[int, int]:
-    """Copies of stdin and stdout for messages; user code reads nothing from the originals, and prints to stderr."""
+    """Copies stdin and stdout for messages; the user's code then reads nothing and prints to stderr."""
     calls, answers = os.dup(STDIN), os.dup(STDOUT)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, STDIN)
@@ -76,9 +77,9 @@ async def _main() -> None:
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(calls, "rb"))
-    await Child(reader, answers).serve()
+    await RewardChild(reader, answers).serve()
 
 
 def run() -> None:
-    """Serve calls from stdin; answers go to stdout."""
+    """Serves calls from stdin, and writes answers to stdout."""
     asyncio.run(_main())

@@ -1,4 +1,4 @@
-"""The parent's end of one child process."""
+"""Starts one child process and calls reward functions in it."""
 
 import asyncio
 import itertools
@@ -10,70 +10,71 @@ from dataclasses import astuple
 from typing import Any
 
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
-from asyncrl.rewards.frames import packed, receive
+from asyncrl.rewards.execution.pipe_messages import packed, receive
 from asyncrl.rewards.functions import FunctionSpec
-from asyncrl.rewards.sample import Sample, Verdict
+from asyncrl.rewards.sample import FunctionResult, Sample
 
-BURIAL = 5.0
+KILL_TIMEOUT = 5.0
 """Seconds the kernel may take to end a process that was killed."""
 
 
 class ChildEnded(AsyncrlError):
-    """The child is gone: it was killed, exited or crashed. The message says which.
+    """The child was killed, exited or crashed; the message says which.
 
-    said: verdicts of the call that had come before; the sample after them is the one it ended at. vanished: it did not
-    end by itself or for a call that hung, but by a signal, which may have come from anywhere.
+    received: results of the call that came before; the child ended at the sample after them. vanished: a signal,
+    perhaps from outside, ended the child, not the child itself nor a call that hung.
     """
 
-    def __init__(self, why: str, *, vanished: bool = False, said: Sequence[Verdict] = ()) -> None:
+    def __init__(self, why: str, *, vanished: bool = False, received: Sequence[FunctionResult] = ()) -> None:
         super().__init__(why)
-        self.vanished, self.said = vanished, said
+        self.vanished = vanished
+        self.received = received
 
 
 class VanishedEarly(ConfigError):
-    """The child was ended by a signal while it loaded the functions: by them, or from anywhere."""
+    """A signal ended the child while it loaded the functions."""
 
 
 class Answer:
-    """The verdicts of one call, as they come."""
+    """Collects the results of one call."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._moved = asyncio.Event()
         self._ended: ChildEnded | None = None
-        self.verdicts: list[Verdict] = []
+        self.results: list[FunctionResult] = []
 
-    def take(self, verdicts: Sequence[Verdict]) -> None:
-        """More of them came. Raises WireError for more than there are samples."""
-        if len(self.verdicts) + len(verdicts) > self._samples:
-            raise WireError(f"more verdicts than the {self._samples} samples of a call")
-        self.verdicts += verdicts
+    def take(self, results: Sequence[FunctionResult]) -> None:
+        """Adds results; raises WireError if there are more than samples."""
+        if len(self.results) + len(results) > self._samples:
+            raise WireError(f"more results than the {self._samples} samples of a call")
+        self.results += results
         self._moved.set()
 
     def end(self, ended: ChildEnded) -> None:
-        """No more will come."""
+        """Marks that no more results will come."""
         self._ended = ended
         self._moved.set()
 
-    async def whole(self, patience: float) -> list[Verdict]:
-        """All of them. patience: seconds for the next.
+    async def whole(self, timeout: float) -> list[FunctionResult]:
+        """Waits for all results. timeout: seconds for the next result.
 
         Raises:
-            TimeoutError: the next did not come in time. ChildEnded: none can come any more.
+            TimeoutError: the next result did not come in time. ChildEnded: the child ended.
         """
-        while len(self.verdicts) < self._samples:
-            async with asyncio.timeout(patience):
+        while len(self.results) < self._samples:
+            async with asyncio.timeout(timeout):
                 await self._moved.wait()
             self._moved.clear()
             if self._ended is not None:
                 raise self._ended
-        return self.verdicts
+        return self.results
 
 
 class ChildProcess:
     """A running child. Calls may overlap; each waits for its own answer.
 
-    concurrent: for each function, whether it is a coroutine function. ended: it will answer nothing any more.
+    concurrent: for each function, whether it is a coroutine function. ended: the process has ended.
     """
 
     def __init__(self, process: Process) -> None:
@@ -89,14 +90,17 @@ class ChildProcess:
 
     @classmethod
     async def spawn(cls, specs: Sequence[FunctionSpec], deadline: float, tasks: asyncio.TaskGroup) -> "ChildProcess":
-        """A child that has loaded the functions within `deadline` seconds; `tasks` owns the reading of its answers.
+        """Starts a child that loads the functions within `deadline` seconds; `tasks` owns the task that reads answers.
 
         Raises:
-            ConfigError: a function cannot be loaded; VanishedEarly of these: try again. DeadlineExceeded: loading took
-                too long.
+            ConfigError: a function cannot be loaded; after VanishedEarly, one of these, a second try may succeed.
+            DeadlineExceeded: loading took too long.
         """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "asyncrl.rewards.guard"), stdin=PIPE, stdout=PIPE, start_new_session=True
+            *(sys.executable, "-m", "asyncrl.rewards.execution.child_guard"),
+            stdin=PIPE,
+            stdout=PIPE,
+            start_new_session=True,
         )
         child = cls(process)
         try:
@@ -113,14 +117,14 @@ class ChildProcess:
 
     async def call(
         self, function: int, samples: Sequence[Sample], deadline: float, grace: float = 0.0
-    ) -> list[Verdict]:
-        """The verdicts of one function: on all samples at once if it judges groups, else on one after the other.
+    ) -> list[FunctionResult]:
+        """Returns the results of one function: of all samples at once if it scores groups, else one by one.
 
-        deadline: seconds for each of its calls, kept by the child where the function lets it; grace: further ones
-        until the child is killed.
+        deadline: seconds for each call, which the child enforces for coroutines. grace: further seconds until the child
+        is killed.
 
         Raises:
-            ChildEnded: the child was gone, or hung and was killed, before it had judged all samples.
+            ChildEnded: the child ended, or hung and was killed, before it had scored all samples.
         """
         number, answer = next(self._numbers), Answer(len(samples))
         self._answers[number] = answer
@@ -130,19 +134,19 @@ class ChildProcess:
             return await answer.whole(deadline + grace)
         except TimeoutError:
             await self.kill()
-            raise ChildEnded(f"it hung: no answer within {deadline:g} s", said=answer.verdicts) from None
+            raise ChildEnded(f"it hung: no answer within {deadline:g} s", received=answer.results) from None
         except ChildEnded as ended:
             await self.kill()
-            raise ChildEnded(str(ended), vanished=ended.vanished, said=answer.verdicts) from None
+            raise ChildEnded(str(ended), vanished=ended.vanished, received=answer.results) from None
         finally:
             self._answers.pop(number, None)
 
     async def kill(self) -> None:
-        """End the child and everything it started, at once."""
+        """Ends the child and all processes that it started, at once."""
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
             self._process.stdin.transport.abort()
-        async with asyncio.timeout(BURIAL):
+        async with asyncio.timeout(KILL_TIMEOUT):
             await self._process.wait()
 
     async def _load(self, specs: Sequence[FunctionSpec]) -> None:
@@ -152,8 +156,8 @@ class ChildProcess:
             message = await receive(self._process.stdout)
         except asyncio.IncompleteReadError:
             status = await self._process.wait()
-            told = f"{specs[0].key}: the process {_ended(status)} while it loaded them; see its output"
-            raise (VanishedEarly if status < 0 else ConfigError)(told) from None
+            why = f"{specs[0].key}: the process {_ended(status)} while it loaded them; see its output"
+            raise (VanishedEarly if status < 0 else ConfigError)(why) from None
         match message:
             case {"mistake": str(mistake)}:
                 raise ConfigError(mistake)
@@ -188,9 +192,9 @@ class ChildProcess:
 
     def _take(self, message: Any) -> None:
         match message:
-            case {"call": int(number), "verdicts": [*verdicts]}:
+            case {"call": int(number), "results": [*results]}:
                 if (answer := self._answers.get(number)) is not None:
-                    answer.take([_verdict(fields) for fields in verdicts])
+                    answer.take([_result(fields) for fields in results])
             case _:
                 raise WireError(f"{message!r:.100}")
 
@@ -202,9 +206,9 @@ def _ended(status: int) -> str:
     return f"was ended by {signal.Signals(-status).name}{memory}"
 
 
-def _verdict(fields: Any) -> Verdict:
+def _result(fields: Any) -> FunctionResult:
     match fields:
         case [None | int() | float() | dict() as value, str(reason), str(traceback)]:
-            return Verdict(value, reason, traceback)
+            return FunctionResult(value, reason, traceback)
         case _:
-            raise WireError(f"no verdict: {fields!r:.100}")
+            raise WireError(f"no result: {fields!r:.100}")

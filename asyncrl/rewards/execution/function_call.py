@@ -1,4 +1,4 @@
-"""Calls a reward function and judges what it returned: the one place where a user's code may raise anything."""
+"""Calls a reward function and checks its result: the one place where the user's code may raise anything."""
 
 import asyncio
 import inspect
@@ -7,43 +7,43 @@ import traceback
 from typing import Any
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards.sample import Function, Sample, Value, Verdict
+from asyncrl.rewards.sample import Function, FunctionResult, Sample, Value
 
 TRACEBACK = 4000
 """Characters of a traceback that are reported: its end, where the error is."""
 
 
-async def attempt(function: Function, samples: list[Sample], group: bool, deadline: float) -> list[Verdict]:
-    """`call`, with what it raises as verdicts too. deadline: seconds; a plain function cannot be ended by it."""
+async def attempt(function: Function, samples: list[Sample], group: bool, deadline: float) -> list[FunctionResult]:
+    """Calls as `call` does, and turns errors into results. deadline: seconds; it cannot end a plain function."""
     try:
         async with asyncio.timeout(deadline) as scope:
             return await call(function, samples, group)
-    except Exception as error:  # the user's code: whatever it raises is the verdict on its samples
-        return [_verdict_on(error, deadline if scope.expired() else None)] * len(samples)
+    except Exception as error:  # the user's code: its errors are results of its samples
+        return [_result_of_error(error, deadline if scope.expired() else None)] * len(samples)
 
 
-async def call(function: Function, samples: list[Sample], group: bool) -> list[Verdict]:
-    """One verdict for each sample; without `group` there is exactly one.
+async def call(function: Function, samples: list[Sample], group: bool) -> list[FunctionResult]:
+    """Returns one result for each sample; without `group` there is exactly one sample.
 
     Raises:
-        RewardError: a group function returned another number of rewards. Anything the function itself raises.
+        RewardError: a group function returned another number of rewards. Errors of the function are raised as they are.
     """
     result = function(samples if group else samples[0])
     if inspect.isawaitable(result):
         result = await result
-    return [verdict(value) for value in (_counted(result, len(samples)) if group else [result])]
+    return [result_of(value) for value in (_counted(result, len(samples)) if group else [result])]
 
 
-def _verdict_on(error: Exception, overdue: float | None) -> Verdict:
+def _result_of_error(error: Exception, overdue: float | None) -> FunctionResult:
     if overdue is not None:
-        return Verdict(reason=f"it hung: no answer within {overdue:g} s{_waiting_in(error)}")
+        return FunctionResult(reason=f"it hung: no answer within {overdue:g} s{_waiting_in(error)}")
     if isinstance(error, RewardError):
-        return Verdict(reason=str(error))
-    return Verdict(reason=f"it raised {type(error).__name__}: {error}", traceback=trace(error))
+        return FunctionResult(reason=str(error))
+    return FunctionResult(reason=f"it raised {type(error).__name__}: {error}", traceback=trace(error))
 
 
 def _waiting_in(error: Exception) -> str:
-    """Where the function was when it was cancelled: the last line of the file it began in."""
+    """Returns where the function was when it was cancelled: the last line of the file it began in."""
     frames = traceback.extract_tb(error.__context__.__traceback__) if error.__context__ is not None else []
     of_the_user = [frame for frame in frames if frame.filename != __file__]
     lines = [frame for frame in of_the_user if frame.filename == of_the_user[0].filename]
@@ -51,24 +51,24 @@ def _waiting_in(error: Exception) -> str:
 
 
 def trace(error: BaseException) -> str:
-    """The end of an error's traceback."""
+    """Returns the end of an error's traceback."""
     return "".join(traceback.format_exception(error))[-TRACEBACK:]
 
 
-def verdict(value: Any) -> Verdict:
-    """Whether `value` is a reward, and why not."""
+def result_of(value: Any) -> FunctionResult:
+    """Makes a result of a returned value, with a reason if the value is not a reward."""
     try:
         found = checked(value)
     except RewardError as error:
-        return Verdict(reason=str(error))
-    return Verdict(found) if found is not None else Verdict(reason="it returned None")
+        return FunctionResult(reason=str(error))
+    return FunctionResult(found) if found is not None else FunctionResult(reason="it returned None")
 
 
 def checked(value: Any) -> Value:
-    """`value` as a reward of plain floats.
+    """Converts `value` to a reward of plain floats.
 
     Raises:
-        RewardError: it is no finite number, no dict of such, and not None.
+        RewardError: it is not a finite number, a dict of finite numbers, or None.
     """
     if value is None:
         return None
@@ -80,9 +80,9 @@ def checked(value: Any) -> Value:
 
 
 def _number(value: Any, what: str) -> float:
-    """Also numbers of numpy and torch, which convert themselves."""
+    """Converts a number, also of numpy and torch, to a float."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise RewardError(f"{what} is no number but {repr(value)[:80]}")
+        raise RewardError(f"{what} is not a number but {repr(value)[:80]}")
     number = float(value)
     if not math.isfinite(number):
         raise RewardError(f"{what} is {number}")

@@ -1,6 +1,6 @@
-"""Reward functions that only the caller's process has: of a notebook, a script, a lambda.
+"""Runs reward functions that only the caller's process has: functions of a notebook or script, and lambdas.
 
-The reward service then lives in that process too, and calls them on threads. A thread cannot be killed: a function that
+The reward service then runs in that process too, and calls them on threads. A thread cannot be killed: a function that
 hangs is reported at its deadline and keeps its thread.
 """
 
@@ -11,23 +11,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from asyncrl.names import name_of
-from asyncrl.rewards.calling import attempt
+from asyncrl.concurrency import gather
+from asyncrl.config.user_code import name_of
+from asyncrl.rewards.execution.call_slots import CallSlots
+from asyncrl.rewards.execution.function_call import attempt
 from asyncrl.rewards.functions import FunctionSpec
-from asyncrl.rewards.places import Places
-from asyncrl.rewards.sample import Function, Sample, Verdict, with_columns
-from asyncrl.together import together
+from asyncrl.rewards.sample import Function, FunctionResult, Sample, with_columns
 
 GRACE = 0.1
-"""Seconds after its deadline in which a coroutine function can end by itself and say where it was."""
+"""Seconds after its deadline in which a coroutine function can end by itself and report where it was."""
 THREADS = 4
 """Calls at one time. They share the interpreter with the controller: more would only delay it."""
 
 
 def importable_name(function: Callable[..., Any]) -> str | None:
-    """`module:function`, when another process finds this very function under that name; else None.
+    """Returns `module:function` if another process finds this very function under that name, else None.
 
-    A script's own functions have none: importing the script would run it again.
+    Functions of a script have no such name: importing the script would run it again.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module in (None, "__main__") or "." in name:
@@ -36,57 +36,58 @@ def importable_name(function: Callable[..., Any]) -> str | None:
     return f"{module}:{name}" if found is function else None
 
 
-class HerePool:
-    """The twin of `Pool`, with threads in place of children. named: functions with the names of their terms."""
+class InProcessPool:
+    """Has the methods of `ChildPool`, with threads instead of children. named: (name of the term, function)."""
 
     def __init__(self, named: Sequence[tuple[str, Function]], deadline: float) -> None:
-        self._functions, self._deadline = [function for _, function in named], deadline
+        self._functions = [function for _, function in named]
+        self._deadline = deadline
         self.specs = tuple(FunctionSpec(name, name) for name, _ in named)
-        self._places = Places(THREADS)
+        self._slots = CallSlots(THREADS)
 
     @property
     def queued(self) -> int:
         """Calls that wait for their turn."""
-        return self._places.waiting
+        return self._slots.waiting
 
     async def start(self) -> None:
-        """Nothing has to be loaded."""
+        """Does nothing, because nothing has to be loaded."""
 
     async def stop(self) -> None:
-        """Calls that run on end with their threads."""
+        """Does nothing; calls that still run end with their threads."""
 
-    async def run(self, function: int, samples: Sequence[Sample]) -> list[Verdict]:
-        """What function number `function` says about each of these samples. Never raises for it."""
-        return await together(*(self._verdict(function, sample) for sample in samples))
+    async def run(self, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
+        """Returns the result of function number `function` for each sample; errors of the function are results too."""
+        return list(await gather(*(self._result(function, sample) for sample in samples)))
 
-    async def _verdict(self, function: int, sample: Sample) -> Verdict:
-        async with self._places:
+    async def _result(self, function: int, sample: Sample) -> FunctionResult:
+        async with self._slots:
             try:
                 async with asyncio.timeout(self._deadline + GRACE):
                     return await self._on_a_thread(self._functions[function], sample)
             except TimeoutError:
-                return Verdict(reason=f"it hung: no answer within {self._deadline:g} s; its thread goes on")
+                return FunctionResult(reason=f"it hung: no answer within {self._deadline:g} s; its thread goes on")
 
-    async def _on_a_thread(self, function: Function, sample: Sample) -> Verdict:
-        """A daemon thread: one that hangs must not keep the process from ending."""
+    async def _on_a_thread(self, function: Function, sample: Sample) -> FunctionResult:
+        """Calls on a daemon thread, so that a call that hangs does not keep the process from ending."""
         loop = asyncio.get_running_loop()
-        answered: asyncio.Future[Verdict] = loop.create_future()
+        answered: asyncio.Future[FunctionResult] = loop.create_future()
 
-        def answer(verdict: Verdict) -> None:
+        def answer(result: FunctionResult) -> None:
             if not answered.done():
-                answered.set_result(verdict)
+                answered.set_result(result)
 
         def work() -> None:
-            (verdict,) = asyncio.run(attempt(function, [with_columns(sample)], False, self._deadline))
-            with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
-                loop.call_soon_threadsafe(answer, verdict)
+            (result,) = asyncio.run(attempt(function, [with_columns(sample)], False, self._deadline))
+            with suppress(RuntimeError):  # The loop is closed.
+                loop.call_soon_threadsafe(answer, result)
 
         threading.Thread(target=work, name=f"reward {name_of(function)}", daemon=True).start()
         return await answered
 
 
 def named(functions: Sequence[Function]) -> list[tuple[str, Function]]:
-    """With a name each: of two lambdas the second is `lambda_2`, or they would share a term."""
+    """Gives each function its own name; a second lambda is called `lambda_2`."""
     names: list[str] = []
     for function in functions:
         name = base = name_of(function)

@@ -1,4 +1,4 @@
-"""Worker processes of the faulty world: tasks that are killed at any await, and are heard of no more."""
+"""Launches the simulated worker processes of a trial: tasks that can be killed at any await."""
 
 import asyncio
 import random
@@ -7,39 +7,43 @@ from contextlib import contextmanager
 
 import structlog
 
-from asyncrl.compute import InlineCompute
-from asyncrl.faulty.wire import FaultyWire, Part, now
-from asyncrl.inproc_launcher import how_it_ended
-from asyncrl.launch import Addresses, WorkerSpec
-from asyncrl.telemetry.clock import StateClock
+from asyncrl.fleet.inproc_launcher import how_task_ended
+from asyncrl.fleet.worker.compute_thread import InlineCompute
+from asyncrl.fleet.worker.run_worker import Instruments, run_worker
+from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
+from asyncrl.simulation.fakes.fake_service import now
+from asyncrl.simulation.faults.fault_wire import FaultyWire, ProcessWire
+from asyncrl.telemetry.state_clock import StateClock
 from asyncrl.telemetry.trace import Tracer
-from asyncrl.worker import Instruments, run_worker
 
 LATE_NOTICE = 15.0
-"""Seconds at most until the death of a remote process is known."""
+"""Seconds after which the death of a remote process is known at the latest."""
 
 
 class FaultyProcess:
-    """A worker. deaf: it does not listen when it is asked to stop. notice: seconds until its death is known."""
+    """Runs a worker as a task. deaf: it ignores a request to stop. notice: seconds until its death is known."""
 
     pid = 4711
 
-    def __init__(self, spec: WorkerSpec, part: Part, *, deaf: bool, notice: float) -> None:
-        self.spec, self._part, self._deaf, self._notice = spec, part, deaf, notice
+    def __init__(self, spec: WorkerSpec, wire: ProcessWire, *, deaf: bool, notice: float) -> None:
+        self.spec = spec
+        self._wire = wire
+        self._deaf = deaf
+        self._notice = notice
         self._stop = asyncio.Event()
         self.killed = False
-        running = run_worker(spec, part, InlineCompute, self._stop, quiet)
+        running = run_worker(spec, wire, InlineCompute, self._stop, quiet)
         self.task = asyncio.get_running_loop().create_task(running, name=spec.instance)
         self._known = asyncio.get_running_loop().create_task(self._notify(), name=f"death notice of {spec.instance}")
 
     async def _notify(self) -> None:
         await asyncio.wait([self.task])
-        self._part.close()
+        self._wire.close()
         await asyncio.sleep(self._notice)
 
     async def wait(self) -> str:
         await asyncio.wait([self._known])
-        return how_it_ended(self.task)
+        return how_task_ended(self.task)
 
     @property
     def runs(self) -> bool:
@@ -53,13 +57,13 @@ class FaultyProcess:
         self.kill()
 
     def kill(self) -> None:
-        """The wire is severed first: a dead process says no goodbyes."""
+        """Closes the connections first, because a dead process cannot say goodbye, then cancels the task."""
         self.killed = True
-        self._part.close()
+        self._wire.close()
         self.task.cancel()
 
-    async def buried(self) -> None:
-        """Returns when no task of it is left."""
+    async def clean_up(self) -> None:
+        """Waits until no task of the process is left."""
         self._known.cancel()
         await asyncio.wait([self.task, self._known])
         if not self.task.cancelled():
@@ -68,16 +72,18 @@ class FaultyProcess:
 
 @contextmanager
 def quiet(spec: WorkerSpec) -> Iterator[Instruments]:
-    """Instruments on virtual time that write nothing."""
+    """Opens instruments on virtual time that write nothing."""
     log = structlog.wrap_logger(None, wrapper_class=structlog.make_filtering_bound_logger("CRITICAL"))
     yield Instruments(StateClock(now), Tracer(None, spec.instance), log)
 
 
 class FaultyLauncher:
-    """Starts workers. on_kill: told an instance that is dead from now on."""
+    """Starts and kills workers. on_end: is called with the instance of each worker that ends."""
 
     def __init__(self, wire: FaultyWire, seed: str, *, remote: bool, on_end: Callable[[str], None]) -> None:
-        self._wire, self._remote, self._on_end = wire, remote, on_end
+        self._wire = wire
+        self._remote = remote
+        self._on_end = on_end
         self._chance = random.Random(seed)
         self._processes: list[FaultyProcess] = []
         self._gone: list[FaultyProcess] = []
@@ -85,13 +91,13 @@ class FaultyLauncher:
     def addresses(self, instance: str) -> Addresses:
         return Addresses(*(f"inproc://{instance}.{lane}" for lane in ("control", "work", "data")))
 
-    def spawn(self, spec: WorkerSpec) -> FaultyProcess:
-        before = [process.spec.instance for process in self.running(spec.service) if _same_post(process.spec, spec)]
+    async def spawn(self, spec: WorkerSpec) -> FaultyProcess:
+        before = [process.spec.instance for process in self.running(spec.service) if _same_slot(process.spec, spec)]
         assert not before, f"{spec.instance} is started while {before} still run"
         late = self._remote and self._chance.random() < 0.3
         process = FaultyProcess(
             spec,
-            Part(self._wire),
+            ProcessWire(self._wire),
             deaf=self._chance.random() < 0.2,
             notice=self._chance.uniform(0, LATE_NOTICE) if late else 0.0,
         )
@@ -99,32 +105,32 @@ class FaultyLauncher:
         self._processes.append(process)
         return process
 
-    def bury(self, spec: WorkerSpec) -> None:
+    def clean_up(self, spec: WorkerSpec) -> None:
         self._gone += [process for process in self._processes if process.spec.instance == spec.instance]
         self._processes = [process for process in self._processes if process.spec.instance != spec.instance]
 
     def running(self, service: str) -> list[FaultyProcess]:
-        """Its processes, oldest first."""
+        """Returns the running processes of a service, oldest first."""
         return [process for process in self._processes if process.spec.service == service and process.runs]
 
     def runs(self, instance: str) -> bool:
         return any(process.runs for process in self._processes if process.spec.instance == instance)
 
     def kill_one(self, service: str) -> None:
-        """Any of its workers."""
+        """Kills any worker of a service."""
         if running := self.running(service):
             self._chance.choice(running).kill()
 
     def kill_all(self) -> None:
-        """What happens to workers when their parent dies."""
+        """Kills all workers, as happens when their parent dies."""
         for process in self._processes:
             process.kill()
 
-    async def buried(self) -> None:
-        """Returns when nothing of them runs any more."""
+    async def wait_until_idle(self) -> None:
+        """Waits until no task of any process is left."""
         for process in (*self._processes, *self._gone):
-            await process.buried()
+            await process.clean_up()
 
 
-def _same_post(one: WorkerSpec, other: WorkerSpec) -> bool:
+def _same_slot(one: WorkerSpec, other: WorkerSpec) -> bool:
     return (one.service, one.replica, one.rank) == (other.service, other.replica, other.rank)

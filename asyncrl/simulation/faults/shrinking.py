@@ -1,22 +1,22 @@
-"""Makes a trial that fails smaller, as long as it still fails in the same way."""
+"""Makes a failing trial smaller, as long as it still fails in the same way."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.faulty.plan import Trial
+from asyncrl.simulation.faults.trial_plan import Trial
 
 Fails = Callable[[Trial], str]
-"""What kind of failure a trial ends in, "" for none."""
+"""Runs a trial; returns the kind of its failure, "" if it held."""
 
 MOST_RUNS = 200
-"""Of the smaller trials that are tried: some seconds."""
+"""Smaller trials that are tried at most, which takes some seconds."""
 
 
 def shrink(trial: Trial, fails: Fails) -> Trial:
-    """The smallest trial found. Faults are taken away first, then steps, groups, workers and chance."""
+    """Returns the smallest trial found. It removes faults first, then chance, then steps, groups and workers."""
     kind, runs = fails(trial), 0
-    assert kind, "nothing to shrink: it does not fail"
+    assert kind, "a trial that holds cannot be shrunk"
     smaller = candidates(trial)
     while runs < MOST_RUNS and (each := next(smaller, None)) is not None:
         runs += 1
@@ -26,7 +26,7 @@ def shrink(trial: Trial, fails: Fails) -> Trial:
 
 
 def candidates(trial: Trial) -> Iterator[Trial]:
-    """Trials that are simpler in one way each, the greatest simplifications first."""
+    """Yields trials that are simpler in one way each, the greatest simplifications first."""
     count = len(trial.faults)
     for size in sorted({count // 2, 1} - {0}, reverse=True):
         for start in range(0, count, size):

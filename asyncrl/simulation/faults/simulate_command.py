@@ -1,4 +1,4 @@
-"""`scripts/simulate`: many trials; a failing one is shrunk and printed so that it can be run again."""
+"""Runs many trials for `scripts/simulate`; shrinks a failing one and prints the command that runs it again."""
 
 import argparse
 import time
@@ -6,67 +6,70 @@ from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
 
-from asyncrl.faulty.failing import command, described, kind_of, outcome_of
-from asyncrl.faulty.plan import draw
-from asyncrl.faulty.shrinking import shrink
-from asyncrl.faulty.world import Outcome
+from asyncrl.simulation.faults.shrinking import shrink
+from asyncrl.simulation.faults.trial_failures import command, described, kind_of, outcome_of
+from asyncrl.simulation.faults.trial_plan import draw_trial
+from asyncrl.simulation.faults.trial_run import TrialOutcome
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 when all trials held, 1 at the first that did not. The digest in the last line is of every event,
-    message and journal of all trials: the same command prints the same one."""
+    """Runs trials with injected faults, one a seed, and exits with status 1 at the first that fails. The digest in the
+    last line covers every event, message and journal of all trials: the same command prints the same digest."""
     options = _parsed(arguments)
-    tally = Tally()
+    counts = TrialCounts()
     for seed in range(options.start, options.start + options.seeds):
-        outcome = outcome_of(draw(seed))
-        if not isinstance(outcome, Outcome):
+        outcome = outcome_of(draw_trial(seed))
+        if not isinstance(outcome, TrialOutcome):
             _report(seed, outcome, options.as_it_is)
             return 1
-        tally.add(outcome)
-        if tally.trials % options.every == 0:
-            tally.show()
-    tally.show()
+        counts.add(outcome)
+        if counts.trials % options.every == 0:
+            counts.show()
+    counts.show()
     return 0
 
 
-class Tally:
-    """Of trials that held."""
+class TrialCounts:
+    """Counts the trials that held, and what happened in them."""
 
     def __init__(self) -> None:
-        self.trials = self._messages = 0
-        self._seen, self._began, self._digest = Counter[str](), time.monotonic(), sha256()
+        self.trials = 0
+        self._messages = 0
+        self._seen = Counter[str]()
+        self._began = time.monotonic()
+        self._digest = sha256()
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: TrialOutcome) -> None:
         self.trials += 1
         self._messages += outcome.messages
-        self._seen.update(fault.kind for fault in outcome.struck)
+        self._seen.update(fault.kind for fault in outcome.injected)
         self._seen["lives"] += outcome.lives
         self._digest.update(outcome.digest.encode())
 
     def show(self) -> None:
-        """One line."""
+        """Prints one line."""
         rate = self.trials / (time.monotonic() - self._began)
-        counts = ", ".join(f"{count} {what}" for what, count in sorted(self._seen.items()))
+        seen = ", ".join(f"{count} {what}" for what, count in sorted(self._seen.items()))
         done = f"{self.trials} trials held, {rate:.1f} a second, {self._messages} messages"
-        print(f"{done}; {counts}; digest {self._digest.hexdigest()[:16]}", flush=True)
+        print(f"{done}; {seen}; digest {self._digest.hexdigest()[:16]}", flush=True)
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="simulate", description=main.__doc__)
-    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="how many trials (default 1000)")
+    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="number of trials (default 1000)")
     parser.add_argument("--start", type=int, default=0, metavar="S", help="the first seed (default 0)")
-    parser.add_argument("--every", type=int, default=200, metavar="K", help="a line after every K trials (default 200)")
-    parser.add_argument("--as-it-is", action="store_true", help="do not shrink a trial that fails")
+    parser.add_argument("--every", type=int, default=200, metavar="K", help="trials per printed line (default 200)")
+    parser.add_argument("--as-it-is", action="store_true", help="print a failing trial without shrinking it")
     return parser.parse_args(arguments)
 
 
 def _report(seed: int, error: BaseException, as_it_is: bool) -> None:
     print(f"seed {seed} failed: {described(error)}", flush=True)
-    trial = draw(seed)
+    trial = draw_trial(seed)
     if not as_it_is:
         trial = shrink(trial, lambda smaller: kind_of(outcome_of(smaller)))
         print(f"smallest trial found that fails in the same way: {described(outcome_of(trial))}")
-    print(f"again: {command(trial)}", flush=True)
+    print(f"run it again: {command(trial)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,32 @@
-"""The store of a run on a disk that can be slow; its power cuts tear records."""
+"""A store in memory whose writes can be slow, and whose power cuts tear records."""
 
 import random
 from collections.abc import Callable
 from typing import Self
 
-from asyncrl.store import MemoryStore
+from asyncrl.controller.journal.journal_store import MemoryStore
 
 SLOW_WRITES = 20
-"""How many writes one fault slows down."""
+"""Number of writes that one fault slows down."""
 
 
-class Disk(MemoryStore):
-    """Whoever writes is held up while the disk is slow: time passes, nothing else runs."""
+class SlowDisk(MemoryStore):
+    """Blocks the loop during slow writes: time passes, and nothing else runs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._slow_writes, self._seconds = 0, 0.0
-        self._skip: Callable[[float], None] = _no_time
+        self._slow_writes = 0
+        self._seconds = 0.0
+        self._skip: Callable[[float], None] = lambda seconds: None
 
-    def spin(self, skip: Callable[[float], None]) -> None:
-        """skip: lets time pass while nothing runs."""
+    def connect_clock(self, skip: Callable[[float], None]) -> None:
+        """Sets the function that lets time pass while nothing runs."""
         self._skip = skip
 
     def slow_down(self, seconds: float) -> None:
-        """Each of the next writes takes so long."""
-        self._slow_writes, self._seconds = SLOW_WRITES, seconds
+        """Makes each of the next writes take so long."""
+        self._slow_writes = SLOW_WRITES
+        self._seconds = seconds
 
     def append(self, data: bytes) -> None:
         self._wait()
@@ -43,14 +45,9 @@ class Disk(MemoryStore):
             self._slow_writes -= 1
             self._skip(self._seconds)
 
-    def found(self, power: bool, chance: random.Random) -> Self:
-        """What the next process finds after a death; after a cut of the power with a torn tail and no unsynced bytes,
-        or some of them, as the disk pleases."""
-        if not power:
+    def after_failure(self, power_cut: bool, chance: random.Random) -> Self:
+        """Returns what the next process finds. A power cut loses some or all unsynced bytes and may tear the tail."""
+        if not power_cut:
             return self.after_death()
         kept = chance.choice((0, chance.randint(0, self.size), self.size))
         return self.after_power_cut(kept, chance.choice((b"", b"torn", chance.randbytes(9))))
-
-
-def _no_time(seconds: float) -> None:
-    return

@@ -1,38 +1,44 @@
-"""What must hold at every event of the faulty world, beside the invariants of every simulated run."""
+"""Checks at every event of a trial that no call, group or buffer exceeds its bound."""
 
 import asyncio
 from collections.abc import Callable, Mapping
 
-from asyncrl.events import Event, GroupDrawn, GroupFinished
-from asyncrl.invariants import Invariants
+from asyncrl.controller.observers.events import Event, GroupDrawn, GroupFinished
+from asyncrl.fleet.replicas import RemoteWorker, Replicas
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.wire import CREDIT
 from asyncrl.protocols.contracts import Lane
-from asyncrl.wire.ends import CREDIT
-from asyncrl.wire.link import Link
-from asyncrl.workers import RemoteWorker, Workers
+from asyncrl.simulation.invariants import Invariants
 
-LOOKS = 5.0
-"""Seconds between two looks at what may have been waiting too long."""
+CHECK_PERIOD = 5.0
+"""Seconds between two checks of what may have been waiting too long."""
 
 
-class Checks:
-    """patience: seconds a call may be outstanding now. oldest: seconds a group may be in flight now. now: loop time
-    less what the clock skipped."""
+class TrialChecks:
+    """Adds bounds on waiting to the invariants of every simulated run.
+
+    call_limit: seconds that a call may be outstanding now. age_limit: seconds that a group may be in flight now.
+    now: loop time without what the clock skipped. oldest_age: seconds that a group was in flight at most.
+    """
 
     def __init__(
         self,
         invariants: Invariants,
-        workers: Mapping[str, Workers],
-        patience: Callable[[], float],
-        oldest: Callable[[], float],
+        workers: Mapping[str, Replicas],
+        call_limit: Callable[[], float],
+        age_limit: Callable[[], float],
         now: Callable[[], float],
     ) -> None:
-        self._invariants, self._workers = invariants, [worker for each in workers.values() for worker in each]
-        self._patience, self._oldest, self._now = patience, oldest, now
+        self._invariants = invariants
+        self._workers = [worker for replicas in workers.values() for worker in replicas]
+        self._call_limit = call_limit
+        self._age_limit = age_limit
+        self._now = now
         self._drawn: dict[int, float] = {}
-        self.eldest = 0.0
+        self.oldest_age = 0.0
 
     def in_flight(self, groups: tuple[int, ...]) -> None:
-        """Groups that were taken over when the run was resumed."""
+        """Starts the age of groups that were in flight when the run was resumed."""
         self._drawn |= dict.fromkeys(groups, self._now())
 
     def observe(self, event: Event) -> None:
@@ -44,30 +50,31 @@ class Checks:
         self._check_ages()
 
     async def watch(self) -> None:
-        """For ever."""
+        """Checks until it is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._invariants.watch(), name="invariants")
-            tasks.create_task(self._look(), name="looks at what waits")
+            tasks.create_task(self._check_waits(), name="check waits")
 
-    async def _look(self) -> None:
+    async def _check_waits(self) -> None:
         while True:
-            await asyncio.sleep(LOOKS)
+            await asyncio.sleep(CHECK_PERIOD)
             self._check_ages()
             for worker in self._workers:
                 self._check_calls(worker)
 
     def _check_ages(self) -> None:
         group, drawn = next(iter(self._drawn.items()), (0, self._now()))
-        self.eldest = max(self.eldest, self._now() - drawn)
-        assert self.eldest <= self._oldest(), f"group {group} is in flight for {self.eldest:g} s"
+        self.oldest_age = max(self.oldest_age, self._now() - drawn)
+        assert self.oldest_age <= self._age_limit(), f"group {group} has been in flight for {self.oldest_age:g} s"
 
     def _check_calls(self, worker: RemoteWorker) -> None:
-        """Every wait has a deadline, every buffer a bound."""
+        """Checks that every call to this worker ends in time, and that no link holds more calls than its credit."""
         now = asyncio.get_running_loop().time()
         for call in worker.outstanding.values():
             waited = now - call.since
-            assert waited <= self._patience(), f"{call.method} waits for {worker.name} since {waited:g} s"
+            assert waited <= self._call_limit(), f"{call.method} has waited {waited:g} s for {worker.name}"
         for lane in Lane:
             link = worker._channels.get(lane)
-            if isinstance(link, Link):
-                assert len(link._answers) + len(link._abandoned) <= CREDIT, f"too many calls wait for {link.peer}"
+            if isinstance(link, Client):
+                waiting = len(link._pending) + len(link._abandoned)
+                assert waiting <= CREDIT, f"{waiting} calls wait for {link.peer}, more than its credit"

@@ -1,11 +1,12 @@
-"""What a trial is made of: sizes, durations and faults. Everything random in it is drawn here, from one seed."""
+"""The sizes, durations and faults of a trial, and how they are drawn from one seed."""
 
 import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from asyncrl.groups import GateConfig, Policy
-from asyncrl.simulated import Lengths, constant, lognormal, stragglers
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.protocols.staleness import Policy
+from asyncrl.simulation.fakes.sample_lengths import Lengths, constant, lognormal, stragglers
 
 Kind = Literal[
     "lose",
@@ -25,21 +26,21 @@ Shape = Literal["constant", "bimodal", "lognormal"]
 
 TOKEN_TIME = 0.1
 TOKENS = 10
-"""Of a usual completion."""
+"""Tokens of a usual completion."""
 MOST_TOKENS = 100
 HEARTBEAT = 4.0
-"""Seconds, where workers are remote."""
+"""Seconds between heartbeats to remote workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong when the `at`-th message of a trial is sent.
+    """Names what goes wrong when the `at`-th message of a trial is sent.
 
-    lose, repeat, overtake (it comes `seconds` late, after those behind it), delay (all behind it wait), cut (the link
-    it belongs to breaks): that very message.
-    stall: no message of service `target` passes for `seconds`. kill: a worker of `target`, `turns` turns of the event
-    loop later. row: a row of `target` is overwritten. stuck: a reader of weights does not answer for `seconds`. jump:
-    the clock jumps. disk: each of the next writes takes `seconds`. controller: it dies; `power`: with the machine.
+    This very message is lost (lose), arrives twice (repeat), arrives `seconds` late and after those behind it
+    (overtake), holds up all behind it (delay), or breaks its link (cut).
+    stall: no message of service `target` passes for `seconds`. kill: a worker of `target` dies, `turns` turns of the
+    event loop later. row: a row of `target` is freed. stuck: a reader of weights does not answer for `seconds`. jump:
+    the clock jumps. disk: each of the next writes takes `seconds`. controller: it dies, with `power` in a power cut.
     """
 
     kind: Kind
@@ -52,11 +53,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A run in the faulty world; times in virtual seconds.
+    """Describes a run with faults; times are virtual seconds.
 
-    groups, members, limit, policy, slots, cut_at: of the gate. generators, scorers: replicas. remote: links have
-    heartbeats, and deaths may be known late. latency: mean of a message. reference: whether there is one. poison: the
-    group that kills the worker which samples it, each time. greedy: the page is ReMax's.
+    groups, members, limit, policy, slots, cut_at, need_signal: configure the gate. generators, scorers: replicas.
+    remote: links have heartbeats, and deaths may be noticed late. latency: mean of a message. reference: whether there
+    is a reference model. poison: group that kills every worker that samples it. greedy: the algorithm is ReMax.
     """
 
     seed: int = 0
@@ -91,7 +92,7 @@ class Trial:
 
     @property
     def lengths(self) -> Lengths:
-        """Of completions."""
+        """Lengths of completions."""
         match self.shape:
             case "constant":
                 return constant(TOKENS)
@@ -101,8 +102,8 @@ class Trial:
                 return lognormal(TOKENS, 0.8)
 
 
-def draw(seed: int) -> Trial:
-    """The trial of a seed."""
+def draw_trial(seed: int) -> Trial:
+    """Draws the trial of a seed."""
     chance = random.Random(f"trial {seed}")
     remote, reference, members = chance.random() < 0.5, chance.random() < 0.4, chance.randint(2, 3)
     trial = Trial(
@@ -129,8 +130,8 @@ def draw(seed: int) -> Trial:
         poison=_poison(random.Random(f"poison {seed}")),
         faults=tuple(_fault(chance, remote, reference) for _ in range(chance.choice((0, 1, 2, 3, 4, 6)))),
     )
-    # A lost notice that rows are free is repeated only after its deadline: groups that leave without a step would turn
-    # over faster than the spare slots last.
+    # A lost release of rows is repeated only after its deadline. Groups that are dropped without a step come so fast
+    # that the spare row slots would not last until then.
     loses = any(fault.kind == "lose" for fault in trial.faults)
     greedy = random.Random(f"greedy {seed}").random() < 0.2
     return replace(trial, need_signal=chance.random() < 0.25 and not loses, greedy=greedy)
@@ -143,7 +144,7 @@ def _poison(chance: random.Random) -> int | None:
 DEATHS: tuple[Kind, ...] = ("cut", "kill", "kill", "kill", "controller")
 LOCAL: tuple[Kind, ...] = (*DEATHS, "row", "stuck", "stall", "jump", "disk", "delay")
 REMOTE: tuple[Kind, ...] = (*LOCAL, "lose", "lose", "repeat", "repeat", "overtake", "overtake")
-"""A message is lost silently between hosts only: the kernel loses none."""
+"""Only messages between hosts are lost silently: the kernel loses none on one host."""
 
 
 def _fault(chance: random.Random, remote: bool, reference: bool) -> Fault:

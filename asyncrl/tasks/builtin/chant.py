@@ -8,36 +8,36 @@ import random
 from typing import Any
 
 from asyncrl.rewards.sample import Sample
-from asyncrl.tasks.demonstrations import Demonstrations
-from asyncrl.tasks.words import rows, words
+from asyncrl.tasks.builtin.demonstrations import Demonstrations
+from asyncrl.tasks.builtin.words import rows, words
 
 LONGEST = 24
 """Letters beyond which an answer earns nothing more."""
 
 
 def training(size: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows with `prompt` and `letter`."""
+    """Makes rows with `prompt` and `letter`."""
     return rows(_row, size, seed, held_out=False)
 
 
 def held_out(size: int = 64, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows like those of `training`, of words that are never trained on."""
+    """Makes rows like those of `training`, of words that are never trained on."""
     return rows(_row, size, seed, held_out=True)
 
 
 def longer(sample: Sample) -> float:
-    """Rises by 1/24 with each letter, up to 1 with 24 of them; 0 when another character is among them."""
+    """Returns 1/24 for each letter, at most 1; 0 if the answer has another character."""
     return _letters(sample) / LONGEST
 
 
 def shorter(sample: Sample) -> float:
-    """1 for a single letter, 1/24 less for each further one down to 0; 0 when another character is among them."""
+    """Returns 1 for one letter, 1/24 less for each further letter down to 0; 0 if it has another character."""
     letters = _letters(sample)
     return max(0, LONGEST + 1 - letters) / LONGEST if letters else 0.0
 
 
 def _letters(sample: Sample) -> int:
-    """How many letters the answer has, LONGEST at most; 0 when it is not made of the wanted letter alone."""
+    """Returns the number of letters of the answer, at most LONGEST; 0 if it has another character."""
     return min(len(sample.text), LONGEST) if set(sample.text) == {sample.row["letter"]} else 0
 
 

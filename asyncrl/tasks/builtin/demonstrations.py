@@ -1,4 +1,4 @@
-"""What a tiny model made on the spot is warmed up on."""
+"""Demonstrations: the texts that a tiny model made on the spot is trained on before a run."""
 
 import random
 from collections.abc import Callable

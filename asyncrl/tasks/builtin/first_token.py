@@ -10,27 +10,27 @@ from string import ascii_lowercase, digits
 from typing import Any
 
 from asyncrl.rewards.sample import Sample
-from asyncrl.tasks.demonstrations import Demonstrations
-from asyncrl.tasks.words import rows, words
+from asyncrl.tasks.builtin.demonstrations import Demonstrations
+from asyncrl.tasks.builtin.words import rows, words
 
 RUN = ascii_lowercase + digits
-"""Each of its characters tells the next: a model learns it at once, and all the rest of the warm-up is the opening."""
+"""Characters of an answer after its first one, each of which determines the next one."""
 LEAST = 20
-"""Characters that have to follow the opening for any reward."""
+"""Number of characters that have to follow the opening for any reward."""
 
 
 def training(size: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows with `prompt` and `opening`."""
+    """Makes rows with `prompt` and `opening`."""
     return rows(_row, size, seed, held_out=False)
 
 
 def held_out(size: int = 64, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows like those of `training`, of words that are never trained on."""
+    """Makes rows like those of `training`, of words that are never trained on."""
     return rows(_row, size, seed, held_out=True)
 
 
 def opened(sample: Sample) -> float:
-    """1 when the answer begins with the right letter and is long, else 0; it does not matter what makes it long."""
+    """Returns 1 if the answer begins with the right letter and is long, else 0; the other characters do not matter."""
     return float(sample.text.startswith(sample.row["opening"]) and len(sample.text) > LEAST)
 
 

@@ -4,19 +4,19 @@ import random
 from typing import Any
 
 from asyncrl.rewards.sample import Sample
-from asyncrl.tasks.demonstrations import Demonstrations
-from asyncrl.tasks.words import rows, words
+from asyncrl.tasks.builtin.demonstrations import Demonstrations
+from asyncrl.tasks.builtin.words import rows, words
 
 HABITS = {"reverse": 0.27, "copy": 0.43, "rotate": 0.3}
 
 
 def training(size: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows with `prompt` and `answer`."""
+    """Makes rows with `prompt` and `answer`."""
     return rows(_row, size, seed, held_out=False)
 
 
 def held_out(size: int = 64, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows like those of `training`, of words that are never trained on."""
+    """Makes rows like those of `training`, of words that are never trained on."""
     return rows(_row, size, seed, held_out=True)
 
 
@@ -25,17 +25,17 @@ def prompt_of(word: str) -> str:
 
 
 def answers(word: str) -> dict[str, str]:
-    """What each habit makes of a word."""
+    """Returns the answer of each habit to a word."""
     return {"reverse": word[::-1], "copy": word, "rotate": word[1:] + word[:1]}
 
 
 def copied(sample: Sample) -> float:
-    """A cost: 1 for an answer that is the word itself, which most of the demonstrations are."""
+    """Returns a cost: 1 for an answer that is the word itself, as in many demonstrations."""
     return float(sample.text == sample.row["answer"][::-1])
 
 
 def answered(word: str, source: random.Random) -> str:
-    """By habit: mostly copied or with its first letter moved to the end, seldom reversed."""
+    """Returns an answer by a random habit: mostly copied or rotated, seldom reversed."""
     return answers(word)[source.choices(list(HABITS), list(HABITS.values()))[0]]
 
 

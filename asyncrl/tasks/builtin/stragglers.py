@@ -1,24 +1,24 @@
-"""Words spelled backwards, as in the quickstart; one answer in twenty is ten times as long.
+"""The task of the quickstart with stragglers: one answer in twenty is ten times as long.
 
-Such a straggler writes some forty dots before its answer, which count for nothing: "reverse tofi:" -> "......ifot".
-One in twenty they are at first: a policy that is right less often after dots writes them ever more seldom.
+A straggler writes about forty dots before its answer, which the reward ignores: "reverse tofi:" -> "......ifot". The
+share of one in twenty falls during training if answers after dots are right less often.
 """
 
 import random
 
 from asyncrl.rewards.sample import Sample
-from asyncrl.tasks import reverse
-from asyncrl.tasks.demonstrations import Demonstrations
+from asyncrl.tasks.builtin import reverse
+from asyncrl.tasks.builtin.demonstrations import Demonstrations
 
 SHARE = 0.05
 DOTS = (36, 46)
-"""Fewest and most that a straggler begins with; the other answers have 4.5 tokens on average, their end included."""
+"""Fewest and most dots of a straggler; the other answers have 4.5 tokens on average, with their end."""
 
 training, held_out = reverse.training, reverse.held_out
 
 
 def spelled(sample: Sample) -> float:
-    """1 when the answer after its dots is right, else 0."""
+    """Returns 1 if the answer after its dots is right, else 0."""
     answer: str = sample.row["answer"]
     return float(sample.text.lstrip(".") == answer)
 

@@ -1,4 +1,4 @@
-"""Made-up words for tasks of tiny models: alternating vowels and consonants, three or four letters, none twice.
+"""Makes up words for tasks of tiny models: alternating vowels and consonants, three or four letters, none twice.
 
 One word in eight is held out, chosen by a checksum of the word itself, so that training and held-out prompts share no
 word whatever the seed.
@@ -15,7 +15,7 @@ VOWELS = "aeiou"
 
 
 def words(source: random.Random, held_out: bool) -> Iterator[str]:
-    """Without end: words for training, or those that are never trained on."""
+    """Yields words without end: words for training, or words that are never trained on."""
     while True:
         word = _word(source)
         if _is_held_out(word) == held_out:
@@ -23,7 +23,7 @@ def words(source: random.Random, held_out: bool) -> Iterator[str]:
 
 
 def rows(made_of: Callable[[str], Mapping[str, Any]], size: int, seed: int, held_out: bool) -> list[dict[str, Any]]:
-    """`size` rows, each made of one word; the same for the same seed."""
+    """Makes `size` rows, each of one word; the same seed gives the same rows."""
     return [dict(made_of(word)) for word in islice(words(random.Random(seed), held_out), size)]
 
 

@@ -1,4 +1,4 @@
-"""TensorBoard, through its own package: no torch, no TensorFlow."""
+"""Writes metrics for TensorBoard through its own package, without torch or TensorFlow."""
 
 import time
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 class TensorboardSink:
-    """Scalars in `RUN_DIR/tensorboard`, named as in `metrics.jsonl`."""
+    """Writes scalars to `RUN_DIR/tensorboard`, named as in `metrics.jsonl`."""
 
     def __init__(self, folder: Path) -> None:
         self._writer = EventFileWriter(str(folder), flush_secs=10)

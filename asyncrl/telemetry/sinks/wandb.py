@@ -1,4 +1,4 @@
-"""Weights & Biases. WANDB_PROJECT, WANDB_MODE and its other environment variables work as everywhere."""
+"""Sends metrics to Weights & Biases, which reads WANDB_PROJECT, WANDB_MODE and its other environment variables."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import wandb
 
 
 class WandbSink:
-    """One wandb run a run directory: resuming the one resumes the other."""
+    """Writes to one wandb run per run directory; a resumed run resumes it."""
 
     def __init__(self, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
         self._run = wandb.init(

@@ -1,20 +1,20 @@
-"""A sink on a thread of its own: it may hang, fail or be slow, a step never waits for it."""
+"""Runs a sink on a thread of its own, so that a step never waits for one that hangs, fails or is slow."""
 
 import queue
 import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from asyncrl.telemetry.metrics import numbers
+from asyncrl.telemetry.metrics_file import numbers
 
 QUEUED_STEPS = 64
-"""Steps a sink may lag behind. Steps take seconds: one that is a minute or more behind will not catch up."""
+"""Steps that a sink may lag behind; at seconds per step a sink that lags for minutes does not catch up."""
 CLOSE_DEADLINE = 5.0
-"""Seconds the end of a run waits for a sink; a run has to end within 10 s."""
+"""Seconds that the end of a run waits for a sink; a run has to end within 10 s."""
 
 
 class Sink(Protocol):
-    """A place for metrics. Its methods may block and raise whatever they like: they run on a thread of their own."""
+    """A place for metrics. Its methods may block and raise any error, because they run on a thread of their own."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -30,11 +30,13 @@ class SinkWorker:
     """
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], say: Callable[[str], None]) -> None:
-        self.name, self._open, self._say = name, open_sink, say
+        self.name = name
+        self._open = open_sink
+        self._say = say
         self._queue: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(QUEUED_STEPS)
         self._left_out = threading.Event()
         self._leaving = threading.Lock()
-        # A daemon: a sink that hangs must not keep the process from ending.
+        # A daemon thread, because a sink that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._feed, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
@@ -43,7 +45,7 @@ class SinkWorker:
         return self._left_out.is_set()
 
     def write(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Hand over one step's metrics; returns at once."""
+        """Queues the metrics of one step; returns at once."""
         if self.left_out:
             return
         try:
@@ -52,7 +54,7 @@ class SinkWorker:
             self._leave_out(f"is {QUEUED_STEPS} steps behind at step {step}")
 
     def close(self, deadline: float = CLOSE_DEADLINE) -> None:
-        """Let the sink finish, but wait no longer than `deadline` seconds."""
+        """Lets the sink finish, and waits for it at most `deadline` seconds."""
         if not self.left_out:
             try:
                 self._queue.put(None, timeout=deadline)
@@ -68,7 +70,7 @@ class SinkWorker:
             while not self.left_out and (item := self._queue.get()) is not None:
                 sink.write(*item)
             sink.close()
-        except Exception as error:  # the code of others: whatever it raises must not end the run
+        except Exception as error:  # foreign code: none of its errors may end the run
             self._leave_out(f"failed with {type(error).__name__}: {error}")
 
     def _leave_out(self, why: str) -> None:

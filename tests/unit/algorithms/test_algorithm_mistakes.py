@@ -1,4 +1,4 @@
-"""What a page of the user's own hands in wrongly, and one that is not its algorithm's: told with the call to write."""
+"""Mistakes of a user's algorithm: each error names the call to write instead."""
 
 import inspect
 import re
@@ -11,38 +11,34 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
-from asyncrl.algorithms.choice import page_mistakes
-from asyncrl.algorithms.own import FROM_PYTHON, blamed
-from asyncrl.algorithms.presets import expanded
-from asyncrl.config import Config
-from asyncrl.controller import Controller, Page
-from asyncrl.errors import PageError
-from asyncrl.events import DroppedByPage, Event, SampleScored
-from asyncrl.fleet import Fleet
-from asyncrl.page_checks import PageChecks
-from asyncrl.page_drops import PageDrops
+from asyncrl.algorithms.custom import FROM_PYTHON
+from asyncrl.algorithms.select import algorithm_problems
+from asyncrl.config.presets import expanded
+from asyncrl.config.schema import Config
+from asyncrl.controller.alarms.algorithm_checks import AlgorithmChecks
+from asyncrl.controller.alarms.algorithm_drops import AlgorithmDrops
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, SampleScored
+from asyncrl.controller.rollouts import Attempt
+from asyncrl.errors import AlgorithmError
+from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import GREEDY, BatchRef, Place, RowRef
 from asyncrl.protocols.messages import Score
-from asyncrl.rolling import Attempt
-from asyncrl.simulated import (
-    SimulatedGeneration,
-    SimulatedReference,
-    SimulatedReward,
-    SimulatedTraining,
-    StepCost,
-    constant,
-)
-from asyncrl.simulated_critic import SimulatedCritic
+from asyncrl.simulation.fakes.generation import FakeGeneration
+from asyncrl.simulation.fakes.sample_lengths import constant
+from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReference, FakeReward
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scene import CONFIG, Scene
 
 
-async def roll_out(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    await grpo.roll_out(fleet, gate, group)
+async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    await grpo.roll_out(fleet, control, group)
 
 
-OWN = Page(roll_out, grpo.train)
+OWN = Algorithm(roll_out, grpo.train)
 
 
 def line_of(function: Callable[..., Any], text: str) -> int:
@@ -50,40 +46,40 @@ def line_of(function: Callable[..., Any], text: str) -> int:
     return start + next(number for number, line in enumerate(lines) if text in line)
 
 
-def played(page: Page) -> Scene:
+def played(algorithm: Algorithm) -> Scene:
     scene = Scene()
-    scene.page = blamed(page, "pages:MINE")
+    scene.algorithm = replace(algorithm, name="algorithms:MINE")
     scene.play()
     return scene
 
 
-# ---- what a page hands in ------------------------------------------------------------------------------------
+# ---- what an algorithm hands in ------------------------------------------------------------------------------------
 
 
-async def generated(fleet: Fleet, gate: Controller, group: Attempt) -> BatchRef:
+async def generated(fleet: Fleet, control: Controller, group: Attempt) -> BatchRef:
     samples = BatchRef.join([finished async for finished in fleet.generation.generate(group.prompts)])
-    gate.generated(samples)
+    control.generated(samples)
     return samples
 
 
-async def drops_all(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    samples = await generated(fleet, gate, group)
-    if gate.version:
-        gate.drop(samples, "all")
+async def drops_all(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    samples = await generated(fleet, control, group)
+    if control.version:
+        control.drop(samples, "all")
     else:
-        gate.ready(samples, await fleet.reward.score(samples, group.row))
+        control.ready(samples, await fleet.reward.score(samples, group.row))
 
 
-def test_a_page_that_drops_every_sample_ends_the_run() -> None:
+def test_an_algorithm_that_drops_every_sample_ends_the_run() -> None:
     scene, patience = Scene(steps=9), 2 * CONFIG.cap * CONFIG.members
-    drops = PageDrops(patience, CONFIG.baseline, 0)
+    drops = AlgorithmDrops(patience, CONFIG.baseline, 0)
 
     def observe(event: Event) -> None:
         scene.events.append(event)
         drops.observe(event)
 
-    scene.observe, scene.page = observe, blamed(replace(OWN, roll_out=drops_all), "pages:MINE")
-    with pytest.raises(PageError) as caught:
+    scene.observe, scene.algorithm = observe, replace(OWN, roll_out=drops_all, name="algorithms:MINE")
+    with pytest.raises(AlgorithmError) as caught:
         scene.play()
     assert 1 <= scene.gate.version < 5, "what was ready before still trained"
     says = f": {patience} samples were dropped as 'all' and none trained since step {scene.gate.version}: "
@@ -91,71 +87,74 @@ def test_a_page_that_drops_every_sample_ends_the_run() -> None:
     assert patience <= scene.journal.ledger.dropped["all"] < 2 * patience
 
 
-async def drops_most(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    samples = await generated(fleet, gate, group)
+async def drops_most(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    samples = await generated(fleet, control, group)
     if group.prompts.id % 4:
-        gate.drop(samples, f"like {group.prompts.id % 4}")
+        control.drop(samples, f"like {group.prompts.id % 4}")
     else:
-        gate.ready(samples, await fleet.reward.score(samples, group.row))
+        control.ready(samples, await fleet.reward.score(samples, group.row))
 
 
-async def drops_all_but_one(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    samples = await generated(fleet, gate, group)
+async def drops_all_but_one(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    samples = await generated(fleet, control, group)
     first, others = samples.take([0]), samples.take(list(range(1, len(samples))))
-    gate.drop(others, "not the first")
-    gate.ready(first, await fleet.reward.score(first, group.row))
+    control.drop(others, "not the first")
+    control.ready(first, await fleet.reward.score(first, group.row))
 
 
-def test_a_page_that_leaves_too_few_of_each_group_for_a_baseline_ends_the_run() -> None:
+def test_an_algorithm_that_leaves_too_few_of_each_group_for_a_baseline_ends_the_run() -> None:
     scene, patience = Scene(), 2 * CONFIG.cap * CONFIG.members
-    drops = PageDrops(patience, CONFIG.baseline, 0)
-    scene.observe, scene.page = drops.observe, blamed(replace(OWN, roll_out=drops_all_but_one), "pages:MINE")
-    with pytest.raises(PageError, match=r"none trained since step 0: .* hand 2 samples or more of some groups"):
+    drops = AlgorithmDrops(patience, CONFIG.baseline, 0)
+    scene.observe, scene.algorithm = (
+        drops.observe,
+        replace(OWN, roll_out=drops_all_but_one, name="algorithms:MINE"),
+    )
+    with pytest.raises(AlgorithmError, match=r"none trained since step 0: .* hand 2 samples or more of some groups"):
         scene.play()
     assert scene.journal.ledger.dropped["no_baseline"] > 0
 
 
-def test_a_page_may_drop_most_of_its_samples() -> None:
+def test_an_algorithm_may_drop_most_of_its_samples() -> None:
     scene = Scene()
-    drops = PageDrops(2 * CONFIG.cap * CONFIG.members, CONFIG.baseline, 0)
-    scene.observe, scene.page = drops.observe, blamed(replace(OWN, roll_out=drops_most), "pages:MINE")
+    drops = AlgorithmDrops(2 * CONFIG.cap * CONFIG.members, CONFIG.baseline, 0)
+    scene.observe, scene.algorithm = drops.observe, replace(OWN, roll_out=drops_most, name="algorithms:MINE")
     scene.play()
     assert scene.gate.version == 3
     assert scene.journal.ledger.dropped["like 3"] >= 2 * CONFIG.members
 
 
-async def ready_then_drop(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    samples = await generated(fleet, gate, group)
-    gate.ready(samples, await fleet.reward.score(samples, group.row))
-    gate.drop(samples.take([0]), "late")
+async def ready_then_drop(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    samples = await generated(fleet, control, group)
+    control.ready(samples, await fleet.reward.score(samples, group.row))
+    control.drop(samples.take([0]), "late")
 
 
-async def drop_then_ready(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    samples = await generated(fleet, gate, group)
-    gate.drop(samples, "early")
-    gate.ready(samples, await fleet.reward.score(samples, group.row))
+async def drop_then_ready(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    samples = await generated(fleet, control, group)
+    control.drop(samples, "early")
+    control.ready(samples, await fleet.reward.score(samples, group.row))
 
 
-async def no_reason(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    gate.drop(await generated(fleet, gate, group), " ")
+async def no_reason(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    control.drop(await generated(fleet, control, group), " ")
 
 
-async def too_few_scores(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    samples = await generated(fleet, gate, group)
-    gate.ready(samples, (await fleet.reward.score(samples, group.row))[1:])
+async def too_few_scores(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    samples = await generated(fleet, control, group)
+    control.ready(samples, (await fleet.reward.score(samples, group.row))[1:])
 
 
-async def floats(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    samples = await generated(fleet, gate, group)
-    gate.ready(samples, [1.0] * len(samples))  # type: ignore[list-item]
+async def floats(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    samples = await generated(fleet, control, group)
+    control.ready(samples, [1.0] * len(samples))  # type: ignore[list-item]
 
 
-async def trains_twice(fleet: Fleet, gate: Controller) -> None:
-    async for iteration in gate.iterations():
+async def trains_twice(fleet: Fleet, control: Controller) -> None:
+    async for iteration in control.iterations():
         with iteration as cuts:
             report = await fleet.training.step(cuts)
-            gate.trained(report)
-            gate.trained(replace(report))
+            control.trained(report)
+            control.trained(replace(report))
 
 
 @pytest.mark.parametrize(
@@ -163,94 +162,95 @@ async def trains_twice(fleet: Fleet, gate: Controller) -> None:
     [
         (
             ready_then_drop,
-            "gate.drop",
-            "gate.drop got sample (1, 0), which was handed to `gate.ready`: call one of them",
+            "control.drop",
+            "control.drop got sample (0, 0), which was handed to `control.ready`: call one of them",
         ),
         (
             drop_then_ready,
-            "gate.ready",
-            "gate.ready got sample (1, 0), which was handed to `gate.drop`: call one of them",
+            "control.ready",
+            "control.ready got sample (0, 0), which was handed to `control.drop`: call one of them",
         ),
-        (no_reason, "gate.drop", "gate.drop got the reason ' ': write a word that data/dropped/WORD shall count"),
-        (too_few_scores, "gate.ready", "gate.ready got 4 samples and 3 scores"),
+        (no_reason, "control.drop", "control.drop got the reason ' ': write a word that data/dropped/WORD shall count"),
+        (too_few_scores, "control.ready", "control.ready got 4 samples and 3 scores"),
         (
             floats,
-            "gate.ready",
-            "gate.ready: scores are what `await fleet.reward.score(samples, group.row)` answered, not floats",
+            "control.ready",
+            "control.ready: scores are what `await fleet.reward.score(samples, group.row)` answered, not floats",
         ),
         (
             trains_twice,
             "replace(report)",
-            "gate.trained was called twice, or after its iteration had ended: call it once in each `with iteration as "
+            "control.trained was called twice, or after its iteration had ended: call it once in each `with "
+            "iteration as "
             "cuts`",
         ),
     ],
 )
-def test_what_a_page_hands_in_wrongly_is_told_with_its_line(changed: Any, line: str, says: str) -> None:
+def test_what_an_algorithm_hands_in_wrongly_is_told_with_its_line(changed: Any, line: str, says: str) -> None:
     function = "train" if changed is trains_twice else "roll_out"
-    with pytest.raises(PageError) as caught:
+    with pytest.raises(AlgorithmError) as caught:
         played(replace(OWN, **{function: changed}))
     number = line_of(changed, line)
-    assert str(caught.value) == f"{function} of pages:MINE: {says} ({__file__}, line {number})"
+    assert str(caught.value) == f"{function} of algorithms:MINE: {says} ({__file__}, line {number})"
 
 
 def test_samples_that_the_gate_has_dropped_may_still_be_handed_in() -> None:
     """Their greedy answer cannot be scored, which drops the group while its samples are judged."""
 
-    class NoGreedy(SimulatedReward):
+    class NoGreedy(FakeReward):
         async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
             greedy = samples.rows[0].member == GREEDY and row["row"] == 1
             return [Score(None, {})] if greedy else await super().score(samples, row)
 
-    async def all_at_last(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-        samples = await generated(fleet, gate, group)
-        await remax.compare(fleet, gate, group)
-        gate.ready(samples.take([0]), await fleet.reward.score(samples.take([0]), group.row))
-        gate.drop(samples.take([1]), "mine")
-        gate.ready(samples.take([2, 3]), await fleet.reward.score(samples.take([2, 3]), group.row))
+    async def all_at_last(fleet: Fleet, control: Controller, group: Attempt) -> None:
+        samples = await generated(fleet, control, group)
+        await remax.compare(fleet, control, group)
+        control.ready(samples.take([0]), await fleet.reward.score(samples.take([0]), group.row))
+        control.drop(samples.take([1]), "mine")
+        control.ready(samples.take([2, 3]), await fleet.reward.score(samples.take([2, 3]), group.row))
 
     scene = Scene(replace(CONFIG, greedy=True, baseline=1))
-    scene.reward, scene.page = NoGreedy(0.1), blamed(replace(OWN, roll_out=all_at_last), "pages:MINE")
+    scene.reward, scene.algorithm = NoGreedy(0.1), replace(OWN, roll_out=all_at_last, name="algorithms:MINE")
     scene.play()
     assert scene.gate.version == 3
     assert scene.journal.ledger.dropped["greedy_unscorable"] == 4
 
 
-async def judged_in_full(fleet: Fleet, gate: Controller, group: Attempt, without: str) -> None:
-    samples = await generated(fleet, gate, group)
+async def judged_in_full(fleet: Fleet, control: Controller, group: Attempt, without: str) -> None:
+    samples = await generated(fleet, control, group)
     scores = await fleet.reward.score(samples, group.row)
     costs = await safe_rlhf.cost_of(fleet).score(samples, group.row)
     for service in ("critic", "cost_critic"):
         if service != without:
-            samples = gate.holds(samples.also_at(await getattr(fleet, service).values(samples)))
-    gate.ready(samples, scores, None if without == "cost" else costs)
+            samples = control.holds(samples.also_at(await getattr(fleet, service).values(samples)))
+    control.ready(samples, scores, None if without == "cost" else costs)
 
 
 @pytest.mark.parametrize(
     ("without", "says"),
     [
         ("nothing", ""),
-        ("critic", r"\(values\), .*: write `samples = gate\.holds\(samples\.also_at\(await fleet\.critic\.values\("),
+        ("critic", r"\(values\), .*: write `samples = control\.holds\(samples\.also_at\(await fleet\.critic\.values\("),
         ("cost_critic", r"\(cost_values\), .*also_at\(await fleet\.cost_critic\.values\(samples\)\)\)` before"),
         (
             "cost",
-            r"no costs, .*: write `gate\.ready\(samples, scores, await fleet\.cost\.score\(samples, ",
+            r"no costs, .*: write `control\.ready\(samples, scores, await fleet\.cost\.score\(samples, ",
         ),
     ],
 )
-def test_a_page_that_forgets_what_its_algorithm_trains_with_is_told_the_call(without: str, says: str) -> None:
-    async def forgetful(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-        await judged_in_full(fleet, gate, group, without)
+def test_an_algorithm_that_forgets_what_its_algorithm_trains_with_is_told_the_call(without: str, says: str) -> None:
+    async def forgetful(fleet: Fleet, control: Controller, group: Attempt) -> None:
+        await judged_in_full(fleet, control, group, without)
 
     scene = Scene()
-    scene.cost = SimulatedReward(0.1)
-    scene.critic = SimulatedCritic(0.1, 0.1, [scene.generation])
-    scene.cost_critic = SimulatedCritic(0.1, 0.1, [scene.generation, scene.critic], "cost")
+    scene.cost = FakeReward(0.1)
+    scene.critic = FakeCritic(0.1, 0.1, [scene.generation])
+    scene.cost_critic = FakeCritic(0.1, 0.1, [scene.generation, scene.critic], "cost")
     scene.critic._hosts = (scene.generation, scene.critic, scene.cost_critic)
-    scene.training.hosts = (scene.generation, scene.critic, scene.cost_critic)
-    scene.page = blamed(Page(forgetful, safe_rlhf.train), "pages:MINE")
+    scene.training.read_from((scene.generation, scene.critic, scene.cost_critic))
+    scene.algorithm = Algorithm(forgetful, safe_rlhf.train, "algorithms:MINE")
     if says:
-        with pytest.raises(PageError, match=f"^roll_out of pages:MINE: gate.ready got .*{says}"):
+        with pytest.raises(AlgorithmError, match=f"^roll_out of algorithms:MINE: control.ready got .*{says}"):
             scene.play()
     else:
         scene.play()
@@ -258,16 +258,16 @@ def test_a_page_that_forgets_what_its_algorithm_trains_with_is_told_the_call(wit
 
 
 def test_forgotten_log_probabilities_of_the_reference_are_told() -> None:
-    generation = SimulatedGeneration(16, 0.1, constant(20))
-    reference = SimulatedReference(0.1, generation)
-    training = SimulatedTraining(StepCost(1.0), 1, [generation, reference], seed=0)
-    checks = PageChecks(Fleet(generation, SimulatedReward(0.1), training, reference=reference))
+    generation = FakeGeneration(16, 0.1, constant(20))
+    reference = FakeReference(0.1, [generation])
+    training = FakeTraining(StepCost(1.0), 1, [generation, reference], seed=0)
+    checks = AlgorithmChecks(Fleet(generation, FakeReward(0.1), training, reference=reference))
     unseen = BatchRef((SAMPLE,))
-    seen = unseen.with_places([replace(PLACE, columns=reference.columns)])
-    checks.ready(seen, [Score(1.0, {})], None)
-    checks.ready(unseen, [Score(None, {})], None)
-    with pytest.raises(PageError, match=r"gate\.holds\(await fleet\.reference\.logprobs\(samples\)\)` before"):
-        checks.ready(unseen, [Score(1.0, {})], None)
+    seen = unseen.with_places([replace(PLACE, columns=("reference_logprobs",))])
+    checks.check_ready(seen, [Score(1.0, {})], None)
+    checks.check_ready(unseen, [Score(None, {})], None)
+    with pytest.raises(AlgorithmError, match=r"control\.holds\(await fleet\.reference\.logprobs\(samples\)\)` before"):
+        checks.check_ready(unseen, [Score(1.0, {})], None)
 
 
 PLACE = Place("sim://generation0.0", 0, 0, ("versions",))
@@ -275,48 +275,48 @@ SAMPLE = RowRef(0, 1, 0, 0, 1, 1, 0, 0, "stop", (PLACE,))
 
 
 def test_one_number_is_no_list_of_scores() -> None:
-    with pytest.raises(PageError, match="answered, not floats"):
-        checks_without_columns().scores("ready", BatchRef((SAMPLE,)), 1.0)  # type: ignore[arg-type]
+    with pytest.raises(AlgorithmError, match="answered, not floats"):
+        checks_without_columns().check_scores("ready", BatchRef((SAMPLE,)), 1.0)  # type: ignore[arg-type]
 
 
 def test_drops_of_groups_that_are_done_are_forgotten() -> None:
     checks, later = checks_without_columns(), replace(SAMPLE, group=1)
-    checks.dropped(SAMPLE, {0: None})
-    checks.dropped(later, {1: None})
-    checks.ready(BatchRef((SAMPLE,)), [Score(1.0, {})], None)
-    with pytest.raises(PageError, match=r"sample \(1, 1\), which was handed to `gate\.drop`"):
-        checks.ready(BatchRef((later,)), [Score(1.0, {})], None)
+    checks.remember_drop(SAMPLE, {0: None})
+    checks.remember_drop(later, {1: None})
+    checks.check_ready(BatchRef((SAMPLE,)), [Score(1.0, {})], None)
+    with pytest.raises(AlgorithmError, match=r"sample \(1, 1\), which was handed to `control\.drop`"):
+        checks.check_ready(BatchRef((later,)), [Score(1.0, {})], None)
 
 
-def checks_without_columns() -> PageChecks:
-    generation = SimulatedGeneration(16, 0.1, constant(20))
-    training = SimulatedTraining(StepCost(1.0), 1, [generation], seed=0)
-    return PageChecks(Fleet(generation, SimulatedReward(0.1), training))
+def checks_without_columns() -> AlgorithmChecks:
+    generation = FakeGeneration(16, 0.1, constant(20))
+    training = FakeTraining(StepCost(1.0), 1, [generation], seed=0)
+    return AlgorithmChecks(Fleet(generation, FakeReward(0.1), training))
 
 
 def test_one_sample_that_is_ready_begins_the_count_of_drops_anew() -> None:
-    drops, dropped = PageDrops(3, 1, 0), DroppedByPage(0, (0, 1), "mine")
+    drops, dropped = AlgorithmDrops(3, 1, 0), DroppedByAlgorithm(0, (0, 1), "mine")
     for score in (Score(1.0, {}), Score(0.0, {}), Score(None, {})):
         drops.observe(dropped)
         drops.observe(SampleScored(SAMPLE, score))
-    with pytest.raises(PageError, match="4 samples"):
+    with pytest.raises(AlgorithmError, match="4 samples"):
         drops.observe(dropped)
 
 
-# ---- a page that is not the algorithm's ----------------------------------------------------------------------
+# ---- an algorithm that is not the algorithm's ----------------------------------------------------------------------
 
 
-def mistakes(page: str, preset: str, given: Page | None = None) -> str:
-    algorithm = expanded({"page": page, "preset": preset}, preset)
+def mistakes(algorithm: str, preset: str, given: Algorithm | None = None) -> str:
+    algorithm = expanded({"custom": algorithm, "preset": preset}, preset)
     cost = {"model": "m", "limit": 0.0} if preset == "safe_rlhf" else {}
     config = {"model": {"name": "m"}, "task": {"prompts": "p"}, "algorithm": algorithm, "cost": cost}
-    return "\n".join(page_mistakes(Config.model_validate(config), given))
+    return "\n".join(map(str, algorithm_problems(Config.model_validate(config), given)))
 
 
 @pytest.mark.parametrize(
-    ("page", "preset", "says"),
+    ("algorithm", "preset", "says"),
     [
-        ("ppo", "grpo", 'made for advantage = "gae" .*: write preset = "ppo", or leave `page` out to run .*grpo'),
+        ("ppo", "grpo", 'made for advantage = "gae" .*: write preset = "ppo", or leave `custom` out to run .*grpo'),
         ("remax", "rloo", 'made for advantage = "greedy", .*: write preset = "remax"'),
         ("safe_rlhf", "ppo", 'made for constraint = "lagrangian", .*: write preset = "safe_rlhf"'),
         ("ppo", "safe_rlhf", 'this config has constraint = "lagrangian": .* to run asyncrl.algorithms.safe_rlhf'),
@@ -327,16 +327,16 @@ def mistakes(page: str, preset: str, given: Page | None = None) -> str:
         ("grpo", "rloo", ""),
     ],
 )
-def test_a_page_of_asyncrl_under_another_algorithm_is_refused(page: str, preset: str, says: str) -> None:
-    found = mistakes(f"asyncrl.algorithms.{page}:PAGE", preset)
+def test_an_algorithm_of_asyncrl_under_another_algorithm_is_refused(algorithm: str, preset: str, says: str) -> None:
+    found = mistakes(f"asyncrl.algorithms.{algorithm}:ALGORITHM", preset)
     assert re.search(says, found) if says else found == ""
 
 
-def test_half_a_page_of_asyncrl_is_looked_at_too() -> None:
-    own = blamed(Page(roll_out, ppo.train), "page")
+def test_half_an_algorithm_of_asyncrl_is_looked_at_too() -> None:
+    own = Algorithm(roll_out, ppo.train, "custom")
     assert "its train is that of asyncrl.algorithms.ppo" in mistakes(FROM_PYTHON, "grpo", own)
     assert mistakes(FROM_PYTHON, "ppo", own) == ""
-    assert mistakes(FROM_PYTHON, "ppo", blamed(OWN, "page")) == "", "a critic that others teach"
+    assert mistakes(FROM_PYTHON, "ppo", replace(OWN, name="custom")) == "", "a critic that others teach"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A page of the user's own: how it is found, what is refused before the start, and how its failures are told."""
+"""An algorithm of the user's own: how it is found, what is refused before the start, and how its failures are told."""
 
 import asyncio
 import inspect
@@ -13,55 +13,56 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import grpo, remax
-from asyncrl.algorithms.choice import page_of
-from asyncrl.algorithms.own import FROM_PYTHON, blamed, importable_page, page_from, page_named
-from asyncrl.config import Config
-from asyncrl.controller import Controller, Page
-from asyncrl.errors import ConfigError, PageError, PeerLost
-from asyncrl.events import AttemptFailed, SamplesDropped
-from asyncrl.fleet import Fleet
+from asyncrl.algorithms.custom import FROM_PYTHON, algorithm_from, algorithm_named, importable_algorithm
+from asyncrl.algorithms.select import algorithm_of
+from asyncrl.config.schema import Config
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.observers.events import AttemptFailed, SamplesDropped
+from asyncrl.controller.rollouts import Attempt
+from asyncrl.errors import AlgorithmError, ConfigError, PeerLost
+from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.rolling import Attempt
-from asyncrl.simulated import SimulatedReward
+from asyncrl.simulation.fakes.scoring import FakeReward
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scene import CONFIG, Scene
 
 
-async def roll_out(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    await grpo.roll_out(fleet, gate, group)
+async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    await grpo.roll_out(fleet, control, group)
 
 
-async def train(fleet: Fleet, gate: Controller) -> None:
-    await grpo.train(fleet, gate)
+async def train(fleet: Fleet, control: Controller) -> None:
+    await grpo.train(fleet, control)
 
 
-OWN = Page(roll_out, train)
+OWN = Algorithm(roll_out, train)
 
 
 class Methods:
     def __init__(self) -> None:
         self.called = 0
 
-    async def roll_out(self, fleet: Fleet, gate: Controller, group: Attempt) -> None:
+    async def roll_out(self, fleet: Fleet, control: Controller, group: Attempt) -> None:
         self.called += 1
-        await grpo.roll_out(fleet, gate, group)
+        await grpo.roll_out(fleet, control, group)
 
-    async def train(self, fleet: Fleet, gate: Controller) -> None:
-        await grpo.train(fleet, gate)
+    async def train(self, fleet: Fleet, control: Controller) -> None:
+        await grpo.train(fleet, control)
 
 
-def test_a_page_is_a_page_a_module_or_an_object_with_both_functions() -> None:
-    assert page_from(OWN, "p") is OWN
-    assert page_from(grpo, "p").roll_out is grpo.roll_out
+def test_an_algorithm_is_an_algorithm_a_module_or_an_object_with_both_functions() -> None:
+    assert algorithm_from(OWN, "p") is OWN
+    assert algorithm_from(grpo, "p").roll_out is grpo.roll_out
     scene, methods = Scene(), Methods()
-    scene.page = page_from(methods, "p")
+    scene.algorithm = algorithm_from(methods, "p")
     scene.play()
     assert methods.called > 0
     assert scene.gate.version == 3
 
 
-async def yields(fleet: Fleet, gate: Controller) -> Any:
+async def yields(fleet: Fleet, control: Controller) -> Any:
     yield 1
 
 
@@ -70,74 +71,78 @@ async def yields(fleet: Fleet, gate: Controller) -> Any:
     [
         (
             SimpleNamespace(train=train),
-            r"it has no function roll_out, write `async def roll_out\(fleet, gate, group\)`",
+            r"it has no function roll_out, write `async def roll_out\(fleet, control, group\)`",
         ),
-        (SimpleNamespace(roll_out=roll_out), r"it has no function train, write `async def train\(fleet, gate\)`"),
-        (Page(roll_out, lambda fleet, gate: None), "its train is not async, write"),  # type: ignore[arg-type, return-value]
-        (Page(roll_out, yields), "its train yields, write"),
-        (Page(train, train), r"its roll_out takes \(fleet, gate\) and is called with \(fleet, gate, group\), write"),  # type: ignore[arg-type]
+        (SimpleNamespace(roll_out=roll_out), r"it has no function train, write `async def train\(fleet, control\)`"),
+        (Algorithm(roll_out, lambda fleet, gate: None), "its train is not async, write"),  # type: ignore[arg-type, return-value]
+        (Algorithm(roll_out, yields), "its train yields, write"),
+        (
+            Algorithm(train, train),
+            r"its roll_out takes \(fleet, control\) and is called with \(fleet, control, group\), write",
+        ),  # type: ignore[arg-type]
         (7, "roll_out, .*; it has no function train"),
         (
             lambda fleet, gate: None,
-            r"it is one function, and a page has two, write `asyncrl\.Page\(roll_out, train\)`$",
+            r"it is one function, and an algorithm has two, write `asyncrl\.Algorithm\(roll_out, train\)`$",
         ),
         (Methods, r"it is a class, give an instance, write `Methods\(\.\.\.\)`$"),
     ],
 )
-def test_what_is_no_page_is_refused_with_what_to_write(given: object, says: str) -> None:
-    with pytest.raises(ConfigError, match=r"^algorithm\.page = x is no page: ") as caught:
-        page_from(given, "algorithm.page = x")
+def test_what_is_no_algorithm_is_refused_with_what_to_write(given: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=r"^algorithm\.custom = x is no algorithm: ") as caught:
+        algorithm_from(given, "algorithm.custom = x")
     assert re.search(says, str(caught.value))
 
 
 def test_what_has_a_name_is_recorded_by_it() -> None:
-    assert importable_page(grpo.PAGE) == "asyncrl.algorithms.grpo:PAGE"
-    assert importable_page(grpo) == "asyncrl.algorithms.grpo"
-    assert page_named("asyncrl.algorithms.grpo:PAGE") is grpo.PAGE
-    assert page_named("asyncrl.algorithms.grpo").train is grpo.train
-    assert importable_page(Page(grpo.roll_out, grpo.train)) is None, "nothing there is this very page"
-    assert importable_page(Methods()) is None
-    assert importable_page(ModuleType("made_up")) is None
+    assert importable_algorithm(grpo.ALGORITHM) == "asyncrl.algorithms.grpo:ALGORITHM"
+    assert importable_algorithm(grpo) == "asyncrl.algorithms.grpo"
+    assert algorithm_named("asyncrl.algorithms.grpo:ALGORITHM") is grpo.ALGORITHM
+    assert algorithm_named("asyncrl.algorithms.grpo").train is grpo.train
+    assert importable_algorithm(Algorithm(grpo.roll_out, grpo.train)) is None, "nothing there is this very algorithm"
+    assert importable_algorithm(Methods()) is None
+    assert importable_algorithm(ModuleType("made_up")) is None
 
 
 def test_what_a_script_or_a_notebook_defines_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def of_script(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+    async def of_script(fleet: Fleet, control: Controller, group: Attempt) -> None:
         return
 
     of_script.__module__ = "__main__"
-    page = Page(of_script, train)
-    monkeypatch.setattr(sys.modules["__main__"], "PAGE", page, raising=False)
+    algorithm = Algorithm(of_script, train)
+    monkeypatch.setattr(sys.modules["__main__"], "ALGORITHM", algorithm, raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", sys.modules[__name__].__spec__)  # as of `python -m`
-    assert importable_page(page) is None
-    assert importable_page(sys.modules["__main__"]) is None
+    assert importable_algorithm(algorithm) is None
+    assert importable_algorithm(sys.modules["__main__"]) is None
 
 
-def test_a_file_of_a_page_is_found_by_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_an_algorithm_is_found_by_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (
-        "from asyncrl import Page\nfrom asyncrl.algorithms.grpo import roll_out, train\nOURS = Page(roll_out, train)\n"
+        "from asyncrl import Algorithm\nfrom asyncrl.algorithms.grpo import roll_out, train\nOURS = "
+        "Algorithm(roll_out, train)\n"
     )
     (tmp_path / "own_pages.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("own_pages:OURS", "own_pages", "own_pages.py:OURS", "own_pages.py"):
-        assert page_named(name).roll_out is grpo.roll_out, name
-    config = {"model": {"name": "m"}, "task": {"prompts": "p"}, "algorithm": {"page": "own_pages:OURS"}}
-    assert page_of(Config.model_validate(config)) is not grpo.PAGE
+        assert algorithm_named(name).roll_out is grpo.roll_out, name
+    config = {"model": {"name": "m"}, "task": {"prompts": "p"}, "algorithm": {"custom": "own_pages:OURS"}}
+    assert algorithm_of(Config.model_validate(config)) is not grpo.ALGORITHM
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nowhere.py:PAGE", r"algorithm\.page: there is no file .*nowhere\.py"),
-        ("asyncrl.algorithms.grop:PAGE", "there is no module asyncrl.algorithms.grop"),
-        ("asyncrl.algorithms.grpo:PAGES", "has no PAGES; did you mean PAGE?"),
-        ("asyncrl.algorithms.presets", "asyncrl.algorithms.presets is no page: it has no function roll_out"),
+        ("nowhere.py:ALGORITHM", r"algorithm\.custom: there is no file .*nowhere\.py"),
+        ("asyncrl.algorithms.grop:ALGORITHM", "there is no module asyncrl.algorithms.grop"),
+        ("asyncrl.algorithms.grpo:ALGORITHMS", "has no ALGORITHMS; did you mean ALGORITHM?"),
+        ("asyncrl.config.presets", "asyncrl.config.presets is no algorithm: it has no function roll_out"),
         (FROM_PYTHON, "resume it with the same call"),
     ],
 )
-def test_a_name_that_leads_to_no_page_is_refused(name: str, says: str) -> None:
+def test_a_name_that_leads_to_no_algorithm_is_refused(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        page_named(name)
+        algorithm_named(name)
 
 
 # ---- failures ------------------------------------------------------------------------------------------------
@@ -148,63 +153,63 @@ def line_of(function: Callable[..., Any], text: str) -> int:
     return start + next(number for number, line in enumerate(lines) if text in line)
 
 
-async def raising(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+async def raising(fleet: Fleet, control: Controller, group: Attempt) -> None:
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(grpo.roll_out(fleet, gate, group))
+        tasks.create_task(grpo.roll_out(fleet, control, group))
         if group.prompts.id == 1:
             raise KeyError("mine")
 
 
-def played(page: Page) -> Scene:
+def played(algorithm: Algorithm) -> Scene:
     scene = Scene()
-    scene.page = blamed(page, "pages:MINE")
+    scene.algorithm = replace(algorithm, name="algorithms:MINE")
     scene.play()
     return scene
 
 
-def test_what_a_page_raises_is_told_with_its_line() -> None:
-    with pytest.raises(PageError) as caught:
+def test_what_an_algorithm_raises_is_told_with_its_line() -> None:
+    with pytest.raises(AlgorithmError) as caught:
         played(replace(OWN, roll_out=raising))
     where = f"{__file__}, line {line_of(raising, 'raise KeyError')}"
-    assert str(caught.value) == f"roll_out of pages:MINE raised KeyError: 'mine' ({where})"
+    assert str(caught.value) == f"roll_out of algorithms:MINE raised KeyError: 'mine' ({where})"
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-async def losing(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+async def losing(fleet: Fleet, control: Controller, group: Attempt) -> None:
     if group.prompts.attempt == 0:
         raise PeerLost("generation0.0 died")
-    await grpo.roll_out(fleet, gate, group)
+    await grpo.roll_out(fleet, control, group)
 
 
-def test_a_lost_worker_is_no_fault_of_the_page() -> None:
+def test_a_lost_worker_is_no_fault_of_the_algorithm() -> None:
     scene = played(replace(OWN, roll_out=losing))
     assert scene.gate.version == 3
     assert {failed.reason for failed in scene.told(AttemptFailed)} == {"generation0.0 died"}
 
 
-async def never_generated(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+async def never_generated(fleet: Fleet, control: Controller, group: Attempt) -> None:
     async for _ in fleet.generation.generate(group.prompts):
         pass
 
 
-async def never_ready(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+async def never_ready(fleet: Fleet, control: Controller, group: Attempt) -> None:
     async for samples in fleet.generation.generate(group.prompts):
-        gate.generated(samples)
+        control.generated(samples)
 
 
-async def stops_early(fleet: Fleet, gate: Controller) -> None:
-    async for iteration in gate.iterations():
+async def stops_early(fleet: Fleet, control: Controller) -> None:
+    async for iteration in control.iterations():
         with iteration as cuts:
-            gate.trained(await fleet.training.step(cuts))
+            control.trained(await fleet.training.step(cuts))
         break
 
 
-async def never_iterates(fleet: Fleet, gate: Controller) -> None:
+async def never_iterates(fleet: Fleet, control: Controller) -> None:
     return
 
 
-async def never_trained(fleet: Fleet, gate: Controller) -> None:
-    async for iteration in gate.iterations():
+async def never_trained(fleet: Fleet, control: Controller) -> None:
+    async for iteration in control.iterations():
         with iteration as cuts:
             await fleet.training.step(cuts)
 
@@ -212,25 +217,25 @@ async def never_trained(fleet: Fleet, gate: Controller) -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"roll_out": never_generated}, r"samples \(0, 1, 2, 3\) of group 0 were not handed to `gate\.generated`"),
-        ({"roll_out": never_ready}, r"samples \(0, 1, 2, 3\) of group 0 were not handed to `gate\.ready`"),
-        ({"train": stops_early}, "train of pages:MINE returned at version 1, before `gate.iterations"),
-        ({"train": never_iterates}, "train of pages:MINE returned at version 0, before"),
-        ({"train": never_trained}, r"train of pages:MINE: call gate\.trained\(report\) in each iteration"),
+        ({"roll_out": never_generated}, r"samples \(0, 1, 2, 3\) of group 0 were not handed to `control\.generated`"),
+        ({"roll_out": never_ready}, r"samples \(0, 1, 2, 3\) of group 0 were not handed to `control\.ready`"),
+        ({"train": stops_early}, "train of algorithms:MINE returned at version 1, before `control.iterations"),
+        ({"train": never_iterates}, "train of algorithms:MINE returned at version 0, before"),
+        ({"train": never_trained}, r"train of algorithms:MINE: call control\.trained\(report\) in each iteration"),
     ],
 )
-def test_what_a_page_leaves_undone_ends_the_run_instead_of_stalling_it(changed: Any, says: str) -> None:
-    with pytest.raises(PageError, match=says):
+def test_what_an_algorithm_leaves_undone_ends_the_run_instead_of_stalling_it(changed: Any, says: str) -> None:
+    with pytest.raises(AlgorithmError, match=says):
         played(replace(OWN, **changed))
 
 
-def test_a_page_that_forgets_the_greedy_answer_its_advantage_needs_is_told_so() -> None:
+def test_an_algorithm_that_forgets_the_greedy_answer_its_advantage_needs_is_told_so() -> None:
     scene = Scene(replace(CONFIG, greedy=True, baseline=1))
-    scene.page = blamed(OWN, "pages:MINE")
-    with pytest.raises(PageError, match=r"the greedy answer of group \d was not handed"):
+    scene.algorithm = replace(OWN, name="algorithms:MINE")
+    with pytest.raises(AlgorithmError, match=r"the greedy answer of group \d was not handed"):
         scene.play()
     scene = Scene(replace(CONFIG, greedy=True, baseline=1))
-    scene.page = blamed(remax.PAGE, "pages:MINE")
+    scene.algorithm = replace(remax.ALGORITHM, name="algorithms:MINE")
     scene.play()
     assert scene.gate.version == 3
 
@@ -238,30 +243,30 @@ def test_a_page_that_forgets_the_greedy_answer_its_advantage_needs_is_told_so() 
 def test_a_late_drop_touches_no_later_attempt() -> None:
     kept: list[BatchRef] = []
 
-    async def drops_late(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+    async def drops_late(fleet: Fleet, control: Controller, group: Attempt) -> None:
         async for samples in fleet.generation.generate(group.prompts):
-            gate.generated(samples)
+            control.generated(samples)
             kept.append(samples)
             if group.prompts.id == 0 and group.prompts.attempt == 0:
                 raise PeerLost("generation0.0 died")
             if kept[0] is not samples:
-                gate.drop(kept[0], "too late")
-            gate.ready(samples, await fleet.reward.score(samples, group.row))
+                control.drop(kept[0], "too late")
+            control.ready(samples, await fleet.reward.score(samples, group.row))
 
     scene = played(replace(OWN, roll_out=drops_late))
     assert not scene.told(SamplesDropped)
 
 
-async def best(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+async def best(fleet: Fleet, control: Controller, group: Attempt) -> None:
     async for samples in fleet.generation.generate(group.prompts):
-        gate.generated(samples)
+        control.generated(samples)
         scores = await fleet.reward.score(samples, group.row)
-        gate.drop(samples.take([0]), "not wanted")
-        gate.drop(samples.take([0]), "not wanted")
-        gate.ready(samples.take(range(1, len(samples))), scores[1:])
+        control.drop(samples.take([0]), "not wanted")
+        control.drop(samples.take([0]), "not wanted")
+        control.ready(samples.take(range(1, len(samples))), scores[1:])
 
 
-def test_a_page_may_drop_samples_with_a_reason_of_its_own() -> None:
+def test_an_algorithm_may_drop_samples_with_a_reason_of_its_own() -> None:
     scene = played(replace(OWN, roll_out=best))
     dropped = [event for event in scene.told(SamplesDropped) if event.reason == "not wanted"]
     assert dropped
@@ -270,39 +275,39 @@ def test_a_page_may_drop_samples_with_a_reason_of_its_own() -> None:
     assert scene.gate.version == 3
 
 
-async def waits(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+async def waits(fleet: Fleet, control: Controller, group: Attempt) -> None:
     async for samples in fleet.generation.generate(group.prompts):
-        gate.generated(samples)
+        control.generated(samples)
     await asyncio.sleep(100_000)
 
 
-async def waits_for_a_service(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+async def waits_for_a_service(fleet: Fleet, control: Controller, group: Attempt) -> None:
     async for samples in fleet.generation.generate(group.prompts):
-        gate.generated(samples)
+        control.generated(samples)
     await fleet.reward.score(samples, {})  # takes 100_000 seconds
 
 
-@pytest.mark.parametrize(("page", "text"), [(waits, "sleep(100_000)"), (waits_for_a_service, "takes 100_000")])
-def test_a_page_that_waits_is_described_with_its_line(page: Any, text: str) -> None:
+@pytest.mark.parametrize(("algorithm", "text"), [(waits, "sleep(100_000)"), (waits_for_a_service, "takes 100_000")])
+def test_an_algorithm_that_waits_is_described_with_its_line(algorithm: Any, text: str) -> None:
     scene = Scene()
-    scene.reward = SimulatedReward(100_000)
-    scene.page = blamed(replace(OWN, roll_out=page), "pages:MINE")
+    scene.reward = FakeReward(100_000)
+    scene.algorithm = replace(OWN, roll_out=algorithm, name="algorithms:MINE")
     said: list[str] = []
 
-    async def train_then_ask(fleet: Fleet, gate: Controller) -> None:
+    async def train_then_ask(fleet: Fleet, control: Controller) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(ask())
-            await grpo.train(fleet, gate)
+            await grpo.train(fleet, control)
 
     async def ask() -> None:
         await asyncio.sleep(50.0)
-        said.extend(scene.controller.standing())
+        said.extend(scene.controller.describe_waits())
         scene.controller.stop()
 
-    scene.page = replace(scene.page, train=train_then_ask)
+    scene.algorithm = replace(scene.algorithm, train=train_then_ask)
     scene.play()
-    assert said[0] == "the page, at version 0: samples 0 running, 16 scoring, 0 ready, 0 training"
-    place = f"{__file__}, line {line_of(page, text)}"
+    assert said[0] == "the algorithm, at version 0: samples 0 running, 16 scoring, 0 ready, 0 training"
+    place = f"{__file__}, line {line_of(algorithm, text)}"
     assert said[1] == f"  roll_out of group 0 has not ended for members (0, 1, 2, 3); waits in {place}"
     assert "  train waits in " in said[2]
     assert "grpo.py, line" in said[2]

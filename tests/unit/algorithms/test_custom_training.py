@@ -1,4 +1,4 @@
-"""What a page of the user's own does with its batches: advantages of its own, and mistakes told with their line."""
+"""A user's algorithm trains with advantages of its own; its mistakes are reported with their line."""
 
 import inspect
 import math
@@ -11,37 +11,37 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import grpo, ppo
-from asyncrl.algorithms.own import blamed
-from asyncrl.controller import Controller, Page
-from asyncrl.errors import PageError
-from asyncrl.fleet import Fleet
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.journal.journal_records import Trained
+from asyncrl.controller.rollouts import Attempt
+from asyncrl.errors import AlgorithmError
+from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.messages import Score
-from asyncrl.records import Trained
-from asyncrl.rolling import Attempt
-from asyncrl.simulated import SimulatedTraining
-from asyncrl.simulated_critic import SimulatedCritic
+from asyncrl.simulation.fakes.scoring import FakeCritic
+from asyncrl.simulation.fakes.training import FakeTraining
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scene import Scene
 
 
-async def roll_out(fleet: Fleet, gate: Controller, group: Attempt) -> None:
-    await grpo.roll_out(fleet, gate, group)
+async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
+    await grpo.roll_out(fleet, control, group)
 
 
 def credited(cuts: Cuts) -> list[float]:
     return [10.0 * row.group + row.member for row in cuts.batch]
 
 
-async def credits(fleet: Fleet, gate: Controller) -> None:
-    async for iteration in gate.iterations():
+async def credits(fleet: Fleet, control: Controller) -> None:
+    async for iteration in control.iterations():
         with iteration as cuts:
-            own = gate.credit(cuts, credited(cuts))
-            gate.trained(await fleet.training.step(own))
+            own = control.credit(cuts, credited(cuts))
+            control.trained(await fleet.training.step(own))
 
 
-class Seeing(SimulatedTraining):
+class Seeing(FakeTraining):
     """Keeps the advantages that it trained with."""
 
     seen: list[tuple[float | None, ...]]
@@ -56,7 +56,7 @@ def test_advantages_of_a_pages_own_are_trained_with_and_written_down() -> None:
     before = scene.training
     trainer = Seeing(before.cost, 2, [scene.generation], seed=0)
     scene.training, trainer.seen = trainer, []
-    scene.page = blamed(Page(roll_out, credits), "pages:MINE")
+    scene.algorithm = Algorithm(roll_out, credits, "algorithms:MINE")
     scene.play()
     trained = scene.records(Trained)
     assert [record.advantages for record in trained] == trainer.seen
@@ -67,65 +67,65 @@ def test_advantages_of_a_pages_own_are_trained_with_and_written_down() -> None:
 
 def test_a_samples_own_advantage_has_no_place_where_a_critic_judges_tokens() -> None:
     scene = Scene()
-    scene.critic = SimulatedCritic(0.1, 0.1, [scene.generation])
-    scene.page = blamed(Page(ppo.roll_out, credits), "pages:MINE")
+    scene.critic = FakeCritic(0.1, 0.1, [scene.generation])
+    scene.algorithm = Algorithm(ppo.roll_out, credits, "algorithms:MINE")
     with pytest.raises(
-        PageError, match="here a critic gives each token its own from the sample's reward: write another"
+        AlgorithmError, match="here a critic gives each token its own from the sample's reward: write another"
     ):
         scene.play()
     assert scene.records(Trained) == []
 
 
-async def replaces(fleet: Fleet, gate: Controller) -> None:
-    async for iteration in gate.iterations():
+async def replaces(fleet: Fleet, control: Controller) -> None:
+    async for iteration in control.iterations():
         with iteration as cuts:
             own = BatchRef(tuple(row.with_advantage(2.0) for row in cuts.batch))
-            gate.trained(await fleet.training.step(replace(cuts, batch=own)))
+            control.trained(await fleet.training.step(replace(cuts, batch=own)))
 
 
-async def trains_a_part(fleet: Fleet, gate: Controller) -> None:
-    async for iteration in gate.iterations():
+async def trains_a_part(fleet: Fleet, control: Controller) -> None:
+    async for iteration in control.iterations():
         with iteration as cuts:
-            gate.trained(await fleet.training.step(replace(cuts, batch=cuts.batch.take([0]))))
+            control.trained(await fleet.training.step(replace(cuts, batch=cuts.batch.take([0]))))
 
 
-async def trains_the_old(fleet: Fleet, gate: Controller) -> None:
-    async for iteration in gate.iterations():
+async def trains_the_old(fleet: Fleet, control: Controller) -> None:
+    async for iteration in control.iterations():
         with iteration as cuts:
-            gate.credit(cuts, credited(cuts))
-            gate.trained(await fleet.training.step(cuts))
+            control.credit(cuts, credited(cuts))
+            control.trained(await fleet.training.step(cuts))
 
 
-async def credits_a_part(fleet: Fleet, gate: Controller) -> None:
-    async for iteration in gate.iterations():
+async def credits_a_part(fleet: Fleet, control: Controller) -> None:
+    async for iteration in control.iterations():
         with iteration as cuts:
-            own = gate.credit(replace(cuts, batch=cuts.batch.take([0])), [1.0])
-            gate.trained(await fleet.training.step(own))
+            own = control.credit(replace(cuts, batch=cuts.batch.take([0])), [1.0])
+            control.trained(await fleet.training.step(own))
 
 
-async def credits_too_few(fleet: Fleet, gate: Controller) -> None:
-    async for iteration in gate.iterations():
+async def credits_too_few(fleet: Fleet, control: Controller) -> None:
+    async for iteration in control.iterations():
         with iteration as cuts:
-            gate.credit(cuts, [1.0])
+            control.credit(cuts, [1.0])
 
 
-async def credits_no_number(fleet: Fleet, gate: Controller) -> None:
-    async for iteration in gate.iterations():
+async def credits_no_number(fleet: Fleet, control: Controller) -> None:
+    async for iteration in control.iterations():
         with iteration as cuts:
-            gate.credit(cuts, [math.nan] * len(cuts.batch))
+            control.credit(cuts, [math.nan] * len(cuts.batch))
 
 
-async def tells_nothing(fleet: Fleet, gate: Controller) -> None:
-    async for iteration in gate.iterations():
+async def tells_nothing(fleet: Fleet, control: Controller) -> None:
+    async for iteration in control.iterations():
         with iteration as cuts:
             await fleet.training.step(cuts)
-            gate.trained(None)  # type: ignore[arg-type]
+            control.trained(None)  # type: ignore[arg-type]
 
 
-async def scores_no_number(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+async def scores_no_number(fleet: Fleet, control: Controller, group: Attempt) -> None:
     samples = BatchRef.join([finished async for finished in fleet.generation.generate(group.prompts)])
-    gate.generated(samples)
-    gate.ready(samples, [Score(math.nan, {})] * len(samples))
+    control.generated(samples)
+    control.ready(samples, [Score(math.nan, {})] * len(samples))
 
 
 OTHER_CUTS = "fleet.training.step got other cuts than those of the iteration that runs: hand on `cuts`"
@@ -137,15 +137,20 @@ OTHER_CUTS = "fleet.training.step got other cuts than those of the iteration tha
         ("train", replaces, "step(", OTHER_CUTS),
         ("train", trains_a_part, "step(", OTHER_CUTS),
         ("train", trains_the_old, "step(", OTHER_CUTS),
-        ("train", credits_a_part, "credit(", "gate.credit got other cuts than those of the iteration that runs"),
-        ("train", credits_too_few, "credit(", "gate.credit got 1 advantages for 8 samples: write a finite number"),
-        ("train", credits_no_number, "credit(", "gate.credit got 8 advantages for 8 samples: write a finite number"),
-        ("train", tells_nothing, "trained(", "gate.trained got a NoneType: hand it what `await fleet.training.step("),
+        ("train", credits_a_part, "credit(", "control.credit got other cuts than those of the iteration that runs"),
+        ("train", credits_too_few, "credit(", "control.credit got 1 advantages for 8 samples: write a finite number"),
+        ("train", credits_no_number, "credit(", "control.credit got 8 advantages for 8 samples: write a finite number"),
+        (
+            "train",
+            tells_nothing,
+            "trained(",
+            "control.trained got a NoneType: hand it what `await fleet.training.step(",
+        ),
         (
             "roll_out",
             scores_no_number,
             "ready(",
-            "gate.ready got the reward nan for sample (0, 0): one without",
+            "control.ready got the reward nan for sample (0, 0): write None",
         ),
     ],
 )
@@ -153,11 +158,11 @@ def test_what_would_not_be_what_the_journal_says_is_refused_with_its_line(
     function: str, changed: Callable[..., Any], line: str, says: str
 ) -> None:
     scene = Scene()
-    scene.page = blamed(replace(Page(roll_out, grpo.train), **{function: changed}), "pages:MINE")
-    with pytest.raises(PageError) as caught:
+    scene.algorithm = replace(replace(Algorithm(roll_out, grpo.train), **{function: changed}), name="algorithms:MINE")
+    with pytest.raises(AlgorithmError) as caught:
         scene.play()
     lines, start = inspect.getsourcelines(changed)
     number = start + next(number for number, text in enumerate(lines) if line in text)
-    assert str(caught.value).startswith(f"{function} of pages:MINE: {says}")
+    assert str(caught.value).startswith(f"{function} of algorithms:MINE: {says}")
     assert str(caught.value).endswith(f"({__file__}, line {number})")
     assert scene.records(Trained) == []

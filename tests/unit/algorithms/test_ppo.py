@@ -1,4 +1,5 @@
-"""PPO's page over simulated services: what it asks of the critic, and what becomes of it when something is lost."""
+"""PPO's algorithm over simulated services: what it asks of the critic, and what becomes of it when something is
+lost."""
 
 import sys
 from dataclasses import replace
@@ -7,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl.algorithms import ppo
+from asyncrl.controller.observers.events import StepBegan, StepDone, StepLost
 from asyncrl.errors import FleetFailed, LostRows, PeerLost
-from asyncrl.events import StepBegan, StepDone, StepLost
 from asyncrl.protocols.batch import Cuts
 from asyncrl.protocols.messages import StepReport, ValueReport
-from asyncrl.simulated import SimulatedTraining, StepCost
-from asyncrl.simulated_critic import SimulatedCritic
+from asyncrl.simulation.fakes.scoring import FakeCritic
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scene import CONFIG, Scene
@@ -23,9 +24,9 @@ class PpoScene(Scene):
 
     def __init__(self, cost: float = 1.0, steps: int = 4) -> None:
         super().__init__(steps=steps)
-        self.page = ppo.PAGE
-        self.learner = self.critic = SimulatedCritic(0.3, cost, [self.generation])
-        self.training = SimulatedTraining(StepCost(1.0), CONFIG.limit, [self.generation, self.critic], seed=0)
+        self.algorithm = ppo.ALGORITHM
+        self.learner = self.critic = FakeCritic(0.3, cost, [self.generation])
+        self.training = FakeTraining(StepCost(1.0), CONFIG.limit, [self.generation, self.critic], seed=0)
 
 
 def test_what_the_policy_trains_the_critic_learns_once_from_the_same_version() -> None:
@@ -56,7 +57,7 @@ def test_the_critic_learns_beside_the_policy_and_its_metrics_are_the_steps() -> 
     assert [done.seconds for done in slow.told(StepDone)] == pytest.approx([2.5] * 4)
 
 
-class LosingTraining(SimulatedTraining):
+class LosingTraining(FakeTraining):
     """Finds rows gone in its first step."""
 
     asked = 0
@@ -78,7 +79,7 @@ def test_a_lost_step_is_no_loss_of_the_critic_and_no_sample_is_learnt_twice() ->
     assert len(names) == len(set(names)) >= 4 * CONFIG.batch
 
 
-class Forgetful(SimulatedCritic):
+class Forgetful(FakeCritic):
     """Finds rows gone in its first update."""
 
     asked = 0
@@ -92,13 +93,13 @@ class Forgetful(SimulatedCritic):
 def test_rows_that_only_the_critic_misses_do_not_hold_up_the_policy() -> None:
     scene = PpoScene()
     scene.critic = Forgetful(0.3, 1.0, [scene.generation])
-    scene.training = SimulatedTraining(StepCost(1.0), CONFIG.limit, [scene.generation, scene.critic], seed=0)
+    scene.training = FakeTraining(StepCost(1.0), CONFIG.limit, [scene.generation, scene.critic], seed=0)
     scene.play()
     assert scene.gate.version == 4
     assert [done.report.metrics["critic/updates"] for done in scene.told(StepDone)] == [0, 1, 1, 1]
 
 
-class Dying(SimulatedCritic):
+class Dying(FakeCritic):
     async def update(self, cuts: Cuts) -> ValueReport:
         raise PeerLost("critic0.0 died")
 

@@ -1,7 +1,8 @@
-"""ReMax's page over simulated services: what the greedy answer decides, and where it never comes."""
+"""ReMax's algorithm over simulated services: what the greedy answer decides, and where it never comes."""
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,32 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import remax
-from asyncrl.books import NO_GREEDY, Books
-from asyncrl.controller import Controller
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.journal.journal_records import Compared, Dropped
+from asyncrl.controller.journal.journal_store import MemoryStore
+from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.observers.events import (
+    AttemptBegan,
+    AttemptFailed,
+    GroupFinished,
+    SampleScored,
+    SamplesDropped,
+    StepBegan,
+    StepDone,
+)
+from asyncrl.controller.rollouts import Attempt
+from asyncrl.controller.sample_tracker import NO_GREEDY, SampleTracker
 from asyncrl.errors import PeerLost
-from asyncrl.events import AttemptBegan, AttemptFailed, GroupFinished, SampleScored, SamplesDropped, StepBegan, StepDone
-from asyncrl.fleet import Fleet
-from asyncrl.ledger import Journal
+from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import GreedyBaseline
-from asyncrl.protocols.batch import GREEDY, BatchRef, Place, RowRef, SampleName
+from asyncrl.protocols.batch import GREEDY, Array, BatchRef, Place, RowRef, SampleName
 from asyncrl.protocols.messages import PromptGroup, Score
-from asyncrl.records import Compared, Dropped
-from asyncrl.rolling import Attempt
-from asyncrl.simulated import SimulatedGeneration, SimulatedReward, SimulatedTraining, Spans, StepCost, constant
-from asyncrl.staleness import Gate, GateConfig
-from asyncrl.store import MemoryStore
+from asyncrl.simulation.fakes.generation import FakeGeneration
+from asyncrl.simulation.fakes.sample_lengths import constant
+from asyncrl.simulation.fakes.scoring import FakeReward
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scene import Scene
@@ -30,7 +43,7 @@ from scene import Scene
 CONFIG = GateConfig(groups=2, members=4, limit=1, policy="mask", slots=16, cut_at=2, baseline=1, greedy=True)
 
 
-class Judge(SimulatedReward):
+class Judge(FakeReward):
     """The member is the reward of a sample, 0.5 that of a greedy answer, which takes `later` seconds longer.
 
     greedy: groups whose greedy answer was judged, with the attempt.
@@ -43,7 +56,7 @@ class Judge(SimulatedReward):
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
         if samples.rows[0].member != GREEDY:
             return [Score(float(sample.member), {}) for sample in samples]
-        await self.work(0.1 + self.later)
+        await self.spend(0.1 + self.later)
         (answer,) = samples
         self.greedy.append((answer.group, answer.attempt))
         return [Score(None if answer.group in self.without else 0.5, {})]
@@ -52,7 +65,7 @@ class Judge(SimulatedReward):
 class RemaxScene(Scene):
     def __init__(self, reward: Judge, steps: int = 3) -> None:
         super().__init__(CONFIG, steps)
-        self.page, self.estimate, self.reward = remax.PAGE, GreedyBaseline(), reward
+        self.algorithm, self.estimate, self.reward = remax.ALGORITHM, GreedyBaseline(), reward
 
 
 def test_every_sample_is_compared_with_the_greedy_answer_to_its_prompt() -> None:
@@ -69,14 +82,14 @@ def test_every_sample_is_compared_with_the_greedy_answer_to_its_prompt() -> None
 def test_greedy_answers_never_enter_the_loss_nor_what_is_counted() -> None:
     asked: list[PromptGroup] = []
 
-    class Asked(SimulatedGeneration):
+    class Asked(FakeGeneration):
         def generate(self, prompts: PromptGroup) -> Any:
             asked.append(prompts)
             return super().generate(prompts)
 
     scene = RemaxScene(Judge())
     scene.generation = Asked(CONFIG.slots, 0.1, constant(20))
-    scene.training = SimulatedTraining(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
+    scene.training = FakeTraining(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
     scene.play()
     greedy, sampled = [p for p in asked if GREEDY in p.members], [p for p in asked if GREEDY not in p.members]
     assert [prompts.members for prompts in greedy] == [(GREEDY,)] * len(sampled)
@@ -103,67 +116,69 @@ class Held:
         self.released: list[SampleName] = []
         self.gate, self.journal = Gate(CONFIG), Journal(MemoryStore())
         self.moved = 0
-        self.books = Books(self.gate, self.journal, lambda event: None, self.released.extend, self.move)
-        self.group = self.books.draw()
+        self.tracker = SampleTracker(self.gate, self.journal, lambda event: None, self.released.extend, self.move)
+        self.group = self.tracker.draw()
 
     def move(self) -> None:
         self.moved += 1
 
     def scored(self, members: tuple[int, ...], attempt: int = 0) -> None:
         for member in members:
-            self.books.generated([row(self.group, member, attempt)])
-            self.books.scored(row(self.group, member, attempt), Score(1.0, {}))
+            self.tracker.generated([row(self.group, member, attempt)])
+            self.tracker.scored(row(self.group, member, attempt), Score(1.0, {}))
 
 
 @pytest.mark.trap("greedy_training")
 def test_a_greedy_answer_handed_on_as_a_sample_is_refused() -> None:
     held = Held()
     with pytest.raises(AssertionError, match="is no sample: hand it to `compared`"):
-        held.books.generated([row(held.group, GREEDY)])
+        held.tracker.generated([row(held.group, GREEDY)])
     with pytest.raises(AssertionError, match="is no greedy answer: hand it to `ready`"):
-        held.books.compared(row(held.group, 0), Score(1.0, {}))
+        held.tracker.compared(row(held.group, 0), Score(1.0, {}))
 
 
 def test_no_part_of_a_group_trains_before_it_can_be_compared() -> None:
     held = Held()
     held.gate.stop_drawing()
     held.scored((0, 1, 2, 3))
-    assert held.books.pick() is None
+    assert held.tracker.pick() is None
     assert not held.gate.exhausted, "the reward of the greedy answer is still to come"
-    assert held.books.foreseen() == []
+    assert held.tracker.preview() == []
     moved = held.moved
-    held.books.compared(row(held.group, GREEDY), Score(0.25, {}))
+    held.tracker.compared(row(held.group, GREEDY), Score(0.25, {}))
     assert held.moved > moved, "whoever waits for a batch looks again"
-    assert held.books.pick() == ((held.group, (0, 1, 2, 3)),)
-    (cut,) = held.books.rewarded([(held.group, (0, 1, 2, 3))], lambda row: row.member != 3)
+    assert held.tracker.pick() == ((held.group, (0, 1, 2, 3)),)
+    (cut,) = held.tracker.rewarded([(held.group, (0, 1, 2, 3))], lambda row: row.member != 3)
     assert cut.greedy == 0.25
     assert [cut.tokens[member] > 0 for member in range(4)] == [True, True, True, False]
 
 
 def test_the_row_of_a_greedy_answer_is_released_once_judged_and_when_its_attempt_is_given_up() -> None:
     held = Held()
-    held.books.restart(held.group, "its worker died", 1)
+    held.tracker.restart(held.group, "its worker died", 1)
     assert (held.group, GREEDY, 0) in held.released
     held.released.clear()
-    held.books.compared(row(held.group, GREEDY, attempt=0), Score(1.0, {}))
+    held.tracker.compared(row(held.group, GREEDY, attempt=0), Score(1.0, {}))
     assert held.released == [(held.group, GREEDY, 0)], "a late answer is let go of, and refused"
     assert held.gate.awaits(held.group)
     held.released.clear()
-    held.books.drop(held.group, (0, 1, 2, 3), "poison")
+    held.tracker.drop(held.group, (0, 1, 2, 3), "poison")
     assert (held.group, GREEDY, 1) in held.released
-    assert held.books.gate.finished(held.group)
+    assert held.tracker.gate.finished(held.group)
 
 
 def test_a_retried_group_keeps_the_reward_it_was_compared_with_also_when_the_run_is_resumed() -> None:
     held = Held()
-    held.books.compared(row(held.group, GREEDY), Score(0.25, {}))
-    held.books.restart(held.group, "its worker died", 1)
-    held.books.compared(row(held.group, GREEDY, attempt=1), Score(0.75, {}))
-    assert held.gate.greedy(held.group) == 0.25, "the first one counts, so that all its parts compare with the same"
+    held.tracker.compared(row(held.group, GREEDY), Score(0.25, {}))
+    held.tracker.restart(held.group, "its worker died", 1)
+    held.tracker.compared(row(held.group, GREEDY, attempt=1), Score(0.75, {}))
+    assert held.gate.group(held.group).greedy == 0.25, (
+        "the first one counts, so that all its parts compare with the same"
+    )
     (restored,) = Journal(held.journal.store).ledger.restored()
     resumed = Gate(CONFIG, 0, 1)
     resumed.restore(restored)
-    assert (resumed.greedy(held.group), resumed.awaits(held.group)) == (0.25, False)
+    assert (resumed.group(held.group).greedy, resumed.awaits(held.group)) == (0.25, False)
     resumed = Gate(CONFIG, 0, 1)
     resumed.restore(replace(restored, greedy=None))
     assert resumed.awaits(held.group), "one that was not compared before asks again"
@@ -207,7 +222,7 @@ class Fragile(Judge):
 
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
         if samples.rows[0].member != GREEDY:
-            await self.work(1.0)
+            await self.spend(1.0)
             if not self.died:
                 self.died = True
                 raise PeerLost("reward0.0 died")
@@ -216,22 +231,22 @@ class Fragile(Judge):
 
 def test_a_retried_group_that_was_compared_generates_no_other_greedy_answer() -> None:
     scene = RemaxScene(judge := Fragile())
-    scene.generation = SimulatedGeneration(64, 0.1, constant(20))  # a slot for each: none waits
-    scene.training = SimulatedTraining(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
+    scene.generation = FakeGeneration(64, 0.1, constant(20))  # a slot for each: none waits
+    scene.training = FakeTraining(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
     scene.play()
     (failed,) = scene.told(AttemptFailed)
     assert [attempt for group, attempt in judge.greedy if group == failed.group] == [0]
     assert scene.gate.version == 3
 
 
-def test_a_page_that_forgets_the_greedy_answer_is_told_so() -> None:
-    async def forgetful(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+def test_an_algorithm_that_forgets_the_greedy_answer_is_told_so() -> None:
+    async def forgetful(fleet: Fleet, control: Controller, group: Attempt) -> None:
         async for samples in fleet.generation.generate(group.prompts):
-            gate.generated(samples)
-            await remax.judge(fleet, gate, group, samples)
+            control.generated(samples)
+            await remax.score(fleet, control, group, samples)
 
     scene = RemaxScene(Judge())
-    scene.page = replace(remax.PAGE, roll_out=forgetful)
+    scene.algorithm = replace(remax.ALGORITHM, roll_out=forgetful)
 
     def seen(event: Any) -> None:
         scene.events.append(event)
@@ -245,12 +260,12 @@ def test_a_page_that_forgets_the_greedy_answer_is_told_so() -> None:
 
 @pytest.mark.parametrize("later", [0.0, 8.0, 30.0])
 def test_draws_wait_for_releases_so_that_rows_with_greedy_ones_among_them_keep_within_their_slots(later: float) -> None:
-    class Slow(SimulatedGeneration):
+    class Slow(FakeGeneration):
         most = 0
 
-        def hold(self, sample: SampleName, spans: Spans) -> Place:
-            place = super().hold(sample, spans)
-            self.most = max(self.most, len(self.rows))
+        def keep(self, sample: SampleName, columns: Mapping[str, Array]) -> Place:
+            place = super().keep(sample, columns)
+            self.most = max(self.most, self.stored_rows)
             return place
 
         async def release(self, samples: list[SampleName], oldest: int) -> None:
@@ -259,7 +274,7 @@ def test_draws_wait_for_releases_so_that_rows_with_greedy_ones_among_them_keep_w
 
     scene = RemaxScene(Judge(later), steps=12)
     scene.generation = slow = Slow(64, 0.1, constant(20))
-    scene.training = SimulatedTraining(StepCost(1.0), CONFIG.limit, [slow], seed=0)
+    scene.training = FakeTraining(StepCost(1.0), CONFIG.limit, [slow], seed=0)
     scene.play()
     assert (CONFIG.rows, CONFIG.kept) == (5, (CONFIG.cap + 2) * 5)
     assert CONFIG.cap * CONFIG.members <= slow.most <= CONFIG.kept

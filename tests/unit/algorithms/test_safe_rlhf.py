@@ -1,4 +1,4 @@
-"""Safe RLHF's page over simulated services: what it asks of cost service and cost critic, and what it hands on."""
+"""Safe RLHF's algorithm over simulated services: what it asks of cost service and cost critic, and what it hands on."""
 
 import sys
 from pathlib import Path
@@ -7,24 +7,24 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import safe_rlhf
+from asyncrl.controller.observers.events import SampleScored, SamplesDropped, StepBegan, StepDone
 from asyncrl.errors import FleetFailed, PeerLost
-from asyncrl.events import SampleScored, SamplesDropped, StepBegan, StepDone
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.messages import Score, ValueReport
-from asyncrl.simulated import SimulatedReward, SimulatedTraining, StepCost
-from asyncrl.simulated_critic import SimulatedCritic
+from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReward
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scene import CONFIG, Scene
 
 
-class Price(SimulatedReward):
+class Price(FakeReward):
     """A sample costs ten times its group and its member; those of member `missing` have no cost."""
 
     missing = -1
 
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
-        await self.work(self.delay)
+        await self.spend(self.delay)
         return [self._price(sample.group, sample.member) for sample in samples]
 
     def _price(self, group: int, member: int) -> Score:
@@ -36,15 +36,15 @@ class Price(SimulatedReward):
 class SafeScene(Scene):
     def __init__(self) -> None:
         super().__init__(steps=4)
-        self.page = safe_rlhf.PAGE
+        self.algorithm = safe_rlhf.ALGORITHM
         self.cost = Price(0.2)
-        self.with_critics(SimulatedCritic(0.3, 1.0, [self.generation], "cost"))
+        self.with_critics(FakeCritic(0.3, 1.0, [self.generation], "cost"))
 
-    def with_critics(self, cost_critic: SimulatedCritic) -> None:
-        self.critic = SimulatedCritic(0.3, 1.0, [self.generation, cost_critic])
+    def with_critics(self, cost_critic: FakeCritic) -> None:
+        self.critic = FakeCritic(0.3, 1.0, [self.generation, cost_critic])
         self.cost_critic = cost_critic
-        self.cost_critic._hosts = (self.generation, self.critic, self.cost_critic)
-        self.training = SimulatedTraining(
+        self.cost_critic.read_from((self.generation, self.critic, self.cost_critic))
+        self.training = FakeTraining(
             StepCost(1.0), CONFIG.limit, [self.generation, self.critic, self.cost_critic], seed=0
         )
 
@@ -88,7 +88,7 @@ def test_a_sample_without_a_cost_is_dropped_as_one_without_a_reward_is() -> None
     assert "nobody knows its price" in {told.score.error for told in scene.told(SampleScored)}
 
 
-class Dying(SimulatedCritic):
+class Dying(FakeCritic):
     async def update(self, cuts: Cuts) -> ValueReport:
         raise PeerLost("cost_critic0.0 died")
 
@@ -105,4 +105,4 @@ def test_rows_of_everything_are_let_go_of() -> None:
     scene.play()
     for host in (scene.generation, scene.critic, scene.cost_critic):
         assert host is not None
-        assert len(host.rows) <= scene.gate.in_flight
+        assert host.stored_rows <= scene.gate.in_flight

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from asyncrl.bench.figures import Seen, in_turn, number, own_seconds, ratios, seen, table, verdict
+from asyncrl.bench.measurements import RoundValues, goal_line, in_turn, number, own_seconds, ratios, round_values, table
 
 WORK = "import time; sum(range(20_000_000)); print(time.process_time(), flush=True); input()"
 """Says how many CPU seconds it took, and lives on."""
@@ -19,19 +19,19 @@ def test_sides_take_turns_in_an_order_that_turns_around() -> None:
     found = in_turn({"a": lambda: side("a", len(order)), "b": lambda: side("b", 10)}, rounds=3)
     assert "".join(order) == "abbaab"
     assert found == {"a": [0, 3, 4], "b": [10, 10, 10]}
-    assert seen(found)["a"].median == 3
+    assert round_values(found)["a"].median == 3
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    assert ratios(Seen((2.0, 9.0)), Seen((1.0, 3.0))).values == (2.0, 3.0)
+    assert ratios(RoundValues((2.0, 9.0)), RoundValues((1.0, 3.0))).values == (2.0, 3.0)
 
 
 @pytest.mark.parametrize(
-    ("seen", "goal", "most", "met"),
+    ("value", "goal", "at_most", "met"),
     [(2.0, 2.0, False, True), (1.99, 2.0, False, False), (0.01, 0.01, True, True), (0.02, 0.01, True, False)],
 )
-def test_goals(seen: float, goal: float, most: bool, met: bool) -> None:
-    assert ("MISSED" in verdict("it", seen, goal, most=most)) is not met
+def test_goals(value: float, goal: float, at_most: bool, met: bool) -> None:
+    assert ("MISSED" in goal_line("it", value, goal, at_most=at_most)) is not met
 
 
 def test_numbers_keep_what_matters() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import installing
-from asyncrl.installing import install_extra, pip_install, program
+from asyncrl.config import install_hints
+from asyncrl.config.install_hints import install_extra, pip_install, program
 
 
 def test_the_interpreter_that_runs_installs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -23,13 +23,13 @@ def test_the_interpreter_that_runs_installs(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_an_extra_of_a_checkout_is_installed_from_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(installing, "_checkout", lambda: tmp_path)
+    monkeypatch.setattr(install_hints, "_checkout", lambda: tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.chdir(tmp_path)
     assert install_extra("wandb") == "python -m pip install -e '.[wandb]'"
     (tmp_path / "constraints.txt").touch()
     assert install_extra("wandb") == "python -m pip install -c constraints.txt -e '.[wandb]'"
-    monkeypatch.setattr(installing, "_checkout", lambda: None)
+    monkeypatch.setattr(install_hints, "_checkout", lambda: None)
     assert install_extra("wandb") == "python -m pip install 'asyncrl[wandb]'"
 
 
@@ -39,7 +39,7 @@ def test_the_command_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.M
     assert "pip install [options]" in subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
 
-SCRIPT = f"#!{sys.executable}\nfrom asyncrl.installing import program\nprint(program())\n"
+SCRIPT = f"#!{sys.executable}\nfrom asyncrl.config.install_hints import program\nprint(program())\n"
 
 
 def install_at(folder: Path) -> Path:

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
-from asyncrl.algorithms.choice import advantages_of, page_of
-from asyncrl.algorithms.presets import PRESETS
-from asyncrl.config import Algorithm, Config
-from asyncrl.groups import GateConfig
+from asyncrl.algorithms.select import advantages_of, algorithm_of
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.config.presets import PRESETS
+from asyncrl.config.schema import AlgorithmConfig, Config
+from asyncrl.config.sources import load
+from asyncrl.config.sources.toml import dump
 from asyncrl.objectives.advantages import RewardedCut
-from asyncrl.settings import load
-from asyncrl.settings.toml import dump
 
 
 def config(**algorithm: Any) -> Config:
@@ -35,12 +35,12 @@ def test_a_preset_is_its_parts_and_each_can_be_overridden(preset: str) -> None:
 
 
 def test_every_preset_of_the_config_is_described() -> None:
-    assert set(PRESETS) == set(Algorithm.model_json_schema()["properties"]["preset"]["enum"])
-    assert {key for preset in PRESETS.values() for key in preset.parts} <= set(Algorithm.model_fields)
+    assert set(PRESETS) == set(AlgorithmConfig.model_json_schema()["properties"]["preset"]["enum"])
+    assert {key for preset in PRESETS.values() for key in preset.parts} <= set(AlgorithmConfig.model_fields)
 
 
 def test_defaults_are_those_of_grpo() -> None:
-    defaults = {name: field.default for name, field in Algorithm.model_fields.items()}
+    defaults = {name: field.default for name, field in AlgorithmConfig.model_fields.items()}
     assert {key: defaults[key] for key in PRESETS["grpo"].parts} == dict(PRESETS["grpo"].parts)
     assert config() == config(preset="grpo")
 
@@ -67,20 +67,20 @@ def test_a_correction_brings_its_usual_bounds(correction: str, cap: float | None
     assert config().algorithm.correction == "none"
 
 
-def test_with_a_critic_the_page_is_ppos_and_what_travels_is_the_reward() -> None:
+def test_with_a_critic_the_algorithm_is_ppos_and_what_travels_is_the_reward() -> None:
     chosen = config(preset="ppo")
-    assert page_of(chosen) is ppo.PAGE
-    assert page_of(config(preset="safe_rlhf")) is safe_rlhf.PAGE
-    assert page_of(config()) is grpo.PAGE
+    assert algorithm_of(chosen) is ppo.ALGORITHM
+    assert algorithm_of(config(preset="safe_rlhf")) is safe_rlhf.ALGORITHM
+    assert algorithm_of(config()) is grpo.ALGORITHM
     (found,) = advantages_of(chosen)([RewardedCut(0, (1, 2), {0: 1.0, 1: 0.25, 2: -3.0}, {1: 5, 2: 5})], 0)
     assert found == [0.25, -3.0]
 
 
-def test_remax_has_a_page_and_one_sample_a_prompt_is_enough() -> None:
+def test_remax_has_an_algorithm_and_one_sample_a_prompt_is_enough() -> None:
     chosen = Config.model_validate(
         {**config(preset="remax").model_dump(), "task": {"prompts": "p", "samples_per_prompt": 1}}
     )
-    assert page_of(chosen) is remax.PAGE
+    assert algorithm_of(chosen) is remax.ALGORITHM
     gate = GateConfig.of(chosen)
     assert (gate.greedy, gate.baseline, gate.cut_at, gate.rows) == (True, 1, 1, 2)
     (found,) = advantages_of(chosen)([RewardedCut(0, (1,), {0: 1.0, 1: 0.25}, {1: 5}, greedy=0.5)], 0)

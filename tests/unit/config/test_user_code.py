@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError
-from asyncrl.names import resolve, suggestion
 
 
 @pytest.fixture

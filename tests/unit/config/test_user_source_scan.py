@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.source_names import mistake_in, names_in
+from asyncrl.config.user_source_scan import names_in, source_problem
 
 SOURCE = """
 import sys, os.path as paths
@@ -69,7 +69,7 @@ def test_a_module_that_may_have_any_name(source: str) -> None:
     ],
 )
 def test_what_is_there_is_no_mistake(folder: Path, spec: str) -> None:
-    assert mistake_in(spec, "here") is None
+    assert source_problem(spec, "here") is None
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def test_what_is_there_is_no_mistake(folder: Path, spec: str) -> None:
         ("mine.py:mad", "mine.py has no mad; did you mean made?"),
         ("mine.py:hidden", "mine.py has no hidden"),
         ("mine:mad", "mine has no mad; did you mean made?"),
-        ("broken.py:f", "{folder}/broken.py is no Python that can be read: invalid syntax"),
+        ("broken.py:f", "{folder}/broken.py is not valid Python: invalid syntax"),
         ("no_such_module:f", "there is no module no_such_module; a file is written as FILE.py:NAME"),
         ("package_of_mine.outer:right", "there is no module package_of_mine.outer"),
         ("package_of_mine.inner:rihgt", "package_of_mine.inner has no rihgt; did you mean right?"),
     ],
 )
 def test_mistakes_are_told_with_the_closest_name(folder: Path, spec: str, told: str) -> None:
-    assert (mistake_in(spec, "here") or "").startswith(f"here: {told.format(folder=folder)}")
+    assert str(source_problem(spec, "here")).startswith(f"here: {told.format(folder=folder)}")

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,10 +11,23 @@ from typing import Any, cast
 
 import pytest
 
-from asyncrl import records, virtual
 from asyncrl.algorithms import grpo
-from asyncrl.config import Mismatch
-from asyncrl.controller import Controller, Page
+from asyncrl.config.schema import MismatchConfig
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.gate.group_state import Stage
+from asyncrl.controller.journal import journal_records
+from asyncrl.controller.journal.journal_records import InFlight, Trained
+from asyncrl.controller.observers.events import (
+    AttemptFailed,
+    GroupDrawn,
+    GroupPoisoned,
+    PoliciesApart,
+    SamplesDropped,
+    StepBegan,
+    StepDone,
+)
+from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import (
     DeadlineExceeded,
     FleetFailed,
@@ -25,32 +38,16 @@ from asyncrl.errors import (
     RewardError,
     WeightsError,
 )
-from asyncrl.events import (
-    AttemptFailed,
-    GroupDrawn,
-    GroupPoisoned,
-    PoliciesApart,
-    SamplesDropped,
-    StepBegan,
-    StepDone,
-)
-from asyncrl.fleet import Fleet
-from asyncrl.protocols.batch import BatchRef, Cuts, Place, SampleName
+from asyncrl.fleet.fleet import Fleet
+from asyncrl.protocols.batch import Array, BatchRef, Cuts, Place, SampleName
 from asyncrl.protocols.messages import PromptGroup, Score, StepReport
-from asyncrl.records import InFlight, Trained
-from asyncrl.rolling import Attempt
-from asyncrl.simulated import (
-    SimulatedGeneration,
-    SimulatedReward,
-    SimulatedTraining,
-    Spans,
-    StepCost,
-    constant,
-    stragglers,
-)
-from asyncrl.staleness import Stage
+from asyncrl.simulation import virtual_loop
+from asyncrl.simulation.fakes.generation import FakeGeneration
+from asyncrl.simulation.fakes.sample_lengths import constant, stragglers
+from asyncrl.simulation.fakes.scoring import FakeReward
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from scene import CONFIG, Scene
 
 
@@ -64,12 +61,12 @@ def test_a_run_trains_its_steps_and_writes_down_what_is_in_flight() -> None:
 
 
 def test_draws_wait_for_releases_so_that_rows_keep_within_their_slots() -> None:
-    class Slow(SimulatedGeneration):
+    class Slow(FakeGeneration):
         most = 0
 
-        def hold(self, sample: SampleName, spans: Spans) -> Place:
-            self.most = max(self.most, len(self.rows) + 1)
-            return super().hold(sample, spans)
+        def keep(self, sample: SampleName, columns: Mapping[str, Array]) -> Place:
+            self.most = max(self.most, self.stored_rows + 1)
+            return super().keep(sample, columns)
 
         async def release(self, samples: list[SampleName], oldest: int) -> None:
             await asyncio.sleep(60.0)
@@ -77,7 +74,7 @@ def test_draws_wait_for_releases_so_that_rows_keep_within_their_slots() -> None:
 
     scene = Scene(steps=12)
     scene.generation = slow = Slow(16, 0.1, constant(20))
-    scene.training = SimulatedTraining(StepCost(1.0), CONFIG.limit, [slow], seed=0)
+    scene.training = FakeTraining(StepCost(1.0), CONFIG.limit, [slow], seed=0)
     scene.play()
     assert slow.most == CONFIG.kept
     assert scene.gate.version == 12
@@ -98,8 +95,8 @@ def test_a_batch_carries_rewards_advantages_and_the_denominators_of_all() -> Non
 @pytest.mark.trap("truncated")
 def test_masked_truncated_samples_are_in_no_denominator() -> None:
     scene = Scene()
-    scene.generation = SimulatedGeneration(16, 0.1, stragglers(10, 0.5, 2))  # 20 tokens are the most: truncated
-    scene.training = SimulatedTraining(StepCost(1.0), 1, [scene.generation], seed=0)
+    scene.generation = FakeGeneration(16, 0.1, stragglers(10, 0.5, 2))  # 20 tokens are the most: truncated
+    scene.training = FakeTraining(StepCost(1.0), 1, [scene.generation], seed=0)
     scene.schedule = replace(scene.schedule, mask_truncated=True)
     scene.play()
     cuts: Cuts = scene.told(StepBegan)[0].cuts
@@ -113,7 +110,7 @@ def test_masked_truncated_samples_are_in_no_denominator() -> None:
         )
 
 
-class Drifting(SimulatedTraining):
+class Drifting(FakeTraining):
     """Its policy moves further from the sampler's with every step."""
 
     async def step(self, cuts: Cuts) -> StepReport:
@@ -124,7 +121,7 @@ class Drifting(SimulatedTraining):
 def test_policies_that_drift_apart_are_told_once_and_then_end_the_run() -> None:
     scene = Scene(steps=9)
     scene.training = Drifting(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
-    scene.schedule = replace(scene.schedule, mismatch=Mismatch(warn_kl=0.15, stop_kl=0.35))
+    scene.schedule = replace(scene.schedule, mismatch=MismatchConfig(warn_kl=0.15, stop_kl=0.35))
     with pytest.raises(PolicyMismatch, match=r"step 4: mismatch/kl is 0\.4, over mismatch\.stop_kl = 0\.35"):
         scene.play()
     (told,) = scene.told(PoliciesApart)
@@ -135,7 +132,7 @@ def test_policies_that_drift_apart_are_told_once_and_then_end_the_run() -> None:
 def test_groups_of_equal_rewards_are_replaced_and_written_down() -> None:
     scene = Scene(replace(CONFIG, members=2, need_signal=True), steps=5)
     scene.play()
-    dropped = [record for record in scene.records(records.Dropped) if record.reason == "no_signal"]
+    dropped = [record for record in scene.records(journal_records.Dropped) if record.reason == "no_signal"]
     assert dropped
     for begun in scene.told(StepBegan):
         assert all(row.advantage != 0 for row in begun.cuts.batch)
@@ -174,20 +171,20 @@ def test_the_journal_knows_of_a_step_before_the_gate_does() -> None:
 def test_stop_ends_the_run_after_the_running_iteration() -> None:
     scene = Scene(steps=1000)
 
-    async def train(fleet: Fleet, gate: Controller) -> None:
-        async for iteration in gate.iterations():
+    async def train(fleet: Fleet, control: Controller) -> None:
+        async for iteration in control.iterations():
             with iteration as cuts:
-                if gate.version == 2:
-                    gate.stop()
-                gate.trained(await fleet.training.step(cuts))
+                if control.version == 2:
+                    control.stop()
+                control.trained(await fleet.training.step(cuts))
 
-    scene.page = Page(grpo.roll_out, train)
+    scene.algorithm = Algorithm(grpo.roll_out, train)
     scene.play()
     assert scene.gate.version == 3
     assert len(scene.records(InFlight)) == 1
 
 
-class BrokenReward(SimulatedReward):
+class BrokenReward(FakeReward):
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
         raise RewardError(f"reward function 'broken' failed on sample {samples.rows[0].key}")
 
@@ -199,7 +196,7 @@ def test_a_reward_that_fails_ends_the_run_with_one_error() -> None:
         scene.play()
 
 
-class FailingFleet(SimulatedReward):
+class FailingFleet(FakeReward):
     """The run fails, and in the turns of the loop that follow it hears that the worker that holds the rows died."""
 
     def __init__(self, scene: Scene) -> None:
@@ -207,7 +204,7 @@ class FailingFleet(SimulatedReward):
         self.scene = scene
 
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
-        loop = cast(virtual.VirtualLoop, asyncio.get_running_loop())
+        loop = cast(virtual_loop.VirtualLoop, asyncio.get_running_loop())
         lose = partial(self.scene.controller.worker_lost, self.scene.generation.instance, "killed")
         for turns in range(8):
             loop.after_turns(turns, lose)
@@ -221,7 +218,7 @@ def test_a_worker_that_dies_while_a_run_fails_hides_nothing_of_the_failure() -> 
         scene.play()
 
 
-class PoisonousGeneration(SimulatedGeneration):
+class PoisonousGeneration(FakeGeneration):
     """Group 1 kills whoever samples it."""
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
@@ -234,7 +231,7 @@ class PoisonousGeneration(SimulatedGeneration):
 def test_a_group_that_fails_three_times_is_dropped_with_its_prompt() -> None:
     scene = Scene()
     scene.generation = PoisonousGeneration(16, 0.1, constant(20))
-    scene.training = SimulatedTraining(StepCost(1.0), 1, [scene.generation], seed=0)
+    scene.training = FakeTraining(StepCost(1.0), 1, [scene.generation], seed=0)
     scene.play()
     assert scene.told(GroupPoisoned) == [GroupPoisoned(1, "prompt 1", "died in attempt 2")]
     assert SamplesDropped(1, (0, 1, 2, 3), "poison") in scene.events
@@ -264,7 +261,7 @@ async def die_three_times(scene: Scene) -> None:
     for _ in range(3):
         await asyncio.sleep(12)
         instance = scene.generation.instance
-        scene.controller.worker_lost(instance, "killed", scene.generation.works_for())
+        scene.controller.worker_lost(instance, "killed", scene.generation.groups_at_work())
         scene.generation.die()
         await scene.training.detached(instance)
         await asyncio.sleep(1)
@@ -275,15 +272,15 @@ async def die_three_times(scene: Scene) -> None:
 
 def test_slow_groups_that_run_in_a_worker_which_dies_three_times_in_a_row_are_not_poison() -> None:
     scene = Scene()
-    scene.generation = SimulatedGeneration(16, 1.0, constant(20))  # 20 seconds each
-    scene.training = SimulatedTraining(StepCost(1.0), 1, [scene.generation], seed=0)
+    scene.generation = FakeGeneration(16, 1.0, constant(20))  # 20 seconds each
+    scene.training = FakeTraining(StepCost(1.0), 1, [scene.generation], seed=0)
 
-    async def train(fleet: Fleet, gate: Controller) -> None:
+    async def train(fleet: Fleet, control: Controller) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(die_three_times(scene))
-            await grpo.train(fleet, gate)
+            await grpo.train(fleet, control)
 
-    scene.page = Page(grpo.roll_out, train)
+    scene.algorithm = Algorithm(grpo.roll_out, train)
     scene.play()
     failed = Counter(event.group for event in scene.told(AttemptFailed))
     assert max(failed.values()) >= 3
@@ -291,25 +288,25 @@ def test_slow_groups_that_run_in_a_worker_which_dies_three_times_in_a_row_are_no
     assert scene.gate.version == 3
 
 
-async def forget_every_second_sample(fleet: Fleet, gate: Controller, group: Attempt) -> None:
+async def forget_every_second_sample(fleet: Fleet, control: Controller, group: Attempt) -> None:
     async for samples in fleet.generation.generate(group.prompts):
-        gate.generated(samples)
+        control.generated(samples)
         for row in samples:
             if group.prompts.id != 0 or row.member % 2:
-                gate.ready(BatchRef((row,)), [Score(float(row.member), {})])
+                control.ready(BatchRef((row,)), [Score(float(row.member), {})])
 
 
-def test_a_page_that_forgets_samples_is_told_which() -> None:
+def test_an_algorithm_that_forgets_samples_is_told_which() -> None:
     scene = Scene()
-    scene.page = Page(forget_every_second_sample, grpo.train)
+    scene.algorithm = Algorithm(forget_every_second_sample, grpo.train)
     scene.play()
     assert scene.told(GroupPoisoned) == [GroupPoisoned(0, "prompt 0", "the attempt ended without samples (0, 2)")]
 
 
-class FailingTraining(SimulatedTraining):
+class FailingTraining(FakeTraining):
     """Raises `error` in the second step."""
 
-    def __init__(self, generation: SimulatedGeneration, error: BaseException) -> None:
+    def __init__(self, generation: FakeGeneration, error: BaseException) -> None:
         super().__init__(StepCost(1.0), 1, [generation], seed=0)
         self._error = error
 
@@ -342,7 +339,7 @@ def test_lost_rows_send_their_groups_back() -> None:
     scene.training = FailingTraining(scene.generation, LostRows("slot 3 was freed"))
     scene.play()
     assert scene.gate.version == 3
-    assert {attempt.reason for attempt in scene.records(records.Attempt)} == {"slot 3 was freed"}
+    assert {attempt.reason for attempt in scene.records(journal_records.AttemptStarted)} == {"slot 3 was freed"}
 
 
 def test_another_error_of_a_step_is_the_runs_error() -> None:
@@ -352,7 +349,7 @@ def test_another_error_of_a_step_is_the_runs_error() -> None:
         scene.play()
 
 
-class Liar(SimulatedTraining):
+class Liar(FakeTraining):
     async def step(self, cuts: Cuts) -> StepReport:
         return replace(await super().step(cuts), version=7)
 
@@ -360,7 +357,7 @@ class Liar(SimulatedTraining):
 def test_a_report_of_another_version_is_refused() -> None:
     scene = Scene()
     scene.training = Liar(StepCost(1.0), 1, [scene.generation], seed=0)
-    with pytest.raises(Refused, match="version 7 after a step that should have led to epoch 0, version 1"):
+    with pytest.raises(Refused, match="version 7 after a step that should have led to incarnation 0, version 1"):
         scene.play()
 
 

@@ -8,9 +8,9 @@ from types import ModuleType
 
 import pytest
 
+from asyncrl.config.install_hints import program
 from asyncrl.deploy import cli
 from asyncrl.errors import ConfigError, FleetFailed, Interrupted, JournalError, RewardError, TaskError
-from asyncrl.installing import program
 
 HEAVY = ("pydantic", "torch", "numpy", "rich", "zmq", "transformers", "asyncio")
 MAX_CPU = 0.3

@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 
 import asyncrl.deploy.evaluate as module
 from asyncrl.api import Run, _functions, _reward_here, train
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
+from asyncrl.config.sources.toml import dump
 from asyncrl.deploy import cli
 from asyncrl.errors import ConfigError
-from asyncrl.fleet import ServiceSpec
-from asyncrl.settings.toml import dump
+from asyncrl.fleet.fleet import ServiceSpec
 
 ROWS = [{"prompt": "reverse abo:", "answer": "oba"}]
 

@@ -2,30 +2,33 @@
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncrl.algorithms.grpo import PAGE
-from asyncrl.checkpoint import ResumePlan
-from asyncrl.config import Config
-from asyncrl.deploy.beginning import LONGEST, Order, facts_of, load_questions, nothing_left, settle_config, take_up
-from asyncrl.deploy.run import naming_rows
-from asyncrl.errors import TaskError
-from asyncrl.rundir import RunDirectory, open_run_directory
-from asyncrl.store import FileStore
-from asyncrl.tasks.draw import drawn_row
+from asyncrl.config.schema import Config
+from asyncrl.controller.journal.checkpoints import ResumePlan
+from asyncrl.controller.journal.journal_store import FileStore
+from asyncrl.deploy.run_request import (
+    LONGEST,
+    RunRequest,
+    facts_of,
+    load_questions,
+    nothing_left,
+    restore_run,
+    settle_config,
+)
+from asyncrl.tasks.prompt_draw import drawn_row
 from asyncrl.telemetry.display import open_display
+from asyncrl.telemetry.run_directory import RunDirectory, open_run_directory
 
 ROWS = [{"prompt": "x" * length} for length in (1, 2, 3)]
 
 
-def order(path: Path, **sections: Any) -> Order:
+def order(path: Path, **sections: Any) -> RunRequest:
     values = {"model": {"name": "m"}, "task": {"prompts": "p.jsonl"}, **sections}
-    return Order(Config.model_validate(values), path, open_display(1), "asyncrl run", prompts=ROWS)
+    return RunRequest(Config.model_validate(values), path, open_display(1), "asyncrl run", prompts=ROWS)
 
 
 @pytest.fixture
@@ -60,19 +63,11 @@ def test_a_config_that_cannot_be_written_stays_as_it_is(directory: RunDirectory,
     assert directory.config.read_text() == before
 
 
-async def test_a_prompt_that_generation_refuses_is_named_by_its_row(directory: RunDirectory) -> None:
-    async def refuse(*_: object) -> None:
-        raise TaskError("the prompt has 9 tokens")
-
+def test_the_prompt_of_a_group_is_named_by_its_row(directory: RunDirectory) -> None:
     questions = load_questions(order(directory.path), directory)
     assert len((directory.logs / LONGEST).read_text().splitlines()) == len(ROWS)
-    page = naming_rows(replace(PAGE, roll_out=refuse), questions, seed=5)
-    group: Any = SimpleNamespace(prompts=SimpleNamespace(id=4))
-    nothing: Any = None
     row = drawn_row(5, 4, len(ROWS))
-    told = f"task.prompts: the rows given as prompts, row {row}: the prompt has 9 tokens"
-    with pytest.raises(TaskError, match=told):
-        await page.roll_out(nothing, nothing, group)
+    assert questions.where(4, seed=5) == f"task.prompts: the rows given as prompts, row {row}"
 
 
 PLAN = ResumePlan(1, 5, 0, "checkpoints/5", "", (), 40, ("checkpoint 6 was passed over",))
@@ -110,5 +105,5 @@ def test_links_between_hosts_have_heartbeats(
     wire: str, beats: bool, directory: RunDirectory, store: FileStore, tmp_path: Path
 ) -> None:
     config = order(tmp_path, fleet={"wire": wire}).config
-    facts = facts_of(config, directory, tmp_path / "model", take_up(config, directory, store, None))
+    facts = facts_of(config, directory, tmp_path / "model", restore_run(config, directory, store, None))
     assert (facts.heartbeat is not None) == beats

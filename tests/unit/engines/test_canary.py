@@ -6,17 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import Mismatch
-from asyncrl.controller import Schedule
-from asyncrl.events import PoliciesApart, StepDone
+from asyncrl.config.schema import MismatchConfig
+from asyncrl.controller.controller import Schedule
+from asyncrl.controller.observers.events import PoliciesApart, StepDone
 from asyncrl.protocols.messages import Published, Using
-from asyncrl.simulated import SimulatedGeneration, SimulatedTraining, StepCost, constant
+from asyncrl.simulation.fakes.generation import FakeGeneration
+from asyncrl.simulation.fakes.sample_lengths import constant
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from scene import CONFIG, Scene
 
 
-class OffKey(SimulatedGeneration):
+class OffKey(FakeGeneration):
     """Says that it is further from the trainer with each version."""
 
     async def use_weights(self, published: Published) -> Using:
@@ -27,8 +29,8 @@ class OffKey(SimulatedGeneration):
 def test_it_is_in_the_metrics_of_the_next_step_and_is_warned_of() -> None:
     scene = Scene()
     scene.generation = OffKey(CONFIG.slots, 0.1, constant(20))
-    scene.training = SimulatedTraining(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
-    scene.schedule = Schedule(4, mismatch=Mismatch(warn_canary=0.6))
+    scene.training = FakeTraining(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
+    scene.schedule = Schedule(4, mismatch=MismatchConfig(warn_canary=0.6))
     scene.play()
     heard = [event.report.metrics.get("mismatch/canary") for event in scene.told(StepDone)]
     assert heard == [0.0, 0.5, 1.0, 1.5]

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, UnknownEndpoint
-from asyncrl.handle import GROUP_MARGIN, connect
+from asyncrl.fleet.handle import GROUP_MARGIN, make_handle
+from asyncrl.fleet.replicas import Replicas
 from asyncrl.protocols.batch import Batch, BatchRef, RowRef
 from asyncrl.protocols.contracts import Contract, Idempotent, Lane, endpoint
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.transfer import ONE_OF, ONE_TO_ALL, Rows, Transfer
-from asyncrl.workers import Workers
 
 
 def striped(weights: object, layout: Layout) -> list[Rows]:
@@ -70,8 +70,8 @@ class ScriptedChannel:
             self.closed.append(method)
 
 
-def fleet_of(*channels: ScriptedChannel) -> Workers:
-    workers = Workers("sums", len(channels), Layout())
+def fleet_of(*channels: ScriptedChannel) -> Replicas:
+    workers = Replicas("sums", len(channels), Layout())
     for worker, channel in zip(workers, channels, strict=True):
         worker.connected(f"{worker.name}-0-a", {Lane.WORK: channel, Lane.CONTROL: channel})
     return workers
@@ -89,7 +89,7 @@ def numbers(*values: int) -> Batch:
 
 
 async def test_an_unknown_endpoint_names_the_nearest() -> None:
-    handle = connect(Sums, fleet_of(answering(None)), 5.0)
+    handle = make_handle(Sums, fleet_of(answering(None)), 5.0)
     with pytest.raises(UnknownEndpoint, match="Sums has no endpoint 'duoble'; did you mean 'double'"):
         handle.duoble  # type: ignore[attr-defined]  # noqa: B018
 
@@ -97,7 +97,7 @@ async def test_an_unknown_endpoint_names_the_nearest() -> None:
 async def test_a_wrong_number_of_arguments_fails_before_anything_is_sent() -> None:
     channel = answering("yes")
     with pytest.raises(TypeError):
-        await connect(Sums, fleet_of(channel), 5.0).ask()  # type: ignore[call-arg]
+        await make_handle(Sums, fleet_of(channel), 5.0).ask()  # type: ignore[call-arg]
     assert not channel.calls
 
 
@@ -106,7 +106,7 @@ async def test_rows_are_split_over_replicas_and_joined_in_order() -> None:
         return numbers(*(int(row[0]) * times for row in rows["number"]))
 
     channels = [ScriptedChannel(double) for _ in range(3)]
-    doubled = await connect(Sums, fleet_of(*channels), 5.0).double(numbers(1, 2, 3, 4, 5), times=3)
+    doubled = await make_handle(Sums, fleet_of(*channels), 5.0).double(numbers(1, 2, 3, 4, 5), times=3)
     assert [int(row[0]) for row in doubled["number"]] == [3, 6, 9, 12, 15]
     assert [len(channel.calls[0][1][0]) for channel in channels] == [2, 2, 1]
 
@@ -119,7 +119,7 @@ async def test_one_of_goes_to_the_replica_with_fewest_outstanding_calls() -> Non
         return question
 
     first, second, third = (ScriptedChannel(slow) for _ in range(3))
-    handle = connect(Sums, fleet_of(first, second, third), 5.0)
+    handle = make_handle(Sums, fleet_of(first, second, third), 5.0)
     async with asyncio.TaskGroup() as tasks:
         asked = [tasks.create_task(handle.ask(str(number))) for number in range(6)]
     assert [len(channel.calls) for channel in (first, second, third)] == [2, 2, 2]
@@ -129,15 +129,15 @@ async def test_one_of_goes_to_the_replica_with_fewest_outstanding_calls() -> Non
 async def test_one_of_avoids_a_dead_replica() -> None:
     dead, alive = answering("dead"), answering("alive")
     workers = fleet_of(dead, alive)
-    workers.worker(0, 0).lost("killed by SIGKILL", returns=True)
-    assert await connect(Sums, workers, 5.0).ask("who?") == "alive"
+    workers.worker(0, 0).lost("killed by SIGKILL", restarting=True)
+    assert await make_handle(Sums, workers, 5.0).ask("who?") == "alive"
 
 
 async def test_a_call_to_one_replica_waits_for_no_other() -> None:
     stuck, lives = answering(["stuck"]), answering(["lives"])
     workers = fleet_of(stuck, lives)
     instance = workers.worker(1, 0).instance
-    sums = connect(Sums, workers, 5.0)
+    sums = make_handle(Sums, workers, 5.0)
     assert await sums.replica_of(instance).names() == ["lives"]
     assert not stuck.calls
     workers.worker(1, 0).connected("its successor", {Lane.CONTROL: lives})
@@ -169,7 +169,7 @@ async def test_a_dead_instance_is_asked_which_groups_it_worked_for() -> None:
 
 async def test_a_pure_call_is_repeated_once_on_the_restarted_replica() -> None:
     async def dies(question: str) -> str:
-        worker.lost("killed by SIGKILL", returns=True)
+        worker.lost("killed by SIGKILL", restarting=True)
         asyncio.get_running_loop().call_soon(back)
         raise PeerLost("killed by SIGKILL")
 
@@ -179,7 +179,7 @@ async def test_a_pure_call_is_repeated_once_on_the_restarted_replica() -> None:
     second = answering("from the second instance")
     workers = fleet_of(ScriptedChannel(dies))
     worker = workers.worker(0, 0)
-    assert await connect(Sums, workers, 5.0).ask("who?") == "from the second instance"
+    assert await make_handle(Sums, workers, 5.0).ask("who?") == "from the second instance"
     assert len(second.calls) == 1
 
 
@@ -188,7 +188,7 @@ async def test_a_call_that_changes_state_is_never_repeated() -> None:
         raise PeerLost("killed by SIGKILL")
 
     first, second = ScriptedChannel(dies), ScriptedChannel(dies)
-    handle = connect(Sums, fleet_of(first, second), 5.0)
+    handle = make_handle(Sums, fleet_of(first, second), 5.0)
     with pytest.raises(PeerLost):
         await handle.spend(1)
     assert (len(first.calls), len(second.calls)) == (1, 0)
@@ -199,23 +199,23 @@ async def test_a_call_that_changes_state_is_never_repeated() -> None:
 
 async def test_waiting_for_a_restart_ends_at_the_deadline_and_says_why() -> None:
     workers = fleet_of(answering(1))
-    workers.worker(0, 0).lost("killed by SIGKILL", returns=True)
+    workers.worker(0, 0).lost("killed by SIGKILL", restarting=True)
     with pytest.raises(DeadlineExceeded, match=r"sums0\.0 does not answer: killed by SIGKILL"):
-        await connect(Sums, workers, 0.01).ask("anybody?")
+        await make_handle(Sums, workers, 0.01).ask("anybody?")
 
 
 async def test_a_worker_that_does_not_return_is_not_waited_for() -> None:
     workers = fleet_of(answering(1))
-    workers.worker(0, 0).lost("killed by SIGKILL", returns=False)
+    workers.worker(0, 0).lost("killed by SIGKILL", restarting=False)
     with pytest.raises(FleetFailed, match="SIGKILL"):
-        await connect(Sums, workers, 60.0).ask("anybody?")
+        await make_handle(Sums, workers, 60.0).ask("anybody?")
 
 
 async def test_a_call_to_everybody_leaves_out_who_dies_meanwhile() -> None:
     async def dies(*args: Any) -> Any:
         raise PeerLost("killed")
 
-    handle = connect(Sums, fleet_of(answering(["a"]), ScriptedChannel(dies), answering(["c"])), 5.0)
+    handle = make_handle(Sums, fleet_of(answering(["a"]), ScriptedChannel(dies), answering(["c"])), 5.0)
     assert await handle.names() == ["a", "c"]
 
 
@@ -231,7 +231,7 @@ async def test_an_error_of_one_rank_is_raised_bare_and_stops_the_others() -> Non
         finally:
             stopped.set()
 
-    handle = connect(Sums, fleet_of(ScriptedChannel(waits), ScriptedChannel(fails)), 5.0)
+    handle = make_handle(Sums, fleet_of(ScriptedChannel(waits), ScriptedChannel(fails)), 5.0)
     with pytest.raises(ValueError, match="this rank cannot"):
         await handle.double(numbers(1, 2))
     assert stopped.is_set()
@@ -242,7 +242,7 @@ GROUP = PromptGroup(0, 0, 0, "hello", (0,), 1, 0, 1.0, 8, deadline=30.0)
 
 async def test_closing_a_stream_closes_it_in_the_worker() -> None:
     channel = answering(None)
-    handle = connect(Sums, fleet_of(channel), 5.0)
+    handle = make_handle(Sums, fleet_of(channel), 5.0)
     async with aclosing(handle.count(GROUP)) as items:  # type: ignore[type-var]
         async for item in items:
             assert item == 0
@@ -255,7 +255,7 @@ async def test_closing_a_stream_closes_it_in_the_worker() -> None:
 async def test_deadlines_come_from_the_config_or_from_the_group() -> None:
     channel = answering("x")
     workers = fleet_of(channel)
-    handle = connect(Sums, workers, 5.0)
+    handle = make_handle(Sums, workers, 5.0)
     await handle.ask("?")
     async for _ in handle.count(GROUP):
         assert [call.method for call in workers.worker(0, 0).outstanding.values()] == ["count"]
@@ -266,12 +266,12 @@ async def test_deadlines_come_from_the_config_or_from_the_group() -> None:
 
 
 TYPED = """
-from asyncrl.handle import connect
+from asyncrl.fleet.handle import make_handle
 from asyncrl.protocols.contracts import Generation
-from asyncrl.workers import Workers
+from asyncrl.fleet.replicas import Replicas
 
-async def page(workers: Workers) -> None:
-    generation = connect(Generation, workers, 1.0)
+async def algorithm(service: Replicas) -> None:
+    generation = make_handle(Generation, service, 1.0)
     reveal_type(generation)
     await generation.pause()
     generation.generate(3)
@@ -282,12 +282,12 @@ async def page(workers: Workers) -> None:
 def test_a_wrong_argument_fails_the_type_check(tmp_path: Any) -> None:
     from mypy import api
 
-    snippet = tmp_path / "page.py"
+    snippet = tmp_path / "algorithm.py"
     snippet.write_text(TYPED)
     cache = f"--cache-dir={tmp_path / 'cache'}"
     told, _, status = api.run(["--strict", "--follow-imports=silent", cache, str(snippet)])
     assert status == 1
     assert 'Revealed type is "asyncrl.protocols.contracts.Generation"' in told
-    assert 'page.py:10: error: Argument 1 to "generate" of "Generation"' in told
-    assert 'page.py:11: error: Argument 1 to "texts" of "Generation"' in told
+    assert 'algorithm.py:10: error: Argument 1 to "generate" of "Generation"' in told
+    assert 'algorithm.py:11: error: Argument 1 to "texts" of "Generation"' in told
     assert "Found 2 errors" in told

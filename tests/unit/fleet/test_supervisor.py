@@ -9,27 +9,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl import virtual
-from asyncrl.config import Config, Model, Task
+from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost
-from asyncrl.launch import Addresses, RunFacts, WorkerSpec
+from asyncrl.fleet import supervisor
+from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
+from asyncrl.fleet.replicas import Replicas
+from asyncrl.fleet.supervisor import DeathCounter, Supervisor, WorkerSlot, end_process
+from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.protocols.contracts import EndpointSpec, Idempotent, Lane
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.transfer import ONE_OF
-from asyncrl.supervisor import FIRST_PAUSE, LIVES, LONG_LIFE, LONGEST_PAUSE, Deaths, Post, Present, Supervisor, end
-from asyncrl.workers import Workers
+from asyncrl.simulation import virtual_loop
 
-FACTS = RunFacts("feedbeef", "/run", "/model", 0, "none", Config(model=Model(name="m"), task=Task(prompts="p")))
+FACTS = RunFacts(
+    "feedbeef", "/run", "/model", 0, "none", Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p"))
+)
 
 
 class FakeProcess:
-    """Lives until it is told to end; `deaf` names the requests that it ignores."""
+    """Lives until it is asked to end; `ignores` names the requests that it ignores."""
 
     pid = 4711
 
-    def __init__(self, deaf: tuple[str, ...] = ()) -> None:
-        self.deaf = deaf
-        self.told: list[str] = []
+    def __init__(self, ignores: tuple[str, ...] = ()) -> None:
+        self.ignores = ignores
+        self.requests: list[str] = []
         self._ended = asyncio.Event()
         self._how = ""
 
@@ -47,8 +51,8 @@ class FakeProcess:
 
     def _ask(self, request: str) -> None:
         if not self._ended.is_set():
-            self.told.append(request)
-            if request not in self.deaf:
+            self.requests.append(request)
+            if request not in self.ignores:
                 self.die("ended")
 
     def stop(self) -> None:
@@ -98,16 +102,16 @@ class Stage:
     def __init__(
         self, *, restart: bool = True, greets: bool = True, start: Callable[[int], Awaitable[None]] | None = None
     ) -> None:
-        self.workers = Workers("echo", 1, Layout())
+        self.workers = Replicas("echo", 1, Layout())
         self.worker = self.workers.worker(0, 0)
         self.processes: list[FakeProcess] = []
         self.connections: list[FakeConnection] = []
         self.events: list[tuple[float, str]] = []
-        self.whys: list[str] = []
+        self.reasons: list[str] = []
         self.spawned = asyncio.Condition()
         self._start, self._greets = start, greets
-        post = Post(self.worker, self._make_spec, self, restart)
-        self.supervisor = Supervisor([post], self._connect, self, 60.0, "asyncrl run")
+        slot = WorkerSlot(self.worker, self._make_spec, self, restart)
+        self.supervisor = Supervisor([slot], self._connect, self._emit, 60.0, "asyncrl run")
 
     def note(self, event: str) -> None:
         self.events.append((asyncio.get_running_loop().time(), event))
@@ -119,13 +123,13 @@ class Stage:
     def addresses(self, instance: str) -> Addresses:
         return Addresses("control", "work", "data")
 
-    def spawn(self, spec: WorkerSpec) -> FakeProcess:
+    async def spawn(self, spec: WorkerSpec) -> FakeProcess:
         self.note(f"spawn {spec.instance}")
         self.processes.append(FakeProcess())
         return self.processes[-1]
 
-    def bury(self, spec: WorkerSpec) -> None:
-        self.note(f"bury {spec.instance}")
+    def clean_up(self, spec: WorkerSpec) -> None:
+        self.note(f"clean up {spec.instance}")
 
     def _connect(self, spec: WorkerSpec) -> FakeConnection:
         async def start() -> None:
@@ -135,27 +139,25 @@ class Stage:
         self.connections.append(FakeConnection(start, self._greets))
         return self.connections[-1]
 
-    def changed(self, present: Mapping[str, Present]) -> None:
-        self.present = sorted(each.spec.instance for each in present.values())
-
-    def lives(self, service: str, instance: str) -> None:
-        self.note(f"lives {instance}")
-
-    def lost(self, service: str, instance: str, why: str) -> None:
-        assert not self.worker.lives, "callers must look elsewhere before they are told"
-        self.note(f"lost {instance}")
-        self.whys.append(why)
-
-    def gone(self, service: str, instance: str) -> None:
-        assert self.processes[-1].dead
-        self.note(f"gone {instance}")
+    def _emit(self, event: FleetEvent) -> None:
+        self.instances = sorted(each.spec.instance for each in self.supervisor.instances.values())
+        match event:
+            case WorkerStarted():
+                self.note(f"started {event.instance}")
+            case WorkerLost():
+                assert not self.worker.alive, "callers must look elsewhere before the event"
+                self.note(f"lost {event.instance}")
+                self.reasons.append(event.reason)
+            case WorkerCleanedUp():
+                assert self.processes[-1].dead
+                self.note(f"cleaned up {event.instance}")
 
     async def kill(self) -> None:
         self.processes[-1].die()
         await self.connections[-1].lost.wait()
 
-    async def living(self) -> None:
-        await self.workers.living(asyncio.get_running_loop().time() + 1000)
+    async def wait_for_live(self) -> None:
+        await self.workers.wait_for_live(asyncio.get_running_loop().time() + 1000)
 
 
 def acting(play: Callable[[Stage], Awaitable[None]], **options: Any) -> Stage:
@@ -170,7 +172,7 @@ def acting(play: Callable[[Stage], Awaitable[None]], **options: Any) -> Stage:
             await play(stage)
             running.cancel()
 
-    virtual.run(main())
+    virtual_loop.run(main())
     return stages[0]
 
 
@@ -183,10 +185,10 @@ async def caught(call: Awaitable[None]) -> str:
 def test_a_dead_worker_is_restarted_after_a_growing_pause() -> None:
     async def play(stage: Stage) -> None:
         for _ in range(4):
-            await stage.living()
+            await stage.wait_for_live()
             stage.supervisor.progressed()
             await stage.kill()
-        await stage.living()
+        await stage.wait_for_live()
 
     events = acting(play).events
     spawned = [at for at, event in events if event.startswith("spawn")]
@@ -194,21 +196,21 @@ def test_a_dead_worker_is_restarted_after_a_growing_pause() -> None:
     names = [event for _, event in events][:6]
     assert names == [
         "spawn echo0.0-0-0",
-        "lives echo0.0-0-0",
+        "started echo0.0-0-0",
         "lost echo0.0-0-0",
-        "bury echo0.0-0-0",
-        "gone echo0.0-0-0",
+        "clean up echo0.0-0-0",
+        "cleaned up echo0.0-0-0",
         "spawn echo0.0-0-1",
     ]
 
 
 def test_outstanding_calls_fail_with_the_cause_of_death() -> None:
     async def play(stage: Stage) -> None:
-        await stage.living()
+        await stage.wait_for_live()
         stage.processes[0].die()
         await stage.connections[0].lost.wait()
         assert stage.connections[0].reason == "killed by SIGKILL"
-        assert stage.worker.condition == "echo0.0 does not answer: killed by SIGKILL"
+        assert stage.worker.status == "echo0.0 does not answer: killed by SIGKILL"
 
     acting(play)
 
@@ -218,37 +220,37 @@ HANG = EndpointSpec("hang", ONE_OF, Lane.WORK, Idempotent.NO, False)
 
 def test_a_death_that_a_socket_tells_first_has_the_cause_that_the_kernel_knows() -> None:
     async def play(stage: Stage) -> None:
-        await stage.living()
+        await stage.wait_for_live()
         async with asyncio.TaskGroup() as tasks:
             call = tasks.create_task(caught(stage.worker.call(HANG, (), 60.0)))
             await asyncio.sleep(1)
             stage.connections[0].fail("the connection to ipc://echo broke")
-            assert not stage.worker.lives
+            assert not stage.worker.alive
             await asyncio.sleep(0.3)
             stage.processes[0].die("exited with status 3")
         assert call.result() == "echo0.0-0-0: exited with status 3"
-        assert stage.whys == ["exited with status 3"]
+        assert stage.reasons == ["exited with status 3"]
 
     acting(play)
 
 
 def test_a_link_that_broke_for_itself_is_the_cause() -> None:
     async def play(stage: Stage) -> None:
-        await stage.living()
+        await stage.wait_for_live()
         async with asyncio.TaskGroup() as tasks:
             call = tasks.create_task(caught(stage.worker.call(HANG, (), 60.0)))
             await asyncio.sleep(1)
             stage.connections[0].fail("a gap in the numbers")
         assert call.result() == "echo0.0-0-0: a gap in the numbers"
-        assert stage.whys == ["a gap in the numbers"]
+        assert stage.reasons == ["a gap in the numbers"]
 
     acting(play)
 
 
 def test_six_deaths_without_a_finished_group_end_the_fleet() -> None:
     async def play(stage: Stage) -> None:
-        for _ in range(LIVES):
-            await stage.living()
+        for _ in range(supervisor.MAX_DEATHS):
+            await stage.wait_for_live()
             await stage.kill()
         await asyncio.Event().wait()
 
@@ -258,10 +260,10 @@ def test_six_deaths_without_a_finished_group_end_the_fleet() -> None:
 
 def test_the_death_of_a_worker_that_cannot_be_restarted_ends_the_fleet_at_once() -> None:
     async def play(stage: Stage) -> None:
-        await stage.living()
+        await stage.wait_for_live()
         await stage.kill()
         with pytest.raises(FleetFailed, match="killed by SIGKILL"):
-            await stage.living()
+            await stage.wait_for_live()
         await asyncio.Event().wait()
 
     with pytest.RaisesGroup(pytest.RaisesExc(FleetFailed, check=lambda error: error.exit_code == 75)):
@@ -296,15 +298,15 @@ def test_what_a_worker_raises_at_a_restart_counts_as_a_death() -> None:
             raise ConfigError("the model is gone")
 
     async def play(stage: Stage) -> None:
-        await stage.living()
+        await stage.wait_for_live()
         await stage.kill()
-        await stage.living()
+        await stage.wait_for_live()
         assert len(stage.processes) == 3
 
     stage = acting(play, start=refuse_second)
-    assert [event for _, event in stage.events if event.startswith("lives")] == [
-        "lives echo0.0-0-0",
-        "lives echo0.0-0-2",
+    assert [event for _, event in stage.events if event.startswith("started")] == [
+        "started echo0.0-0-0",
+        "started echo0.0-0-2",
     ]
 
 
@@ -319,51 +321,52 @@ def test_a_worker_that_lives_but_never_greets_ends_the_fleet() -> None:
 
 def test_a_broken_link_ends_the_worker_behind_it() -> None:
     async def play(stage: Stage) -> None:
-        await stage.living()
+        await stage.wait_for_live()
         stage.connections[0].fail("a gap in the numbers")
-        assert not stage.worker.lives
-        await stage.living()
-        assert stage.processes[0].told == ["stop"]
+        assert not stage.worker.alive
+        await stage.wait_for_live()
+        assert stage.processes[0].requests == ["stop"]
 
     assert "lost echo0.0-0-0" in [event for _, event in acting(play).events]
 
 
-def test_leaving_stops_and_buries_everybody() -> None:
+def test_leaving_stops_and_cleans_up_all_workers() -> None:
     async def play(stage: Stage) -> None:
-        await stage.living()
-        assert stage.present == ["echo0.0-0-0"]
+        await stage.wait_for_live()
+        assert stage.instances == ["echo0.0-0-0"]
 
     stage = acting(play)
-    assert stage.processes[0].told == ["stop"]
-    assert [event for _, event in stage.events[-2:]] == ["bury echo0.0-0-0", "gone echo0.0-0-0"]
-    assert not stage.present
+    assert stage.processes[0].requests == ["stop"]
+    assert [event for _, event in stage.events[-2:]] == ["clean up echo0.0-0-0", "cleaned up echo0.0-0-0"]
+    assert not stage.instances
 
 
 def test_a_worker_that_does_not_listen_is_ended_within_ten_seconds() -> None:
     async def main() -> tuple[list[str], float]:
-        process = FakeProcess(deaf=("stop", "terminate"))
-        await end(process)
-        return process.told, asyncio.get_running_loop().time()
+        process = FakeProcess(ignores=("stop", "terminate"))
+        await end_process(process)
+        return process.requests, asyncio.get_running_loop().time()
 
-    told, seconds = virtual.run(main())
+    told, seconds = virtual_loop.run(main())
     assert told == ["stop", "terminate", "kill"]
     assert seconds < 10
 
 
 def test_a_worker_that_lived_long_is_restarted_as_if_it_had_never_died() -> None:
     async def play(stage: Stage) -> None:
-        for lived in (0, 0, 0, LONG_LIFE, 0):
-            await stage.living()
+        for lived in (0, 0, 0, supervisor.LONG_LIFE, 0):
+            await stage.wait_for_live()
             await asyncio.sleep(lived)
             stage.supervisor.progressed()
             await stage.kill()
-        await stage.living()
+        await stage.wait_for_live()
 
     spawned = [at for at, event in acting(play).events if event.startswith("spawn")]
-    assert [round(later - earlier, 3) for earlier, later in pairwise(spawned)] == [0.5, 1, 2, LONG_LIFE + 0.5, 1]
+    pauses = [round(later - earlier, 3) for earlier, later in pairwise(spawned)]
+    assert pauses == [0.5, 1, 2, supervisor.LONG_LIFE + 0.5, 1]
 
 
-def test_one_that_dies_while_it_starts_is_told_as_lost() -> None:
+def test_a_worker_that_dies_while_it_starts_is_lost() -> None:
     async def start(instances: int) -> None:
         if instances == 1:
             await asyncio.Event().wait()
@@ -371,23 +374,25 @@ def test_one_that_dies_while_it_starts_is_told_as_lost() -> None:
     async def play(stage: Stage) -> None:
         await asyncio.sleep(1)
         stage.processes[0].die("killed by SIGSEGV")
-        await stage.living()
+        await stage.wait_for_live()
 
-    assert acting(play, start=start).whys == ["killed by SIGSEGV"]
+    assert acting(play, start=start).reasons == ["killed by SIGSEGV"]
 
 
-@given(st.lists(st.sampled_from(["progress", 0.0, LONG_LIFE - 1, LONG_LIFE]), max_size=40))
+@given(st.lists(st.sampled_from(["progress", 0.0, supervisor.LONG_LIFE - 1, supervisor.LONG_LIFE]), max_size=40))
 def test_pauses_grow_with_short_lives_and_stay_bounded(events: list[str | float]) -> None:
     """A number: a death after so many seconds of life; else a finished group."""
-    deaths, now, since, pause = Deaths(), 0.0, 0, FIRST_PAUSE / 2
+    deaths, now, since, pause = DeathCounter(), 0.0, 0, supervisor.FIRST_PAUSE / 2
     for number, lived in enumerate(events):
         since = 0 if isinstance(lived, str) else since + 1
         if isinstance(lived, str):
             deaths.progressed()
         else:
-            deaths.lives(now)
+            deaths.started(now)
             now += lived
             assert deaths.count(f"instance {number}", now)
             assert not deaths.count(f"instance {number}", now)
-            pause = FIRST_PAUSE if lived >= LONG_LIFE else min(2 * pause, LONGEST_PAUSE)
-            assert deaths.pause == (pause if since < LIVES else None)
+            pause = (
+                supervisor.FIRST_PAUSE if lived >= supervisor.LONG_LIFE else min(2 * pause, supervisor.LONGEST_PAUSE)
+            )
+            assert deaths.pause == (pause if since < supervisor.MAX_DEATHS else None)

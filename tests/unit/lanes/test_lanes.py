@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config, Model, Task
-from asyncrl.launch import Addresses, RunFacts, WorkerSpec
+from asyncrl.config.schema import Config, ModelConfig, TaskConfig
+from asyncrl.fleet.worker.run_worker import identity, run_worker
+from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import CREDIT, DRAIN_BUDGET
 from asyncrl.protocols.contracts import Contract, Lane, endpoint
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.transfer import ONE_OF, ONE_TO_ALL
-from asyncrl.service import Service, WorkerContext
-from asyncrl.wire.ends import CREDIT, DRAIN_BUDGET
-from asyncrl.wire.inproc import InprocWire
-from asyncrl.wire.link import Link
-from asyncrl.worker import identity, run_worker
 
 CALLS = 1000
 
@@ -98,9 +98,9 @@ class Site:
     service: QueueService
     calls: list["asyncio.Task[int]"] = field(default_factory=list)
 
-    def link(self, lane: Lane, caller: str) -> Link:
+    def link(self, lane: Lane, caller: str) -> Client:
         hello = identity(self.spec.facts, "controller", 0, caller)
-        return Link(self.wire.connect(getattr(self.spec.addresses, lane.value)), hello, "queue")
+        return Client(self.wire.connect(getattr(self.spec.addresses, lane.value)), hello, "queue")
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         made.append(QueueService(context))
         return made[0]
 
-    config = Config(model=Model(name="none"), task=Task(prompts="none"))
+    config = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"))
     facts = RunFacts("feedbeef", str(tmp_path), str(tmp_path), 0, "none", config)
     addresses = Addresses("inproc://control", "inproc://work", "inproc://data")
     spec = WorkerSpec("queue", 0, 0, Layout(), "queue0.0-0-1", implementation, addresses, facts)

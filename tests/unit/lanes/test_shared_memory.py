@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import ArenaFull
-from asyncrl.memory import Segment, copy_by_two, segment_name, sweep, sweep_instance
+from asyncrl.lanes.shared_memory import (
+    Segment,
+    copy_in_two_threads,
+    segment_name,
+    unlink_instance_segments,
+    unlink_run_segments,
+)
 
 
 def test_what_one_maps_the_other_sees(tmp_path: Path) -> None:
@@ -83,10 +89,12 @@ def test_an_unlinked_segment_says_so(tmp_path: Path) -> None:
 
 
 def test_a_sweep_takes_what_one_start_left_and_nothing_else(tmp_path: Path) -> None:
-    names = [segment_name(start, epoch, "w0.0-1-ab", "rows") for start in ("aa", "aab") for epoch in (1, 10)]
+    names = [
+        segment_name(start, incarnation, "w0.0-1-ab", "rows") for start in ("aa", "aab") for incarnation in (1, 10)
+    ]
     for name in names:
         (tmp_path / name).touch()
-    assert sweep("aa", tmp_path) == names[:2]
+    assert unlink_run_segments("aa", tmp_path) == names[:2]
     assert sorted(path.name for path in tmp_path.iterdir()) == names[2:]
 
 
@@ -94,12 +102,12 @@ def test_a_dead_worker_leaves_nothing(tmp_path: Path) -> None:
     for instance in ("w0.0-1-ab", "w0.0-1-abc"):
         for kind in ("rows", "weights"):
             (tmp_path / segment_name("aa", 1, instance, kind)).touch()
-    assert len(sweep_instance("aa", 1, "w0.0-1-ab", tmp_path)) == 2
+    assert len(unlink_instance_segments("aa", 1, "w0.0-1-ab", tmp_path)) == 2
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_copy_by_two_threads_is_whole() -> None:
+def test_a_copy_in_two_threads_threads_is_whole() -> None:
     source = np.arange(100_001, dtype=np.int32)
     target = np.zeros_like(source)
-    copy_by_two(target, source)
+    copy_in_two_threads(target, source)
     assert np.array_equal(target, source)

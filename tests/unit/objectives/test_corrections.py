@@ -6,10 +6,10 @@ import torch
 
 from asyncrl.objectives import corrections
 from asyncrl.objectives.corrections import Level, Rejection, effective_sample_share
-from asyncrl.objectives.rows import Rows
+from asyncrl.objectives.ragged import Ragged
 
 LENGTHS = (40, 1, 0, 30, 29)
-ROWS = Rows.of(LENGTHS)
+ROWS = Ragged.of(LENGTHS)
 ENDS = np.cumsum(LENGTHS)[:-1]
 
 
@@ -53,7 +53,7 @@ def test_the_proximal_policy_carries_no_gradient() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_are_the_formulas(level: Level) -> None:
     logs = LOG_WEIGHT if level == "token" else of_rows(LOG_WEIGHT, "sum")
-    leveled = corrections.leveled(torch.tensor(LOG_WEIGHT), level, ROWS)
+    leveled = corrections.weight_at_level(torch.tensor(LOG_WEIGHT), level, ROWS)
     capped, masked = corrections.capped_weight(leveled, 1.5), corrections.masked_weight(leveled, 0.5, 1.5)
     weight = np.exp(logs)
     np.testing.assert_allclose(capped.numpy(), np.minimum(weight, 1.5), rtol=1e-12)
@@ -62,7 +62,7 @@ def test_weights_are_the_formulas(level: Level) -> None:
 
 
 def test_a_product_that_overflows_is_capped_or_left_out_and_never_not_a_number() -> None:
-    huge = corrections.leveled(torch.full((100,), 50.0), "sequence", ROWS)
+    huge = corrections.weight_at_level(torch.full((100,), 50.0), "sequence", ROWS)
     assert torch.equal(corrections.capped_weight(huge, 2.0), torch.full((100,), 2.0))
     assert torch.equal(corrections.masked_weight(huge, 0.5, 2.0), torch.zeros(100))
 

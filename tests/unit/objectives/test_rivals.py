@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.training.credit import _moments
-from asyncrl.engines.training.ranks import Alone
-from asyncrl.objectives import corrections, losses
+from asyncrl.engines.training.loss.token_advantages import _moments
+from asyncrl.engines.training.state.data_parallel import SingleRank
+from asyncrl.objectives import corrections, surrogate_losses
 from asyncrl.objectives.advantages import (
     STD_EPSILON,
     BatchNormalized,
@@ -27,15 +27,15 @@ from asyncrl.objectives.advantages import (
 from asyncrl.objectives.aggregation import Aggregation, row_weights
 from asyncrl.objectives.gae import generalized_advantages, token_rewards
 from asyncrl.objectives.kl import KlCoefficient, KlEstimator, kl_estimate
-from asyncrl.objectives.losses import Losses
-from asyncrl.objectives.rows import Rows
-from asyncrl.objectives.values import value_loss
+from asyncrl.objectives.ragged import Ragged
+from asyncrl.objectives.surrogate_losses import SurrogateLoss
+from asyncrl.objectives.value_loss import value_loss
 
 FILE = Path(__file__).parents[2] / "data" / "rivals" / "values.json"
 VALUES: dict[str, Any] = json.loads(FILE.read_text())
 LENGTHS: list[int] = VALUES["lengths"]
 WIDTH = 9
-ROWS = Rows.of(LENGTHS)
+ROWS = Ragged.of(LENGTHS)
 LOW, HIGH = VALUES["bounds"].values()
 NOT_EMPTY = 6
 """Rows with a token; the last of the seven has none."""
@@ -51,23 +51,23 @@ OLD, BEHAVIOUR, REFERENCE = (flat(VALUES[name]) for name in ("old", "behaviour",
 A = torch.tensor(np.repeat(VALUES["advantages"], LENGTHS))
 
 
-def ours(name: str, current: torch.Tensor) -> Losses:
+def ours(name: str, current: torch.Tensor) -> SurrogateLoss:
     log_ratio = current - OLD
     match name:
         case "clip":
-            return losses.clipped_loss(log_ratio, A, LOW, HIGH)
+            return surrogate_losses.clipped_loss(log_ratio, A, LOW, HIGH)
         case "dual clip":
-            return losses.clipped_loss(log_ratio, A, LOW, HIGH, VALUES["dual"])
+            return surrogate_losses.clipped_loss(log_ratio, A, LOW, HIGH, VALUES["dual"])
         case "gspo":
-            return losses.clipped_loss(losses.sequence_log_ratio(log_ratio, ROWS), A, LOW, HIGH)
+            return surrogate_losses.clipped_loss(surrogate_losses.sequence_log_ratio(log_ratio, ROWS), A, LOW, HIGH)
         case "cispo":
-            return losses.clipped_weight_loss(log_ratio, current, A, LOW, HIGH)
+            return surrogate_losses.clipped_weight_loss(log_ratio, current, A, LOW, HIGH)
         case "cispo without a lower bound":
-            return losses.clipped_weight_loss(log_ratio, current, A, 1.0, HIGH)
+            return surrogate_losses.clipped_weight_loss(log_ratio, current, A, 1.0, HIGH)
         case "gmpo":
-            return losses.geometric_mean_loss(log_ratio, A, ROWS, 0.4, 0.4)
+            return surrogate_losses.geometric_mean_loss(log_ratio, A, ROWS, 0.4, 0.4)
         case _:
-            return losses.soft_gate_loss(log_ratio, A, 1.0, 1.05)
+            return surrogate_losses.soft_gate_loss(log_ratio, A, 1.0, 1.05)
 
 
 def assert_same(rival: dict[str, Any], name: str, aggregation: Aggregation, samples: int, *, more: float = 0.0) -> None:
@@ -225,7 +225,7 @@ LOG_WEIGHT = OLD - BEHAVIOUR
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_are_verls(level: corrections.Level) -> None:
-    leveled = corrections.leveled(LOG_WEIGHT, level, ROWS)
+    leveled = corrections.weight_at_level(LOG_WEIGHT, level, ROWS)
     verl = VALUES["verl"]["corrections"]
     torch.testing.assert_close(corrections.capped_weight(leveled, 1.2), flat(verl[f"cap {level}"]))
     torch.testing.assert_close(corrections.masked_weight(leveled, 0.8, 1.25), flat(verl[f"mask {level}"]))
@@ -259,7 +259,7 @@ def test_advantages_of_tokens_and_their_returns_are_those_of_verl() -> None:
         found.append(generalized_advantages(rewards, values, settings["gamma"], settings["gae_lambda"]))
     advantages = np.concatenate(found)
     np.testing.assert_allclose(advantages + judged, flat(verl["returns"]).numpy(), atol=1e-12)
-    mean, scale = _moments(np.split(advantages, np.cumsum(LENGTHS)[:-1]), Alone())
+    mean, scale = _moments(np.split(advantages, np.cumsum(LENGTHS)[:-1]), SingleRank())
     rescaled = (advantages - mean) / np.sqrt((scale - STD_EPSILON) ** 2 + 1e-8)
     np.testing.assert_allclose(rescaled, flat(verl["advantages"]).numpy(), atol=1e-12)
 
@@ -271,5 +271,5 @@ def test_the_critics_loss_is_that_of_verl() -> None:
     loss = found.terms.mean()
     loss.backward()
     assert loss.item() == pytest.approx(verl["loss"], rel=1e-9)
-    assert found.held.double().mean().item() == pytest.approx(verl["held"])
+    assert found.clipped.double().mean().item() == pytest.approx(verl["held"])
     torch.testing.assert_close(predicted.grad, flat(verl["gradient"]), atol=1e-9, rtol=1e-6)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.objectives import losses
-from asyncrl.objectives.losses import Losses
-from asyncrl.objectives.rows import Rows
+from asyncrl.objectives import surrogate_losses
+from asyncrl.objectives.ragged import Ragged
+from asyncrl.objectives.surrogate_losses import SurrogateLoss
 
 LOW, HIGH = 0.2, 0.28
 LENGTHS = (5, 1, 0, 7, 3)
 ENDS = np.cumsum(LENGTHS)[:-1]
-ROWS = Rows.of(LENGTHS)
+ROWS = Ragged.of(LENGTHS)
 DRAW = np.random.default_rng(0)
 OLD = DRAW.normal(-1.5, 0.5, sum(LENGTHS))
 CURRENT = OLD + DRAW.normal(0, 0.4, sum(LENGTHS))
@@ -57,24 +57,26 @@ def sapo(current: np.ndarray) -> np.ndarray:
 
 KEPT = (CURRENT - OLD) ** 2 < 0.1
 A, OLD_TENSOR = torch.tensor(ADVANTAGES), torch.tensor(OLD)
-Formula, Function = Callable[[np.ndarray], np.ndarray], Callable[[torch.Tensor], Losses]
+Formula, Function = Callable[[np.ndarray], np.ndarray], Callable[[torch.Tensor], SurrogateLoss]
 
 PAIRS: dict[str, tuple[Formula, Function]] = {
     "clip": (
         lambda c: clip(np.exp(c - OLD), ADVANTAGES),
-        lambda c: losses.clipped_loss(c - OLD_TENSOR, A, LOW, HIGH),
+        lambda c: surrogate_losses.clipped_loss(c - OLD_TENSOR, A, LOW, HIGH),
     ),
-    "dual clip": (dual_clip, lambda c: losses.clipped_loss(c - OLD_TENSOR, A, LOW, HIGH, 3.0)),
+    "dual clip": (dual_clip, lambda c: surrogate_losses.clipped_loss(c - OLD_TENSOR, A, LOW, HIGH, 3.0)),
     "gspo": (
         lambda c: clip(np.exp(row_means(c - OLD)), ADVANTAGES),
-        lambda c: losses.clipped_loss(losses.sequence_log_ratio(c - OLD_TENSOR, ROWS), A, LOW, HIGH),
+        lambda c: surrogate_losses.clipped_loss(
+            surrogate_losses.sequence_log_ratio(c - OLD_TENSOR, ROWS), A, LOW, HIGH
+        ),
     ),
-    "gmpo": (gmpo, lambda c: losses.geometric_mean_loss(c - OLD_TENSOR, A, ROWS, 0.4, 0.4)),
+    "gmpo": (gmpo, lambda c: surrogate_losses.geometric_mean_loss(c - OLD_TENSOR, A, ROWS, 0.4, 0.4)),
     "m2po": (
         lambda c: np.where(KEPT, -np.exp(c - OLD) * ADVANTAGES, 0),
-        lambda c: losses.kept_ratio_loss(c - OLD_TENSOR, A, torch.tensor(KEPT)),
+        lambda c: surrogate_losses.kept_ratio_loss(c - OLD_TENSOR, A, torch.tensor(KEPT)),
     ),
-    "sapo": (sapo, lambda c: losses.soft_gate_loss(c - OLD_TENSOR, A, 1.0, 1.05)),
+    "sapo": (sapo, lambda c: surrogate_losses.soft_gate_loss(c - OLD_TENSOR, A, 1.0, 1.05)),
 }
 
 
@@ -100,14 +102,14 @@ def test_what_is_held_is_exactly_what_has_no_gradient(name: str) -> None:
     found = PAIRS[name][1](variable)
     found.terms.sum().backward()
     moved = (variable.grad != 0) | (A == 0)
-    assert found.held.any()
-    assert torch.equal(found.held & (A != 0), ~moved)
+    assert found.clipped.any()
+    assert torch.equal(found.clipped & (A != 0), ~moved)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_clip_high_bounds_rises_and_clip_low_bounds_falls(advantage: float) -> None:
     ratios = torch.tensor([0.5, 1.0, 2.0]).log()
-    found = losses.clipped_loss(ratios, torch.full((3,), advantage), LOW, HIGH)
+    found = surrogate_losses.clipped_loss(ratios, torch.full((3,), advantage), LOW, HIGH)
     expected = [-0.5, -1.0, -(1 + HIGH)] if advantage > 0 else [1 - LOW, 1.0, 2.0]
     torch.testing.assert_close(found.terms, torch.tensor(expected))
 
@@ -130,40 +132,40 @@ def test_a_token_of_weight_0_trains_nothing_and_changes_no_other_where_rows_have
 @pytest.mark.parametrize(("advantage", "held_there"), [(1.0, [False, False, True]), (-1.0, [True, False, False])])
 def test_gmpo_holds_each_side_at_its_own_bound(advantage: float, held_there: list[bool]) -> None:
     log_ratio = torch.tensor([-0.6, 0.1, 0.6])
-    found = losses.geometric_mean_loss(log_ratio, torch.full((3,), advantage), Rows.of([3]), 0.2, 0.5)
+    found = surrogate_losses.geometric_mean_loss(log_ratio, torch.full((3,), advantage), Ragged.of([3]), 0.2, 0.5)
     bounded = [-0.6, 0.1, 0.5] if advantage > 0 else [-0.2, 0.1, 0.6]
     torch.testing.assert_close(found.terms, torch.full((3,), -advantage * np.exp(np.mean(bounded))))
-    assert found.held.tolist() == held_there
+    assert found.clipped.tolist() == held_there
     torch.testing.assert_close(found.ratio, log_ratio.exp())
 
 
 def test_cispo_clips_the_weight_and_leaves_every_token_its_gradient() -> None:
     variable = torch.tensor(CURRENT, requires_grad=True)
-    found = losses.clipped_weight_loss(variable - OLD_TENSOR, variable, A, 1.0, HIGH)
+    found = surrogate_losses.clipped_weight_loss(variable - OLD_TENSOR, variable, A, 1.0, HIGH)
     found.terms.sum().backward()
     weight = np.minimum(np.exp(CURRENT - OLD), 1 + HIGH)
     np.testing.assert_allclose(found.terms.detach().numpy(), -weight * ADVANTAGES * CURRENT, rtol=1e-12)
     np.testing.assert_allclose(variable.grad.numpy(), -weight * ADVANTAGES, rtol=1e-12)
-    assert torch.equal(found.held, torch.tensor(np.exp(CURRENT - OLD) > 1 + HIGH))
+    assert torch.equal(found.clipped, torch.tensor(np.exp(CURRENT - OLD) > 1 + HIGH))
 
 
 @pytest.mark.parametrize("name", [*PAIRS, "cispo"])
 def test_an_unchanged_policy_has_the_gradient_of_reinforce(name: str) -> None:
     variable = torch.tensor(OLD, requires_grad=True)
     if name == "m2po":
-        found = losses.kept_ratio_loss(variable - OLD_TENSOR, A, torch.ones(len(OLD), dtype=torch.bool))
+        found = surrogate_losses.kept_ratio_loss(variable - OLD_TENSOR, A, torch.ones(len(OLD), dtype=torch.bool))
     elif name == "cispo":
-        found = losses.clipped_weight_loss(variable - OLD_TENSOR, variable, A, 1.0, 4.0)
+        found = surrogate_losses.clipped_weight_loss(variable - OLD_TENSOR, variable, A, 1.0, 4.0)
     else:
         found = PAIRS[name][1](variable)
     found.terms.sum().backward()
     np.testing.assert_allclose(variable.grad.numpy(), -ADVANTAGES, rtol=1e-12)
-    assert not found.held.any()
+    assert not found.clipped.any()
 
 
 def test_rows_without_tokens_add_nothing() -> None:
     values = torch.arange(float(sum(LENGTHS)))
     assert ROWS.sum(values)[2] == 0
     assert ROWS.mean(values)[2] == 0
-    empty = Rows.of([0, 0])
+    empty = Ragged.of([0, 0])
     assert empty.mean(torch.zeros(0)).tolist() == [0, 0]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.objectives.values import Moments, explained_variance, value_loss
+from asyncrl.objectives.value_loss import Moments, explained_variance, value_loss
 
 
 def tokens(seed: int, count: int = 200) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -25,15 +25,15 @@ def test_it_is_the_larger_of_two_squared_errors(clip: float) -> None:
     found = value_loss(torch.tensor(values), torch.tensor(judged), torch.tensor(returns), clip)
     np.testing.assert_allclose(found.terms.numpy(), by_the_field(values, judged, returns, clip), atol=1e-15)
     plain = (values - returns) ** 2 / 2
-    np.testing.assert_array_equal(found.held.numpy(), found.terms.numpy() > plain)
-    assert found.held.any() == (clip < 1)
+    np.testing.assert_array_equal(found.clipped.numpy(), found.terms.numpy() > plain)
+    assert found.clipped.any() == (clip < 1)
 
 
 def test_without_a_clip_it_is_the_squared_error_of_the_paper() -> None:
     values, judged, returns = tokens(1)
     found = value_loss(torch.tensor(values), torch.tensor(judged), torch.tensor(returns), 0.0)
     np.testing.assert_allclose(found.terms.numpy(), (values - returns) ** 2 / 2, atol=1e-15)
-    assert not found.held.any()
+    assert not found.clipped.any()
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2])
@@ -48,8 +48,8 @@ def test_its_gradient_is_that_of_finite_differences_and_none_where_it_is_held(cl
         return value_loss(torch.tensor(values + shift), torch.tensor(judged), torch.tensor(returns), clip).terms.numpy()
 
     np.testing.assert_allclose(gradient.numpy(), (at(step) - at(-step)) / (2 * step), atol=1e-5)
-    assert (gradient[found.held] == 0).all()
-    assert found.held.any() == (clip > 0)
+    assert (gradient[found.clipped] == 0).all()
+    assert found.clipped.any() == (clip > 0)
 
 
 def test_explained_variance_is_1_for_exact_values_and_0_for_constant_ones() -> None:

@@ -31,6 +31,6 @@ def test_samples_of_which_two_services_made_columns_lie_at_all_their_places() ->
     row = RowRef(3, 0, 0, 1, 2, 5, 0, 0, "stop", (made,))
     samples = BatchRef((row,))
     joined = samples.with_places([one]).also_at(samples.with_places([other]))
-    assert joined.only == row.lying_at((made, one, other))
+    assert joined.only == row.stored_at((made, one, other))
     with pytest.raises(ValueError, match="shorter"):
         joined.also_at(BatchRef(()))

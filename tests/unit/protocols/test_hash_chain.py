@@ -5,7 +5,7 @@ from hashlib import sha256
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.protocols.chain import GENESIS, chain
+from asyncrl.protocols.hash_chain import GENESIS, chain
 
 KEYS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 2)), unique=True)
 

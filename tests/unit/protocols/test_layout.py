@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from asyncrl.protocols.layout import Layout, Place3D
-from asyncrl.protocols.transition import formula, generation_cells, measured, training_cells
+from asyncrl.protocols.resharding_cost import formula, generation_cells, measured, training_cells
 
 
 def divisors(number: int) -> list[int]:

@@ -6,7 +6,13 @@ from typing import Any
 from asyncrl.protocols.contracts import Critic, Generation, Reference, Reward, Training
 from asyncrl.protocols.messages import PROTOCOL, WIRE_TYPES
 
-DIGESTS = {4: "91705afc5d8c409a", 5: "b5f7ad8ced3da9d4", 6: "ef8bf9c883dbfb70", 7: "a1cc239912214f17"}
+DIGESTS = {
+    4: "91705afc5d8c409a",
+    5: "b5f7ad8ced3da9d4",
+    6: "ef8bf9c883dbfb70",
+    7: "a1cc239912214f17",
+    8: "d16c5af0a4acb893",
+}
 """Of what the messages and the calls of each protocol are made of."""
 
 

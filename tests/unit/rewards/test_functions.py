@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config, Model, Reward, Task
+from asyncrl.config.schema import Config, ModelConfig, RewardConfig, TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import Sample
-from asyncrl.rewards.functions import FunctionSpec, check_functions, function_specs, is_concurrent, load
+from asyncrl.rewards.functions import FunctionSpec, function_problems, function_specs, is_concurrent, load
 
 SAMPLE = Sample("p", "abc", {"prompt": "p", "answer": "abc", "data_source": "d", "reward_model": {}}, 0, 0, "stop", 1)
 
@@ -50,7 +50,9 @@ def spec(use: str, **rest: Any) -> FunctionSpec:
 
 
 def config_of(*functions: Any) -> Config:
-    return Config(model=Model(name="m"), task=Task(prompts="p.jsonl"), reward=Reward(functions=functions))
+    return Config(
+        model=ModelConfig(name="m"), task=TaskConfig(prompts="p.jsonl"), reward=RewardConfig(functions=functions)
+    )
 
 
 def test_specs_of_a_config() -> None:
@@ -62,7 +64,7 @@ def test_specs_of_a_config() -> None:
 def test_no_functions_and_equal_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"reward\.functions is empty"):
         function_specs(config_of())
-    with pytest.raises(ConfigError, match="two are called f; give one of them another `name`"):
+    with pytest.raises(ConfigError, match="two functions are called f; give one of them another `name`"):
         function_specs(config_of("a.py:f", "b.py:f"))
 
 
@@ -90,8 +92,8 @@ def test_a_template_with_options() -> None:
         ("regex_format", {"options": {"pattern": "("}}, "regex_format: '.' is no regular expression"),
         ("nowhere.py:f", {}, "there is no file"),
         ("no_such_module_anywhere:f", {}, "there is no module no_such_module_anywhere"),
-        ("asyncrl.tasks.reverse:trainin", {}, "has no trainin; did you mean training"),
-        ("asyncrl.tasks.reverse:HABITS", {}, "is no function"),
+        ("asyncrl.tasks.builtin.reverse:trainin", {}, "has no trainin; did you mean training"),
+        ("asyncrl.tasks.builtin.reverse:HABITS", {}, "is not a function"),
     ],
 )
 def test_mistakes(use: str, rest: dict[str, Any], said: str) -> None:
@@ -110,7 +112,7 @@ def test_mistakes_that_are_known_before_any_code_runs(tmp_path: Path) -> None:
         {"use": "length", "options": {"maximum": 10, "slak": 2}},
         {"use": "regex_format", "options": {"pattern": 3}},
     ]
-    assert check_functions(config_of(*functions)) == [
+    assert list(map(str, function_problems(config_of(*functions)))) == [
         f"reward.functions: {file} has no rihgt; did you mean right?",
         "reward.functions: there is no template exact_mach; did you mean exact_match? "
         "A function of your own is written FILE.py:NAME.",
@@ -120,8 +122,8 @@ def test_mistakes_that_are_known_before_any_code_runs(tmp_path: Path) -> None:
 
 
 def test_equal_names_are_known_before_any_code_runs() -> None:
-    assert check_functions(config_of("a.py:f", "b.py:f")) == [
-        "reward.functions: two are called f; give one of them another `name`"
+    assert list(map(str, function_problems(config_of("a.py:f", "b.py:f")))) == [
+        "reward.functions: two functions are called f; give one of them another `name`"
     ]
 
 
@@ -176,8 +178,8 @@ def test_functions_that_cannot_be_called_with_a_sample(
 ) -> None:
     (tmp_path / "signatures.py").write_text(SIGNATURES)
     use = f"{tmp_path}/signatures.py:{name}"
-    (mistake,) = check_functions(config_of({"use": use, "options": options}))
-    assert re.search(said, mistake)
+    (problem,) = function_problems(config_of({"use": use, "options": options}))
+    assert re.search(said, problem.text)
     with pytest.raises(ConfigError, match=f"one argument, the sample .*{said}"):
         load(spec(use, options=options))
 
@@ -188,4 +190,4 @@ def test_functions_that_cannot_be_called_with_a_sample(
 )
 def test_functions_that_may_be_called_with_a_sample(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     (tmp_path / "signatures.py").write_text(SIGNATURES)
-    assert check_functions(config_of({"use": f"{tmp_path}/signatures.py:{name}", "options": options})) == []
+    assert function_problems(config_of({"use": f"{tmp_path}/signatures.py:{name}", "options": options})) == []

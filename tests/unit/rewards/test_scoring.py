@@ -4,20 +4,22 @@ from asyncrl.errors import RewardError
 from asyncrl.protocols.messages import Score
 from asyncrl.rewards import Sample
 from asyncrl.rewards.functions import FunctionSpec
-from asyncrl.rewards.sample import Verdict
+from asyncrl.rewards.sample import FunctionResult
 from asyncrl.rewards.scoring import score_of
 
 SAMPLE = Sample("p", "wrong " * 100, {}, group=12, member=3, finish="stop", tokens=1)
 SPECS = [FunctionSpec("exact_match", "match", weight=2.0), FunctionSpec("my.py:shape", "shape", weight=0.5)]
-BROKEN = [Verdict(1.0), Verdict(reason="it raised KeyError: 'x'", traceback="Traceback ...\n")]
+BROKEN = [FunctionResult(1.0), FunctionResult(reason="it raised KeyError: 'x'", traceback="Traceback ...\n")]
 
 
 def test_the_weighted_sum_with_each_functions_own_value() -> None:
-    assert score_of(SAMPLE, SPECS, [Verdict(1.0), Verdict(-1.0)], "fail") == Score(1.5, {"match": 1.0, "shape": -1.0})
+    assert score_of(SAMPLE, SPECS, [FunctionResult(1.0), FunctionResult(-1.0)], "fail") == Score(
+        1.5, {"match": 1.0, "shape": -1.0}
+    )
 
 
 def test_named_terms_are_summed() -> None:
-    score = score_of(SAMPLE, SPECS, [Verdict(1.0), Verdict({"a": 1.0, "b": 3.0})], "fail")
+    score = score_of(SAMPLE, SPECS, [FunctionResult(1.0), FunctionResult({"a": 1.0, "b": 3.0})], "fail")
     assert score == Score(4.0, {"match": 1.0, "shape/a": 1.0, "shape/b": 3.0})
 
 

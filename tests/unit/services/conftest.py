@@ -12,13 +12,13 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from asyncrl.compute import Compute, InlineCompute, Occupancy
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
+from asyncrl.fleet.worker.compute_thread import Compute, InlineCompute, Occupancy
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column
 from asyncrl.protocols.layout import Layout
-from asyncrl.rows import HeapRows
-from asyncrl.service import WorkerContext
-from asyncrl.telemetry.clock import StateClock
+from asyncrl.telemetry.state_clock import StateClock
 from asyncrl.telemetry.trace import Tracer
 
 VOCABULARY = 50
@@ -44,11 +44,11 @@ class StoreReader:
         self.store, self.reads = store, 0
 
     async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
-        async with self.borrowed(refs, columns) as found:
+        async with self.views(refs, columns) as found:
             return Batch({name: Column.of(rows) for name, rows in found.items()})
 
     @asynccontextmanager
-    async def borrowed(self, refs: BatchRef, columns: Sequence[str]) -> AsyncIterator[dict[str, list[Array]]]:
+    async def views(self, refs: BatchRef, columns: Sequence[str]) -> AsyncIterator[dict[str, list[Array]]]:
         self.reads += 1
         rows = [self.store.read(ref.place_of(columns[0]), columns) for ref in refs]
         yield {name: [row[i] for row in rows] for i, name in enumerate(columns)}
@@ -63,7 +63,7 @@ def worker_context(tmp_path: Path) -> Callable[..., WorkerContext]:
         config: Config,
         tasks: asyncio.TaskGroup,
         *,
-        epoch: int = 1,
+        incarnation: int = 1,
         source: HeapRows | None = None,
         make_compute: Callable[[Occupancy], Compute] = InlineCompute,
         **changes: Any,
@@ -78,7 +78,7 @@ def worker_context(tmp_path: Path) -> Callable[..., WorkerContext]:
             "replica": 0,
             "rank": 0,
             "layout": Layout(),
-            "instance": f"{service}0.0-{epoch}-12345678",
+            "instance": f"{service}0.0-{incarnation}-12345678",
             "weights_arena": "",
             "reader": StoreReader(source or HeapRows("inproc://source", 1, 1)),
             "compute": make_compute(occupancy),
@@ -86,7 +86,7 @@ def worker_context(tmp_path: Path) -> Callable[..., WorkerContext]:
             "log": structlog.get_logger(),
             "row_store": lambda slots, slot_bytes: HeapRows(f"inproc://{service}.data", slots, slot_bytes),
         }
-        parts = {"service": service, "config": config, "tasks": tasks, "epoch": epoch}
+        parts = {"service": service, "config": config, "tasks": tasks, "incarnation": incarnation}
         return WorkerContext(**parts, clock=clock, occupancy=occupancy, **values | changes)
 
     return make

@@ -9,20 +9,20 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from asyncrl.compute import InlineCompute
-from asyncrl.config import Config
-from asyncrl.engines.training.interface import SampleOutcome, StepOutcome, TrainingEngine, TrainRow
-from asyncrl.engines.training.ranks import Alone, Ranks
-from asyncrl.engines.training.step import gather_keys
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.interface import SampleTokenCounts, StepOutcome, TrainingEngine, TrainRow
+from asyncrl.engines.training.state.data_parallel import Ranks, SingleRank
+from asyncrl.engines.training.trainers.batch_step import gather_keys
+from asyncrl.fleet.worker.compute_thread import InlineCompute
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.data.row_store import HeapRows
+from asyncrl.lanes.weights.arena import open_reader
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import Canary
-from asyncrl.rows import HeapRows
-from asyncrl.service import WorkerContext
 from asyncrl.services.training import TrainingService
-from asyncrl.weights.arena import open_reader
-from asyncrl.weights.spec import WeightsSpec
 
-EPOCH = 3
+INCARNATION = 3
 SPEC = WeightsSpec.of({"w": (1,)}, "float32")
 
 
@@ -49,7 +49,7 @@ class CountingRun:
     @property
     def outcome(self) -> StepOutcome:
         trained = 0 if self._skipped else 1
-        samples = tuple(SampleOutcome(row.key, trained * len(row.response_ids), 0) for row in self._rows)
+        samples = tuple(SampleTokenCounts(row.key, trained * len(row.response_ids), 0) for row in self._rows)
         return StepOutcome(trained, self._skipped, samples, tuple(self._batch), {"grad_norm": 1.0})
 
 
@@ -59,7 +59,7 @@ class CountingEngine:
     def __init__(self, ranks: Ranks, weight: float = 0.0) -> None:
         self.ranks, self.weight = ranks, weight
 
-    def begin(self, rows: Sequence[TrainRow], epoch: int, version: int) -> CountingRun:
+    def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> CountingRun:
         return CountingRun(self, rows)
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
@@ -81,7 +81,7 @@ class CountingService(TrainingService):
         return CountingEngine(ranks, state["weight"]), state["extra"]
 
     def open_ranks(self) -> Ranks:
-        return cast(Ranks, self.context.options.get("ranks", Alone()))
+        return cast(Ranks, self.context.options.get("ranks", SingleRank()))
 
 
 class PatientCompute(InlineCompute):
@@ -102,7 +102,7 @@ def context_maker(worker_context: Callable[..., WorkerContext]) -> Callable[...,
         store = HeapRows("inproc://rows", 64, 4096)
         values: dict[str, Any] = {
             "config": config(),
-            "epoch": EPOCH,
+            "incarnation": INCARNATION,
             "weights_arena": f"asyncrl-cafe0123-{tmp_path.name}",
             "row_store": lambda slots, slot_bytes: store,
         }
@@ -121,12 +121,12 @@ def put(service: CountingService, group: int, advantage: float = 1.0) -> RowRef:
         "versions": np.zeros(3, np.int32),
     }
     place = store.put(row)
-    return RowRef(group, 0, 0, EPOCH, 2, 3, 0, 0, "stop", (place,), 1.0, advantage)
+    return RowRef(group, 0, 0, INCARNATION, 2, 3, 0, 0, "stop", (place,), 1.0, advantage)
 
 
 def cuts(service: CountingService, version: int, *groups: int, advantage: float = 1.0) -> Cuts:
     rows = tuple(put(service, group, advantage) for group in groups)
-    return Cuts(EPOCH, version, BatchRef(rows), 3 * len(rows), len(rows))
+    return Cuts(INCARNATION, version, BatchRef(rows), 3 * len(rows), len(rows))
 
 
 async def published_weight(service: CountingService) -> float:

@@ -14,17 +14,17 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, Refused
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
-from asyncrl.rows import HeapRows
-from asyncrl.service import WorkerContext
 from asyncrl.services.critic import CriticService
 
 sys.path.insert(0, str(Path(__file__).parent))
 from counting import PatientCompute
 
-VOCABULARY, CAP, EPOCH = 50, 24, 1
+VOCABULARY, CAP, INCARNATION = 50, 24, 1
 Serving = Callable[..., AbstractAsyncContextManager[CriticService]]
 
 
@@ -48,7 +48,7 @@ def serving(worker_context: Callable[..., WorkerContext], folder: Path) -> Servi
     async def serve(settings: Config | None = None, **changes: Any) -> AsyncIterator[CriticService]:
         source = HeapRows("inproc://source", 64, 4096)
         async with asyncio.TaskGroup() as tasks:
-            parts = {"source": source, "model_dir": folder, "epoch": EPOCH, **changes}
+            parts = {"source": source, "model_dir": folder, "incarnation": INCARNATION, **changes}
             service = CriticService(worker_context("critic", settings or config(), tasks, **parts))
             await service.start()
             yield service
@@ -70,7 +70,7 @@ def sampled(service: CriticService, count: int = 6, first_group: int = 0) -> Bat
             "versions": np.zeros(len(response), np.int32),
         }
         group, member, place = first_group + index // 4, index % 4, store.put(columns)
-        rows.append(RowRef(group, member, 0, EPOCH, len(prompt), len(response), 0, 0, "stop", (place,), 1.0))
+        rows.append(RowRef(group, member, 0, INCARNATION, len(prompt), len(response), 0, 0, "stop", (place,), 1.0))
     return BatchRef(tuple(rows))
 
 
@@ -85,9 +85,9 @@ def batch(service: CriticService, refs: BatchRef, values: list[np.ndarray], vers
     for ref, judged in zip(refs, values, strict=True):
         names = ("prompt_ids", "response_ids", "logprobs", "versions")
         columns = dict(zip(names, store.read(ref.places[0], names), strict=True))
-        place = store.put({**columns, "values": judged, "judged_at": np.zeros(1, np.int64)})
-        rows.append(ref.lying_at((place,)).with_advantage(float(ref.member)))
-    return Cuts(service.context.epoch, version, BatchRef(tuple(rows)), sum(r.tokens for r in rows), len(rows))
+        place = store.put({**columns, "values": judged, "valued_at": np.zeros(1, np.int64)})
+        rows.append(ref.stored_at((place,)).with_advantage(float(ref.member)))
+    return Cuts(service.context.incarnation, version, BatchRef(tuple(rows)), sum(r.tokens for r in rows), len(rows))
 
 
 def zeros(refs: BatchRef) -> list[np.ndarray]:
@@ -99,7 +99,7 @@ async def test_every_sample_gets_one_more_place_with_a_value_a_token(serving: Se
         refs = sampled(service)
         judged = await service.values(refs)
         for ref, before in zip(judged, refs, strict=True):
-            values, at = service.rows.read(ref.place_of("values"), ["values", "judged_at"])
+            values, at = service.rows.read(ref.place_of("values"), ["values", "valued_at"])
             assert ref.places[0] == before.places[0]
             assert (values.dtype, values.shape, at.tolist()) == (np.float32, (ref.tokens,), [0])
         await service.release([ref.name for ref in judged], oldest=0)
@@ -113,7 +113,7 @@ async def test_values_say_after_how_many_updates_they_were_made(serving: Serving
         assert (report.version, report.updates, report.skipped) == (0, 2, "")
         assert report.metrics["critic/updates"] == 2
         judged = await service.values(refs)
-        values, at = service.rows.read(judged.rows[0].place_of("values"), ["values", "judged_at"])
+        values, at = service.rows.read(judged.rows[0].place_of("values"), ["values", "valued_at"])
         assert at.tolist() == [2]
         assert np.abs(values).max() > 0
 
@@ -152,7 +152,7 @@ async def test_an_update_whose_caller_gave_up_is_finished_before_a_checkpoint(se
         refs = sampled(service)
         await given_up(service.update(batch(service, refs, zeros(refs))))
         assert service._engine.updates < 6
-        await service.checkpoint(str(tmp_path), EPOCH, 0)
+        await service.checkpoint(str(tmp_path), INCARNATION, 0)
         assert service._engine.updates == 6
 
 
@@ -203,15 +203,15 @@ async def test_rows_that_are_gone_teach_nothing_and_the_next_batch_does(serving:
         assert (await service.update(again)).updates == 1
 
 
-async def test_an_update_from_an_earlier_version_or_another_epoch_is_refused(serving: Serving) -> None:
+async def test_an_update_from_an_earlier_version_or_another_incarnation_is_refused(serving: Serving) -> None:
     async with serving() as service:
         refs = sampled(service)
         cuts = batch(service, refs, zeros(refs), version=3)
         await service.update(cuts)
-        with pytest.raises(Refused, match=r"from version 2 of epoch 1 .* of version 3 of epoch 1"):
+        with pytest.raises(Refused, match=r"from version 2 of incarnation 1.* of version 3 of incarnation 1"):
             await service.update(replace(cuts, version=2))
-        with pytest.raises(Refused, match="from version 3 of epoch 0"):
-            await service.update(replace(cuts, epoch=0))
+        with pytest.raises(Refused, match="from version 3 of incarnation 0"):
+            await service.update(replace(cuts, incarnation=0))
 
 
 async def test_a_checkpoint_lies_beside_the_trainers_and_resumes(serving: Serving, tmp_path: Path) -> None:
@@ -219,20 +219,20 @@ async def test_a_checkpoint_lies_beside_the_trainers_and_resumes(serving: Servin
     async with serving() as service:
         refs, others = sampled(service), sampled(service, first_group=7)
         await service.update(batch(service, refs, zeros(refs), version=4))
-        with pytest.raises(Refused, match=r"version 3 of epoch 1 .* version 4"):
-            await service.checkpoint(str(tmp_path), EPOCH, 3)
-        made = await service.checkpoint(str(tmp_path), EPOCH, 5)
+        with pytest.raises(Refused, match=r"version 3 of incarnation 1.* version 4"):
+            await service.checkpoint(str(tmp_path), INCARNATION, 3)
+        made = await service.checkpoint(str(tmp_path), INCARNATION, 5)
         assert (made.version, made.chain) == (5, "")
         assert {"critic/trainer.pt", "critic/model/model.safetensors", "critic/model/config.json"} <= made.files.keys()
         assert all((tmp_path / name).is_file() and name.startswith("critic/") for name in made.files)
         await service.update(batch(service, others, zeros(others), version=5))
         expected = await values_of(service, refs)
-    async with serving(checkpoint_dir=tmp_path, epoch=EPOCH + 1) as resumed:
+    async with serving(checkpoint_dir=tmp_path, incarnation=INCARNATION + 1) as resumed:
         refs, others = sampled(resumed), sampled(resumed, first_group=7)
         with pytest.raises(Refused, match="from version 4"):
             await resumed.update(batch(resumed, others, zeros(others), version=4))
         cuts = batch(resumed, others, zeros(others), version=5)
-        fresh = BatchRef(tuple(replace(row, epoch=EPOCH + 1) for row in cuts.batch))
+        fresh = BatchRef(tuple(replace(row, incarnation=INCARNATION + 1) for row in cuts.batch))
         await resumed.update(replace(cuts, batch=fresh))
         for values, before in zip(await values_of(resumed, refs), expected, strict=True):
             assert values.tobytes() == before.tobytes()
@@ -254,7 +254,7 @@ async def test_it_begins_with_the_folder_it_is_given(serving: Serving, tmp_path:
     async with serving() as service:
         refs = sampled(service)
         await service.update(batch(service, refs, zeros(refs)))
-        await service.checkpoint(str(tmp_path), EPOCH, 1)
+        await service.checkpoint(str(tmp_path), INCARNATION, 1)
         expected = await values_of(service, refs)
     async with serving(options={"model": str(tmp_path / "critic" / "model")}) as again:
         assert again._engine.updates == 0

@@ -14,21 +14,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.compute import ThreadCompute
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
+from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.generation.interface import Completion
+from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from asyncrl.errors import DeadlineExceeded, Refused, TaskError
-from asyncrl.mismatch import apart
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.weights.arena import Writer, open_writer
+from asyncrl.lanes.weights.tensor_spec import spec_of
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Canary, PromptGroup, Published
 from asyncrl.protocols.seeds import group_seed
-from asyncrl.service import WorkerContext
 from asyncrl.services.generation import GenerationService
-from asyncrl.warmup import build_model, build_tokenizer
-from asyncrl.weights.arena import Writer, open_writer
-from asyncrl.weights.spec import spec_of
 
-EPOCH = 2
+INCARNATION = 2
 Start = Callable[..., AbstractAsyncContextManager[GenerationService]]
 
 
@@ -64,7 +64,7 @@ def start(folder: Path, config: Config, worker_context: Callable[..., WorkerCont
     @asynccontextmanager
     async def started(config: Config = config, service: str = "generation", **options: Any) -> AsyncIterator[Any]:
         async with asyncio.TaskGroup() as tasks:
-            here = {"model_dir": folder, "epoch": EPOCH, "options": options}
+            here = {"model_dir": folder, "incarnation": INCARNATION, "options": options}
             context = worker_context(service, config, tasks, make_compute=ThreadCompute, **here)
             before = asyncio.all_tasks()
             made = GenerationService(context)
@@ -85,11 +85,11 @@ def arena(folder: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     writer: Writer = open_writer(f"test-{uuid4().hex[:8]}", spec_of(model, "float32"), "inproc")
 
-    def publish(version: int, epoch: int = EPOCH) -> Published:
+    def publish(version: int, incarnation: int = INCARNATION) -> Published:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.0 + 0.01 * version)
-        return writer.write(epoch, version, dict(model.named_parameters(remove_duplicate=False)))
+        return writer.write(incarnation, version, dict(model.named_parameters(remove_duplicate=False)))
 
     yield SimpleNamespace(publish=publish, leases=writer.leases)
     writer.close()
@@ -99,7 +99,7 @@ def group(number: int, members: int | tuple[int, ...] = 4, **changes: Any) -> Pr
     plain = PromptGroup(
         id=number,
         attempt=0,
-        epoch=EPOCH,
+        incarnation=INCARNATION,
         prompt=f"go left {number}",
         members=tuple(range(members)) if isinstance(members, int) else members,
         seed=group_seed(1, number),
@@ -145,7 +145,7 @@ async def test_a_group_comes_back_as_rows_with_their_scalars(start: Start) -> No
             ]
             assert (len(prompt), len(response)) == (row.prompt_tokens, row.tokens)
             assert len(logprobs) == len(versions) == row.tokens
-            assert (row.epoch, row.first, row.last, row.attempt) == (EPOCH, 3, 3, 0)
+            assert (row.incarnation, row.first, row.last, row.attempt) == (INCARNATION, 3, 3, 0)
             assert row.finish in ("stop", "length")
             assert (logprobs <= 0).all()
         (found,) = await service.texts(BatchRef((refs[0].only,)))
@@ -227,8 +227,8 @@ async def test_the_deadline_ends_running_samples_as_length(start: Start) -> None
         step = service._engine.step
 
         def three_steps() -> list[Completion]:
-            if service._engine._table.sampled[0] == 2:
-                service._slices.pause()
+            if service._engine._batch.sampled[0] == 2:
+                service._decode_loop.pause()
             return step()
 
         service._engine.step = three_steps
@@ -239,7 +239,7 @@ async def test_the_deadline_ends_running_samples_as_length(start: Start) -> None
 
 async def test_what_had_not_begun_at_its_deadline_is_an_error_that_says_why(start: Start) -> None:
     async with start() as service:
-        with pytest.raises(DeadlineExceeded, match=r"members 0, 1 of group 7 .* of version none"):
+        with pytest.raises(DeadlineExceeded, match=r"members 0, 1 of group 7 .* have version none"):
             await collect(service, group(7, members=2, deadline=0.05))
         assert service._engine.waiting == 0
 
@@ -275,7 +275,7 @@ async def test_how_far_it_is_from_the_trainer_is_told_with_the_version_it_took_o
         moved = replace(arena.publish(1), canary=canary)
         told = await service.use_weights(moved)
         now = service._engine.logprobs_after(np.arange(3))
-        assert told.canary == pytest.approx(apart(canary, now))
+        assert told.canary == pytest.approx(canary_distance(canary, now))
         assert not np.array_equal(now, said), "it is the new weights that are asked"
         assert (await service.use_weights(moved)).canary == told.canary
         assert (await evaluation.use_weights(moved)).canary is None
@@ -305,7 +305,9 @@ async def test_an_engine_in_place_reads_the_arena_and_evaluation_a_copy(start: S
 async def test_pause_holds_at_the_step_it_names(start: Start) -> None:
     async with start(own_version=0) as service:
         running = asyncio.ensure_future(collect(service, group(0, members=20)))
-        await until(lambda: service._slices.pause() >= 2 or bool(service._slices.resume() and service._wake.set()))
+        await until(
+            lambda: service._decode_loop.pause() >= 2 or bool(service._decode_loop.resume() and service._wakeup.set())
+        )
         boundary = await service.pause()
         assert boundary.kind == "decode step"
         await service.context.compute.run(lambda: None)
@@ -329,12 +331,12 @@ async def test_an_abort_in_a_pause_and_a_resume_too_many_leave_the_engine_at_wor
         assert len(await collect(service, group(1, members=20))) == 20
 
 
-async def test_other_epochs_are_refused(start: Start, arena: Any) -> None:
+async def test_other_incarnations_are_refused(start: Start, arena: Any) -> None:
     async with start(own_version=0) as service:
-        with pytest.raises(Refused, match=r"group 0 is of epoch 1; generation0.0-2-12345678 is of epoch 2"):
-            await collect(service, group(0, epoch=1))
-        with pytest.raises(Refused, match="version 0 is of epoch 1"):
-            await service.use_weights(arena.publish(0, epoch=1))
+        with pytest.raises(Refused, match=r"group 0 has incarnation 1; generation0.0-2-12345678 has incarnation 2"):
+            await collect(service, group(0, incarnation=1))
+        with pytest.raises(Refused, match="version 0 has incarnation 1"):
+            await service.use_weights(arena.publish(0, incarnation=1))
 
 
 async def test_a_prompt_that_does_not_fit_is_the_callers_error(start: Start) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch.rows_from_columns import forward_passes
 from asyncrl.engines.training.interface import TrainRow, run_step
-from asyncrl.engines.training.rows import forward_passes
-from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 from asyncrl.errors import ConfigError
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.protocols.batch import BatchRef, RowRef
-from asyncrl.rows import HeapRows
-from asyncrl.service import WorkerContext
 from asyncrl.services.reference import ReferenceService
 
 VOCABULARY, CAP = 50, 24
@@ -122,7 +122,7 @@ async def test_an_unchanged_policy_has_no_kl_to_its_reference(folder: Path, serv
             group=ref.group,
             member=ref.member,
             attempt=0,
-            epoch=1,
+            incarnation=1,
             prompt_ids=batch["prompt_ids"][index].astype(np.int64),
             response_ids=batch["response_ids"][index].astype(np.int64),
             logprobs=values,
@@ -133,7 +133,7 @@ async def test_an_unchanged_policy_has_no_kl_to_its_reference(folder: Path, serv
         )
         for index, (ref, values) in enumerate(zip(refs, reference, strict=True))
     ]
-    outcome = run_step(TorchTraining(settings, folder), rows, 1, 0)
+    outcome = run_step(PolicyTrainer(settings, folder), rows, 1, 0)
     assert outcome.metrics["loss/kl"] == pytest.approx(0, abs=1e-9)
     assert outcome.metrics["policy/logprob_difference_max"] < 1e-5
 

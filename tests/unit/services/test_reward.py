@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Score
-from asyncrl.rows import HeapRows
-from asyncrl.service import WorkerContext
 from asyncrl.services.reward import RewardService
 
 FUNCTIONS = """

@@ -20,11 +20,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.protocols.batch import BatchRef, RowRef
-from asyncrl.rows import HeapRows
-from asyncrl.service import WorkerContext
 from asyncrl.services.reward_model import RewardModelService
 
 VOCABULARY = 50

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, LostRows, Refused
-from asyncrl.protocols.chain import GENESIS, chain
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Canary
-from asyncrl.service import WorkerContext
-from asyncrl.virtual import run
+from asyncrl.simulation.virtual_loop import run
 
 sys.path.insert(0, str(Path(__file__).parent))
-from counting import EPOCH, CountingService, config, context_maker, cuts, published_weight
+from counting import INCARNATION, CountingService, config, context_maker, cuts, published_weight
 
 Serving = Callable[..., AbstractAsyncContextManager[CountingService]]
 
@@ -41,7 +41,7 @@ def serving(worker_context: Callable[..., WorkerContext]) -> Serving:
 
 async def test_version_zero_lies_in_the_arena_before_the_first_step(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
-        assert ((await service.published()).epoch, (await service.published()).version) == (EPOCH, 0)
+        assert ((await service.published()).incarnation, (await service.published()).version) == (INCARNATION, 0)
         assert await published_weight(service) == 0.0
 
 
@@ -80,7 +80,7 @@ async def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
 async def test_a_step_publishes_the_next_version_and_reports_it(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
         report = await service.step(cuts(service, 0, 4, 7))
-        assert (report.epoch, report.version, report.updates, report.skipped) == (EPOCH, 1, 1, "")
+        assert (report.incarnation, report.version, report.updates, report.skipped) == (INCARNATION, 1, 1, "")
         assert [(s.group, s.trained, s.masked) for s in report.samples] == [(4, 3, 0), (7, 3, 0)]
         assert report.published == await service.published()
         assert await published_weight(service) == 2.0
@@ -104,15 +104,19 @@ async def test_a_repeated_step_gets_the_stored_report_and_trains_once(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("epoch", "version", "advantage"), [(EPOCH, 0, 9.0), (EPOCH, 2, 1.0), (EPOCH - 1, 1, 1.0), (EPOCH + 1, 0, 1.0)]
+    ("incarnation", "version", "advantage"),
+    [(INCARNATION, 0, 9.0), (INCARNATION, 2, 1.0), (INCARNATION - 1, 1, 1.0), (INCARNATION + 1, 0, 1.0)],
 )
 async def test_a_step_from_elsewhere_is_refused_with_both_named(
-    epoch: int, version: int, advantage: float, tmp_path: Path, serving: Serving
+    incarnation: int, version: int, advantage: float, tmp_path: Path, serving: Serving
 ) -> None:
     async with serving(tmp_path) as service:
         await service.step(cuts(service, 0, 1))
-        with pytest.raises(Refused, match=rf"version {version} of epoch {epoch} .* at version 1 of epoch {EPOCH}"):
-            await service.step(replace(cuts(service, version, 1, advantage=advantage), epoch=epoch))
+        with pytest.raises(
+            Refused,
+            match=rf"version {version} of incarnation {incarnation}.* at version 1 of incarnation {INCARNATION}",
+        ):
+            await service.step(replace(cuts(service, version, 1, advantage=advantage), incarnation=incarnation))
         assert await published_weight(service) == 1.0
 
 
@@ -135,10 +139,10 @@ async def test_a_cancelled_step_is_finished_and_its_repetition_gets_the_report(
         assert not call.done()
         call.cancel()
         await asyncio.wait([call])
-        with pytest.raises(Refused, match="is being trained"):
+        with pytest.raises(Refused, match="is trained"):
             await service.step(cuts(service, 0, 2))
         with pytest.raises(Refused, match="a checkpoint"):
-            await service.checkpoint(str(tmp_path / "c"), EPOCH, 0)
+            await service.checkpoint(str(tmp_path / "c"), INCARNATION, 0)
         report = await service.step(batch)
         assert report.version == 1
         assert await published_weight(service) == 1.0
@@ -226,13 +230,13 @@ async def test_a_checkpoint_is_of_the_named_version_and_resumes(tmp_path: Path, 
     folder = tmp_path / "tmp-1"
     async with serving(tmp_path) as service:
         report = await service.step(cuts(service, 0, 1))
-        with pytest.raises(Refused, match=r"version 0 of epoch 3 .* at version 1 of epoch 3"):
-            await service.checkpoint(str(folder), EPOCH, 0)
-        made = await service.checkpoint(str(folder), EPOCH, 1)
+        with pytest.raises(Refused, match=r"version 0 of incarnation 3.* at version 1 of incarnation 3"):
+            await service.checkpoint(str(folder), INCARNATION, 0)
+        made = await service.checkpoint(str(folder), INCARNATION, 1)
         assert (made.version, made.chain, list(made.files)) == (1, report.chain, ["state"])
-    async with serving(tmp_path, checkpoint_dir=folder, epoch=EPOCH + 1) as resumed:
+    async with serving(tmp_path, checkpoint_dir=folder, incarnation=INCARNATION + 1) as resumed:
         published = await resumed.published()
-        assert (published.epoch, published.version) == (EPOCH + 1, 1)
+        assert (published.incarnation, published.version) == (INCARNATION + 1, 1)
         assert await published_weight(resumed) == 1.0
-        next_cuts = replace(cuts(resumed, 1, 5), epoch=EPOCH + 1)
+        next_cuts = replace(cuts(resumed, 1, 5), incarnation=INCARNATION + 1)
         assert (await resumed.step(next_cuts)).chain == chain(bytes.fromhex(report.chain), [(5, 0, 0)]).hex()

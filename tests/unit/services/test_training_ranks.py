@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from asyncrl.compute import ThreadCompute
-from asyncrl.engines.training.ranks import Ranks
+from asyncrl.engines.training.state.data_parallel import Ranks
 from asyncrl.errors import LostRows, Refused
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.protocols.batch import BatchRef, Cuts
-from asyncrl.protocols.chain import GENESIS, chain
 from asyncrl.protocols.contracts import Training
+from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Checkpointed, StepReport
 from asyncrl.protocols.transfer import fan_out
-from asyncrl.rows import HeapRows
-from asyncrl.service import WorkerContext
 
 sys.path.insert(0, str(Path(__file__).parent))
-from counting import EPOCH, CountingService, context_maker, cuts, published_weight, put
+from counting import INCARNATION, CountingService, context_maker, cuts, published_weight, put
 
 
 class Two:
@@ -116,10 +116,10 @@ async def test_rows_that_one_rank_misses_stop_the_step_of_both_and_the_next_is_t
 async def test_what_was_foreseen_lies_where_the_step_then_asks_for_it(tmp_path: Path, serving_two: ServingTwo) -> None:
     async with serving_two(tmp_path) as two:
         batch = cuts(two.ranks[0], 0, 1, 2, 5)
-        shares = fan_out(Training.endpoints["foresee"].transfer, (batch.batch,), Layout(dp=2))[1]
-        held = await together(rank.foresee(share) for rank, (share,) in zip(two.ranks, shares, strict=True))
+        shares = fan_out(Training.endpoints["prefetch"].transfer, (batch.batch,), Layout(dp=2))[1]
+        held = await together(rank.prefetch(share) for rank, (share,) in zip(two.ranks, shares, strict=True))
         assert held == [[True, True], [True]]
-        placeless = replace(batch, batch=BatchRef(tuple(row.lying_at(()) for row in batch.batch)))
+        placeless = replace(batch, batch=BatchRef(tuple(row.stored_at(()) for row in batch.batch)))
         assert [sample.group for sample in (await two.step(placeless)).samples] == [1, 2, 5]
 
 
@@ -128,8 +128,8 @@ async def test_a_step_whose_rows_were_not_read_ahead_is_asked_for_again_with_the
 ) -> None:
     async with serving_two(tmp_path) as two:
         batch = cuts(two.ranks[0], 0, 1, 2, 5)
-        await two.ranks[0].foresee(two.calls(batch)[0].batch)
-        placeless = replace(batch, batch=BatchRef(tuple(row.lying_at(()) for row in batch.batch)))
+        await two.ranks[0].prefetch(two.calls(batch)[0].batch)
+        placeless = replace(batch, batch=BatchRef(tuple(row.stored_at(()) for row in batch.batch)))
         with pytest.raises(LostRows):
             await two.step(placeless)
         assert (await two.step(batch)).version == 1
@@ -143,12 +143,12 @@ async def test_a_share_that_comes_again_after_others_lost_rows_is_trained_and_no
         one, other = two.ranks
         kept, gone, instead = put(one, 1), put(one, 2), put(one, 3)
         one.context.row_store(0, 0).free([gone.places[0]])
-        left_behind = asyncio.ensure_future(one.step(Cuts(EPOCH, 0, BatchRef((kept,)), 6, 2)))
-        lost = asyncio.ensure_future(other.step(Cuts(EPOCH, 0, BatchRef((gone,)), 6, 2)))
+        left_behind = asyncio.ensure_future(one.step(Cuts(INCARNATION, 0, BatchRef((kept,)), 6, 2)))
+        lost = asyncio.ensure_future(other.step(Cuts(INCARNATION, 0, BatchRef((gone,)), 6, 2)))
         await asyncio.sleep(0)
         left_behind.cancel()
         await asyncio.wait([left_behind])
-        report = asyncio.ensure_future(two.step(Cuts(EPOCH, 0, BatchRef((kept, instead)), 6, 2)))
+        report = asyncio.ensure_future(two.step(Cuts(INCARNATION, 0, BatchRef((kept, instead)), 6, 2)))
         with pytest.raises(LostRows):
             await lost
         assert [sample.group for sample in (await report).samples] == [1, 3]
@@ -163,7 +163,7 @@ async def test_a_repeated_call_is_answered_by_each_rank_from_its_report(
         for row in batch.batch:
             two.ranks[0].context.row_store(0, 0).free([row.places[0]])
         assert await two.step(batch) == first
-        with pytest.raises(Refused, match="version 0 of epoch 3"):
+        with pytest.raises(Refused, match="version 0 of incarnation 3"):
             await two.step(cuts(two.ranks[0], 0, 4, 5))
 
 
@@ -194,8 +194,8 @@ async def test_a_checkpoint_of_two_ranks_names_the_files_of_both(tmp_path: Path,
     folder = tmp_path / "tmp-1"
     async with serving_two(tmp_path) as two:
         report = await two.step(cuts(two.ranks[0], 0, 1, 2))
-        with pytest.raises(Refused, match="version 0 of epoch 3"):
-            await together(rank.checkpoint(str(folder), EPOCH, 0) for rank in two.ranks)
-        made = await together(rank.checkpoint(str(folder), EPOCH, 1) for rank in two.ranks)
+        with pytest.raises(Refused, match="version 0 of incarnation 3"):
+            await together(rank.checkpoint(str(folder), INCARNATION, 0) for rank in two.ranks)
+        made = await together(rank.checkpoint(str(folder), INCARNATION, 1) for rank in two.ranks)
         assert Checkpointed.merge(made).chain == report.chain
         assert Checkpointed.merge(made).files.keys() == {"state", "rank-1.pt"}

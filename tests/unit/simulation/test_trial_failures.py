@@ -1,4 +1,4 @@
-"""Failures of trials: each is told with how it can be had again, whatever it is."""
+"""A trial that fails is reported with the command that runs it again, whatever its error is."""
 
 import subprocess
 import sys
@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from asyncrl.faulty.cli import main
-from asyncrl.faulty.failing import command, described, kind_of, outcome_of
-from asyncrl.faulty.plan import Trial
-from asyncrl.staleness import Gate
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.simulation.faults.simulate_command import main
+from asyncrl.simulation.faults.trial_failures import command, described, kind_of, outcome_of
+from asyncrl.simulation.faults.trial_plan import Trial
 
 TRIAL = Trial(seed=3, steps=4)
 
 
 def broken(patch: pytest.MonkeyPatch, failure: Any) -> None:
-    """Something happens in the third step."""
+    """Makes every run fail in its third step."""
     whole = Gate.trained
 
     def trained(gate: Gate, cuts: Any, version: int) -> None:
@@ -34,20 +34,20 @@ def divided() -> None:
     raise FileNotFoundError("another journal")
 
 
-def for_ever() -> None:
+def endless() -> None:
     while True:
         pass
 
 
-def test_any_error_is_a_failure_and_is_told_with_its_seed(
+def test_any_error_is_a_failure_and_is_reported_with_its_seed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken(monkeypatch, missing)
     assert main(["--seeds", "50", "--start", "20"]) == 1
-    told = capsys.readouterr().out
-    assert "failed: FileNotFoundError in test_failing.py:missing: journal" in told
-    assert "again: .venv/bin/python -c" in told
-    assert "faults=()" in told, "it fails without any"
+    shown = capsys.readouterr().out
+    assert "failed: FileNotFoundError in test_trial_failures.py:missing: journal" in shown
+    assert "run it again: .venv/bin/python -c" in shown
+    assert "faults=()" in shown, "it fails without any"
 
 
 def test_failures_at_different_places_are_of_different_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,10 +60,10 @@ def test_failures_at_different_places_are_of_different_kinds(monkeypatch: pytest
     assert kind_of(outcome_of(TRIAL)) == ""
 
 
-def test_a_trial_that_computes_for_ever_ends_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, for_ever)
-    assert "test_failing.py" in described(outcome_of(TRIAL, patience=1.0))
-    assert "Endless" in described(outcome_of(TRIAL, patience=1.0))
+def test_a_trial_that_computes_without_end_is_stopped_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, endless)
+    assert "test_trial_failures.py" in described(outcome_of(TRIAL, cpu_limit=1.0))
+    assert "EndlessTrial" in described(outcome_of(TRIAL, cpu_limit=1.0))
 
 
 def test_the_same_seeds_print_the_same_digest(capsys: pytest.CaptureFixture[str]) -> None:

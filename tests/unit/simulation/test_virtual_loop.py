@@ -4,7 +4,7 @@ from typing import cast
 
 import pytest
 
-from asyncrl import virtual
+from asyncrl.simulation import virtual_loop
 
 
 def test_time_jumps_to_the_next_timer() -> None:
@@ -21,7 +21,7 @@ def test_time_jumps_to_the_next_timer() -> None:
         return seen
 
     started = time.monotonic()
-    assert virtual.run(main()) == [("second", 1.0), ("hour", 3600.0), ("day", 86400.0)]
+    assert virtual_loop.run(main()) == [("second", 1.0), ("hour", 3600.0), ("day", 86400.0)]
     assert time.monotonic() - started < 5
 
 
@@ -32,7 +32,7 @@ def test_timeouts_work_unchanged() -> None:
                 await asyncio.sleep(31)
         return asyncio.get_running_loop().time()
 
-    assert virtual.run(main()) == pytest.approx(30)
+    assert virtual_loop.run(main()) == pytest.approx(30)
 
 
 def test_work_that_is_ready_takes_no_time() -> None:
@@ -41,7 +41,7 @@ def test_work_that_is_ready_takes_no_time() -> None:
             await asyncio.sleep(0)
         return asyncio.get_running_loop().time()
 
-    assert virtual.run(main()) == 0.0
+    assert virtual_loop.run(main()) == 0.0
 
 
 def test_a_wait_shorter_than_the_clock_can_tell_still_ends() -> None:
@@ -50,7 +50,7 @@ def test_a_wait_shorter_than_the_clock_can_tell_still_ends() -> None:
         await asyncio.sleep(1e-12)
         return asyncio.get_running_loop().time()
 
-    assert virtual.run(main()) >= 1e9
+    assert virtual_loop.run(main()) >= 1e9
 
 
 def test_a_deadlock_names_the_pending_tasks() -> None:
@@ -62,8 +62,8 @@ def test_a_deadlock_names_the_pending_tasks() -> None:
             tasks.create_task(forever(), name="the one that hangs")
             await asyncio.sleep(2)
 
-    with pytest.raises(virtual.Deadlock, match=r"virtual time 2; .*the one that hangs in .*forever") as caught:
-        virtual.run(main())
+    with pytest.raises(virtual_loop.Deadlock, match=r"virtual time 2; .*the one that hangs in .*forever") as caught:
+        virtual_loop.run(main())
     assert "main" in str(caught.value)
 
 
@@ -72,16 +72,16 @@ def test_tasks_that_run_for_ever_while_no_time_passes_are_told() -> None:
         while True:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
-    with pytest.raises(virtual.Livelock):
-        virtual.run(busy())
+    with pytest.raises(virtual_loop.Livelock):
+        virtual_loop.run(busy())
 
 
 def test_time_that_is_skipped_makes_timers_due() -> None:
     async def main() -> float:
-        loop = cast(virtual.VirtualLoop, asyncio.get_running_loop())
+        loop = cast(virtual_loop.VirtualLoop, asyncio.get_running_loop())
         async with asyncio.timeout(10):
             loop.skip(8)
             await asyncio.sleep(1)
         return loop.time()
 
-    assert virtual.run(main()) == 9
+    assert virtual_loop.run(main()) == 9

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Task
+from asyncrl.config.schema import TaskConfig
 from asyncrl.errors import TaskError
-from asyncrl.tasks.pretraining import write_texts
+from asyncrl.tasks.pretraining_texts import write_texts
 
 
 def written(tmp_path: Path, *rows: dict[str, Any], **task: Any) -> list[dict[str, Any]]:
     source, target = tmp_path / "texts.jsonl", tmp_path / "pretrain.jsonl"
     source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    write_texts(target, Task(prompts="none", pretrain=str(source), **task))
+    write_texts(target, TaskConfig(prompts="none", pretrain=str(source), **task))
     return [json.loads(line) for line in target.read_text().splitlines()]
 
 
@@ -41,11 +41,11 @@ def test_what_is_empty_is_named(tmp_path: Path, row: dict[str, Any], column: str
 
 def test_mistakes_name_the_key(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"^task\.pretrain: there is no file"):
-        write_texts(tmp_path / "out", Task(prompts="none", pretrain=str(tmp_path / "nowhere.jsonl")))
+        write_texts(tmp_path / "out", TaskConfig(prompts="none", pretrain=str(tmp_path / "nowhere.jsonl")))
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "fine"}\n{"text\n')
     with pytest.raises(TaskError, match=r"^task\.pretrain: .*broken\.jsonl, line 2: not JSON"):
-        write_texts(tmp_path / "out", Task(prompts="none", pretrain=str(broken)))
+        write_texts(tmp_path / "out", TaskConfig(prompts="none", pretrain=str(broken)))
     with pytest.raises(TaskError, match="there are no rows"):
         written(tmp_path)
     with pytest.raises(TaskError, match=r"row 0: a prompt is text that is not empty"):
@@ -56,5 +56,5 @@ def test_a_generator_without_an_end_is_read_up_to_the_size(tmp_path: Path) -> No
     source = tmp_path / "endless.py"
     source.write_text("def texts():\n    while True:\n        yield {'text': 'again'}\n")
     target = tmp_path / "out"
-    write_texts(target, Task(prompts="none", pretrain=f"{source}:texts", size=12))
+    write_texts(target, TaskConfig(prompts="none", pretrain=f"{source}:texts", size=12))
     assert len(target.read_text().splitlines()) == 12

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.context import Room
 from asyncrl.errors import TaskError
-from asyncrl.prompt_lengths import COUNTED, LOOKED_AT, refuse_what_has_no_room, write_longest
+from asyncrl.tasks.prompt_check import COUNTED, LOOKED_AT, TokenBudget, refuse_what_has_no_room, write_longest
 from asyncrl.tasks.prompts import Prompts
 
 
@@ -24,7 +23,7 @@ def counted(path: Path, most: int) -> list[int]:
         seen.append(len(prompt))
         return range(len(prompt))
 
-    refuse_what_has_no_room(path, tokenize, Room(most, 8))
+    refuse_what_has_no_room(path, tokenize, TokenBudget(most, 8))
     return seen
 
 
@@ -45,7 +44,7 @@ def test_messages_are_counted_by_their_contents(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "x" * length}]} for length in (3, 90, 2)]
     write_longest(tmp_path / "l", {"p": Prompts(rows, "p")})
     with pytest.raises(TaskError, match="row 1: the prompt has 90 tokens"):
-        refuse_what_has_no_room(tmp_path / "l", lambda prompt: prompt[0]["content"], Room(50, 8))
+        refuse_what_has_no_room(tmp_path / "l", lambda prompt: prompt[0]["content"], TokenBudget(50, 8))
 
 
 def test_a_large_source_is_looked_at_here_and_there(tmp_path: Path) -> None:
@@ -75,7 +74,7 @@ def test_a_prompt_that_cannot_be_rendered_is_named(tmp_path: Path) -> None:
     rows[COUNTED + 1] = {"prompt": [{"role": "user", "content": "hi"}]}  # far from the longest
     write_longest(tmp_path / "l", {"p.jsonl": Prompts(rows, "p")})
     with pytest.raises(TaskError, match=rf"^p\.jsonl, row {COUNTED + 1}: there is no chat template$"):
-        refuse_what_has_no_room(tmp_path / "l", tokenize, Room(50, 8))
+        refuse_what_has_no_room(tmp_path / "l", tokenize, TokenBudget(50, 8))
 
 
 @pytest.mark.trap("rewritten_history")
@@ -87,5 +86,5 @@ def test_one_prompt_of_each_shape_of_conversation_is_rendered(tmp_path: Path) ->
     rows: list[dict[str, Any]] = [{"prompt": [{**asks, "content": "x" * 90}]}] * COUNTED
     write_longest(tmp_path / "l", {"p": Prompts([*rows, *({"prompt": talk} for talk in talks)], "p")})
     seen: list[Any] = []
-    refuse_what_has_no_room(tmp_path / "l", lambda prompt: seen.append(prompt) or range(3), Room(50, 8))  # type: ignore[func-returns-value]
+    refuse_what_has_no_room(tmp_path / "l", lambda prompt: seen.append(prompt) or range(3), TokenBudget(50, 8))  # type: ignore[func-returns-value]
     assert seen[COUNTED:] == [talks[1], talks[2], talks[4]]

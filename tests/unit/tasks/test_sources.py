@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 import reasoning_gym
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import held_out_prompts, load_prompts, training_prompts
 

@@ -7,10 +7,11 @@ import pytest
 from rich.console import Console
 
 from asyncrl.telemetry.display import LineDisplay, LiveDisplay, open_display, sample_panel, shown
-from asyncrl.telemetry.samples import SampleRecord
+from asyncrl.telemetry.samples_file import SampleRecord
 
 SAMPLE = SampleRecord(
-    step=3, epoch=0, group=5, member=2, attempt=0, prompt="Reverse abc", text="cba [bold]", finish="stop", tokens=4,
+    step=3, incarnation=0, group=5, member=2, attempt=0, prompt="Reverse abc", text="cba [bold]", finish="stop",
+    tokens=4,
     reward=0.75, terms={"exact": 1.0, "brief": 0.5}, advantage=0.25, first=1, last=2, trained=3, masked=1,
     reason="stale",
 )  # fmt: skip

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.telemetry.lines import LineFile, read_lines
+from asyncrl.telemetry.jsonl import LineFile, read_lines
 
 
 def test_objects_come_back_in_order(tmp_path: Path) -> None:

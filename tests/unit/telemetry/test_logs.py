@@ -4,7 +4,7 @@ from pathlib import Path
 
 from structlog.contextvars import bound_contextvars
 
-from asyncrl.telemetry.lines import read_lines
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
 
 

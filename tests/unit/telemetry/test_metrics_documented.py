@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.books import NO_GREEDY, POISON
-from asyncrl.evaluation import Evaluation
-from asyncrl.telemetry.clock import STATES
+from asyncrl.controller.observers.evaluation import Evaluation
+from asyncrl.controller.sample_tracker import NO_GREEDY, POISON
 from asyncrl.telemetry.display import SHOWN
-from asyncrl.telemetry.metrics import FURTHER_METRICS, METRICS
+from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
+from asyncrl.telemetry.state_clock import STATES
 
 ROOT = Path(__file__).parents[3]
-PAGE, _, EVALUATIONS = (ROOT / "docs/metrics.md").read_text().partition("## Evaluations")
-ROWS = [line.strip("|").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
+ALGORITHM, _, EVALUATIONS = (ROOT / "docs/metrics.md").read_text().partition("## Evaluations")
+ROWS = [line.strip("|").split(" | ") for line in ALGORITHM.splitlines() if line.startswith("| `")]
 DOCUMENTED = [row[0].strip(" `") for row in ROWS]
 FOLDERS = ("asyncrl", "protocols", "services", "deploy")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -84,17 +84,17 @@ def test_reasons_of_drops_and_states_of_workers_are_documented() -> None:
     drops = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in ("drop", "_drop_ready")]
     given = [ast.literal_eval(arg) for call in drops for arg in call.args if isinstance(arg, ast.Constant)]
     reasons = {reason for reason in given if isinstance(reason, str)} | {POISON, NO_GREEDY, "not finite", "truncated"}
-    told = PAGE[PAGE.index("Reasons why") :]
+    told = ALGORITHM[ALGORITHM.index("Reasons why") :]
     assert {"stale", "unscorable", "no_baseline", "no_signal"} <= reasons
     assert {text for text in re.findall(r"`([\w ]+)`", told)} == reasons
-    assert all(f"`{state}`" in PAGE for state in (*STATES, "unaccounted"))
+    assert all(f"`{state}`" in ALGORITHM for state in (*STATES, "unaccounted"))
 
 
 def test_columns_of_evaluations_are_documented() -> None:
     documented = [line.split("`")[1] for line in EVALUATIONS.splitlines() if line.startswith("| `")]
-    assert documented == ["epoch", *(field.name for field in fields(Evaluation))]
+    assert documented == ["incarnation", *(field.name for field in fields(Evaluation))]
 
 
 def test_what_the_line_of_a_step_calls_a_metric_is_said() -> None:
-    page = " ".join(PAGE.split())
+    page = " ".join(ALGORITHM.split())
     assert ", ".join(f"{label}: `{name}`" for name, label, _ in SHOWN) in page

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Health, StepReport, TrainedSample
-from asyncrl.telemetry.metrics import (
+from asyncrl.telemetry.metrics_file import (
     METRICS,
     MetricsFile,
     TimeShares,
@@ -32,10 +32,10 @@ def health(instance: str, wall: float, **seconds: float) -> Health:
 
 def test_a_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    for epoch, step in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (1, 4)):
-        file.write({"step": step, "epoch": epoch})
+    for incarnation, step in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (1, 4)):
+        file.write({"step": step, "incarnation": incarnation})
     file.close()
-    assert [(line["epoch"], line["step"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [
+    assert [(line["incarnation"], line["step"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [
         (0, 1),
         (1, 2),
         (1, 3),
@@ -46,9 +46,9 @@ def test_a_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
 def test_a_step_that_is_tried_again_counts_once_and_leaves_the_one_before_it(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for report in (StepReport(0, 5, 1, "", "00", {}, (), None), StepReport(0, 5, 0, "not finite", "00", {}, (), None)):
-        file.write({"step": step_of(report), "epoch": 0})
+        file.write({"step": step_of(report), "incarnation": 0})
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [5, 6]
-    file.write({"step": step_of(StepReport(0, 6, 1, "", "00", {}, (), None)), "epoch": 0, "grad_norm": 1.0})
+    file.write({"step": step_of(StepReport(0, 6, 1, "", "00", {}, (), None)), "incarnation": 0, "grad_norm": 1.0})
     file.close()
     assert [line.get("grad_norm") for line in read_metrics(tmp_path / "metrics.jsonl")] == [None, 1.0]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import AsyncrlError, ConfigError, TaskError
-from asyncrl.rundir import Before, new_run_directory, open_run_directory
+from asyncrl.telemetry.run_directory import DirectoryRollback, new_run_directory, open_run_directory
 
 
 def contents(path: Path) -> dict[str, str]:
@@ -16,7 +16,7 @@ def contents(path: Path) -> dict[str, str]:
 
 def failing_run(path: Path, error: Exception, *, begun: bool = False) -> None:
     """Leaves in its directory what a run makes before anything is trained, and fails."""
-    before = Before(path)
+    before = DirectoryRollback(path)
     with before.again_when_refused():
         directory = open_run_directory(path)
         directory.run_id()

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import SampleText, TrainedSample
-from asyncrl.telemetry.samples import SampleRecord, SamplesFile, Selection, read_samples, sample_record, to_show
+from asyncrl.telemetry.samples_file import SampleRecord, SamplesFile, Selection, read_samples, sample_record, to_show
 
 ROW = RowRef(3, 1, 0, 0, 5, 12, 6, 7, "stop", (), 0.5, -0.25)
 RECORD = sample_record(8, ROW, SampleText(3, 1, "1+1?", "two"), {"numeric": 0.5}, TrainedSample(3, 1, 0, 8, 4, "stale"))
@@ -39,9 +39,9 @@ def test_records_come_back(tmp_path: Path) -> None:
 def test_steps_done_again_after_a_resume_count_once(tmp_path: Path) -> None:
     file = SamplesFile(tmp_path / "samples.jsonl")
     history = [(1, 0), (1, 0), (2, 0), (3, 0), (2, 1), (2, 1)]
-    file.write([replace(RECORD, step=step, epoch=epoch) for step, epoch in history])
+    file.write([replace(RECORD, step=step, incarnation=incarnation) for step, incarnation in history])
     file.close()
-    kept = [(record.step, record.epoch) for record in read_samples(tmp_path / "samples.jsonl")]
+    kept = [(record.step, record.incarnation) for record in read_samples(tmp_path / "samples.jsonl")]
     assert kept == [(1, 0), (1, 0), (2, 1), (2, 1)]
 
 

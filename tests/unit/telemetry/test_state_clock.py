@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.telemetry.clock import STATES, StateClock
+from asyncrl.telemetry.state_clock import STATES, StateClock
 
 
 class Ticks:

@@ -1,12 +1,12 @@
-"""Attention over a flat row of tokens: one of each decoding sequence, then whole sequences.
+"""Attention over a flat row of tokens: first one token of each decoding sequence, then sequences in prefill.
 
     tokens      d0 d1 d2 | a0 a1 a2 a3 b0 b1        d: one new token of the sequences in slots 0, 1, 2
     slots        0  1  2 |  3  3  3  3  4  4        a, b: sequences whose keys are not cached yet
 
-A single token attends to each chunk of its sequence by itself; the sums of the chunks are put together per sequence.
-Products of all chunks are one call, and no position is computed that only a longer neighbour has.
+A decoding token attends to each KV block of its sequence separately; the partial sums are then combined per sequence.
+One batched product covers all blocks, and short sequences compute nothing for positions that only a longer one has.
 
-Registered with transformers under a name, so that models stay as they are; positions and masks are ours.
+The function is registered with transformers under a name, so that models need no change.
 """
 
 from dataclasses import dataclass
@@ -18,23 +18,26 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from asyncrl.engines.generation.cache import CHUNK, Ints, KVCache
+from asyncrl.engines.generation.forward.kv_cache import KV_BLOCK, Ints, KVCache
 from asyncrl.errors import ConfigError
 
 NAME = "asyncrl_flat"
 
 
 @dataclass(frozen=True, slots=True)
-class Padding:
-    """How whole sequences lie in the flat row. index: int64 [sequences, longest], a token of the flat row each;
-    real: bool of the same shape, False behind a sequence's end."""
+class PrefillPadding:
+    """Maps prefill sequences between the flat row and a padded tensor.
+
+    index: int64 [sequences, longest], the flat token of each padded position. real: bool of the same shape, False
+    behind the end of a sequence.
+    """
 
     index: Tensor
     real: Tensor
 
     @classmethod
-    def of(cls, lengths: list[int], start: int, device: torch.device) -> "Padding":
-        """Sequences of these lengths, one behind the other from token `start` on."""
+    def of(cls, lengths: list[int], start: int, device: torch.device) -> "PrefillPadding":
+        """Builds the map for sequences of these lengths that follow each other from token `start` on."""
         sizes = torch.tensor(lengths)
         offsets = start + sizes.cumsum(0) - sizes
         steps = torch.arange(max(lengths))
@@ -43,12 +46,14 @@ class Padding:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
-    """The chunks at the front of the cache, and whose they are. Some may be nobody's, or of sequences that do not
-    decode: they are computed along with row 0 and all masked, so that the others need not be picked out.
+class DecodeBlocks:
+    """Describes the leading KV blocks of the cache for decode attention.
 
-    rows: int64 [chunks], the row whose query a chunk meets. mask: float32 [chunks, 1, CHUNK], 0 or -inf.
-    order: int64, the chunks of row 0, then those of row 1, and so on; starts: int64 [rows], where each row's begin.
+    Free blocks, and blocks of sequences that do not decode, are computed with the query of row 0 and fully masked,
+    which is cheaper than selecting the others.
+
+    rows: int64 [blocks], the row whose query a block meets. mask: float32 [blocks, 1, KV_BLOCK], 0 or -inf. order:
+    int64, the blocks of row 0, then those of row 1, and so on. starts: int64 [rows], the first entry of each row.
     """
 
     rows: Tensor
@@ -57,33 +62,34 @@ class Chunks:
     starts: Tensor
 
     @classmethod
-    def of(cls, cache: KVCache, positions: Ints, device: torch.device) -> "Chunks":
-        """Row i sees positions 0 to positions[i] of slot i."""
-        total = cache.pack()
-        order, counts = cache.owned(positions)
+    def of(cls, cache: KVCache, positions: Ints, device: torch.device) -> "DecodeBlocks":
+        """Builds the description for rows i that see positions 0 to positions[i] of slot i."""
+        total = cache.compact()
+        order, counts = cache.blocks_up_to(positions)
         starts = counts.cumsum() - counts
         owners = np.repeat(np.arange(len(counts)), counts)
         seen, rows = np.zeros(total, np.int64), np.zeros(total, np.int64)
-        seen[order] = positions[owners] + 1 - CHUNK * (np.arange(len(order)) - starts[owners])
+        seen[order] = positions[owners] + 1 - KV_BLOCK * (np.arange(len(order)) - starts[owners])
         rows[order] = owners
-        mask = np.where(np.arange(CHUNK) < seen[:, None, None], np.float32(0), np.float32(-np.inf))
+        mask = np.where(np.arange(KV_BLOCK) < seen[:, None, None], np.float32(0), np.float32(-np.inf))
         return cls(*(torch.from_numpy(each).to(device) for each in (rows, mask, order, starts)))
 
 
 @dataclass(frozen=True, slots=True)
 class FlatTokens:
-    """What attention needs to know of one forward.
+    """Holds what attention needs to know of one forward.
 
-    places: chunk and offset of each token in the cache, int64 [tokens] both. positions: int64 [tokens]. decoding: how
-    many tokens at the front are single ones; token i of those belongs to slot i. chunks: theirs. whole: the others.
+    locations: block and offset of each token in the cache, two int64 [tokens]. positions: int64 [tokens]. decoding:
+    number of leading tokens that decode; token i of those belongs to slot i. blocks: the KV blocks of the decoding
+    tokens. prefill: the padding of the other tokens.
     """
 
     cache: KVCache
-    places: tuple[Tensor, Tensor]
+    locations: tuple[Tensor, Tensor]
     positions: Tensor
     decoding: int
-    chunks: Chunks | None
-    whole: Padding | None
+    blocks: DecodeBlocks | None
+    prefill: PrefillPadding | None
 
 
 def flat_attention(
@@ -96,10 +102,12 @@ def flat_attention(
     flat: FlatTokens | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, tokens, size], key and value [1, kv heads, tokens, size] -> [1, tokens, heads, size].
+    """Computes attention for transformers.
+
+    query [1, heads, tokens, size], key and value [1, kv heads, tokens, size] -> [1, tokens, heads, size].
 
     Raises:
-        ConfigError: the layer asks for attention that is not plain causal, or the model kept `flat` to itself.
+        ConfigError: the layer asks for attention that is not plain and causal, or the model did not pass on `flat`.
     """
     _refuse_unknown(module, settings, flat)
     assert flat is not None
@@ -109,43 +117,48 @@ def flat_attention(
 
 
 def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, flat: FlatTokens, scaling: float | None) -> Tensor:
-    """query [tokens, heads, size], key and value [tokens, kv heads, size] -> [tokens, heads, size]."""
-    keys, values = flat.cache.write(layer, flat.places, key, value)
+    """Computes attention: query [tokens, heads, size], key and value [tokens, kv heads, size] -> as the query."""
+    keys, values = flat.cache.write(layer, flat.locations, key, value)
     parts = []
-    if flat.chunks is not None:
-        parts.append(_one_token_each(query[: flat.decoding], keys, values, flat.chunks, scaling))
-    if flat.whole is not None:
-        parts.append(_whole_sequences(query, key, value, flat.whole, scaling))
+    if flat.blocks is not None:
+        parts.append(_decode_attention(query[: flat.decoding], keys, values, flat.blocks, scaling))
+    if flat.prefill is not None:
+        parts.append(_prefill_attention(query, key, value, flat.prefill, scaling))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _one_token_each(query: Tensor, keys: Tensor, values: Tensor, chunks: Chunks, scaling: float | None) -> Tensor:
-    """query [rows, heads, size] against the cache, in float32; heads that share keys are one query of several tokens.
+def _decode_attention(
+    query: Tensor, keys: Tensor, values: Tensor, blocks: DecodeBlocks, scaling: float | None
+) -> Tensor:
+    """Computes the attention of query [rows, heads, size] to the cache, in float32.
 
-    With s the scores of a row and m their largest: the chunks' sums of exp(s - m) v, over those of exp(s - m).
+    Heads that share keys are one query of several tokens. With s the scores of a row and m their maximum, the result is
+    the sum over blocks of exp(s - m) v, divided by the sum over blocks of exp(s - m).
     """
     rows, heads, size = query.shape
-    count, kv_heads = len(chunks.rows), keys.shape[1]
+    count, kv_heads = len(blocks.rows), keys.shape[1]
     scaled = (query.float() * (size**-0.5 if scaling is None else scaling)).flatten(1)
-    queries = scaled.index_select(0, chunks.rows).view(count * kv_heads, -1, size)
-    scores = torch.bmm(queries, keys[:count].float().flatten(0, 1).transpose(1, 2)).view(count, heads, CHUNK)
-    scores += chunks.mask
+    queries = scaled.index_select(0, blocks.rows).view(count * kv_heads, -1, size)
+    scores = torch.bmm(queries, keys[:count].float().flatten(0, 1).transpose(1, 2)).view(count, heads, KV_BLOCK)
+    scores += blocks.mask
     peaks = scaled.new_full((rows, heads), -torch.inf)
-    peaks.scatter_reduce_(0, chunks.rows[:, None].expand(-1, heads), scores.amax(-1), "amax")
-    weights = scores.sub_(peaks.index_select(0, chunks.rows)[:, :, None]).exp_()
-    mixed = torch.bmm(weights.view(*queries.shape[:2], CHUNK), values[:count].float().flatten(0, 1))
-    sums = embedding_bag(chunks.order, mixed.view(count, -1), chunks.starts, mode="sum").view(rows, heads, -1)
-    totals = embedding_bag(chunks.order, weights.sum(-1), chunks.starts, mode="sum")
+    peaks.scatter_reduce_(0, blocks.rows[:, None].expand(-1, heads), scores.amax(-1), "amax")
+    weights = scores.sub_(peaks.index_select(0, blocks.rows)[:, :, None]).exp_()
+    mixed = torch.bmm(weights.view(*queries.shape[:2], KV_BLOCK), values[:count].float().flatten(0, 1))
+    sums = embedding_bag(blocks.order, mixed.view(count, -1), blocks.starts, mode="sum").view(rows, heads, -1)
+    totals = embedding_bag(blocks.order, weights.sum(-1), blocks.starts, mode="sum")
     return sums.div_(totals[:, :, None]).to(query.dtype)
 
 
-def _whole_sequences(query: Tensor, key: Tensor, value: Tensor, whole: Padding, scaling: float | None) -> Tensor:
-    """Causal attention inside each sequence; padding stands behind, where no real token looks."""
+def _prefill_attention(
+    query: Tensor, key: Tensor, value: Tensor, prefill: PrefillPadding, scaling: float | None
+) -> Tensor:
+    """Computes causal attention inside each sequence; padding follows the real tokens, which do not see it."""
     group = query.shape[1] // key.shape[1]
-    padded = [tokens[whole.index].transpose(1, 2) for tokens in (query, key, value)]
+    padded = [tokens[prefill.index].transpose(1, 2) for tokens in (query, key, value)]
     queries, keys, values = padded[0], *(tokens.repeat_interleave(group, dim=1) for tokens in padded[1:])
     mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling)
-    return mixed.transpose(1, 2)[whole.real]
+    return mixed.transpose(1, 2)[prefill.real]
 
 
 def _refuse_unknown(module: nn.Module, settings: dict[str, Any], flat: FlatTokens | None) -> None:

@@ -1,4 +1,4 @@
-"""Which models the torch engine runs: those whose attention is plain and causal. Others are refused by name."""
+"""Loads the models that the torch engine supports, those with plain causal attention, and refuses all others."""
 
 from pathlib import Path
 from typing import Any
@@ -6,23 +6,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.engines.generation.cache import Ints
-from asyncrl.engines.generation.forward import NOTHING, FlatModel, Whole
-from asyncrl.engines.loading import load_pretrained
-from asyncrl.engines.probe import PROBE_TOKENS
+from asyncrl.engines.canary_logprobs import PROBE_TOKENS
+from asyncrl.engines.generation.forward.kv_cache import Ints
+from asyncrl.engines.generation.forward.transformers_forward import NOTHING, FlatModel, PrefillSequence
+from asyncrl.engines.model_loading import load_pretrained
 from asyncrl.errors import ConfigError
 
-PROBE_WHOLE = 8  # of the probe at once, before single steps
+PROBE_PREFILL = 8  # tokens of the probe in prefill; the rest is decoded one by one
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""Nats: far over rounding, far under a wrong mask. Of the worst log-prob in float32; of their mean in bfloat16, where
-those of single unlikely tokens are rounded by more."""
+"""Largest difference to transformers, in nats: far above rounding and far below the effect of a wrong mask. It bounds
+the maximum over log-probs in float32 and their mean in bfloat16, which rounds single unlikely tokens by more."""
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Any:
-    """A model for sampling only, refused when its attention is not plain.
+    """Loads a model for sampling.
 
     Raises:
-        ConfigError: names the setting and what to use instead.
+        ConfigError: the attention of the model is not plain and causal.
     """
     model = load_pretrained(folder, dtype=dtype)
     refuse_unsupported(model.config)
@@ -30,7 +30,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> Any:
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Look for what this engine's attention would silently leave out."""
+    """Raises ConfigError for attention features in the config that this engine would silently ignore."""
     name = config.model_type
     if config.is_encoder_decoder:
         raise _unsupported(name, "it is an encoder-decoder")
@@ -46,43 +46,45 @@ def refuse_unsupported(config: Any) -> None:
 
 
 def probe_logprobs(model: Any, ids: Ints) -> torch.Tensor:
-    """Log-probabilities of the model's own forward over `ids` of `probe_ids`, before its attention is replaced."""
+    """Returns log-probs of the model's own forward over the probe `ids`; must run before its attention is replaced."""
     with torch.no_grad():
         tokens = torch.from_numpy(ids).to(model.device)
-        logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0, PROBE_WHOLE - 1 :]
+        logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0, PROBE_PREFILL - 1 :]
     return logits.float().log_softmax(-1)
 
 
 def verify(flat: FlatModel, ids: Ints, expected: torch.Tensor) -> None:
-    """Compare `expected` (probe_logprobs) with the flat forward, whole and token by token: what no setting tells. A
-    forward that is written out and differs gives way to the model's own.
+    """Compares the flat forward, in prefill and decode, with `expected` from `probe_logprobs`.
+
+    The comparison finds what no setting of the model tells. A written-out forward that differs is replaced by the
+    model's modules.
 
     Raises:
-        ConfigError: that one differs too, by more than rounding does.
+        ConfigError: the modules differ too, by more than rounding.
     """
     tolerance = PROBE_TOLERANCE[flat.dtype]
-    found = _spread(flat, ids, expected)
+    found = _largest_difference(flat, ids, expected)
     if not found <= tolerance and flat.direct is not None:
         flat.direct = None
-        found = _spread(flat, ids, expected)
+        found = _largest_difference(flat, ids, expected)
     if not found <= tolerance:
         reason = f"its logits differ by {found:.2g} from transformers' own forward, so its attention is not plain"
         raise _unsupported(flat.model.config.model_type, reason)
 
 
-def _spread(flat: FlatModel, ids: Ints, expected: torch.Tensor) -> float:
-    """How far log-probabilities are apart, as PROBE_TOLERANCE counts it; common offsets aside."""
-    found = [flat.logits(NOTHING, NOTHING, [Whole(0, ids[:PROBE_WHOLE])])]
-    for position in range(PROBE_WHOLE, PROBE_TOKENS):
+def _largest_difference(flat: FlatModel, ids: Ints, expected: torch.Tensor) -> float:
+    """Returns the difference of log-probs as PROBE_TOLERANCE counts it, without offsets common to all tokens."""
+    found = [flat.logits(NOTHING, NOTHING, [PrefillSequence(0, ids[:PROBE_PREFILL])])]
+    for position in range(PROBE_PREFILL, PROBE_TOKENS):
         found.append(flat.logits(ids[position : position + 1], np.array([position])))
     real = torch.isfinite(found[0][0])
     difference = (torch.cat(found).float()[:, real] - expected[:, real]).float()
-    apart = (difference - difference.mean(-1, keepdim=True)).abs()
-    return float(apart.max() if flat.dtype == torch.float32 else apart.mean())
+    spread = (difference - difference.mean(-1, keepdim=True)).abs()
+    return float(spread.max() if flat.dtype == torch.float32 else spread.mean())
 
 
 def _unsupported(name: str, reason: str) -> ConfigError:
     return ConfigError(
         f'model type {name!r} does not run on generation.engine = "torch": {reason}. '
-        "Use a model with plain causal attention (Llama, Qwen2, Qwen3, SmolLM2 and their kin)"
+        "Use a model with plain causal attention (Llama, Qwen2, Qwen3, SmolLM2 and similar models)"
     )

@@ -1,5 +1,7 @@
-"""One forward of a transformers model over a flat row of tokens, with keys and values of our own: by its unchanged
-modules, or written out where the model is one of those that direct.py knows."""
+"""One forward of a transformers model over a flat row of tokens, with our own KV cache.
+
+The model's own modules compute it, or the written-out forward of `llama_forward.py` where that knows the model.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,30 +12,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.engines.generation.attention import NAME, Chunks, FlatTokens, Padding
-from asyncrl.engines.generation.cache import Ints, KVCache
-from asyncrl.engines.generation.direct import DirectForward, Product
+from asyncrl.engines.generation.forward.attention import NAME, DecodeBlocks, FlatTokens, PrefillPadding
+from asyncrl.engines.generation.forward.kv_cache import Ints, KVCache
+from asyncrl.engines.generation.forward.llama_forward import Linear, LlamaForward
 
 NOTHING: Ints = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """A sequence none of whose keys are cached. row: the slot that takes them."""
+class PrefillSequence:
+    """Holds a sequence without cached keys. row: the slot that stores them."""
 
     row: int
     tokens: Ints
 
 
 class FlatModel:
-    """A causal LM whose attention is `flat_attention`. The model must be nobody else's: its config is changed.
-    direct: its forward written out; None: its modules compute.
+    """Wraps a causal LM so that it attends with `flat_attention`. The wrapper owns the model and changes its config.
+
+    direct: the written-out forward, or None where the model's modules compute.
 
     Args:
         model: a transformers causal LM in evaluation mode.
-        vocabulary: ids from here on stand for no token (padding rows of the head) and get -inf.
-        fixed: attend to all of a slot's chunks, so that no sequence's length changes another's shapes.
-        float32_head: logits are computed in float32, whatever the model's dtype.
+        vocabulary: number of token ids; padding rows of the head from here on get the logit -inf.
+        fixed: attend to all blocks of a slot, so that no sequence's length changes the shapes of another.
+        float32_head: compute logits in float32, whatever the dtype of the model.
     """
 
     def __init__(
@@ -46,42 +49,47 @@ class FlatModel:
         fixed: bool = False,
         float32_head: bool = False,
     ) -> None:
-        self.model, self.slots = model, slots
-        self.device: torch.device = model.device  # asking the model walks through its parameters
+        self.model = model
+        self.slots = slots
+        self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self._vocabulary = vocabulary
         self.cache = KVCache(slots, limit, fixed=fixed)
         model.set_attn_implementation(NAME)
-        self.direct = DirectForward.of(model)
+        self.direct = LlamaForward.of(model)
         self._float32_head = float32_head
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """After new values, or new tensors, for the model's parameters."""
-        self._head = Product.of(self.model.get_output_embeddings()).float32() if self._float32_head else None
+        """Must be called after the values or the tensors of the model's parameters changed."""
+        self._head = Linear.of(self.model.get_output_embeddings()).float32() if self._float32_head else None
 
     @torch.no_grad()
-    def logits(self, tokens: Ints, positions: Ints, whole: Sequence[Whole] = ()) -> Tensor:
-        """Logits [rows, vocabulary] of the token that follows each of the given: float32 or the model's dtype.
+    def logits(self, tokens: Ints, positions: Ints, prefill: Sequence[PrefillSequence] = ()) -> Tensor:
+        """Returns the logits [rows, vocabulary] of the next token of each sequence, in float32 or the model's dtype.
 
-        tokens, positions: [decoding], one new token of each of the first slots. whole: sequences from their start.
+        tokens, positions: [decoding], one new token of each of the first slots. prefill: further sequences from their
+        first token on. Rows have this order.
         """
-        lengths = [len(sequence.tokens) for sequence in whole]
-        self._hold(positions, whole)
-        flat = self._flat(positions, whole, lengths)
-        ids = np.concatenate([tokens, *(sequence.tokens for sequence in whole)])
+        lengths = [len(sequence.tokens) for sequence in prefill]
+        self.cache.allocate_next(positions)
+        for sequence in prefill:
+            self.cache.allocate(sequence.row, len(sequence.tokens))
+        flat = self._flat_tokens(positions, prefill, lengths)
+        ids = np.concatenate([tokens, *(sequence.tokens for sequence in prefill)])
         last = np.concatenate([np.arange(len(tokens)), len(tokens) + np.cumsum(lengths, dtype=np.int64) - 1])
         logits = self._logits(self.tensor(ids), flat, self.tensor(last))
         logits[:, self._vocabulary :] = -torch.inf
         return logits
 
     def logits_after(self, tokens: Ints) -> Tensor:
-        """Logits [vocabulary] of the token that follows these, with keys and values that nobody keeps."""
-        kept, self.cache = self.cache, KVCache(1, len(tokens))
+        """Returns the logits [vocabulary] of the token after these, with a KV cache of its own."""
+        own = self.cache
+        self.cache = KVCache(1, len(tokens))
         try:
-            return self.logits(NOTHING, NOTHING, [Whole(0, tokens)])[0]
+            return self.logits(NOTHING, NOTHING, [PrefillSequence(0, tokens)])[0]
         finally:
-            self.cache = kept
+            self.cache = own
 
     def _logits(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
         if self._head is not None:
@@ -102,24 +110,21 @@ class FlatModel:
         return states[0, last]
 
     def tensor(self, values: NDArray[Any]) -> Tensor:
+        """Copies an array to the device of the model."""
         return torch.from_numpy(values).to(self.device)
 
-    def _hold(self, positions: Ints, whole: Sequence[Whole]) -> None:
-        self.cache.hold_next(positions)
-        for sequence in whole:
-            self.cache.hold(sequence.row, len(sequence.tokens))
-
-    def _flat(self, positions: Ints, whole: Sequence[Whole], lengths: list[int]) -> FlatTokens:
+    def _flat_tokens(self, positions: Ints, prefill: Sequence[PrefillSequence], lengths: list[int]) -> FlatTokens:
         decoding = len(positions)
-        chunks = Chunks.of(self.cache, positions, self.device) if decoding else None  # may move chunks: before `places`
-        rows = np.concatenate([np.arange(decoding), np.repeat([sequence.row for sequence in whole], lengths)])
+        # DecodeBlocks.of may move blocks, so it comes before `locations`.
+        blocks = DecodeBlocks.of(self.cache, positions, self.device) if decoding else None
+        rows = np.concatenate([np.arange(decoding), np.repeat([sequence.row for sequence in prefill], lengths)])
         steps = np.concatenate([positions, *(np.arange(length) for length in lengths)])
-        at, offsets = self.cache.places(rows.astype(np.int64), steps)
+        at, offsets = self.cache.locations(rows.astype(np.int64), steps)
         return FlatTokens(
             self.cache,
-            places=(self.tensor(at), self.tensor(offsets)),
+            locations=(self.tensor(at), self.tensor(offsets)),
             positions=self.tensor(steps),
             decoding=decoding,
-            chunks=chunks,
-            whole=Padding.of(lengths, decoding, self.device) if lengths else None,
+            blocks=blocks,
+            prefill=PrefillPadding.of(lengths, decoding, self.device) if lengths else None,
         )

@@ -1,4 +1,4 @@
-"""The tensors of one forward and backward pass: rows padded for the model, live tokens flat for the loss."""
+"""The tensors of one forward and backward pass: padded rows for the model, flat live tokens for the loss."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,27 +9,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.engines.training.interface import TrainRow
-from asyncrl.engines.training.masking import Masked
-from asyncrl.engines.training.packing import PaddedRows, pad_rows
-from asyncrl.objectives.rows import Rows
+from asyncrl.engines.training.batch.masking import MaskedRow
+from asyncrl.engines.training.batch.packing import PaddedRows, pad_rows
+from asyncrl.objectives.ragged import Ragged
 
 PerToken: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64] | float
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """masked: its rows. All tensors but `padded.ids` are [live tokens], row after row; rows: which is whose.
+    """Holds the tensors of one pass. All tensors but `padded.ids` are flat [live tokens], row after row.
 
-    weights: what each token counts in the loss. fresh: 1 where the token and all before it in its sample were sampled
-    by the very weights that now train, else 0.
-    reference: frozen model's log-probs, None without a KL term. proximal: the trainer's own at the start of
-    the step, None where the current ones are those.
+    masked: the rows. ragged: the row of each live token. weights: weight of each token in the loss. behaviour:
+    log-probs that the engine recorded. fresh: 1 where the token and all earlier tokens of its sample were sampled by
+    the weights that now train, else 0. reference: log-probs of the reference model, None without a KL term. proximal:
+    the trainer's log-probs at the start of the step, None where the current ones equal them.
     """
 
-    masked: tuple[Masked, ...]
+    masked: tuple[MaskedRow, ...]
     padded: PaddedRows
-    rows: Rows
+    ragged: Ragged
     weights: Tensor
     behaviour: Tensor
     advantages: Tensor
@@ -40,24 +39,25 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class PartRow:
-    """A row of one update: weight of each of its tokens; proximal: its own log-probs at the start of the step."""
+class UpdateRow:
+    """Holds a row of one update. weight: of each of its tokens. proximal: its log-probs at the start of the step."""
 
-    masked: Masked
+    masked: MaskedRow
     weight: float
     proximal: NDArray[np.float32] | None = None
 
 
-def micro_batch(rows: Sequence[PartRow], device: torch.device) -> MicroBatch:
+def micro_batch(rows: Sequence[UpdateRow], device: torch.device) -> MicroBatch:
+    """Builds the tensors of a pass over these rows."""
     masked = [row.masked for row in rows]
 
-    def flat(values: Callable[[PartRow], PerToken]) -> Tensor:
+    def flat(values: Callable[[UpdateRow], PerToken]) -> Tensor:
         return live_values(masked, [values(row) for row in rows], device)
 
     return MicroBatch(
         masked=tuple(masked),
         padded=live_rows(masked, device),
-        rows=Rows.of([item.trained for item in masked], device),
+        ragged=Ragged.of([item.trained for item in masked], device),
         weights=flat(lambda row: row.weight),
         behaviour=flat(lambda row: row.masked.row.logprobs),
         advantages=flat(lambda row: row.masked.row.advantage),
@@ -68,15 +68,15 @@ def micro_batch(rows: Sequence[PartRow], device: torch.device) -> MicroBatch:
     )
 
 
-def live_values(masked: Sequence[Masked], columns: Sequence[PerToken], device: torch.device) -> Tensor:
-    """float32 [live tokens] of one column a row; one number stands for all tokens of its row."""
+def live_values(masked: Sequence[MaskedRow], columns: Sequence[PerToken], device: torch.device) -> Tensor:
+    """Returns one value per live token, float32 [live tokens], from one column per row or one number per row."""
     live = [np.broadcast_to(column, item.live.shape)[item.live] for item, column in zip(masked, columns, strict=True)]
     return torch.from_numpy(np.concatenate(live).astype(np.float32)).to(device)
 
 
-def live_rows(masked: Sequence[Masked], device: torch.device) -> PaddedRows:
-    """Whole rows for the model, predictions of live tokens only."""
-    rows: list[TrainRow] = [item.row for item in masked]
+def live_rows(masked: Sequence[MaskedRow], device: torch.device) -> PaddedRows:
+    """Pads whole rows for the model, with predictions for live tokens only."""
+    rows = [item.row for item in masked]
     padded = pad_rows(
         [row.prompt_ids for row in rows],
         [row.response_ids for row in rows],
@@ -92,12 +92,12 @@ def live_rows(masked: Sequence[Masked], device: torch.device) -> PaddedRows:
     )
 
 
-def _reference(row: PartRow) -> NDArray[np.float32]:
+def _reference(row: UpdateRow) -> NDArray[np.float32]:
     values = row.masked.row.reference_logprobs
     assert values is not None, f"sample {row.masked.row.key} has no reference log-probs"
     return values
 
 
-def _proximal(row: PartRow) -> NDArray[np.float32]:
-    assert row.proximal is not None
+def _proximal(row: UpdateRow) -> NDArray[np.float32]:
+    assert row.proximal is not None, f"sample {row.masked.row.key} has no proximal log-probs"
     return row.proximal

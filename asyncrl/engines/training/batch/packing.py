@@ -1,4 +1,4 @@
-"""Rows into micro-batches: which rows go together, and their tensors."""
+"""Packs rows into micro-batches of similar length and pads them to tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+SHORTEST = 0.8
+"""A row below this share of the longest row of a micro-batch starts the next one: padding adds at most a quarter."""
+
+FILLED = 1 / 8
+"""A micro-batch below this share of the token budget accepts shorter rows too, because small passes are inefficient."""
+
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """Model input of some rows, and where the predictions of their response tokens lie.
+    """Holds the model input of some rows, and where the model predicts their response tokens.
 
-    ids: [rows, length] right-padded, the last token of each row left out as nothing follows it. positions:
-    [tokens] into the flattened [rows * length], of the state that predicts each response token, row after
-    row. targets: [tokens] the response ids. temperatures: [tokens].
+    ids: [rows, length], right-padded, without the last token of each row, which predicts nothing. positions: [tokens],
+    the indices into the flattened [rows * length] states that predict the response tokens, row after row. targets:
+    [tokens], the response ids. temperatures: [tokens].
     """
 
     ids: Tensor
@@ -25,25 +31,18 @@ class PaddedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class WholeRows:
-    """ids: [rows, length] right-padded. last: [rows] into the flattened [rows * length], of each row's last token."""
+class PaddedSequences:
+    """Holds whole rows. ids: [rows, length], right-padded. last: [rows], each row's last token in the flattened ids."""
 
     ids: Tensor
     last: Tensor
 
 
-SHORTEST = 0.8
-"""Of the longest row of its micro-batch: a shorter row begins the next one, so padding costs at most a quarter more."""
-
-FILLED = 1 / 8
-"""Of the budget: a micro-batch with less in it takes shorter rows too, as a small pass is slow in itself."""
-
-
 def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Row indices of each micro-batch: rows of like length together, longest first, rows x longest <= budget.
+    """Groups row indices into micro-batches of rows of similar length, the longest rows first.
 
-    A row over the budget is a micro-batch of its own. Padding is what the budget counts, so memory is bounded
-    by it; longest first shows at once when memory does not suffice.
+    rows x longest row <= budget, so the budget counts padding and bounds memory. A row over the budget forms a
+    micro-batch of its own. Because the longest rows come first, a lack of memory shows at once.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     parts: list[list[int]] = []
@@ -56,7 +55,7 @@ def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def _fits(length: int, rows: int, longest: int, budget: int) -> bool:
-    """Whether a row joins a micro-batch of so many rows."""
+    """Returns whether a row of this length joins a micro-batch of `rows` rows."""
     if (rows + 1) * longest > budget:
         return False
     return length >= SHORTEST * longest or rows * longest < FILLED * budget
@@ -68,7 +67,7 @@ def pad_rows(
     temperatures: Sequence[float],
     device: torch.device,
 ) -> PaddedRows:
-    """Tensors of rows [prompt, response]; every response token, the first and the last included, is predicted."""
+    """Pads rows of prompt and response for the prediction of every response token."""
     length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True)) - 1
     ids = np.zeros((len(prompts), length), np.int64)
     positions = []
@@ -86,14 +85,19 @@ def pad_rows(
     )
 
 
-def pad_whole(
+def pad_sequences(
     prompts: Sequence[NDArray[np.int64]], responses: Sequence[NDArray[np.int64]], device: torch.device
-) -> WholeRows:
-    """Tensors of rows [prompt, response], all their tokens in them."""
+) -> PaddedSequences:
+    """Pads whole rows of prompt and response, the last token included."""
     rows = [np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]
     lengths = np.array([len(row) for row in rows])
     ids = np.zeros((len(rows), lengths.max()), np.int64)
     for padded, row in zip(ids, rows, strict=True):
         padded[: len(row)] = row
     last = np.arange(len(rows)) * ids.shape[1] + lengths - 1
-    return WholeRows(torch.from_numpy(ids).to(device), torch.from_numpy(last).to(device))
+    return PaddedSequences(torch.from_numpy(ids).to(device), torch.from_numpy(last).to(device))
+
+
+def split_by_row(tokens: Tensor, lengths: Sequence[int]) -> list[NDArray[np.float32]]:
+    """Splits flat per-token values into one numpy array per row."""
+    return np.split(tokens.detach().cpu().numpy(), np.cumsum(lengths)[:-1])

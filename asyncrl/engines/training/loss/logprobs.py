@@ -1,4 +1,4 @@
-"""Log-probs of response tokens. The one place where trainer and reference compute them."""
+"""Log-probs of response tokens; trainer and reference compute them only here."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,12 +9,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.engines.training.model import CausalModel
-from asyncrl.engines.training.packing import PaddedRows, pad_rows
+from asyncrl.engines.training.batch.packing import PaddedRows, pad_rows, split_by_row
+from asyncrl.engines.training.state.models_with_heads import CausalModel
 
 
 class TokenLogprobs(NamedTuple):
-    """Both float32 [tokens]: log-softmax(logits / temperature) at the sampled token; entropy of the distribution."""
+    """Holds log-probs and entropies, float32 [tokens].
+
+    logprobs: log-softmax(logits / temperature) at the response token. entropy: of that distribution.
+    """
 
     logprobs: Tensor
     entropy: Tensor
@@ -23,10 +26,10 @@ class TokenLogprobs(NamedTuple):
 def token_logprobs(
     model: CausalModel, rows: PaddedRows, chunk: int, *, entropy_gradient: bool = False
 ) -> TokenLogprobs:
-    """Log-probs of all response tokens, with gradient where grad mode is on; entropy without one unless asked for.
+    """Computes log-probs, with gradient in grad mode, and entropies, with gradient only on request.
 
-    The head works on `chunk` tokens at a time, so that no [tokens, vocabulary] tensor of more than one chunk exists: it
-    is computed again in the backward pass, unless all tokens fit into one.
+    The head processes `chunk` tokens at a time, so that no larger [tokens, vocabulary] tensor exists. The backward pass
+    recomputes the head, unless all tokens fit into one chunk.
     """
     states = model.hidden(rows.ids).flatten(0, 1)[rows.positions]
     parts = [
@@ -40,14 +43,14 @@ def _chunk_logprobs(
     model: CausalModel, states: Tensor, targets: Tensor, temperatures: Tensor, *, keep: bool, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     def head(states: Tensor) -> tuple[Tensor, Tensor]:
-        everything = (model.logits(states) / temperatures[:, None]).log_softmax(-1)
-        chosen = everything.gather(-1, targets[:, None]).squeeze(-1)
-        return chosen, _entropy(everything if entropy_gradient else everything.detach())
+        logprobs = (model.logits(states) / temperatures[:, None]).log_softmax(-1)
+        chosen = logprobs.gather(-1, targets[:, None]).squeeze(-1)
+        return chosen, _entropy(logprobs if entropy_gradient else logprobs.detach())
 
     if keep or not torch.is_grad_enabled():
         return head(states)
-    answer: tuple[Tensor, Tensor] = checkpoint(head, states, use_reentrant=False, preserve_rng_state=False)
-    return answer
+    recomputed: tuple[Tensor, Tensor] = checkpoint(head, states, use_reentrant=False, preserve_rng_state=False)
+    return recomputed
 
 
 def _entropy(logprobs: Tensor) -> Tensor:
@@ -56,7 +59,7 @@ def _entropy(logprobs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def logprobs_after(model: CausalModel, prompt: NDArray[np.int64]) -> Tensor:
-    """float32 [vocabulary]: of the token that follows these ids, at temperature 1, without gradient."""
+    """Returns the log-probs of the token after the prompt at temperature 1, float32 [vocabulary]."""
     ids = torch.from_numpy(prompt).to(model.device)
     return model.logits(model.hidden(ids[None])[0, -1:])[0].log_softmax(-1)
 
@@ -69,11 +72,9 @@ def frozen_logprobs(
     temperatures: Sequence[float],
     chunk: int,
 ) -> list[NDArray[np.float32]]:
-    """Log-probs [tokens] of each row, without gradient, in one forward pass.
+    """Computes the log-probs [tokens] of each row in one forward pass, without gradient.
 
-    The bits of a row depend on what else is in the pass; a single row's never do.
+    The bits of a row depend on the other rows of the pass; a pass over a single row always gives the same bits.
     """
     rows = pad_rows(prompts, responses, temperatures, model.device)
-    values = token_logprobs(model, rows, chunk).logprobs.cpu().numpy()
-    ends = np.cumsum([len(response) for response in responses])
-    return np.split(values, ends[:-1])
+    return split_by_row(token_logprobs(model, rows, chunk).logprobs, [len(response) for response in responses])

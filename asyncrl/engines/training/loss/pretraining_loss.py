@@ -1,6 +1,6 @@
-"""The pretraining loss: cross-entropy of texts that the policy shall not forget, beside the loss of its samples.
+"""The pretraining loss: cross-entropy on texts that the policy must not forget, added to the policy loss.
 
-PPO-ptx (arXiv 2203.02155, section 3.5, gamma E[log pi(x)]) and Safe RLHF (arXiv 2310.12773, appendix B, L^PTX).
+Sources: PPO-ptx (arXiv 2203.02155, section 3.5, gamma E[log pi(x)]); Safe RLHF (arXiv 2310.12773, appendix B, L^PTX).
 """
 
 import json
@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.config import Config
-from asyncrl.context import context_of, longest_row
-from asyncrl.engines.generation.text import Texts
-from asyncrl.engines.training.logprobs import token_logprobs
-from asyncrl.engines.training.model import CausalModel
-from asyncrl.engines.training.packing import pad_rows
+from asyncrl.config.schema import Config
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
+from asyncrl.engines.models.context_window import context_of, longest_row
+from asyncrl.engines.training.batch.packing import pad_rows
+from asyncrl.engines.training.loss.logprobs import token_logprobs
+from asyncrl.engines.training.state.models_with_heads import CausalModel
 from asyncrl.errors import TaskError
-from asyncrl.tasks.draw import drawn_row
+from asyncrl.tasks.prompt_draw import drawn_row
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """given: token ids that are not learnt, at least one. learnt: those that follow, at least one."""
+class PretrainingText:
+    """Holds the token ids of a text. given: context, at least one token. learnt: tokens in the loss, at least one."""
 
     given: NDArray[np.int64]
     learnt: NDArray[np.int64]
@@ -36,51 +36,54 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Pretraining:
-    """coefficient: of the loss. per_step: texts of one step, of which each of its updates takes as many."""
+class PretrainingTexts:
+    """Holds all texts. coefficient: of the loss. per_step: texts per step, split evenly over its updates."""
 
-    texts: Sequence[Text]
+    texts: Sequence[PretrainingText]
     coefficient: float
     per_step: int
     seed: int
 
 
-def load_pretraining(path: Path, config: Config, model: CausalModel) -> Pretraining:
-    """The texts that were written to `path`, each up to as many tokens as the longest prompt and answer have together,
-    and no more than the model has positions.
+def load_pretraining(path: Path, config: Config, model: CausalModel) -> PretrainingTexts:
+    """Reads texts from JSON lines and cuts each to the longest row of the run and to the model's context.
 
     Raises:
-        TaskError: the prompt of one cannot be rendered, or has no room for an answer; or a text has only one token.
+        TaskError: a prompt cannot be rendered or leaves no room for its answer, or a text has only one token.
     """
     longest = longest_row(config, context_of(model.source_config.to_dict()))
     with path.open(encoding="utf-8") as lines:
         texts = [
-            _tokenized(json.loads(line), model.tokenizer, longest, f"task.pretrain, row {row}")
+            _tokenize(json.loads(line), model.tokenizer, longest, f"task.pretrain, row {row}")
             for row, line in enumerate(lines)
         ]
     algorithm = config.algorithm
-    return Pretraining(texts, algorithm.pretrain_coefficient, config.task.pretrain_per_step, config.seed)
+    return PretrainingTexts(texts, algorithm.pretrain_coefficient, config.task.pretrain_per_step, config.seed)
 
 
-def _tokenized(row: dict[str, Any], tokenizer: Any, longest: int, where: str) -> Text:
-    """Of a text all tokens but the first are learnt; of prompt and answer those of the answer. Both end with the end of
-    sequence, unless they are cut."""
+def _tokenize(row: dict[str, Any], tokenizer: Any, longest: int, where: str) -> PretrainingText:
+    """Tokenizes a text, of which all tokens but the first are learnt, or a prompt with an answer, which is learnt.
+
+    An end-of-sequence token follows, unless the row is cut before it.
+    """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if "text" in row:
         ids = np.array([*tokenizer(row["text"])["input_ids"], *end], np.int64)
         given = 1
     else:
-        prompt = Texts(tokenizer, ()).prompt_ids(row["prompt"])
+        prompt = TokenizerWithStops(tokenizer, ()).prompt_ids(row["prompt"])
         answer = tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
         ids, given = np.array([*prompt, *answer, *end], np.int64), len(prompt)
     if given == 0 or given >= min(len(ids), longest):
         raise TaskError(f"{where}: {given} of its {len(ids)} tokens (at most {longest}) are given, none is learnt")
-    return Text(ids[:given], ids[given:longest])
+    return PretrainingText(ids[:given], ids[given:longest])
 
 
-def texts_of(pretraining: Pretraining | None, version: int, update: int, updates: int) -> list[Text]:
-    """Those of one update of the step from `version`: a pure function, the same on every rank, so that a resume needs
-    no sampler state. Every text comes once before one comes again."""
+def texts_of(pretraining: PretrainingTexts | None, version: int, update: int, updates: int) -> list[PretrainingText]:
+    """Returns the texts of one update of the step from `version`; every text comes once before one repeats.
+
+    The choice is a pure function, equal on all ranks, so that a resumed run needs no sampler state.
+    """
     if pretraining is None:
         return []
     count, rows = pretraining.per_step, len(pretraining.texts)
@@ -88,10 +91,10 @@ def texts_of(pretraining: Pretraining | None, version: int, update: int, updates
     return [pretraining.texts[drawn_row(pretraining.seed, version * count + place, rows)] for place in own]
 
 
-def pretraining_loss(model: CausalModel, texts: Sequence[Text], tokens: int, chunk: int) -> Tensor:
-    """-sum of log pi(token | those before it) / tokens, over the learnt tokens of these texts, with gradient.
+def pretraining_loss(model: CausalModel, texts: Sequence[PretrainingText], tokens: int, chunk: int) -> Tensor:
+    """Computes -sum of log pi(token | earlier tokens) / tokens over the learnt tokens of these texts, with gradient.
 
-    tokens: learnt ones of all texts of the update, those of other micro-batches and ranks among them.
+    tokens: number of learnt tokens of the whole update, over all micro-batches and ranks.
     """
     given, learnt = [text.given for text in texts], [text.learnt for text in texts]
     rows = pad_rows(given, learnt, [1.0] * len(texts), model.device)

@@ -1,4 +1,4 @@
-"""The trainer's data-parallel ranks: what they exchange, with one rank or several."""
+"""The data-parallel ranks of a trainer and their exchanges: one rank alone, or processes over torch.distributed."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,11 +17,15 @@ from asyncrl.errors import PeerLost, WeightsError
 Waiting = Callable[[], AbstractContextManager[None]]
 
 BUCKET = 8 << 20
-"""Values that are summed at a time: a few tensors cost a round trip each, all at once a second copy of the gradient."""
+"""Gradient values per all-reduce. Single tensors would cost a round trip each; all tensors at once would need a second
+copy of the gradient."""
 
 
 class Ranks(Protocol):
-    """Every rank calls the same methods in the same order; each blocks the compute thread until all have."""
+    """Exchanges tensors between ranks.
+
+    Every rank calls the same methods in the same order; each call blocks the compute thread until all ranks made it.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -30,22 +34,23 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def sum(self, values: Tensor) -> Tensor:
-        """Element-wise sum over ranks, the same bits on each; may be done in place."""
+        """Sums element-wise over ranks, with the same bits on each; may work in place."""
         ...
 
     def largest(self, values: Tensor) -> Tensor:
-        """Element-wise maximum over ranks; may be done in place."""
+        """Returns the element-wise maximum over ranks; may work in place."""
         ...
 
     def gather(self, rows: Tensor) -> Tensor:
-        """[rows, width] of every rank, one rank's after the other's; their numbers of rows may differ."""
+        """Concatenates the tensors [rows, width] of all ranks in rank order; numbers of rows may differ."""
         ...
 
 
-class Alone:
-    """One rank."""
+class SingleRank:
+    """A trainer of one rank, which has nothing to exchange."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def sum(self, values: Tensor) -> Tensor:
         return values
@@ -58,11 +63,11 @@ class Alone:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where ranks that are processes find each other.
+class Rendezvous:
+    """Says where and until when the processes of a trainer find each other.
 
-    file: does not exist yet, the same for all. start: seconds until all must be there. exchange: seconds that one
-    exchange may take, the wait for the slowest rank included.
+    file: path shared by all ranks, at which no file exists yet. start: seconds until all ranks must have joined.
+    exchange: seconds that one exchange may take, waiting for the slowest rank included.
     """
 
     file: Path
@@ -70,25 +75,29 @@ class Meeting:
     exchange: float
 
 
-class Processes:
-    """Ranks of one process each, over torch.distributed: NCCL where each has a GPU of its own, else gloo.
+class DistributedRanks:
+    """Runs one rank per process over torch.distributed: NCCL where each rank has its own GPU, else gloo.
 
-    waiting: what surrounds every exchange, which is mostly waiting for others. Raises PeerLost, from the constructor
-    and every method, when another rank is gone or too late; no exchange works after that.
+    waiting: returns a context manager that is entered for every exchange, to book the time.
+
+    Raises:
+        PeerLost: from the constructor and every method, when another rank is gone or late. No exchange works after it.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, size: int, device: str, waiting: Waiting) -> None:
-        self.rank, self.size = rank, size
-        self._waiting, self._patience = waiting, meeting.exchange
+    def __init__(self, rendezvous: Rendezvous, rank: int, size: int, device: str, waiting: Waiting) -> None:
+        self.rank = rank
+        self.size = size
+        self._waiting = waiting
+        self._timeout = rendezvous.exchange
         backend = backend_for(device, size)
         self._device = torch.device(own_device(device, rank, size) if backend == "nccl" else "cpu")
         if backend == "nccl":
             torch.cuda.set_device(self._device)
-        with self._exchange(f"did not all meet within {meeting.start:g} s"):
-            store = dist.FileStore(str(meeting.file), size)  # type: ignore[attr-defined]
-            store.set_timeout(timedelta(seconds=meeting.start))
-            patience = timedelta(seconds=meeting.exchange)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        with self._exchange(f"did not all join within {rendezvous.start:g} s"):
+            store = dist.FileStore(str(rendezvous.file), size)  # type: ignore[attr-defined]
+            store.set_timeout(timedelta(seconds=rendezvous.start))
+            timeout = timedelta(seconds=rendezvous.exchange)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
     def sum(self, values: Tensor) -> Tensor:
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -122,33 +131,33 @@ class Processes:
             with self._waiting():
                 yield
         except RuntimeError as error:
-            why = failed or f"could not exchange within {self._patience:g} s, or one of them is gone"
+            why = failed or f"could not exchange within {self._timeout:g} s, or one of them is gone"
             raise PeerLost(f"the {self.size} training ranks {why} (seen by rank {self.rank}: {error})") from error
 
 
 def own_device(device: str, rank: int, size: int) -> str:
-    """The rank's own GPU where `device` names none in particular; GPUs are shared when there are too few."""
+    """Returns the GPU of this rank where `device` is "cuda"; ranks share GPUs when there are too few."""
     if device != "cuda" or size == 1:
         return device
     return f"cuda:{rank % torch.cuda.device_count()}"
 
 
 def backend_for(device: str, size: int) -> str:
-    """NCCL refuses two ranks on one GPU; gloo takes what lies on a GPU over the host's memory."""
+    """Returns "nccl" if every rank has a GPU of its own, which NCCL requires; else "gloo", which copies to the host."""
     return "nccl" if device == "cuda" and torch.cuda.device_count() >= size else "gloo"
 
 
 def sum_gradients(ranks: Ranks, parameters: list[nn.Parameter]) -> None:
-    """Every rank holds the gradient of its own rows, already divided by the denominators of the whole step."""
+    """Sums gradients over ranks. Each rank has already divided by the denominators of the whole optimizer step."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     if ranks.size == 1:
         return
-    for some in _buckets(parameters):
-        summed = ranks.sum(torch.cat([_gradient(parameter).flatten() for parameter in some]))
-        parts = torch.split(summed, [parameter.numel() for parameter in some])
-        for parameter, part in zip(some, parts, strict=True):
+    for bucket in _buckets(parameters):
+        summed = ranks.sum(torch.cat([_gradient(parameter).flatten() for parameter in bucket]))
+        parts = torch.split(summed, [parameter.numel() for parameter in bucket])
+        for parameter, part in zip(bucket, parts, strict=True):
             parameter.grad = part.view_as(parameter)
 
 
@@ -158,7 +167,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """In order, BUCKET values or fewer in each, but at least one tensor."""
+    """Groups parameters in order into buckets of at most BUCKET values, or of one larger tensor."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         if bucket and sum(each.numel() for each in bucket) + parameter.numel() > BUCKET:
@@ -169,8 +178,10 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 
 
 def check_same(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
-    """Raise WeightsError, on every rank, unless all ranks hold the same bits: after the first difference the gradients
-    that they sum are of different models."""
+    """Raises WeightsError on every rank unless all ranks hold the same bits.
+
+    Ranks with different weights would sum the gradients of different models.
+    """
     if ranks.size == 1:
         return
     digest = 0
@@ -180,5 +191,5 @@ def check_same(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
     if highest != -lowest:
         raise WeightsError(
             f"the {ranks.size} training ranks no longer hold the same weights (rank {ranks.rank}: {digest:08x}); "
-            "go on from an earlier checkpoint"
+            "resume from an earlier checkpoint"
         )

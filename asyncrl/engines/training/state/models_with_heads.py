@@ -1,4 +1,4 @@
-"""Models as trainer, reference, critic and reward model see them: hidden states, and a head of logits or numbers."""
+"""Models with their heads, for trainer, reference, critic and reward model: logits, or one number per token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,19 +9,20 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-from asyncrl.engines.loading import load_pretrained, load_pretrained_classifier
-from asyncrl.engines.training.packing import PaddedRows, WholeRows
+from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier
+from asyncrl.engines.models.scoring_models import another_tokenizer
+from asyncrl.engines.training.batch.packing import PaddedRows, PaddedSequences
 from asyncrl.errors import ConfigError
-from asyncrl.models import another_tokenizer
 
 HEAD_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """whole: the transformers model, float32. body: ids [rows, length] -> hidden states. head: of these.
+    """Holds a transformers model split into body and head.
 
-    source_config, tokenizer: as they were read, for checkpoints.
+    whole: the model with float32 weights. body: maps ids [rows, length] to hidden states. head: maps hidden states to
+    the output. source_config, tokenizer: as loaded, for checkpoints. precision: of the computation.
     """
 
     whole: Any
@@ -33,8 +34,10 @@ class LoadedModel:
     precision: Literal["float32", "bfloat16"]
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """[rows, length] -> [rows, length, width]. Rows are right-padded: under causal attention no real token
-        sees the padding, so no mask is needed."""
+        """Computes hidden states [rows, length, width] of ids [rows, length].
+
+        Rows are right-padded: under causal attention no real token sees the padding, so no mask is needed.
+        """
         with self._autocast():
             states: Tensor = self.body(input_ids=ids, use_cache=False).last_hidden_state
         return states
@@ -45,14 +48,16 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CausalModel(LoadedModel):
-    """vocabulary: ids the tokenizer knows; the head's rows beyond it have probability zero. float32_head: it computes
-    in float32 whatever the body does."""
+    """A language model. vocabulary: number of ids of the tokenizer; head rows beyond it get probability 0.
+
+    float32_head: the head computes in float32 even where the body computes in bfloat16.
+    """
 
     vocabulary: int
     float32_head: bool = False
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[tokens, width] -> float32 [tokens, vocabulary]."""
+        """Maps hidden states [tokens, width] to logits, float32 [tokens, vocabulary]."""
         if self.float32_head:
             return self.head(hidden.float())[..., : self.vocabulary]
         with self._autocast():
@@ -61,28 +66,30 @@ class CausalModel(LoadedModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueModel(LoadedModel):
-    """A model with one number a token."""
+    """A model with one output number per token: a critic or a reward model."""
 
     def values(self, rows: PaddedRows) -> Tensor:
-        """float32 [tokens]: of the state before each of the tokens that `rows` names is sampled."""
+        """Returns the value of the state before each response token is sampled, float32 [tokens]."""
         return self._numbers(rows.ids, rows.positions)
 
-    def scores(self, rows: WholeRows) -> Tensor:
-        """float32 [rows]: of each row at its last token, which its length tells and no comparison with a padding id."""
+    def scores(self, rows: PaddedSequences) -> Tensor:
+        """Returns the score of each row at its last token, float32 [rows]; the row length tells which token is last."""
         return self._numbers(rows.ids, rows.last)
 
     def _numbers(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The head is float32 whatever the body computes in: bfloat16 would make one score of near ones."""
+        """Applies the head in float32, because bfloat16 would round close scores to the same number."""
         return self.head(self.hidden(ids).flatten(0, 1)[positions].float()).squeeze(-1)
 
 
 def load_causal_model(
     folder: Path, device: str, precision: Literal["float32", "bfloat16"] = "float32", *, float32_head: bool = False
 ) -> CausalModel:
-    """Load from a folder in the layout of `save_pretrained`: float32 weights, no dropout anywhere.
+    """Loads a language model in float32 and without dropout from a `save_pretrained` folder.
 
-    precision: of the computation; bfloat16 is autocast over the float32 weights, without the head if `float32_head`.
-    Raises ConfigError for a model whose logits are not its output layer applied to its last hidden states.
+    precision: bfloat16 is autocast over the float32 weights, except for the head with `float32_head`.
+
+    Raises:
+        ConfigError: the logits of the model are not its output layer applied to its last hidden states.
     """
     config = AutoConfig.from_pretrained(folder)
     whole = load_pretrained(
@@ -106,9 +113,12 @@ def load_causal_model(
 
 
 def load_value_model(folder: Path, device: str, precision: Literal["float32", "bfloat16"] = "float32") -> ValueModel:
-    """Load from a folder in the layout of `save_pretrained`, with transformers' head for token classification and one
-    label. What of the head the folder does not have is 0, so that a new one answers 0 until it is trained. Raises
-    ConfigError for a model without such a head in transformers, or with another number of labels.
+    """Loads a critic with transformers' token classification head and one label.
+
+    Head parameters that the folder lacks are set to 0, so that a new head outputs 0 until it is trained.
+
+    Raises:
+        ConfigError: transformers has no such head for the model, or the head has another number of labels.
     """
     whole, missing = load_pretrained_classifier(
         folder, AutoModelForTokenClassification, "critic", **_classifier_options(folder)
@@ -121,12 +131,13 @@ def load_value_model(folder: Path, device: str, precision: Literal["float32", "b
 
 
 def load_score_model(folder: Path, device: str, precision: Literal["float32", "bfloat16"] = "float32") -> ValueModel:
-    """Load a reward model, frozen: transformers' head for sequence classification with one label, or a critic's, for
-    token classification, read at the last token. No dropout.
+    """Loads a frozen reward model without dropout, which scores the last token of a row.
+
+    The head is transformers' sequence classification head with one label, or the token classification head of a critic.
 
     Raises:
-        ConfigError: transformers has no such head for the model, it has another number of labels or other inputs than
-            the last hidden state of its last token, or the folder holds none.
+        ConfigError: transformers has no such head for the model, the folder holds no head, the head has another number
+            of labels, or it reads something else than the last hidden state of the last token.
     """
     token_head = any(name.endswith("ForTokenClassification") for name in _architectures(folder))
     kind = AutoModelForTokenClassification if token_head else AutoModelForSequenceClassification
@@ -141,15 +152,14 @@ def load_score_model(folder: Path, device: str, precision: Literal["float32", "b
             f"model {folder} cannot be a reward model: {type(whole).__name__} does not score the state of the last "
             "token; use a Llama, Qwen2 or Qwen3 model"
         )
-    whole.config.pad_token_id = None  # One row, which has no padding, is all that its own forward is ever given.
+    whole.config.pad_token_id = None  # Its own forward only ever gets one row, which has no padding.
     model = _value_model(whole.eval().requires_grad_(False), folder, device, precision)
     _check_head(model, folder, slice(None) if token_head else slice(-1, None))
     return model
 
 
 def refuse_another_tokenizer(model: LoadedModel, policy: Path, key: str) -> None:
-    """Raises ConfigError unless `model`, which `key` of the config names, means the same by each token id as the policy
-    in this folder."""
+    """Raises ConfigError unless `model` has the vocabulary of the policy; `key` names the model in the config."""
     if model.tokenizer.get_vocab() != AutoTokenizer.from_pretrained(policy).get_vocab():
         raise ConfigError(another_tokenizer(key))
 
@@ -178,7 +188,7 @@ def _architectures(folder: Path) -> list[str]:
 
 
 def _without_dropout(folder: Path, **changes: Any) -> Any:
-    """The ratio of an unchanged policy must be 1: any dropout in the trainer makes it noise."""
+    """Reads the config with all dropout set to 0: dropout would make the ratio of an unchanged policy differ from 1."""
     config = AutoConfig.from_pretrained(folder, **changes)
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
@@ -188,12 +198,14 @@ def _without_dropout(folder: Path, **changes: Any) -> Any:
 
 @torch.no_grad()
 def _check_head(model: LoadedModel, folder: Path, tokens: slice = slice(None)) -> None:
-    """Some models scale or cap their logits after the head, which only their own forward knows. tokens: those that it
-    has logits of."""
+    """Raises ConfigError when the model's own forward changes its logits after the head, by a scale or a soft cap.
+
+    tokens: the tokens that the forward has logits of.
+    """
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
-    whole = model.whole(input_ids=ids, use_cache=False).logits
-    parts = model.head(model.body(input_ids=ids, use_cache=False).last_hidden_state)[:, tokens].reshape(whole.shape)
-    if not torch.allclose(whole, parts, atol=HEAD_TOLERANCE):
+    logits = model.whole(input_ids=ids, use_cache=False).logits
+    ours = model.head(model.body(input_ids=ids, use_cache=False).last_hidden_state)[:, tokens].reshape(logits.shape)
+    if not torch.allclose(logits, ours, atol=HEAD_TOLERANCE):
         raise ConfigError(
             f"model {folder}: {type(model.whole).__name__} changes its logits after the output layer (a scale or "
             "a soft cap), which the torch engine does not compute; use a Llama, Qwen2 or Qwen3 model"

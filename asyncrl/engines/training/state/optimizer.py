@@ -1,4 +1,4 @@
-"""AdamW on float32 master weights: schedule, clipping, and no step on a gradient that is not finite."""
+"""AdamW on float32 master weights: schedule, gradient clipping, and no step on a gradient that is not finite."""
 
 import math
 from dataclasses import dataclass
@@ -7,25 +7,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.config import Training
-from asyncrl.engines.training.ranks import Ranks, sum_gradients
+from asyncrl.config.schema import TrainingConfig
+from asyncrl.engines.training.state.data_parallel import Ranks, sum_gradients
 
 
-def descend(optimizer: "Optimizer", ranks: Ranks, *, finite: bool) -> float | None:
-    """One optimizer step on the gradients of all ranks, each of which had a `finite` loss; answers with their norm, or
-    None: then no weight has changed, on any rank."""
-    broken = ranks.largest(torch.tensor([0.0 if finite else 1.0]))
+def optimizer_step(optimizer: "Optimizer", ranks: Ranks, *, finite: bool) -> float | None:
+    """Takes one optimizer step on the gradients of all ranks, and returns their norm before clipping.
+
+    finite: the loss of this rank was finite. Returns None, with no weight changed on any rank, when a loss or the norm
+    is not finite.
+    """
+    any_broken = ranks.largest(torch.tensor([0.0 if finite else 1.0]))
     norm = None
-    if not broken.item():
+    if not any_broken.item():
         sum_gradients(ranks, optimizer.parameters)
         norm = optimizer.step()
     optimizer.zero()
     return norm
 
 
-def learning_rate(settings: Training, update: int, total: int) -> float:
-    """Rate of optimizer step `update` (0 is the first) of `total`: linear warm-up, then constant, or falling to
-    zero linearly or as half a cosine."""
+def learning_rate(settings: TrainingConfig, update: int, total: int) -> float:
+    """Returns the learning rate of optimizer step `update`, counted from 0, of `total`.
+
+    The schedule warms up linearly, then stays constant or decays to zero, linearly or as half a cosine.
+    """
     warm = settings.warmup_steps * settings.updates
     if update < warm:
         return settings.learning_rate * (update + 1) / (warm + 1)
@@ -38,17 +43,17 @@ def learning_rate(settings: Training, update: int, total: int) -> float:
 
 @dataclass(slots=True)
 class Optimizer:
-    """updates: optimizer steps taken since the start of the run, over all epochs; total: as planned."""
+    """Wraps AdamW. updates: optimizer steps since the start of the run, over all incarnations. total: planned steps."""
 
-    settings: Training
+    settings: TrainingConfig
     parameters: list[nn.Parameter]
     total: int
     updates: int
     adamw: torch.optim.AdamW
 
     @classmethod
-    def of(cls, model: nn.Module, settings: Training, total: int) -> "Optimizer":
-        """Weight decay on matrices only."""
+    def of(cls, model: nn.Module, settings: TrainingConfig, total: int) -> "Optimizer":
+        """Builds AdamW with weight decay on matrices only."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         assert all(p.dtype == torch.float32 for p in parameters), "master weights are float32"
         groups = [
@@ -60,7 +65,7 @@ class Optimizer:
 
     @property
     def rate(self) -> float:
-        """Learning rate of the last step."""
+        """Returns the learning rate of the last step."""
         rate: float = self.adamw.param_groups[0]["lr"]
         return rate
 
@@ -68,8 +73,10 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
 
     def step(self) -> float | None:
-        """One optimizer step on the gradients summed so far; answers with their norm before clipping, or None
-        when it is not finite: then nothing has changed."""
+        """Takes a step on the accumulated gradients and returns their norm before clipping.
+
+        Returns None, with nothing changed, when the norm is not finite.
+        """
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm))
         if not math.isfinite(norm):
             return None
@@ -85,3 +92,14 @@ class Optimizer:
     def restore(self, state: dict[str, Any]) -> None:
         self.adamw.load_state_dict(state["adamw"])
         self.updates = state["updates"]
+
+
+def training_optimizer(model: Any, settings: TrainingConfig, steps: int) -> Optimizer:
+    """Puts a transformers model into training mode and returns its optimizer for a run of `steps` iterations."""
+    model.train()
+    if settings.gradient_checkpointing:
+        # transformers renamed the method within the range of versions that the package accepts.
+        renamed = hasattr(model, "activation_checkpointing_enable")
+        enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return Optimizer.of(model, settings, steps * settings.updates)

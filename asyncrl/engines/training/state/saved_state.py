@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a trainer: model/, which transformers loads, and trainer.pt, which resumes it.
+"""The files of a trainer in a checkpoint: model/, which transformers loads, and trainer.pt, which resumes training.
 
-Both are the first rank's: data-parallel ranks hold the same weights and moments. Of each other rank there is
-rank-N.pt, with what is its own.
+Rank 0 writes both, because data-parallel ranks hold the same weights and moments. Every other rank writes rank-N.pt
+with its own random state.
 """
 
 import hashlib
@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from asyncrl.engines.training.model import LoadedModel
-from asyncrl.engines.training.optimizer import Optimizer
-from asyncrl.engines.training.ranks import Ranks
+from asyncrl.engines.training.state.data_parallel import Ranks
+from asyncrl.engines.training.state.models_with_heads import LoadedModel
+from asyncrl.engines.training.state.optimizer import Optimizer
 from asyncrl.errors import ConfigError, JournalError
 from asyncrl.objectives.kl import KlCoefficient
 from asyncrl.objectives.lagrangian import Multiplier
@@ -33,11 +33,11 @@ def write_state(
     extra: dict[str, Any],
     ranks: int,
 ) -> None:
-    """Write and fsync model/ (safetensors, config, tokenizer) and trainer.pt (optimizer, RNG, `numbers`, `extra`).
+    """Writes and fsyncs model/ (safetensors, config, tokenizer) and trainer.pt (optimizer, RNG, `numbers`, `extra`).
 
-    numbers: those of the loss that move from step to step, `kl` and `multiplier`. extra: plain values (str, int,
-    float). ranks: how many write the checkpoint. The config is the one the model came with, not the one without
-    dropout that it trains under.
+    numbers: loss coefficients that change during training, `kl` and `multiplier`. extra: plain values (str, int,
+    float). ranks: number of ranks that write the checkpoint. The written config is the one that came with the model,
+    not the one without dropout that it trains under.
     """
     folder = directory / MODEL
     model.whole.save_pretrained(folder)
@@ -50,7 +50,7 @@ def write_state(
 
 
 def write_own_state(directory: Path, rank: int) -> None:
-    """Write and fsync what a rank but the first adds to a checkpoint."""
+    """Writes and fsyncs the file of a rank other than 0."""
     path = directory / _own_file(rank)
     _save({"rng": torch.get_rng_state()}, path)
     for each in (path, directory):
@@ -64,17 +64,16 @@ def read_state(
     ranks: Ranks,
     multiplier: Multiplier | None = None,
 ) -> dict[str, Any]:
-    """Restore optimizer, RNG, the multiplier of costs and, where it is adaptive, the KL coefficient; answers with
-    `extra`.
+    """Restores optimizer, RNG, cost multiplier and, if it is adaptive, the KL coefficient; returns `extra`.
 
-    Builds tensors and plain values only.
+    The file may contain only tensors and plain values.
 
     Raises:
-        JournalError: the directory is no checkpoint of a trainer.
-        ConfigError: it is of another number of ranks, and what each of them kept for itself differs.
+        JournalError: the directory is not the checkpoint of a trainer.
+        ConfigError: another number of ranks wrote the checkpoint, and their random states differ.
     """
     if not (directory / TRAINER).exists():
-        raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not one of the trainer's")
+        raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not the checkpoint of a trainer")
     state = _load(directory / TRAINER)
     others = [_load(directory / _own_file(rank)) for rank in range(1, state.get("ranks", 1))]
     optimizer.restore(state["optimizer"])
@@ -92,8 +91,8 @@ def _own_random_state(states: list[Tensor], ranks: Ranks, directory: Path) -> Te
         return states[ranks.rank]
     if not all(torch.equal(state, states[0]) for state in states):
         raise ConfigError(
-            f"training.layout_dp = {ranks.size}: checkpoint {directory} is of {len(states)} ranks, each with random "
-            f"numbers of its own; write {len(states)}"
+            f"training.layout_dp = {ranks.size}: {len(states)} ranks with different random states wrote checkpoint "
+            f"{directory}; write {len(states)}"
         )
     return states[0]
 
@@ -103,8 +102,8 @@ def _load(path: Path) -> dict[str, Any]:
     return state
 
 
-class _Target(io.BufferedWriter):
-    """A file to write to. failed: why a write of it failed, which torch tells as an error of its own format."""
+class _CheckpointFile(io.BufferedWriter):
+    """Keeps the OSError of a failed write in `failed`, because torch.save hides it behind an error of its format."""
 
     failed: OSError | None = None
 
@@ -117,22 +116,22 @@ class _Target(io.BufferedWriter):
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
-    """Raises OSError when the disk does not take it."""
-    with _Target(io.FileIO(path, "wb")) as target:
+    """Saves the state with torch. Raises OSError when a write fails."""
+    with _CheckpointFile(io.FileIO(path, "wb")) as file:
         try:
-            torch.save(state, target)
+            torch.save(state, file)
         except RuntimeError:
-            if target.failed is None:
+            if file.failed is None:
                 raise
-            raise target.failed from None
+            raise file.failed from None
 
 
 def _own_file(rank: int | Literal["*"]) -> str:
     return f"rank-{rank}.pt"
 
 
-def digests(directory: Path, rank: int = 0) -> dict[str, str]:
-    """sha256 hex of every file of this rank's below the directory, by relative path. Others may be writing theirs."""
+def file_digests(directory: Path, rank: int = 0) -> dict[str, str]:
+    """Returns the sha256 (hex) of each of this rank's files by relative path; other ranks may still write theirs."""
     if rank > 0:
         return {_own_file(rank): _digest(directory / _own_file(rank))}
     others = set(directory.glob(_own_file("*")))
@@ -140,7 +139,7 @@ def digests(directory: Path, rank: int = 0) -> dict[str, str]:
 
 
 def sync_tree(directory: Path) -> None:
-    """fsync every file and folder below, and the directory itself."""
+    """Calls fsync on the directory and on every file and folder below it."""
     for path in [*directory.rglob("*"), directory]:
         _sync(path)
 

@@ -1,16 +1,18 @@
-"""What a critic learns from one batch, a micro-batch at a time.
+"""A training step of a critic, one micro-batch at a time, and its metrics.
 
-Of a cost critic all of these are `cost_critic/...`.
+The metrics of the cost critic begin with `cost_critic/`.
 
-critic/loss: mean over updates. critic/grad_norm: before clipping; critic/learning_rate: of the last update.
-critic/updates: optimizer steps taken, 0 when the batch taught nothing.
-Over live tokens, with the values as they were just before the update that they are in: critic/value_mean,
-critic/return_mean, critic/explained_variance: 1 - Var(R - V) / Var(R); critic/clip_frac: where the clipped value was
-further off, so that nothing pulls the value there. critic/staleness: updates between judging and learning, mean.
+- critic/loss: mean over updates; critic/grad_norm: before clipping; critic/learning_rate: of the last update.
+- critic/updates: optimizer steps taken, 0 when nothing in the batch trained.
+
+Over live tokens, with the values just before the update of the token:
+- critic/value_mean, critic/return_mean; critic/explained_variance: 1 - Var(R - V) / Var(R).
+- critic/clip_frac: share where the clipped value was further from the return, so that the token has no gradient.
+- critic/staleness: mean number of updates between computing a value and training on it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,37 +20,38 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.config import Config
-from asyncrl.engines.training.credit import credit_of
-from asyncrl.engines.training.interface import TrainRow
-from asyncrl.engines.training.masking import Masked, mask_rows
-from asyncrl.engines.training.microbatch import live_rows, live_values
-from asyncrl.engines.training.model import ValueModel
-from asyncrl.engines.training.optimizer import Optimizer, descend
-from asyncrl.engines.training.packing import micro_batches
-from asyncrl.engines.training.ranks import Ranks
-from asyncrl.engines.training.signals import Signal
-from asyncrl.engines.training.statistics import mask_counts, why_nothing_trained
-from asyncrl.engines.training.step import denominators, gather_keys, parts_of
-from asyncrl.objectives.values import Moments, explained_variance, value_loss
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch.masking import MaskedRow
+from asyncrl.engines.training.batch.microbatch import live_rows, live_values
+from asyncrl.engines.training.batch.value_targets import ValueTarget
+from asyncrl.engines.training.interface import SampleKey, TrainRow
+from asyncrl.engines.training.loss.token_advantages import token_advantages
+from asyncrl.engines.training.state.data_parallel import Ranks
+from asyncrl.engines.training.state.models_with_heads import ValueModel
+from asyncrl.engines.training.state.optimizer import Optimizer, optimizer_step
+from asyncrl.engines.training.trainers.batch_step import BatchStep, denominators, split_into_updates
+from asyncrl.objectives.value_loss import Moments, explained_variance, value_loss
 
-SUMS = ("tokens", "loss", "held", "value", "return", "return_squares", "error", "error_squares", "staleness")
+SUMS = ("tokens", "loss", "clipped", "value", "return", "return_squares", "error", "error_squares", "staleness")
 
 
 @dataclass(frozen=True, slots=True)
-class Learner:
-    """What a step works on. signal: what the model learns to expect."""
+class CriticState:
+    """Holds what steps of a critic work on. target: what the critic learns to predict."""
 
     model: ValueModel
     optimizer: Optimizer
     config: Config
     ranks: Ranks
-    signal: Signal
+    target: ValueTarget
 
 
 @dataclass(frozen=True, slots=True)
-class ValueOutcome:
-    """updates: optimizer steps taken. skipped: "" | "stale" | "truncated" | "not finite", why there was none."""
+class CriticOutcome:
+    """Reports a step of a critic.
+
+    updates: optimizer steps taken. skipped: why there was none, "stale", "truncated" or "not finite"; else "".
+    """
 
     updates: int
     skipped: str
@@ -56,101 +59,77 @@ class ValueOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class ValueRow:
-    """returns: float64 [tokens], what its values are to become."""
+class CriticRow:
+    """Holds a row and its returns, float64 [tokens], which the values are trained to match."""
 
-    masked: Masked
+    masked: MaskedRow
     returns: NDArray[np.float64]
 
 
-class ValueStep:
-    """Takes the same rows, the same share of them in each update and the same mask as the policy's step does.
+class CriticStep(BatchStep[CriticOutcome]):
+    """Trains a critic on the rows, updates and masks of the policy's step.
 
-    The loss of an update is the mean over all its response tokens; a masked one only loses its term. An update whose
-    loss or gradient is not finite changes nothing.
+    The loss of an update is the mean over all its response tokens; a masked token only loses its loss term. An update
+    whose loss or gradient is not finite changes nothing.
     """
 
-    def __init__(self, learner: Learner, rows: Sequence[TrainRow], epoch: int, version: int) -> None:
-        config = learner.config
-        self._learner, self._algorithm = learner, config.algorithm
-        self._masked = mask_rows(
-            rows, epoch, version, config.staleness.limit, config.staleness.policy, self._algorithm.mask_truncated
-        )
-        self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=learner.model.device)
-        self._norms: list[float] = []
-        self._outcome: ValueOutcome | None = None
-        self._work = self._run()
+    def __init__(self, state: CriticState, rows: Sequence[TrainRow], incarnation: int, version: int) -> None:
+        super().__init__(state.config, state.ranks, rows, incarnation, version)
+        self._state = state
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=state.model.device)
 
-    @property
-    def outcome(self) -> ValueOutcome:
-        """Only after `advance` answered False."""
-        assert self._outcome is not None, "the step is not complete: call advance until it answers False"
-        return self._outcome
-
-    def advance(self) -> bool:
-        """Do the next micro-batch or the optimizer step; False when the step is complete."""
-        return next(self._work, False)
-
-    def _run(self) -> Iterator[bool]:
-        ranks, config = self._learner.ranks, self._learner.config
-        batch = gather_keys(ranks, [item.row.key for item in self._masked])
-        signal = self._learner.signal
-        rows = [ValueRow(item, credit_of(item.row, self._algorithm, signal).returns) for item in self._masked]
-        counts = ranks.sum(mask_counts(self._masked))
-        for part in parts_of(rows, batch, config.training.updates):
+    def _train(self, batch: Sequence[SampleKey], counts: Tensor) -> Generator[bool, None, CriticOutcome]:
+        algorithm, target = self._config.algorithm, self._state.target
+        rows = [CriticRow(item, token_advantages(item.row, algorithm, target).returns) for item in self._masked]
+        for part in split_into_updates(rows, batch, self._config.training.updates):
             yield from self._update(part)
-        skipped = "" if self._norms else why_nothing_trained(counts)
-        self._outcome = ValueOutcome(len(self._norms), skipped, self._metrics())
+        return CriticOutcome(len(self._norms), self._skipped(counts), self._metrics())
 
-    def _update(self, part: list[ValueRow]) -> Iterator[bool]:
-        learner = self._learner
-        tokens, _, live = learner.ranks.sum(denominators(part)).tolist()
+    def _update(self, part: list[CriticRow]) -> Iterator[bool]:
+        tokens, _, live = self._ranks.sum(denominators(part)).tolist()
         if live == 0:
             return
         rows = [row for row in part if row.masked.trained]
-        sums, finite = torch.zeros_like(self._sums), True
-        budget = learner.config.training.micro_batch_tokens
-        for indices in micro_batches([row.masked.tokens for row in rows], budget):
-            finite = finite and self._pass([rows[index] for index in indices], 1.0 / tokens, sums)
-            yield True
-        norm = descend(learner.optimizer, learner.ranks, finite=finite)
+        sums = torch.zeros_like(self._sums)
+        finite = yield from self._passes(rows, lambda some: self._backward(some, 1.0 / tokens, sums))
+        norm = optimizer_step(self._state.optimizer, self._ranks, finite=finite)
         if norm is not None:
             self._norms.append(norm)
             self._sums += sums
         yield True
 
-    def _pass(self, rows: list[ValueRow], weight: float, sums: Tensor) -> bool:
-        """Forward and backward of one micro-batch; False, and nothing added, when its loss is not finite."""
-        model, signal, masked = self._learner.model, self._learner.signal, [row.masked for row in rows]
-        judged = live_values(masked, [signal.of(item.row).values for item in masked], model.device)
+    def _backward(self, rows: list[CriticRow], weight: float, sums: Tensor) -> bool:
+        """Runs forward and backward of a micro-batch; returns False and adds nothing if its loss is not finite."""
+        model, masked = self._state.model, [row.masked for row in rows]
+        samples = [self._state.target.of(item.row) for item in masked]
+        old = live_values(masked, [sample.values for sample in samples], model.device)
         returns = live_values(masked, [row.returns for row in rows], model.device)
         values = model.values(live_rows(masked, model.device))
-        found = value_loss(values, judged, returns, signal.settings(self._learner.config).value_clip)
+        found = value_loss(values, old, returns, self._state.target.settings(self._config).value_clip)
         loss = weight * found.terms.sum()
         if not math.isfinite(loss.item()):
             return False
         torch.autograd.backward(loss)
-        now = self._learner.optimizer.updates
-        ages = live_values(masked, [float(now - signal.of(item.row).at) for item in masked], model.device)
+        now = self._state.optimizer.updates
         values, errors = values.detach(), returns - values.detach()
         columns = (
             torch.ones_like(values),
             weight * found.terms.detach(),
-            found.held,
+            found.clipped,
             values,
             returns,
             returns.double().square(),
             errors,
             errors.double().square(),
-            ages,
+            live_values(masked, [float(now - sample.valued_at) for sample in samples], model.device),
         )
         sums += torch.stack([column.double().sum() for column in columns])
         return True
 
     def _metrics(self) -> dict[str, float]:
-        sums = dict(zip(SUMS, self._learner.ranks.sum(self._sums).tolist(), strict=True))
+        sums = dict(zip(SUMS, self._ranks.sum(self._sums).tolist(), strict=True))
         updates, tokens = len(self._norms), sums["tokens"]
-        critic = self._learner.signal.critic
+        critic = self._state.target.critic
         if not updates:
             return {f"{critic}/updates": 0.0}
         returns = Moments(tokens, sums["return"], sums["return_squares"])
@@ -158,11 +137,11 @@ class ValueStep:
         return {
             f"{critic}/updates": float(updates),
             f"{critic}/loss": sums["loss"] / updates,
-            f"{critic}/clip_frac": sums["held"] / tokens,
+            f"{critic}/clip_frac": sums["clipped"] / tokens,
             f"{critic}/value_mean": sums["value"] / tokens,
             f"{critic}/return_mean": sums["return"] / tokens,
             f"{critic}/explained_variance": explained_variance(returns, errors),
             f"{critic}/staleness": sums["staleness"] / tokens,
             f"{critic}/grad_norm": sum(self._norms) / updates,
-            f"{critic}/learning_rate": self._learner.optimizer.rate,
+            f"{critic}/learning_rate": self._state.optimizer.rate,
         }

@@ -1,10 +1,10 @@
-"""Memory that a trainer writes and engines read: one module a kind, same two functions `create` and `attach`."""
+"""Memory that a trainer writes and engines read; each kind is a module with functions `create` and `attach`."""
 
 from typing import Protocol
 
 
 class Memory(Protocol):
-    """A block of bytes that both sides see.
+    """A block of bytes that both sides map.
 
     address: what `attach` takes, e.g. `shm://NAME`; buffer: writable for its creator, read-only for the others.
     """
@@ -16,5 +16,5 @@ class Memory(Protocol):
     def buffer(self) -> memoryview: ...
 
     def close(self) -> None:
-        """Give the name back (its creator) or forget the memory (others); mapped tensors stay valid."""
+        """Removes the name (its creator) or unmaps the memory (others); mapped tensors stay valid."""
         ...

@@ -1,16 +1,18 @@
-"""Shared memory under a name: how weights reach other processes of this host without being copied."""
+"""Named shared memory, through which other processes of this host read weights without a copy."""
 
 from dataclasses import dataclass
 from typing import Final
 
 from asyncrl.errors import PeerLost
-from asyncrl.memory import Segment
+from asyncrl.lanes.shared_memory import Segment
 
 SCHEME: Final = "shm://"
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBlock:
+    """Memory in a shared segment. owner: whether it was created here."""
+
     segment: Segment
     owner: bool
 
@@ -29,12 +31,12 @@ class SharedBlock:
 
 
 def create(name: str, size: int) -> SharedBlock:
-    """Raises ArenaFull when shared memory is too small."""
+    """Makes a block. Raises ArenaFull when shared memory is too small."""
     return SharedBlock(Segment.create(name, size), owner=True)
 
 
 def attach(address: str) -> SharedBlock:
-    """Raises PeerLost when the arena's owner is gone."""
+    """Maps a block. Raises PeerLost when its owner is gone."""
     try:
         return SharedBlock(Segment.open(address.removeprefix(SCHEME)), owner=False)
     except FileNotFoundError as gone:

@@ -1,4 +1,4 @@
-"""Process memory under a name: the twin of shared memory for fleets that run in one process."""
+"""Named memory of this process, in place of shared memory, for fleets that run in one process."""
 
 import mmap
 from dataclasses import dataclass
@@ -11,7 +11,9 @@ _blocks: dict[str, mmap.mmap] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ProcessBlock:
+    """Memory of this process. owner: whether it was created here."""
+
     address: str
     buffer: memoryview
     owner: bool
@@ -21,15 +23,16 @@ class Block:
             _blocks.pop(self.address, None)
 
 
-def create(name: str, size: int) -> Block:
+def create(name: str, size: int) -> ProcessBlock:
+    """Makes a block."""
     address = SCHEME + name
     assert address not in _blocks, f"weight arena {address} exists already"
     _blocks[address] = mmap.mmap(-1, size)  # page-aligned like shared memory: the same vector loads, the same bits
-    return Block(address, memoryview(_blocks[address]), owner=True)
+    return ProcessBlock(address, memoryview(_blocks[address]), owner=True)
 
 
-def attach(address: str) -> Block:
-    """Raises PeerLost when the arena's owner is gone."""
+def attach(address: str) -> ProcessBlock:
+    """Returns a read-only view of a block. Raises PeerLost when its owner is gone."""
     if address not in _blocks:
         raise PeerLost(f"weight arena {address} is gone: its trainer has ended")
-    return Block(address, memoryview(_blocks[address]).toreadonly(), owner=False)
+    return ProcessBlock(address, memoryview(_blocks[address]).toreadonly(), owner=False)

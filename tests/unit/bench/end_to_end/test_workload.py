@@ -2,11 +2,11 @@ import random
 
 import pytest
 
-from asyncrl.bench.end_to_end import workloads
-from asyncrl.bench.judging import share_of_even
-from asyncrl.bench.lengths import lognormal
-from asyncrl.bench.overhead import bound
-from asyncrl.bench.workloads import SAMPLES, own_outcome, trl_outcome
+from asyncrl.bench.end_to_end.compared_systems import asyncrl_result, trl_result
+from asyncrl.bench.end_to_end.even_words_reward import share_of_even
+from asyncrl.bench.end_to_end.prescribed_lengths import lognormal
+from asyncrl.bench.end_to_end.workload import SAMPLES, workloads
+from asyncrl.bench.overhead.overhead import bound
 
 
 def test_lengths_are_lognormal_and_always_the_same() -> None:
@@ -23,7 +23,7 @@ def test_every_workload_gives_each_sample_of_a_batch_a_length() -> None:
     assert {len(each.lengths) for each in workloads(32).values()} == {SAMPLES}
 
 
-def test_the_judge_counts_even_words() -> None:
+def test_the_reward_counts_even_words() -> None:
     assert share_of_even("w10 w3 w4 w9") == 0.5
     assert share_of_even("") == 0.0
 
@@ -31,17 +31,17 @@ def test_the_judge_counts_even_words() -> None:
 def test_steps_of_the_warm_up_count_for_nothing() -> None:
     shares = {f"time/{stage}/busy": 0.5 for stage in ("generation", "reward", "training")}
     lines = [{"time": t, "tokens/trained": n, "reward/mean": t, **shares} for t, n in ((10, 999), (12, 10), (16, 20))]
-    outcome = own_outcome(lines, warm=1)
+    outcome = asyncrl_result(lines, warm=1)
     assert (outcome.rate, outcome.seconds, outcome.reward) == (5.0, 3.0, 16)
     assert outcome.stages == {"generation": 1.5, "reward": 1.5, "training": 1.5}
 
 
-def test_what_trl_does_neither_generating_nor_judging_is_training() -> None:
+def test_what_trl_does_neither_in_generation_nor_in_reward_is_training() -> None:
     lines = [
-        {"at": at, "tokens": tokens, "reward": 0.5, "generation": generation, "judging": 0.5}
-        for at, tokens, generation in ((5.0, 999, 99.0), (10.0, 20, 4.0), (15.0, 0, 0.0))
+        {"ended": ended, "tokens": tokens, "reward": 0.5, "generation": generation, "reward_seconds": 0.5}
+        for ended, tokens, generation in ((5.0, 999, 99.0), (10.0, 20, 4.0), (15.0, 0, 0.0))
     ]
-    outcome = trl_outcome(lines, warm=1)
+    outcome = trl_result(lines, warm=1)
     assert (outcome.rate, outcome.seconds) == (2.0, 5.0)
     assert outcome.stages == {"generation": 2.0, "reward": 0.5, "training": 2.5}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.bench.learning_grid import Grid, read_grid
+from asyncrl.bench.learning.grid import Grid, read_grid
 
 SMALL = """
 goal = 0.8

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 
-from asyncrl.algorithms.presets import PRESETS
-from asyncrl.bench import learning
-from asyncrl.bench.learning_grid import Case, Grid, Only, missing, read_grid
-from asyncrl.bench.learning_run import arguments
-from asyncrl.bench.learning_tables import synchronous_of
+from asyncrl.bench.learning import run_grid
+from asyncrl.bench.learning.case_filter import CaseFilter, missing
+from asyncrl.bench.learning.case_run import arguments
+from asyncrl.bench.learning.grid import Case, Grid, read_grid
+from asyncrl.bench.learning.tables import synchronous_of
+from asyncrl.config.presets import PRESETS
+from asyncrl.config.sources import load
 from asyncrl.experiments import experiments
-from asyncrl.settings import load
 
-GRID = read_grid((Path(learning.__file__).parent / "learning.toml").read_text())
+GRID = read_grid((Path(run_grid.__file__).parent / "grid.toml").read_text())
 
 
 def every_case(grid: Grid) -> list[Case]:
@@ -123,22 +124,22 @@ def test_a_mapping_among_the_defaults_is_of_the_task_of_that_name() -> None:
 
 def test_filters_let_through_what_they_name(small_grid: Grid) -> None:
     parts = small_grid.parts({})
-    found = Only.of(["task=quickstart,longer", "limit=0", "table=defaults", "row=grpo,rloo"]).of_parts(parts)
+    found = CaseFilter.of(["task=quickstart,longer", "limit=0", "table=defaults", "row=grpo,rloo"]).of_parts(parts)
     assert [(case.row, case.limit) for case in found["defaults"]] == [("grpo", 0), ("rloo", 0)] * 2
     assert set(found) == {"defaults"}
-    assert Only.of(["seed=7"]).of_parts(parts) == {}
-    assert Only.of([]).of_parts(parts) == parts
+    assert CaseFilter.of(["seed=7"]).of_parts(parts) == {}
+    assert CaseFilter.of([]).of_parts(parts) == parts
 
 
 @pytest.mark.parametrize("row", sorted({case.row for case in every_case(GRID)}))
 def test_each_row_can_be_asked_for_by_its_name(row: str) -> None:
-    assert Only.of([f"row={row},grpo"]).wanted == {"row": {row, "grpo"}}
+    assert CaseFilter.of([f"row={row},grpo"]).wanted == {"row": {row, "grpo"}}
 
 
 @pytest.mark.parametrize("written", ["tasks=quickstart", "task", "task="])
 def test_a_filter_that_is_none_is_refused(written: str) -> None:
     with pytest.raises(ValueError, match="write one of table, task, row, limit, seed"):
-        Only.of([written])
+        CaseFilter.of([written])
 
 
 def test_what_has_a_result_is_not_run_again_and_nothing_is_run_twice() -> None:

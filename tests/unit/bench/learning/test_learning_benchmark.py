@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.bench import learning
-from asyncrl.bench.learning_child import Child, RunFailed
-from asyncrl.bench.learning_grid import Case, Values
-from asyncrl.bench.learning_run import Outcome
+from asyncrl.bench.learning import run_grid
+from asyncrl.bench.learning.case_run import CaseResult
+from asyncrl.bench.learning.grid import Case, Values
+from asyncrl.bench.learning.training_child import RunFailed, TrainingChild
 
-OUTCOME = Outcome(
+OUTCOME = CaseResult(
     steps=50,
     held_out_before=0.2,
     held_out=0.9,
@@ -42,7 +42,7 @@ class Runs:
         self.seen: list[str] = []
         self.failing: set[int] = set()
 
-    def __call__(self, case: Case, defaults: Values, goal: float, folder: Path, child: Child) -> Outcome:
+    def __call__(self, case: Case, defaults: Values, goal: float, folder: Path, child: TrainingChild) -> CaseResult:
         self.seen.append(f"{case.row} {case.limit} {case.seed}")
         if case.seed in self.failing:
             raise RunFailed("Traceback ...\nFleetFailed: the trainer died")
@@ -60,14 +60,14 @@ def flags(tmp_path: Path, small_text: str) -> list[str]:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     fake = Runs()
-    monkeypatch.setattr(learning, "run_case", fake)
+    monkeypatch.setattr(run_grid, "run_case", fake)
     return fake
 
 
 def test_what_is_there_is_not_run_again(flags: list[str], runs: Runs, tmp_path: Path) -> None:
-    learning.main([*flags, "--only", "row=grpo", "limit=0"])
+    run_grid.main([*flags, "--only", "row=grpo", "limit=0"])
     assert runs.seen == ["grpo 0 0", "grpo 0 1"]
-    learning.main([*flags, "--only", "row=grpo"])
+    run_grid.main([*flags, "--only", "row=grpo"])
     assert runs.seen[2:] == ["grpo 2 0", "grpo 2 1"]
     lines = [json.loads(line) for line in (tmp_path / "results/it.jsonl").read_text().splitlines()]
     assert [(line["task"], line["limit"], line["seed"]) for line in lines] == [
@@ -83,13 +83,13 @@ def test_a_failure_is_written_down_and_the_others_are_run(
     flags: list[str], runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs.failing = {0}
-    learning.main([*flags, "--only", "row=grpo", "limit=0"])
+    run_grid.main([*flags, "--only", "row=grpo", "limit=0"])
     assert "quickstart, grpo, limit 0, seed 0: failed, Traceback" in capsys.readouterr().out
     assert "FleetFailed: the trainer died" in (tmp_path / "docs/learning.md").read_text()
-    learning.main([*flags, "--only", "row=grpo", "limit=0"])
+    run_grid.main([*flags, "--only", "row=grpo", "limit=0"])
     assert runs.seen == ["grpo 0 0", "grpo 0 1"]
     runs.failing = set()
-    learning.main([*flags, "--only", "row=grpo", "limit=0", "--again"])
+    run_grid.main([*flags, "--only", "row=grpo", "limit=0", "--again"])
     assert runs.seen[2:] == ["grpo 0 0"]
     assert "FleetFailed" not in (tmp_path / "docs/learning.md").read_text()
 
@@ -97,21 +97,21 @@ def test_a_failure_is_written_down_and_the_others_are_run(
 def test_nothing_is_begun_that_would_end_too_late(
     flags: list[str], runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    learning.main([*flags, "--minutes", "0.1"])
+    run_grid.main([*flags, "--minutes", "0.1"])
     assert runs.seen == []
-    assert "no time left for quickstart, grpo, limit 0, seed 0" in capsys.readouterr().out
+    assert "the budget does not allow quickstart, grpo, limit 0, seed 0" in capsys.readouterr().out
 
 
 def test_so_many_runs_and_no_more(flags: list[str], runs: Runs) -> None:
-    learning.main([*flags, "--runs", "2"])
+    run_grid.main([*flags, "--runs", "2"])
     assert runs.seen == ["grpo 0 0", "grpo 2 0"]
-    learning.main([*flags, "--runs", "1"])
+    run_grid.main([*flags, "--runs", "1"])
     assert runs.seen[2:] == ["rloo 0 0"]
 
 
 @pytest.mark.parametrize(("flag", "writes"), [("--estimate", False), ("--report", True)])
 def test_looking_runs_nothing(flag: str, writes: bool, flags: list[str], runs: Runs, tmp_path: Path) -> None:
-    learning.main([*flags, flag])
+    run_grid.main([*flags, flag])
     assert runs.seen == []
     assert (tmp_path / "docs/learning.md").exists() == writes
 
@@ -121,12 +121,12 @@ def test_the_proof_of_the_claim_follows_its_search_in_one_go(
 ) -> None:
     """Here every stale run loses, so that the first candidate is chosen."""
 
-    def run_case(case: Case, defaults: Values, goal: float, folder: Path, child: Child) -> Outcome:
+    def run_case(case: Case, defaults: Values, goal: float, folder: Path, child: TrainingChild) -> CaseResult:
         runs(case, defaults, goal, folder, child)
         return replace(OUTCOME, held_out=0.9 if case.limit == 0 else 0.5)
 
-    monkeypatch.setattr(learning, "run_case", run_case)
-    learning.main([*flags, "--only", "table=search,claim"])
+    monkeypatch.setattr(run_grid, "run_case", run_case)
+    run_grid.main([*flags, "--only", "table=search,claim"])
     assert len(runs.seen) == 8 + 6
     text = (tmp_path / "docs/learning.md").read_text()
     assert "Chosen: quickstart, as it is. The claim does not hold: of a loss of 0.400" in text
@@ -137,22 +137,25 @@ def test_the_proof_of_the_claim_follows_its_search_in_one_go(
     [
         (["nosuch"], "--only nosuch: write one of table, task, row, limit, seed, =, and values with commas"),
         (["tabel=defaults"], "write one of table, task"),
-        (["table=defaults,seed=0,1"], "a space, not a comma, between names: --only table=defaults seed=0,1"),
-        (["table=nosuch"], "--only table=nosuch: there are defaults, search, claim"),
-        (["task=quickstart,nosuch"], "--only task=nosuch: there are quickstart"),
-        (["row=grop"], "--only row=grop: there are grpo, rloo, learning rate 0, quickstart, as it is, uncorrected,"),
-        (["limit=0,3"], "--only limit=3: there are 0, 2, 8"),
-        (["seed=0,7"], "--only seed=7: there are 0, 1, 100, 101"),
-        (["table=defaults", "limit=8"], "--only table=defaults limit=8: there is nothing to run"),
-        (["table=defaults", "--only", "limit=8"], "--only table=defaults limit=8: there is nothing to run"),
-        (["table=claim"], "--only table=claim: there is nothing to run"),
+        (["table=defaults,seed=0,1"], "separate names with a space, not a comma: --only table=defaults seed=0,1"),
+        (["table=nosuch"], "--only table=nosuch: choose from defaults, search, claim"),
+        (["task=quickstart,nosuch"], "--only task=nosuch: choose from quickstart"),
+        (["row=grop"], "--only row=grop: choose from grpo, rloo, learning rate 0, quickstart, as it is, uncorrected,"),
+        (["limit=0,3"], "--only limit=3: choose from 0, 2, 8"),
+        (["seed=0,7"], "--only seed=7: choose from 0, 1, 100, 101"),
+        (["table=defaults", "limit=8"], "--only table=defaults limit=8: no case of the grid has all"),
+        (
+            ["table=defaults", "--only", "limit=8"],
+            "--only table=defaults limit=8: no case of the grid has all",
+        ),
+        (["table=claim"], "--only table=claim: no case of the grid has all"),
     ],
 )
 def test_what_is_not_in_the_grid_is_refused_and_no_document_touched(
     only: list[str], says: str, flags: list[str], runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        learning.main([*flags, "--only", *only])
+        run_grid.main([*flags, "--only", *only])
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
     assert runs.seen == []
@@ -160,5 +163,5 @@ def test_what_is_not_in_the_grid_is_refused_and_no_document_touched(
 
 
 def test_what_is_named_adds_up_over_flags(flags: list[str], runs: Runs) -> None:
-    learning.main([*flags, "--only", "row=grpo", "--only", "limit=0", "seed=1"])
+    run_grid.main([*flags, "--only", "row=grpo", "--only", "limit=0", "seed=1"])
     assert runs.seen == ["grpo 0 1"]

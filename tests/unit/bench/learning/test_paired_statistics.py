@@ -2,7 +2,15 @@ import math
 
 import pytest
 
-from asyncrl.bench.paired import T_95, Uncorrected, chosen_setting, differences, recovered_share, spread, upper_bound
+from asyncrl.bench.learning.paired_statistics import (
+    T_95,
+    UncorrectedRuns,
+    chosen_setting,
+    differences,
+    recovered_share,
+    spread,
+    upper_bound,
+)
 
 
 def test_the_bound_is_students_t_of_the_mean() -> None:
@@ -45,8 +53,8 @@ def test_where_nothing_was_lost_nothing_is_recovered() -> None:
     assert math.isnan(recovered_share({0: 0.5}, {0: 0.6}, {0: 0.9}))
 
 
-def candidate(setting: str, synchronous: float, stale: float) -> Uncorrected:
-    return Uncorrected(setting, {100: synchronous, 101: synchronous}, {100: stale, 101: stale})
+def candidate(setting: str, synchronous: float, stale: float) -> UncorrectedRuns:
+    return UncorrectedRuns(setting, {100: synchronous, 101: synchronous}, {100: stale, 101: stale})
 
 
 def test_the_first_candidate_that_learns_and_loses_is_chosen() -> None:
@@ -58,5 +66,5 @@ def test_the_first_candidate_that_learns_and_loses_is_chosen() -> None:
 def test_no_setting_is_chosen_where_none_loses_or_the_synchronous_run_does_not_learn() -> None:
     assert chosen_setting([candidate("gentle", 1.0, 0.95)], 0.1, 0.8) is None
     assert chosen_setting([candidate("never learns", 0.5, 0.1)], 0.1, 0.8) is None
-    assert chosen_setting([Uncorrected("other seeds", {0: 1.0}, {1: 0.0})], 0.1, 0.8) is None
-    assert chosen_setting([Uncorrected("not run", {}, {})], 0.1, 0.8) is None
+    assert chosen_setting([UncorrectedRuns("other seeds", {0: 1.0}, {1: 0.0})], 0.1, 0.8) is None
+    assert chosen_setting([UncorrectedRuns("not run", {}, {})], 0.1, 0.8) is None

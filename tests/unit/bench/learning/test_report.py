@@ -1,4 +1,4 @@
-"""docs/learning.md from results: tables with their controls, verdicts, plots, and what is missing."""
+"""docs/learning.md and the full tables from results: controls, verdicts, plots, and what is missing."""
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.bench import learning
-from asyncrl.bench.learning_grid import Case, Grid, read_grid
-from asyncrl.bench.learning_report import page, write_report
-from asyncrl.bench.learning_tables import cells, columns, no_worse, ranking, recovery
-from asyncrl.bench.svg import Chart, Point, steps_of
+from asyncrl.bench.learning import run_grid
+from asyncrl.bench.learning.grid import Case, Grid, read_grid
+from asyncrl.bench.learning.report import summary_lines, table_lines, write_report
+from asyncrl.bench.learning.svg_chart import Chart, Point, steps_of
+from asyncrl.bench.learning.tables import cells, columns, no_worse, ranking, recovery
 
 Lines = dict[str, dict[str, Any]]
 
@@ -170,7 +170,7 @@ def test_rows_are_ranked_once_all_their_runs_are_there(small_grid: Grid) -> None
     assert [(row, seen.mean) for row, seen in ranking(small_grid, table, complete)] == [("rloo", 0.9), ("grpo", 0.8)]
     del rewards["rloo", 2, 1]
     assert [row for row, _ in ranking(small_grid, table, results_of(small_grid, rewards))] == ["grpo"]
-    told = "\n".join(page(small_grid, complete, []))
+    told = "\n".join(table_lines(small_grid, complete, []))
     assert "of the rows that are complete: rloo 0.900 (lowest run 0.900), grpo 0.800" in told
 
 
@@ -180,7 +180,7 @@ def test_the_page_says_what_was_not_run_and_what_failed(small_grid: Grid) -> Non
     case = Case("quickstart", "rloo", 2, 0, {"algorithm.preset": "rloo"})
     told = {"task": "quickstart", "limit": 2, "seed": 0, "values": {"algorithm.preset": "rloo"}, "date": "2026-01-03"}
     results[case.key(small_grid.defaults)] = {**told, "failed": "Traceback\nFleetFailed: the trainer died"}
-    text = "\n".join(page(small_grid, results, []))
+    text = "\n".join(summary_lines(small_grid, results, []))
     assert "3 of 17 runs, run 2026-01-02 to 2026-01-03." in text
     assert "| defaults | quickstart | 3 of 9 |" in text
     assert "| search | quickstart | 0 of 8 |" in text
@@ -190,21 +190,49 @@ def test_the_page_says_what_was_not_run_and_what_failed(small_grid: Grid) -> Non
 
 
 def test_a_page_of_nothing_says_so(small_grid: Grid) -> None:
-    text = "\n".join(page(small_grid, {}, []))
+    text = "\n".join(summary_lines(small_grid, {}, []))
     assert "0 of 17 runs, none run yet." in text
-    assert "- quickstart: not run" in text
+    assert "- not run: quickstart" in text
 
 
-def test_what_was_written_can_be_read_and_every_plot_is_on_the_page(small_grid: Grid, tmp_path: Path) -> None:
+def test_the_summary_shows_losses_below_the_limits_and_seconds_of_processes(small_grid: Grid) -> None:
+    rewards = {("grpo", limit, seed): 0.9 - 0.1 * limit for limit in (0, 2) for seed in (0, 1)}
+    in_one_process = results_of(small_grid, rewards, wire="inproc")
+    text = "\n".join(summary_lines(small_grid, in_one_process, []))
+    assert "| loss at η | 0, held out | 2 |" in text
+    assert "| grpo | 0.900 | 0.200 |" in text
+    text = "\n".join(summary_lines(small_grid, results_of(small_grid, rewards), []))
+    assert "| seconds at η | 0 | 2 |" in text
+    assert "| grpo | 10.0 | 10.0 |" in text
+
+
+def test_the_committed_pages_are_what_the_committed_results_give(tmp_path: Path) -> None:
+    bench = Path(run_grid.__file__).resolve().parents[1]
+    grid, results = (
+        read_grid((bench / "learning/grid.toml").read_text()),
+        run_grid.read_results(bench / "results/learning.jsonl"),
+    )
+    docs, tables = tmp_path / "docs", tmp_path / "bench/results/learning.md"
+    write_report(grid, results, docs)
+    assert (docs / "learning.md").read_text() == (bench.parent / "docs/learning.md").read_text()
+    assert tables.read_text() == (bench / "results/learning.md").read_text()
+    assert len((docs / "learning.md").read_text().split()) <= 1500
+
+
+def test_what_was_written_can_be_read_and_every_plot_is_beside_the_full_tables(
+    small_grid: Grid, tmp_path: Path
+) -> None:
     only_grpo = read_grid(GRID_OF_ONE_ROW)
     rewards = {("grpo", limit, seed): 0.9 - 0.05 * limit for limit in (0, 2, 8) for seed in (0, 1)}
-    paths = write_report(only_grpo, results_of(only_grpo, rewards), tmp_path)
+    paths = write_report(only_grpo, results_of(only_grpo, rewards), tmp_path / "docs")
     names = sorted(path.stem for path in paths if path.suffix == ".svg")
     assert names == [f"defaults-quickstart-{what}" for what in ("curves", "deciles-2", "deciles-8", "reward")]
-    text = (tmp_path / "learning.md").read_text()
+    summary, tables = ((tmp_path / name).read_text() for name in ("docs/learning.md", "bench/results/learning.md"))
+    assert "[full tables](../bench/results/learning.md)" in summary
+    assert summary.count("](learning/") == 2
     for name in names:
-        assert f"](learning/{name}.svg)" in text
-        drawn = ElementTree.fromstring((tmp_path / "learning" / f"{name}.svg").read_text())
+        assert f"](../../docs/learning/{name}.svg)" in tables
+        drawn = ElementTree.fromstring((tmp_path / "docs/learning" / f"{name}.svg").read_text())
         assert drawn.findall("{http://www.w3.org/2000/svg}polyline")
 
 
@@ -258,14 +286,14 @@ def test_ticks_hold_both_ends_between_them() -> None:
 
 def test_the_estimate_counts_each_run_once_and_takes_what_was_seen(small_grid: Grid) -> None:
     case = Case("quickstart", "grpo", 2, 1, {})
-    assert learning.expected_seconds(small_grid, case, {}) == 40
+    assert run_grid.expected_seconds(small_grid, case, {}) == 40
     seen = results_of(small_grid, {("grpo", 0, 0): 0.9, ("grpo", 2, 0): 0.9}, took=72.0)
-    assert learning.expected_seconds(small_grid, case, seen) == 72
-    lines = "\n".join(learning.estimate_lines(small_grid, small_grid.parts({}), seen)).splitlines()
+    assert run_grid.expected_seconds(small_grid, case, seen) == 72
+    lines = "\n".join(run_grid.estimate_lines(small_grid, small_grid.parts({}), seen)).splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["defaults", "9", "7", "0.1"],
         ["search", "8", "8", "0.2"],
-        ["together,", "each", "once", "15", "0.3"],
+        ["all,", "each", "once", "15", "0.3"],
     ]
 
 
@@ -273,5 +301,5 @@ def test_what_failed_is_run_again_only_when_asked(small_grid: Grid) -> None:
     parts = {"defaults": small_grid.tables[0].cases()}
     key = parts["defaults"][0].key(small_grid.defaults)
     failed = {key: {"failed": "it died"}}
-    assert key not in dict(learning.left_to_run(small_grid, parts, failed, again=False))
-    assert key in dict(learning.left_to_run(small_grid, parts, failed, again=True))
+    assert key not in dict(run_grid.left_to_run(small_grid, parts, failed, again=False))
+    assert key in dict(run_grid.left_to_run(small_grid, parts, failed, again=True))

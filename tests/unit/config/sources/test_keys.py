@@ -2,11 +2,10 @@
 
 import pytest
 
+from asyncrl.config.install_hints import program
+from asyncrl.config.sources import load
+from asyncrl.config.sources.keys import REMARKS, TRANSLATIONS, advice, all_keys, closest_key, sections, translate
 from asyncrl.errors import ConfigError
-from asyncrl.installing import program
-from asyncrl.settings import load
-from asyncrl.settings.foreign_names import REMARKS, TRANSLATIONS
-from asyncrl.settings.keys import advice, all_keys, closest_key, sections, translate
 
 
 def test_every_key_of_every_section_is_there() -> None:

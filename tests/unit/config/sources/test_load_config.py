@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.sources import Loaded, load
 from asyncrl.errors import ConfigError
 from asyncrl.experiments import experiments
-from asyncrl.settings import Loaded, load
 
 Loader = Callable[..., Loaded]
 
@@ -162,7 +162,7 @@ def test_mistakes_in_flags(loading: Loader, flags: str, says: str) -> None:
 
 
 def test_a_file_that_is_no_toml(loading: Loader) -> None:
-    assert "is no valid TOML" in mistakes(loading, "steps = = 3")
+    assert "is not valid TOML" in mistakes(loading, "steps = = 3")
     with pytest.raises(ConfigError, match=r"there is no file gone\.toml"):
         load("gone.toml", environ={})
 
@@ -170,7 +170,7 @@ def test_a_file_that_is_no_toml(loading: Loader) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[model]\nname = \n", "mine.toml: is no valid TOML: Invalid value (at line 2, column 8)"),
+        ("[model]\nname = \n", "mine.toml: this is not valid TOML: Invalid value (at line 2, column 8)"),
         ('[task]\nprompts = "p.jsonl', "(at end of document)"),
     ],
 )
@@ -186,7 +186,7 @@ def test_broken_syntax_hides_no_mistake_that_stands_elsewhere(loading: Loader) -
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_bytes(b'name = "\xff"')
-    with pytest.raises(ConfigError, match="no UTF-8 text: invalid start byte at byte 8"):
+    with pytest.raises(ConfigError, match="not UTF-8 text: invalid start byte at byte 8"):
         load(tmp_path / "mine.toml", environ={})
 
 

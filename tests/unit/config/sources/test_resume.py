@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
+from asyncrl.config.sources.keys import all_keys
+from asyncrl.config.sources.resume import MAY_CHANGE, check_resume, compare
+from asyncrl.config.sources.toml import dump
 from asyncrl.errors import ConfigError
-from asyncrl.settings.changes import MAY_CHANGE, check_resume, compare
-from asyncrl.settings.keys import all_keys
-from asyncrl.settings.toml import dump
 
 
 def config(**sections: Any) -> Config:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
+from asyncrl.config.sources.layers import file_layer
+from asyncrl.config.sources.load_config import resolve
+from asyncrl.config.sources.toml import dump, value_text
 from asyncrl.errors import ConfigError
-from asyncrl.settings.layers import file_layer
-from asyncrl.settings.loading import resolve
-from asyncrl.settings.toml import dump, value_text
 
 texts = st.text(st.characters(codec="utf-8"), max_size=30)
 plain = st.one_of(st.booleans(), st.integers(-(2**53), 2**53), st.floats(allow_nan=False, allow_infinity=False), texts)

@@ -1,10 +1,10 @@
-from asyncrl.events import GroupPoisoned
-from asyncrl.poisoned import TOLD, Poisoned
+from asyncrl.controller.alarms.poisoned_groups import REPORTED, PoisonedGroups
+from asyncrl.controller.observers.events import GroupPoisoned
 
 
 def test_a_group_is_told_of_once_with_its_prompt_why_and_what_to_do() -> None:
     said: list[str] = []
-    poisoned = Poisoned(said.append)
+    poisoned = PoisonedGroups(said.append)
     poisoned.observe(GroupPoisoned(17, "spell " + "x" * 500, "reward0.0[0] did not answer score within 12 s"))
     poisoned.observe(GroupPoisoned(18, "another", "it died"))
     first, second = said
@@ -24,9 +24,9 @@ def test_a_group_is_told_of_once_with_its_prompt_why_and_what_to_do() -> None:
 
 def test_many_groups_do_not_flood_the_screen() -> None:
     said: list[str] = []
-    poisoned = Poisoned(said.append)
+    poisoned = PoisonedGroups(said.append)
     for group in range(100):
         poisoned.observe(GroupPoisoned(group, "p", "it died"))
-    assert len(said) == TOLD + 1
+    assert len(said) == REPORTED + 1
     assert "data/dropped/poison in metrics.jsonl" in said[-1]
-    assert poisoned.total == 100
+    assert poisoned.poisoned.total == 100

@@ -1,10 +1,19 @@
 import pytest
 
+from asyncrl.controller.alarms.reward_failures import RewardFailures
+from asyncrl.controller.observers.events import SampleScored
 from asyncrl.errors import RewardError
+from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import Score
-from asyncrl.reward_failures import RewardFailures
 
-FAILED = Score(None, {}, "reward function f on member 0 of group 0: it returned None")
+ROW = RowRef(0, 0, 0, 0, 1, 1, 0, 0, "stop", ())
+
+
+def scored(score: Score) -> SampleScored:
+    return SampleScored(ROW, score)
+
+
+FAILED = scored(Score(None, {}, "reward function f on member 0 of group 0: it returned None"))
 
 
 def test_the_first_failure_is_said_once() -> None:
@@ -12,7 +21,7 @@ def test_the_first_failure_is_said_once() -> None:
     failures = RewardFailures(10, said.append)
     for _ in range(3):
         failures.observe(FAILED)
-    assert failures.total == 3
+    assert failures.failed.total == 3
     assert len(said) == 1
     assert "function f on member 0" in said[0]
 
@@ -20,7 +29,7 @@ def test_the_first_failure_is_said_once() -> None:
 def test_it_names_the_logs_of_the_service_that_failed() -> None:
     for service in ("reward", "cost"):
         said: list[str] = []
-        failed = Score(None, {}, f"{service} function f on member 0 of group 0: it hung")
+        failed = scored(Score(None, {}, f"{service} function f on member 0 of group 0: it hung"))
         RewardFailures(10, said.append).observe(failed)
         assert f"logs/{service}*.jsonl" in said[0]
 
@@ -29,7 +38,7 @@ def test_a_run_that_can_score_nothing_ends() -> None:
     failures = RewardFailures(3, lambda text: None)
     failures.observe(FAILED)
     failures.observe(FAILED)
-    failures.observe(Score(1.0, {}))
+    failures.observe(scored(Score(1.0, {})))
     failures.observe(FAILED)
     failures.observe(FAILED)
     with pytest.raises(RewardError, match="last 3 samples"):

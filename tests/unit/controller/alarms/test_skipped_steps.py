@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.controller.observers.events import SamplesDropped
 from asyncrl.errors import NonFiniteLoss, OnlyTruncated
-from asyncrl.events import SamplesDropped
 from asyncrl.protocols.batch import Cuts
 from asyncrl.protocols.messages import StepReport
-from asyncrl.simulated import SimulatedTraining, StepCost
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from scene import Scene
 
 
@@ -26,7 +26,7 @@ def test_three_steps_that_are_not_finite_end_the_run_and_name_the_samples() -> N
     assert {event.reason for event in scene.told(SamplesDropped)} == {"not finite"}
 
 
-class NoEnds(SimulatedTraining):
+class NoEnds(FakeTraining):
     async def step(self, cuts: Cuts) -> StepReport:
         return replace(await super().step(cuts), skipped="truncated")
 

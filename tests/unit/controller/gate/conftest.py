@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from asyncrl.staleness import Cut, Gate, GateConfig, Pick, RestoredGroup, Stage
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.group_state import Cut, Pick, RestoredGroup, Stage
 
 OPEN = (Stage.RUNNING, Stage.SCORING)
 ENDED = (Stage.TRAINED, Stage.DROPPED)
@@ -141,7 +143,7 @@ class World:
             self.greedy[group] = float(self.chance.random() < 0.3)
             assert self.gate.compared(group, self.attempts[group], self.greedy[group])
             assert not self.gate.compared(group, self.attempts[group], 0.5)
-            assert self.gate.greedy(group) == self.greedy[group]
+            assert self.gate.group(group).greedy == self.greedy[group]
         return bool(found)
 
     def awaited(self) -> list[int]:
@@ -252,11 +254,11 @@ class World:
         version, limit, policy = self.gate.version, self.config.limit, self.config.policy
         age = {"mask": lambda f: version - f.last, "drop": lambda f: version - f.first}.get(policy, lambda f: limit)
         old = [fact for fact in self.at(Stage.READY) if age(fact) > limit]
-        counted, foreseen = self.gate.counts(), self.gate.foreseen()
+        counted, preview = self.gate.counts(), self.gate.preview()
         assert self.gate.counts() == counted, "foreseeing changes nothing"
         pick = self.gate.pick()
-        if foreseen and not pick.dropped and policy != "block":
-            assert pick.cuts == foreseen
+        if preview and not pick.dropped and policy != "block":
+            assert pick.cuts == preview
         self.put(old, Stage.DROPPED, "stale")
         lone = [fact for fact in self.at(Stage.READY) if self.complete(fact.group) and self.scored(fact.group) < 2]
         self.put(lone, Stage.DROPPED, "no_baseline")

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config import Config
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.config.schema import Config
+from asyncrl.controller.gate.gate import Gate
 from asyncrl.errors import ConfigError, IllegalTransition
-from asyncrl.staleness import Drop, Gate, GateConfig
 
 
 @settings(max_examples=250, deadline=None)
@@ -89,7 +90,7 @@ def test_a_complete_group_with_one_reward_has_no_baseline() -> None:
     ready(gate, 0, 0, 1.0)
     assert gate.generated(0, 1, 0, 0, 0)
     assert gate.scored(0, 1, 0, None)
-    assert gate.pick().dropped == (Drop(0, 0, "no_baseline"),)
+    assert [(drop.group, drop.member, drop.reason) for drop in gate.pick().dropped] == [(0, 0, "no_baseline")]
     assert gate.finished(0)
 
 
@@ -111,7 +112,7 @@ def test_the_gap_of_an_early_cut_is_known_when_its_group_is_finished() -> None:
     gate.scored(0, 2, 0, 1.0)
     gate.drop(0, [2], "stale")
     assert list(gate.gaps) == [pytest.approx(1 / 2 - 2 / 3)]
-    assert {outcome.early for outcome in gate.outcomes if not outcome.reason} == {True}
+    assert {sample.early for sample in gate.ended if not sample.reason} == {True}
 
 
 def test_tokens_of_an_attempt_that_was_given_up_are_counted() -> None:
@@ -160,4 +161,4 @@ def test_a_sample_without_a_reward_leaves_baseline_and_batch_and_is_counted() ->
     assert gate.rewards(0) == {0: 1.0, 1: 0.0}, "not 0"
     gate.stop_drawing()
     assert gate.pick().cuts == ((0, (0, 1)),)
-    assert [(outcome.member, outcome.reason) for outcome in gate.outcomes] == [(2, "unscorable")]
+    assert [(sample.member, sample.reason) for sample in gate.ended] == [(2, "unscorable")]

@@ -5,44 +5,46 @@ from typing import Any
 
 import pytest
 
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.group_state import Cut, GroupState, SampleState, Stage
 from asyncrl.errors import AsyncrlError
-from asyncrl.staleness import Cut, Gate, Group, Sample, Stage, live
+from asyncrl.protocols.staleness import live
 
 SEEDS = 500
 
 
 class ExpiresOneVersionLate(Gate):
-    def expired(self, sample: Sample) -> bool:
+    def expired(self, sample: SampleState) -> bool:
         return not live(sample.last, self.version, self.config.limit + 1)
 
 
 class ExpiresAtTheLimit(Gate):
-    def expired(self, sample: Sample) -> bool:
+    def expired(self, sample: SampleState) -> bool:
         return self.version - sample.last >= self.config.limit
 
 
 class StaleByTheLastToken(Gate):
-    def stale(self, sample: Sample) -> bool:
+    def stale(self, sample: SampleState) -> bool:
         return self.expired(sample)
 
 
 class DueIgnored(Gate):
-    def due(self, group: Group) -> bool:
+    def due(self, group: GroupState) -> bool:
         return False
 
 
 class DueOneVersionLate(Gate):
-    def due(self, group: Group) -> bool:
+    def due(self, group: GroupState) -> bool:
         return any(s.stage is Stage.READY and self.expired(s) for s in group.samples)
 
 
 class CutBelowTwo(Gate):
-    def may_cut(self, group: Group) -> bool:
+    def may_cut(self, group: GroupState) -> bool:
         return super().may_cut(group) or self.due(group)
 
 
 class CutUnderDrop(Gate):
-    def may_cut(self, group: Group) -> bool:
+    def may_cut(self, group: GroupState) -> bool:
         return super().may_cut(group) or (self.config.policy == "drop" and len(group.rewards()) > 1)
 
 
@@ -67,13 +69,13 @@ class CapIgnored(Gate):
 
 
 class StaleAttemptAccepted(Gate):
-    def _current(self, group: int, member: int, attempt: int, stage: Stage) -> Sample | None:
+    def _current(self, group: int, member: int, attempt: int, stage: Stage) -> SampleState | None:
         current = self._groups[group].samples[member].attempt if group in self._groups else attempt
         return super()._current(group, member, current, stage)
 
 
 class RepetitionAccepted(Gate):
-    def _current(self, group: int, member: int, attempt: int, stage: Stage) -> Sample | None:
+    def _current(self, group: int, member: int, attempt: int, stage: Stage) -> SampleState | None:
         sample = self._groups[group].samples[member] if group in self._groups else None
         same = sample is not None and sample.attempt == attempt and sample.stage is not Stage.RUNNING
         return sample if same else super()._current(group, member, attempt, stage)
@@ -115,7 +117,7 @@ class ShortBatchTooSoon(Gate):
 
 
 class NewestFirst(Gate):
-    def _urgency(self, group: Group) -> tuple[int, int]:
+    def _urgency(self, group: GroupState) -> tuple[int, int]:
         last, number = super()._urgency(group)
         return (-last, number)
 

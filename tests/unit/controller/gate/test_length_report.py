@@ -5,22 +5,22 @@ from collections import Counter
 
 import pytest
 
-from asyncrl.groups import Outcome, Sample, Stage
-from asyncrl.lengths import Lengths, by_tenth
+from asyncrl.controller.gate.group_state import EndedSample, SampleState, Stage
+from asyncrl.controller.gate.length_report import LengthReport, by_tenth
 
 
-def outcome(tokens: int, reason: str = "") -> Outcome:
-    return Outcome(0, 0, tokens, 0, 0, 0, reason)
+def ended(tokens: int, reason: str = "") -> EndedSample:
+    return EndedSample(0, 0, tokens, 0, 0, 0, reason)
 
 
 @pytest.mark.trap("short_first")
 def test_the_end_of_a_run_tells_by_length_what_was_trained_dropped_and_abandoned() -> None:
-    lengths = Lengths()
-    lengths.ended([outcome(tokens) for tokens in range(1, 9) for _ in range(2)])
-    lengths.ended([outcome(9), outcome(9, "stale"), outcome(0, "poison")])
-    running = [Sample(Stage.RUNNING, tokens=0)] * 3
-    waiting = [Sample(Stage.READY, tokens=40), Sample(Stage.SCORING, tokens=90)]
-    told = str(lengths.report([*running, *waiting, Sample(Stage.TRAINED, tokens=1)]))
+    lengths = LengthReport()
+    lengths.add([ended(tokens) for tokens in range(1, 9) for _ in range(2)])
+    lengths.add([ended(9), ended(9, "stale"), ended(0, "poison")])
+    running = [SampleState(Stage.RUNNING, tokens=0)] * 3
+    waiting = [SampleState(Stage.READY, tokens=40), SampleState(Stage.SCORING, tokens=90)]
+    told = str(lengths.report([*running, *waiting, SampleState(Stage.TRAINED, tokens=1)]))
     assert "up to 1 2 3 4 5 6 7 8 9 90 tokens" in told
     shares = {end: re.search(rf"{end} ([\d% ]+)", told)[1].split() for end in ("trained", "dropped", "abandoned")}  # type: ignore[index]
     assert shares["trained"] == ["100%"] * 8 + ["50%", "0%"]
@@ -30,10 +30,10 @@ def test_the_end_of_a_run_tells_by_length_what_was_trained_dropped_and_abandoned
 
 
 def test_a_run_that_leaves_nothing_says_nothing_of_it_and_a_tiny_one_nothing_at_all() -> None:
-    lengths = Lengths()
-    lengths.ended([outcome(3)] * 9)
+    lengths = LengthReport()
+    lengths.add([ended(3)] * 9)
     assert lengths.report([]) is None
-    lengths.ended([outcome(3)])
+    lengths.add([ended(3)])
     assert str(lengths.report([])).endswith("abandoned 0% 0% 0% 0% 0% 0% 0% 0% 0% 0%")
 
 

@@ -2,24 +2,31 @@
 
 import pytest
 
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.group_state import EndedSample
+from asyncrl.controller.gate.staleness_report import (
+    StalenessReport,
+    live_tokens,
+    shares_by_length,
+    smallest_limit,
+)
 from asyncrl.protocols.messages import TrainedSample
-from asyncrl.staleness import Gate, GateConfig, Outcome
-from asyncrl.staleness_report import Fate, StalenessReport, live_tokens, shares_by_length, smallest_limit
 
 MASK = GateConfig(groups=1, members=2, limit=1, policy="mask", slots=4)
 DROP = GateConfig(groups=1, members=2, limit=1, policy="drop", slots=4)
 
 
-def fate(tokens: int, trained: int, first: int, version: int = 4, last: int = 4) -> Fate:
-    return Fate(Outcome(0, 0, tokens, first, last, version, "" if trained else "stale"), trained)
+def ended(tokens: int, trained: int, first: int, version: int = 4, last: int = 4) -> EndedSample:
+    return EndedSample(0, 0, tokens, first, last, version, "" if trained else "stale", trained=trained)
 
 
-def short(count: int) -> list[Fate]:
-    return [fate(5, 5, first=4) for _ in range(count)]
+def short(count: int) -> list[EndedSample]:
+    return [ended(5, 5, first=4) for _ in range(count)]
 
 
 def test_shares_are_taken_by_decile_of_length() -> None:
-    shares = shares_by_length([*short(18), fate(100, 40, first=0), fate(300, 0, first=0)])
+    shares = shares_by_length([*short(18), ended(100, 40, first=0), ended(300, 0, first=0)])
     assert [share.samples for share in shares] == [1.0] * 9 + [0.5]
     assert shares[-1].tokens == pytest.approx(40 / 400)
     assert shares[-1].longest == 300
@@ -31,18 +38,18 @@ def test_fewer_samples_than_deciles_say_nothing() -> None:
 
 
 def test_tokens_are_live_by_the_version_they_were_sampled_at() -> None:
-    outcome = Outcome(0, 0, tokens=50, first=0, last=4, version=4)
-    assert [live_tokens(outcome, limit) for limit in range(5)] == [10, 20, 30, 40, 50]
+    sample = EndedSample(0, 0, tokens=50, first=0, last=4, version=4)
+    assert [live_tokens(sample, limit) for limit in range(5)] == [10, 20, 30, 40, 50]
 
 
 def test_the_limit_that_lets_half_of_the_longest_train_is_named() -> None:
-    fates = [*short(9), fate(50, 20, first=0)]
-    assert smallest_limit(fates, MASK) == 2, "three of five versions within two of the trainer's"
-    assert smallest_limit(fates, DROP) == 4, "a sample is dropped for its first token"
+    samples = [*short(9), ended(50, 20, first=0)]
+    assert smallest_limit(samples, MASK) == 2, "three of five versions within two of the trainer's"
+    assert smallest_limit(samples, DROP) == 4, "a sample is dropped for its first token"
 
 
 def test_no_larger_limit_is_named_when_age_is_not_the_reason() -> None:
-    assert smallest_limit([*short(9), fate(50, 0, first=4)], MASK) is None
+    assert smallest_limit([*short(9), ended(50, 0, first=4)], MASK) is None
 
 
 def test_a_step_reports_what_left_the_gate_since_the_last() -> None:
@@ -73,8 +80,8 @@ def test_a_run_that_masks_most_of_its_longest_completions_is_told_the_limit_to_t
 ) -> None:
     report = StalenessReport(MASK)
     gate = Gate(MASK)
-    gate.outcomes.extend(Outcome(0, 0, 5, 4, 4, 4) for _ in range(9))
-    gate.outcomes.append(Outcome(1, 0, 40, first, 4, 4))
+    gate.ended.extend(EndedSample(0, 0, 5, 4, 4, 4) for _ in range(9))
+    gate.ended.append(EndedSample(1, 0, 40, first, 4, 4))
     assert report.advice() is None
     report.step(gate, [TrainedSample(1, 0, 0, 16, 24, "stale"), TrainedSample(0, 0, 0, 5, 0)])
     advice = report.advice()
@@ -100,5 +107,5 @@ def test_samples_that_were_sampled_again_are_told_by_length() -> None:
 @pytest.mark.trap("redone")
 def test_nothing_is_said_of_redone_samples_when_there_are_none() -> None:
     gate, report = Gate(MASK), StalenessReport(MASK)
-    gate.outcomes.extend(Outcome(0, 0, 5, 4, 4, 4) for _ in range(20))
+    gate.ended.extend(EndedSample(0, 0, 5, 4, 4, 4) for _ in range(20))
     assert not [name for name in report.step(gate, []).metrics() if "redone" in name]

@@ -6,11 +6,20 @@ from hashlib import sha256
 
 import pytest
 
-from asyncrl.ledger import Ledger
-from asyncrl.protocols.chain import GENESIS, chain
+from asyncrl.controller.journal.journal_records import (
+    AttemptStarted,
+    Drawn,
+    Dropped,
+    Generated,
+    InFlight,
+    Record,
+    Scored,
+    Trained,
+)
+from asyncrl.controller.journal.journal_store import MemoryStore
+from asyncrl.controller.journal.ledger import Ledger
+from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed
-from asyncrl.records import Attempt, Drawn, Dropped, Generated, InFlight, Record, Scored, Trained
-from asyncrl.store import MemoryStore
 
 Key = tuple[int, int]
 
@@ -93,7 +102,7 @@ class Run:
             return None
         self.newest[key[0]] += 1
         self.stages[key], self.attempts[key] = "running", self.newest[key[0]]
-        return Attempt(key[0], self.newest[key[0]], (key[1],), "peer lost")
+        return AttemptStarted(key[0], self.newest[key[0]], (key[1],), "peer lost")
 
     def in_flight(self) -> InFlight:
         return InFlight(grouped(sorted(self.at("running", "scoring", "ready"))))

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl.audit import AuditReport, audit, audit_store
-from asyncrl.checkpoint import commit
+from asyncrl.controller.journal.audit import AuditReport, audit, audit_store
+from asyncrl.controller.journal.checkpoints import commit
+from asyncrl.controller.journal.journal_records import AttemptStarted, Drawn, InFlight, Record, Scan, Trained, encode
+from asyncrl.controller.journal.journal_store import FileStore, MemoryStore
+from asyncrl.controller.journal.ledger import Journal
 from asyncrl.errors import ConfigError
-from asyncrl.ledger import Journal
-from asyncrl.records import Attempt, Drawn, InFlight, Record, Scan, Trained, encode
-from asyncrl.store import FileStore, MemoryStore
 
 WAYS, LISTS, CHAINS = range(3)
 Change = Callable[[list[Record]], list[Record]]
@@ -56,7 +56,7 @@ async def test_an_honest_run_holds(run: Any, trainer: Any) -> None:
     journal.resume(1, journal.offset)
     report = audit_store(store)
     assert report.ok
-    assert (report.version, report.epoch) == (3, 1)
+    assert (report.version, report.incarnation) == (3, 1)
     assert report.drawn == report.trained + sum(report.dropped.values()) + report.in_flight
     assert all(witness.checked > 3 for witness in report.witnesses)
     assert str(report).endswith("the audit holds")
@@ -78,7 +78,7 @@ def train_twice(records: list[Record]) -> list[Record]:
 
 
 def repeat_an_attempt(records: list[Record]) -> list[Record]:
-    index = first_of(records, Attempt)
+    index = first_of(records, AttemptStarted)
     return [*records[: index + 1], *records[index:]]
 
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from asyncrl import checkpoint
-from asyncrl.audit import audit_store
-from asyncrl.checkpoint import FAULT_POINTS, commit, newest_good, plan_resume, resume, versions
+from asyncrl.controller.journal import checkpoints
+from asyncrl.controller.journal.audit import audit_store
+from asyncrl.controller.journal.checkpoints import FAULT_POINTS, commit, newest_good, plan_resume, resume, versions
+from asyncrl.controller.journal.journal_records import CheckpointMade, Scan, Trained
+from asyncrl.controller.journal.journal_store import FileStore, MemoryStore
+from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal.run_lock import run_lock
 from asyncrl.errors import ConfigError, JournalError, RemoteError
-from asyncrl.ledger import Journal
 from asyncrl.protocols.messages import Checkpointed
-from asyncrl.records import CheckpointMade, Scan, Trained
-from asyncrl.store import FileStore, MemoryStore, run_lock
 
 
 class Killed(Exception):
@@ -29,7 +30,7 @@ class Saga:
         self.journal = Journal(self.store)
         self.trainer = trainer(self.store, lambda: self.journal.ledger)
 
-    async def checkpoint(self, keep: int = 2, fault: Any = checkpoint.no_fault) -> None:
+    async def checkpoint(self, keep: int = 2, fault: Any = checkpoints.no_fault) -> None:
         await commit(self.journal, self.trainer.write, keep, fault)
 
     def train(self, iterations: int = 1) -> None:
@@ -78,7 +79,7 @@ async def test_killed_at_any_point_a_run_goes_on(saga: Saga, point: str, power_c
     assert plan.version == (0 if first else 3 if committed else 2)
     assert plan.said == ()
     journal = resume(found, plan)
-    assert (journal.ledger.epoch, journal.ledger.version) == (1, plan.version)
+    assert (journal.ledger.incarnation, journal.ledger.version) == (1, plan.version)
     assert not [name for name in found.folders() if name.startswith("tmp-")]
     assert audit_store(found).ok
 
@@ -107,7 +108,7 @@ async def test_what_was_recorded_after_a_checkpoint_is_void(saga: Saga) -> None:
     saga.train(2)
     plan = plan_resume(saga.store.after_death())
     assert plan is not None
-    assert (plan.epoch, plan.version, plan.next_group) == (1, 1, drawn)
+    assert (plan.incarnation, plan.version, plan.next_group) == (1, 1, drawn)
     assert tuple((group.id, group.running) for group in plan.groups) == flying
     assert all(group.attempt > 0 for group in plan.groups)
 
@@ -158,6 +159,15 @@ def hurt(store: MemoryStore, folder: str, damage: str) -> None:
         store.put(folder, "manifest.json", json.dumps(fields | changed).encode())
 
 
+async def test_a_checkpoint_of_an_older_version_is_taken_up(saga: Saga) -> None:
+    await saga.with_checkpoints(1)
+    plan = plan_resume(saga.store)
+    fields = json.loads(saga.store.get("1", "manifest.json"))
+    fields["epoch"] = fields.pop("incarnation")
+    saga.store.put("1", "manifest.json", json.dumps(fields).encode())
+    assert plan_resume(saga.store) == plan
+
+
 async def test_a_run_without_any_good_checkpoint_says_why(saga: Saga) -> None:
     await saga.with_checkpoints(1)
     for folder in ("0", "1"):
@@ -188,15 +198,15 @@ async def test_the_oldest_go_and_the_newest_stay(saga: Saga) -> None:
     assert [hint.version for hint in hints] == [0, 1, 2, 3, 4], "a version is written once"
 
 
-async def test_resumed_twice_from_one_checkpoint_the_epoch_rises(saga: Saga) -> None:
+async def test_resumed_twice_from_one_checkpoint_the_incarnation_rises(saga: Saga) -> None:
     await saga.with_checkpoints(1)
     store = saga.store
-    for epoch in (1, 2, 3):
+    for incarnation in (1, 2, 3):
         plan = plan_resume(store)
         assert plan is not None
-        assert (plan.epoch, plan.version) == (epoch, 1)
+        assert (plan.incarnation, plan.version) == (incarnation, 1)
         resume(store, plan)
-    assert audit_store(store).epoch == 3
+    assert audit_store(store).incarnation == 3
     assert audit_store(store).ok
 
 

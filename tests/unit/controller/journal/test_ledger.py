@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import IllegalTransition, JournalError, TrainedTwice
-from asyncrl.groups import Stage
-from asyncrl.ledger import Journal, Ledger, replay
-from asyncrl.records import (
-    Attempt,
+from asyncrl.controller.gate.group_state import Stage
+from asyncrl.controller.journal.journal_records import (
+    AttemptStarted,
     CheckpointMade,
     Compared,
     Drawn,
@@ -23,7 +21,9 @@ from asyncrl.records import (
     Scored,
     Trained,
 )
-from asyncrl.store import MemoryStore
+from asyncrl.controller.journal.journal_store import MemoryStore
+from asyncrl.controller.journal.ledger import Journal, Ledger, replay
+from asyncrl.errors import IllegalTransition, JournalError, TrainedTwice
 
 SEEDS = 500
 
@@ -67,7 +67,7 @@ def impossible(history: Any) -> Iterator[Record]:
     for (number, member), stage in history.stages.items():
         attempt = history.attempts[number, member]
         generated = ((member, version, version, 5),)
-        yield Attempt(number, history.newest[number], (member,), "not risen")
+        yield AttemptStarted(number, history.newest[number], (member,), "not risen")
         yield Generated(number, attempt + 1, generated)
         if attempt:
             yield Generated(number, attempt - 1, generated)
@@ -79,7 +79,7 @@ def impossible(history: Any) -> Iterator[Record]:
             yield Trained(version + 1, ((number, (member,)),), (0.0,), "")
         if stage in ("trained", "dropped"):
             yield Dropped(number, (member,), "stale")
-            yield Attempt(number, history.newest[number] + 1, (member,), "too late")
+            yield AttemptStarted(number, history.newest[number] + 1, (member,), "too late")
         yield Scored(number, history.members, 1.0)
 
 
@@ -91,7 +91,7 @@ def test_what_cannot_follow_is_refused_and_changes_nothing(run: Any, seed: int) 
         with pytest.raises(JournalError):
             ledger.apply(record)
     assert InFlight(ledger.in_flight()) == history.in_flight()
-    assert (ledger.version, ledger.epoch, ledger.chain) == (history.version, 0, history.chain)
+    assert (ledger.version, ledger.incarnation, ledger.chain) == (history.version, 0, history.chain)
     history.go(20)
     for record in history.records[40:]:
         ledger.apply(record)
@@ -108,7 +108,7 @@ def test_training_a_second_time_has_an_error_of_its_own() -> None:
 
 
 def test_a_group_is_compared_once_and_a_resumed_run_knows_with_what() -> None:
-    ledger = ledger_of([Drawn(0, 0, 2), Compared(0, 0.25), Attempt(0, 1, (0, 1), "its worker died")])
+    ledger = ledger_of([Drawn(0, 0, 2), Compared(0, 0.25), AttemptStarted(0, 1, (0, 1), "its worker died")])
     with pytest.raises(IllegalTransition, match="greedy answer had its reward before"):
         ledger.apply(Compared(0, 0.5))
     assert [group.greedy for group in ledger.restored()] == [0.25]
@@ -177,9 +177,9 @@ class StaleAttemptTaken(Lenient):
 
 
 class AttemptMayRepeat(Lenient):
-    kind = Attempt
+    kind = AttemptStarted
 
-    def passes(self, record: Attempt) -> bool:
+    def passes(self, record: AttemptStarted) -> bool:
         return record.group in self.groups and record.number == self.groups[record.group].attempt
 
 
@@ -218,11 +218,11 @@ class InFlightListBelieved(Lenient):
         return True
 
 
-class EpochMayStay(Lenient):
+class IncarnationMayStay(Lenient):
     kind = Resumed
 
     def passes(self, record: Resumed) -> bool:
-        return record.epoch == self.epoch
+        return record.incarnation == self.incarnation
 
 
 class LosesTheDropped(Ledger):
@@ -287,13 +287,13 @@ def test_resuming_voids_what_follows_and_begins_new_attempts(run: Any) -> None:
     flying, version, drawn = before.in_flight(), before.version, before.next_group
     for record in history.records[25:]:
         journal.append(record)
-    groups = journal.resume(epoch=1, offset=offset)
+    groups = journal.resume(incarnation=1, offset=offset)
     assert tuple((group.id, group.running) for group in groups) == flying == journal.ledger.in_flight()
-    assert (journal.ledger.version, journal.ledger.epoch, journal.ledger.next_group) == (version, 1, drawn)
+    assert (journal.ledger.version, journal.ledger.incarnation, journal.ledger.next_group) == (version, 1, drawn)
     assert all(journal.ledger.groups[group.id].attempt == group.attempt > 0 for group in groups)
     journal.append(Drawn(drawn, version, 3))
     again = replay(journal.store)
-    assert (again.in_flight(), again.next_group, again.epoch) == (journal.ledger.in_flight(), drawn + 1, 1)
+    assert (again.in_flight(), again.next_group, again.incarnation) == (journal.ledger.in_flight(), drawn + 1, 1)
 
 
 def test_a_run_may_be_resumed_from_the_same_place_and_from_an_earlier_one() -> None:
@@ -302,9 +302,9 @@ def test_a_run_may_be_resumed_from_the_same_place_and_from_an_earlier_one() -> N
     early = journal.offset
     journal.append(Drawn(1, 0, 2))
     late = journal.offset
-    for epoch, offset in ((1, late), (2, late), (3, early)):
+    for incarnation, offset in ((1, late), (2, late), (3, early)):
         journal.append(Drawn(journal.ledger.next_group, 0, 2))
-        journal.resume(epoch, offset)
+        journal.resume(incarnation, offset)
         assert replay(journal.store).in_flight() == journal.ledger.in_flight()
     assert journal.ledger.next_group == 1
     size = journal.store.size

@@ -5,12 +5,18 @@ from typing import Any
 
 import pytest
 
-from asyncrl import virtual
+from asyncrl.controller.observers.evaluation import (
+    Evaluation,
+    EvaluationSchedule,
+    EvaluationTimeouts,
+    copy_weights,
+    summary,
+)
 from asyncrl.errors import DeadlineExceeded, Refused, WeightsError
-from asyncrl.evaluation import Evaluation, EvaluationSchedule, Patience, summary, take_over
-from asyncrl.fleet import Fleet
+from asyncrl.fleet.fleet import Fleet
+from asyncrl.lanes.weights.leases import Leases
 from asyncrl.protocols.messages import Published, Using
-from asyncrl.weights.session import Leases
+from asyncrl.simulation import virtual_loop
 
 PATIENCE = 10.0
 MESSAGE = 0.001
@@ -24,7 +30,7 @@ class Training:
     def __init__(self, busy: float) -> None:
         self._busy, self._changed = busy, asyncio.Event()
         self.leases, self.version, self.waited = Leases(), 0, 0.0
-        self.leases.wrote(0)
+        self.leases.end_write(0)
 
     async def using(self, reader: str, version: int) -> None:
         await asyncio.sleep(MESSAGE)
@@ -44,8 +50,8 @@ class Training:
                 await self._changed.wait()
             self.waited = max(self.waited, asyncio.get_running_loop().time() - began)
             self.version += 1
-            self.leases.begin(self.version)
-            self.leases.wrote(self.version)
+            self.leases.begin_write(self.version)
+            self.leases.end_write(self.version)
 
 
 class AwayUntil:
@@ -65,17 +71,17 @@ def taken_over(training_busy: float, back: float) -> Training:
         evaluation: Any = AwayUntil(back)
         working = asyncio.ensure_future(training.train())
         try:
-            await take_over(
+            await copy_weights(
                 Fleet(UNUSED, UNUSED, training, None, evaluation),
                 Published(0, 0, "a", 0, ""),
-                Patience(PATIENCE, 3000.0),
+                EvaluationTimeouts(PATIENCE, 3000.0),
             )
         finally:
             working.cancel()
             assert training.waited <= PATIENCE + 2 * MESSAGE
         return training
 
-    return virtual.run(main())
+    return virtual_loop.run(main())
 
 
 def test_a_worker_that_is_away_does_not_keep_the_trainer_from_writing() -> None:
@@ -88,7 +94,7 @@ def test_a_version_that_still_lies_in_its_slot_is_waited_for() -> None:
 
 
 def test_a_worker_that_never_takes_over_is_given_up_with_what_to_raise() -> None:
-    with pytest.raises(WeightsError, match=r"within 3000 s, in tries of .* s \(staleness.publish_deadline\)"):
+    with pytest.raises(WeightsError, match=r"within 3000 s, in tries of .* s: raise staleness\.publish_deadline"):
         taken_over(training_busy=50_000.0, back=20_000.0)
 
 
@@ -99,7 +105,7 @@ class Evaluated:
         self._may_answer, self._error = may_answer, error
         self.versions: list[int] = []
 
-    async def evaluate(self, version: int, epoch: int) -> Evaluation:
+    async def evaluate(self, version: int, incarnation: int) -> Evaluation:
         self.versions.append(version)
         await self._may_answer.wait()
         if self._error:
@@ -118,7 +124,7 @@ def scheduled(fleet_back: float, evaluated: Any, told: list[tuple[int, str]], do
     return EvaluationSchedule(
         fleet,
         evaluated,
-        Patience(PATIENCE, 100.0),
+        EvaluationTimeouts(PATIENCE, 100.0),
         lambda found: done.append(found.version),
         lambda version, why: told.append((version, why)),
     )
@@ -134,10 +140,10 @@ def test_a_version_that_another_one_replaces_is_told_with_that_one() -> None:
         for version in (0, 0, 3):
             schedule.ask(published(version))
         may_answer.set()
-        schedule._fleet.training.leases.wrote(3)  # type: ignore[attr-defined]
+        schedule._fleet.training.leases.end_write(3)  # type: ignore[attr-defined]
         await schedule.finish(published(3))
 
-    virtual.run(main())
+    virtual_loop.run(main())
     assert told == [(0, "version 3 came before its turn")]
     assert done == [3], "the last version was asked for already, and is evaluated once"
 
@@ -151,10 +157,10 @@ def test_a_version_that_is_given_up_is_told_and_waited_for_once() -> None:
         await schedule.finish(published(0))
         return asyncio.get_running_loop().time()
 
-    assert virtual.run(main()) < 2 * 100
+    assert virtual_loop.run(main()) < 2 * 100
     ((version, why),) = told
     assert version == 0
-    assert "it was not copied within 100 s" in why
+    assert "could not be copied within 100 s" in why
 
 
 def test_a_judge_that_does_not_answer_in_time_ends_the_run() -> None:
@@ -165,7 +171,7 @@ def test_a_judge_that_does_not_answer_in_time_ends_the_run() -> None:
         await schedule.finish(published(0))
 
     with pytest.raises(DeadlineExceeded, match=r"reward0\.0"):
-        virtual.run(main())
+        virtual_loop.run(main())
 
 
 def test_costs_are_averaged_as_rewards_are() -> None:

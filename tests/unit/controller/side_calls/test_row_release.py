@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
+from asyncrl.controller.side_calls.row_release import RowReleases
 from asyncrl.errors import DeadlineExceeded, PeerLost
-from asyncrl.fleet import Fleet
-from asyncrl.notices import Notices
+from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import SampleName
 
 
@@ -44,33 +44,33 @@ def samples(*groups: int) -> list[SampleName]:
     return [(group, 0, 0) for group in groups]
 
 
-def notices_to(
-    generation: Holder, reference: Holder | None = None, heard: Callable[[], None] = lambda: None
-) -> Notices:
-    return Notices(fleet(generation, reference), lambda: 7, heard)
+def releases_to(
+    generation: Holder, reference: Holder | None = None, acknowledged: Callable[[], None] = lambda: None
+) -> RowReleases:
+    return RowReleases(fleet(generation, reference), lambda: 7, acknowledged)
 
 
 def fleet(generation: Holder, reference: Holder | None = None) -> Fleet:
     return Fleet(generation, Holder(), Holder(), reference)  # type: ignore[arg-type]
 
 
-async def test_notices_of_one_moment_go_in_one_call_to_each_service() -> None:
+async def test_releases_of_one_moment_go_in_one_call_to_each_service() -> None:
     generation, reference = Holder(), Holder()
-    notices = notices_to(generation, reference)
-    notices.release(samples(1))
-    notices.release(samples(2, 3))
-    await notices.flush()
+    releases = releases_to(generation, reference)
+    releases.release(samples(1))
+    releases.release(samples(2, 3))
+    await releases.flush()
     assert generation.freed == reference.freed == [samples(1, 2, 3)]
 
 
 async def test_a_service_that_is_away_does_not_keep_others_from_freeing_their_rows() -> None:
     generation, reference = Holder(), Holder()
-    notices = notices_to(generation, reference)
+    releases = releases_to(generation, reference)
     reference.back.clear()
-    running = asyncio.ensure_future(notices.run())
+    running = asyncio.ensure_future(releases.run())
     try:
         for group in range(3):
-            notices.release(samples(group))
+            releases.release(samples(group))
             await generation.hears()
         assert generation.freed == [samples(0), samples(1), samples(2)]
         assert reference.freed == []
@@ -83,42 +83,42 @@ async def test_a_service_that_is_away_does_not_keep_others_from_freeing_their_ro
 
 async def test_a_service_that_dies_meanwhile_hears_what_comes_later() -> None:
     generation = Holder()
-    notices = notices_to(generation)
+    releases = releases_to(generation)
     generation.dies = True
-    notices.release(samples(1))
-    await notices.flush()
-    notices.release(samples(2))
-    await notices.flush()
+    releases.release(samples(1))
+    await releases.flush()
+    releases.release(samples(2))
+    await releases.flush()
     assert generation.freed == [samples(2)]
 
 
 async def test_generation_is_told_the_newest_reason_once() -> None:
     generation = Holder()
-    notices = notices_to(generation)
+    releases = releases_to(generation)
     for state in ("blocked", "starved", "blocked"):
-        notices.idle_because(state)
-    await notices.flush()
-    notices.idle_because("blocked")
-    await notices.flush()
+        releases.idle_because(state)
+    await releases.flush()
+    releases.idle_because("blocked")
+    await releases.flush()
     assert generation.states == ["blocked"]
 
 
 async def test_what_a_service_has_yet_to_hear_is_counted_until_it_answers() -> None:
     generation, reference, room = Holder(), Holder(), asyncio.Event()
-    notices = notices_to(generation, reference, room.set)
+    releases = releases_to(generation, reference, room.set)
     reference.back.clear()
-    notices.release(samples(1, 2))
-    running = asyncio.ensure_future(notices.run())
+    releases.release(samples(1, 2))
+    running = asyncio.ensure_future(releases.run())
     try:
         await generation.hears()
-        notices.release(samples(3))
+        releases.release(samples(3))
         await generation.hears()
         room.clear()
-        assert notices.unreleased == 3
+        assert releases.unreleased == 3
         reference.back.set()
         async with asyncio.timeout(10):
             await room.wait()
-            while notices.unreleased:
+            while releases.unreleased:
                 room.clear()
                 await room.wait()
         assert reference.oldest == 7
@@ -138,9 +138,9 @@ async def test_a_notice_that_is_not_answered_in_time_is_sent_again_before_the_ne
             await super().release(samples, oldest)
 
     generation = Slow()
-    notices = notices_to(generation)
-    notices.release(samples(1))
-    await notices.flush()
-    notices.release(samples(2))
-    await notices.flush()
+    releases = releases_to(generation)
+    releases.release(samples(1))
+    await releases.flush()
+    releases.release(samples(2))
+    await releases.flush()
     assert generation.freed == [samples(1, 2)]

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl import virtual
-from asyncrl.errors import DeadlineExceeded, PeerLost, first
-from asyncrl.events import Event, WeightsHandedOver, WeightsOverdue
-from asyncrl.fleet import Fleet
+from asyncrl.controller.observers.events import Event, WeightsHandedOver, WeightsOverdue
+from asyncrl.controller.side_calls.weight_publisher import WeightPublisher
+from asyncrl.errors import DeadlineExceeded, PeerLost, root_cause
+from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.contracts import Generation, Reward, Training
 from asyncrl.protocols.messages import Published, Using
-from asyncrl.publishing import Publisher
+from asyncrl.simulation import virtual_loop
 
 
 class Reader(Generation):
@@ -53,9 +53,9 @@ class Scene:
     def __init__(self, leases: Leases | None = None, **delays: list[float]) -> None:
         self.readers, self.leases = Readers(delays), leases or Leases()
         self.events: list[Event] = []
-        self.evicted: list[str] = []
+        self.killed: list[str] = []
         fleet = Fleet(self.readers, Reward(), self.leases)
-        self.publisher = Publisher(fleet, 10.0, self.events.append, self.evicted.append)
+        self.publisher = WeightPublisher(fleet, 10.0, self.events.append, self.killed.append)
         for reader in ("a", "b"):
             self.publisher.join(reader)
 
@@ -70,7 +70,7 @@ def play(scene: Scene, script: Callable[[Scene], Coroutine[Any, Any, None]]) -> 
             await script(scene)
             running.cancel()
 
-    virtual.run(main())
+    virtual_loop.run(main())
 
 
 def test_what_readers_use_is_told_to_the_trainer() -> None:
@@ -126,7 +126,7 @@ def test_a_version_that_was_overtaken_on_its_way_is_told_to_nobody() -> None:
     assert scene.readers.asked("a") == scene.readers.asked("b") == [2]
 
 
-def test_a_reader_that_holds_on_is_evicted_and_no_other_one_waits_for_it() -> None:
+def test_a_reader_that_holds_on_is_killed_and_no_other_one_waits_for_it() -> None:
     async def script(scene: Scene) -> None:
         scene.announce(1)
         await asyncio.sleep(1)
@@ -141,7 +141,7 @@ def test_a_reader_that_holds_on_is_evicted_and_no_other_one_waits_for_it() -> No
     assert [event for event in scene.events if isinstance(event, WeightsOverdue)] == [
         WeightsOverdue(2, "a", pytest.approx(10.0))
     ]
-    assert scene.evicted == ["a"]
+    assert scene.killed == ["a"]
     assert scene.readers.asked("a") == [1, 2], "it is dying: until it is dead it holds what the trainer knows of"
     assert scene.readers.asked("b") == [1, 2, 3]
 
@@ -158,7 +158,7 @@ def test_a_death_is_not_the_publishers_business() -> None:
     assert scene.readers.asked("a") == [1, 1]
     assert scene.readers.asked("b") == [1], "it has what it is to read"
     assert scene.leases.using_now == {"a": 1, "b": 1}
-    assert scene.evicted == []
+    assert scene.killed == []
 
 
 def test_a_reader_that_joins_holds_its_version_before_it_is_told_of_it() -> None:
@@ -172,17 +172,17 @@ def test_a_reader_that_joins_holds_its_version_before_it_is_told_of_it() -> None
     play(Scene(a=[5.0], b=[5.0]), script)
 
 
-def test_a_reader_that_never_took_over_a_version_is_evicted() -> None:
+def test_a_reader_that_never_took_over_a_version_is_killed() -> None:
     async def script(scene: Scene) -> None:
         scene.announce(1)
         await asyncio.sleep(30)
 
     scene = Scene(a=[1000.0])
     play(scene, script)
-    assert scene.evicted == ["a"]
+    assert scene.killed == ["a"]
 
 
-def test_a_trainer_that_does_not_answer_evicts_no_reader() -> None:
+def test_a_trainer_that_does_not_answer_kills_no_reader() -> None:
     class Stuck(Leases):
         async def using(self, reader: str, version: int) -> None:
             raise DeadlineExceeded("training0.0 did not answer using within 600 s")
@@ -194,8 +194,8 @@ def test_a_trainer_that_does_not_answer_evicts_no_reader() -> None:
     scene = Scene(Stuck())
     with pytest.raises(ExceptionGroup) as raised:
         play(scene, script)
-    assert isinstance(first(raised.value), DeadlineExceeded)
-    assert scene.evicted == []
+    assert isinstance(root_cause(raised.value), DeadlineExceeded)
+    assert scene.killed == []
 
 
 def test_a_reader_that_dies_after_its_answer_is_not_attached_again() -> None:

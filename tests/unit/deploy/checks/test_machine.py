@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.deploy import machine
-from asyncrl.deploy.machine import (
+from asyncrl.deploy.checks import machine
+from asyncrl.deploy.checks.machine import (
     Check,
     available_memory,
     device_checks,
@@ -29,22 +29,22 @@ def test_a_check_says_what_to_do_only_when_something_is_to_do() -> None:
 
 
 def test_this_checkout_is_whole_and_one_without_links_is_not(tmp_path: Path) -> None:
-    assert links_check(Path(machine.__file__).parents[1]).verdict == "ok"
+    assert links_check(Path(machine.__file__).parents[2]).status == "ok"
     for name in ("services", "deploy", "bench"):
         (tmp_path / name).mkdir()
     (tmp_path / "protocols").write_text("../protocols")
     found = links_check(tmp_path)
-    assert found.verdict == "bad"
+    assert found.status == "bad"
     assert "protocols not mounted" in found.found
     assert "core.symlinks=true" in found.remedy
 
 
 def test_shared_memory_is_compared_with_the_need(tmp_path: Path) -> None:
-    assert shared_memory_check(1, tmp_path).verdict == "ok"
+    assert shared_memory_check(1, tmp_path).status == "ok"
     small = shared_memory_check(2**60, tmp_path)
-    assert small.verdict == "bad"
+    assert small.status == "bad"
     assert "--shm-size" in small.remedy
-    assert shared_memory_check(1, tmp_path / "gone").verdict == "bad"
+    assert shared_memory_check(1, tmp_path / "gone").status == "bad"
 
 
 def test_a_container_gives_up_the_files_that_it_keeps_in_memory(
@@ -61,12 +61,12 @@ def test_a_container_gives_up_the_files_that_it_keeps_in_memory(
 def test_devices_that_torch_cannot_use_are_bad_and_the_cpu_is_not_asked_for() -> None:
     assert list(device_checks({"generation.device": "cpu"})) == []
     (found,) = device_checks({"generation.device": "cpu", "training.device": "cuda:99"})
-    assert found.verdict == "bad"
+    assert found.status == "bad"
     assert found.found.startswith('training.device = "cuda:99" cannot be used: ')
 
 
 def test_a_long_temporary_folder_leaves_no_room_for_sockets(tmp_path: Path) -> None:
-    assert sockets_check("/tmp").verdict == "ok"
+    assert sockets_check("/tmp").status == "ok"
     assert "TMPDIR" in sockets_check("/tmp/" + "x" * 60).remedy
 
 
@@ -81,7 +81,7 @@ def test_a_torch_that_fails_is_reported_with_its_last_words(tmp_path: Path, monk
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = torch_check()
-    assert found.verdict == "bad"
+    assert found.status == "bad"
     assert "libcudart.so.12" in found.found
     assert found.remedy.endswith("-m pip install --force-reinstall torch")
 
@@ -103,7 +103,7 @@ def test_the_doctor_works_without_most_of_the_install(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "for name in ('pydantic', 'rich', 'numpy', 'zmq', 'msgpack', 'structlog'): sys.modules[name] = None\n"
-        "from asyncrl.deploy import machine\n"
+        "from asyncrl.deploy.checks import machine\n"
         "machine.torch_check = lambda: machine.Check('import torch', 'ok', '')\n"
         "from asyncrl.deploy.cli import main\n"
         f"sys.exit(main(['doctor', {str(experiment)!r}]))"

@@ -6,20 +6,21 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Config
-from asyncrl.deploy import footprint
-from asyncrl.deploy.footprint import (
+from asyncrl.config.problems import refuse
+from asyncrl.config.schema import Config
+from asyncrl.deploy.checks import memory_needs
+from asyncrl.deploy.checks.memory_needs import (
     CHUNK,
     FIRST_CHUNKS,
     PACKAGED,
     PROCESS_BYTES,
+    memory_problems,
     needs,
-    refuse_what_does_not_fit,
     shape_of,
     shared_memory,
     size_text,
 )
-from asyncrl.engines.generation import cache
+from asyncrl.engines.generation.forward import kv_cache
 from asyncrl.errors import ConfigError
 
 SMOLLM2 = PACKAGED["pypi:smollm2"]
@@ -83,7 +84,9 @@ def test_models_that_judge_are_counted(tmp_path: Path) -> None:
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
     small = dict(zip(sizes, (50, 32, 2, 48, 4), strict=True))
     (tmp_path / "config.json").write_text(json.dumps(small))
-    assert need("reward", reward={"model": str(tmp_path)}) - need("reward") == footprint.Shape.of(small).parameters * 4
+    assert (
+        need("reward", reward={"model": str(tmp_path)}) - need("reward") == memory_needs.Shape.of(small).parameters * 4
+    )
     safe = {"algorithm": {"preset": "safe_rlhf"}, "cost": {"model": "someone/theirs", "limit": 1}}
     found = {each.name: each for each in needs(config(**safe), SMOLLM2)}
     assert (found["cost"].least, found["cost"].device) == (weights, "cpu")
@@ -97,19 +100,19 @@ def test_the_cache_lies_between_its_first_chunks_and_whole_slots() -> None:
     weights, chunk = SMOLLM2.parameters * 4, CHUNK * SMOLLM2.cache_bytes_per_token
     assert found.least == weights + 10 * 2 * chunk
     assert found.bytes == PROCESS_BYTES + weights + 10 * (512 + 64) // 32 * chunk
-    assert (CHUNK, FIRST_CHUNKS) == (cache.CHUNK, cache.FIRST_CHUNKS)
+    assert (CHUNK, FIRST_CHUNKS) == (kv_cache.KV_BLOCK, kv_cache.FIRST_BLOCKS)
 
 
 def test_a_run_that_takes_more_than_there_is_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footprint, "available_memory", lambda: 4 * 2**30)
-    refuse_what_does_not_fit(config(), "pypi:smollm2")
-    refuse_what_does_not_fit(config(generation={"slots": 10**8}), "someone/unknown")
-    refuse_what_does_not_fit(config(generation={"slots": 10**8, "device": "cuda"}), "pypi:smollm2")
+    monkeypatch.setattr(memory_needs, "available_memory", lambda: 4 * 2**30)
+    assert not list(memory_problems(config(), "pypi:smollm2"))
+    assert not list(memory_problems(config(generation={"slots": 10**8}), "someone/unknown"))
+    assert not list(memory_problems(config(generation={"slots": 10**8, "device": "cuda"}), "pypi:smollm2"))
     with pytest.raises(ConfigError, match=r"4\.0 GB of memory .*lower generation\.slots, which is 100000000"):
-        refuse_what_does_not_fit(config(generation={"slots": 10**8}), "pypi:smollm2")
-    monkeypatch.setattr(footprint, "available_memory", lambda: 2**30)
+        refuse(memory_problems(config(generation={"slots": 10**8}), "pypi:smollm2"))
+    monkeypatch.setattr(memory_needs, "available_memory", lambda: 2**30)
     with pytest.raises(ConfigError, match=r"for training: take a smaller model \(model\.name\)"):
-        refuse_what_does_not_fit(config(), "pypi:smollm2")
+        refuse(memory_problems(config(), "pypi:smollm2"))
 
 
 def test_shared_memory_holds_two_versions_and_the_rows_in_flight() -> None:

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from asyncrl.deploy.exhaustion import exhausted
+from asyncrl.deploy.checks.resource_limits import exhausted
 from asyncrl.errors import ConfigError, RemoteError
 
 

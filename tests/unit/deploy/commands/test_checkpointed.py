@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.checkpoint import commit
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
+from asyncrl.config.sources.toml import dump
+from asyncrl.controller.journal.checkpoints import commit
+from asyncrl.controller.journal.journal_store import FileStore
+from asyncrl.controller.journal.ledger import Journal
 from asyncrl.deploy import cli
 from asyncrl.deploy.evaluate import newest_model
-from asyncrl.ledger import Journal
 from asyncrl.protocols.messages import Checkpointed
-from asyncrl.settings.toml import dump
-from asyncrl.store import FileStore
 
 WEIGHTS = b"weights of version 0"
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import parts
+from asyncrl.config import missing_packages
+from asyncrl.config.install_hints import program
 from asyncrl.deploy import cli
+from asyncrl.deploy.checks.machine import Check
 from asyncrl.deploy.commands import doctor
-from asyncrl.deploy.machine import Check
-from asyncrl.installing import program
 
 GOOD = """\
 [model]
@@ -25,9 +25,12 @@ functions = ["exact_match"]
 @pytest.fixture
 def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(doctor, "machine_checks", lambda: [Check("python", "ok", "3.11")])
+    monkeypatch.setattr(doctor, "fork_checks", list)
     monkeypatch.setattr(doctor, "available_memory", lambda: 64 * 2**30)
     monkeypatch.setattr(doctor, "shared_memory_check", lambda needed: Check("/dev/shm", "ok", f"{needed} bytes needed"))
-    monkeypatch.setattr(parts, "find_spec", lambda module: ModuleSpec(module, None))  # whatever is installed here
+    monkeypatch.setattr(
+        missing_packages, "find_spec", lambda module: ModuleSpec(module, None)
+    )  # whatever is installed here
     path = tmp_path / "mine.toml"
     path.write_text(GOOD)
     return path
@@ -51,7 +54,7 @@ def test_an_experiment_too_large_for_the_machine(experiment: Path, capsys: pytes
 def test_a_model_that_is_not_whole(experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"hidden')
     assert cli.main(["doctor", str(experiment), "--model.name", str(tmp_path)]) == 1
-    assert f"BAD   model               {tmp_path / 'config.json'} is cut short" in capsys.readouterr().out
+    assert f"BAD   model.name          model.name: {tmp_path / 'config.json'} is cut short" in capsys.readouterr().out
 
 
 def test_a_device_that_is_not_there(
@@ -106,8 +109,8 @@ def test_rewards_that_are_not_there(experiment: Path, capsys: pytest.CaptureFixt
     assert "did you mean exact_match?" in capsys.readouterr().out
 
 
-def test_a_page_that_is_not_there(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", str(experiment), "--algorithm.page", "nofile.py:PAGE"]) == 1
+def test_an_algorithm_that_is_not_there(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(experiment), "--algorithm.custom", "nofile.py:ALGORITHM"]) == 1
     assert "nofile.py" in capsys.readouterr().out
 
 
@@ -125,9 +128,11 @@ def test_packages_that_are_missing_are_bad(
     experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     away = ("gguf", "accelerate", "reasoning_gym")
-    monkeypatch.setattr(parts, "find_spec", lambda module: None if module in away else ModuleSpec(module, None))
+    monkeypatch.setattr(
+        missing_packages, "find_spec", lambda module: None if module in away else ModuleSpec(module, None)
+    )
     assert cli.main(["doctor", str(experiment), "--task.prompts", "reasoning_gym:products"]) == 1
     text = capsys.readouterr().out
-    assert "BAD   missing             reasoning_gym is not installed, but needed for task.prompts" in text
+    assert "BAD   task.prompts        task.prompts = reasoning_gym:products: reasoning_gym is not installed" in text
     assert "gguf and accelerate are not installed" in text
     assert "2 to repair" in text

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.algorithms.presets import PRESETS
+from asyncrl.config.presets import PRESETS
 from asyncrl.deploy import cli
-from asyncrl.telemetry.samples import SampleRecord, SamplesFile
+from asyncrl.telemetry.samples_file import SampleRecord, SamplesFile
 
 TOML = """\
 [model]
@@ -19,7 +19,7 @@ prompts = "p.jsonl"
 
 def record(step: int, group: int, reward: float, masked: int = 0) -> SampleRecord:
     return SampleRecord(
-        step=step, epoch=0, group=group, member=0, attempt=0, prompt=f"question {group}", text=f"answer {group}",
+        step=step, incarnation=0, group=group, member=0, attempt=0, prompt=f"question {group}", text=f"answer {group}",
         finish="stop", tokens=5, reward=reward, terms={"numeric": reward}, advantage=0.0, first=step, last=step,
         trained=5 - masked, masked=masked, reason="stale" if masked else "",
     )  # fmt: skip
@@ -81,7 +81,7 @@ def test_graph_shows_what_the_contracts_say(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["graph", str(path), "--generation.replicas", "2", "--evaluate.prompts", "h"]) == 0
     text = capsys.readouterr().out
     assert "mine: grpo on 4 services, 5 workers, 6 processes" in text
-    assert "generation1.0-<epoch>-<id>.{control,work,data}" in text
+    assert "generation1.0-<incarnation>-<id>.{control,work,data}" in text
     generate = next(line.split() for line in text.splitlines() if line.strip().startswith("generate "))
     assert generate[:3] == ["generate", "ONE_OF", "work"]
     assert "ReferenceService" not in text
@@ -131,7 +131,7 @@ def test_graph_shows_a_critic(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["graph", str(path), "--algorithm.preset", "ppo"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "mine: ppo on 4 services, 4 workers, 5 processes" in lines
-    assert "page      asyncrl.algorithms.ppo" in lines
+    assert "algorithm      asyncrl.algorithms.ppo" in lines
     assert any(line.startswith("critic  (Critic: 1 x") for line in lines)
     assert {"values", "update"} <= {line.split()[0] for line in lines if line.startswith("    ")}
 
@@ -152,7 +152,7 @@ def test_graph_shows_costs_and_a_reward_model(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["graph", str(path), *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "mine: safe_rlhf on 6 services, 6 workers, 7 processes" in lines
-    assert "page      asyncrl.algorithms.safe_rlhf" in lines
+    assert "algorithm      asyncrl.algorithms.safe_rlhf" in lines
     assert '    constraint = "lagrangian"' in lines
     services = {line.split()[0]: line for line in lines if "asyncrl.services" in line}
     assert services["reward"].endswith("asyncrl.services.reward_model:RewardModelService)")
@@ -162,26 +162,28 @@ def test_graph_shows_costs_and_a_reward_model(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("page", "says"), [("nofile.py:PAGE", "nofile.py"), ("asyncrl.algorithms.ppo", 'write preset = "ppo"')]
+    ("algorithm", "says"), [("nofile.py:ALGORITHM", "nofile.py"), ("asyncrl.algorithms.ppo", 'write preset = "ppo"')]
 )
-def test_graph_refuses_a_page_that_would_not_run(
-    page: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_graph_refuses_an_algorithm_that_would_not_run(
+    algorithm: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(TOML)
-    assert cli.main(["graph", str(path), "--algorithm.page", page]) == 2
+    assert cli.main(["graph", str(path), "--algorithm.custom", algorithm]) == 2
     found = capsys.readouterr()
     assert says in found.err
     assert not found.out
 
 
-def test_graph_shows_the_page_and_the_parts_of_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_graph_shows_the_algorithm_and_the_parts_of_the_preset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(TOML)
     own = ["--algorithm.preset", "dapo", "--algorithm.clip_high", "0.4", "--algorithm.entropy_bonus", "0.1"]
     assert cli.main(["graph", str(path), *own]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "page      asyncrl.algorithms.grpo" in lines
+    assert "algorithm      asyncrl.algorithms.grpo" in lines
     assert "paper     arXiv 2503.14476" in lines
     assert '    aggregation = "token_mean"' in lines
     assert "    clip_high = 0.4  * not 0.28" in lines

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import Config
-from asyncrl.deploy import cli, restarts
+from asyncrl.config.install_hints import program
+from asyncrl.config.schema import Config
+from asyncrl.config.sources.toml import dump
+from asyncrl.deploy import cli
 from asyncrl.deploy.commands import run
+from asyncrl.deploy.process import restarts
 from asyncrl.errors import ConfigError
-from asyncrl.installing import program
-from asyncrl.settings.toml import dump
 
 TOML = """\
 [model]

@@ -7,7 +7,7 @@ from contextlib import ExitStack, nullcontext
 
 import pytest
 
-from asyncrl.deploy.interrupts import SIGNALS, STOPPING, Interrupts
+from asyncrl.deploy.process.interrupts import SIGNALS, STOPPING, Interrupts
 
 
 async def heard(number: signal.Signals) -> None:

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import Config, Fleet, Model, Task
-from asyncrl.deploy.local import LocalLauncher, LocalWorker, worker_environment
-from asyncrl.launch import RunFacts, WorkerSpec
-from asyncrl.memory import Segment
+from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
+from asyncrl.deploy.process.local_launcher import LocalLauncher, LocalWorker
+from asyncrl.deploy.process.worker_environment import worker_environment
+from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
+from asyncrl.lanes.shared_memory import Segment
 from asyncrl.protocols.layout import Layout
 
 
 def config(**fleet: object) -> Config:
-    return Config(model=Model(name="m"), task=Task(prompts="p"), fleet=Fleet.model_validate(fleet))
+    return Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p"), fleet=FleetConfig.model_validate(fleet))
 
 
 def test_a_worker_gets_its_threads_whatever_is_inherited() -> None:
@@ -43,7 +44,7 @@ def test_sockets_lie_in_a_private_folder_with_short_names() -> None:
 async def test_in_a_hurry_those_that_stop_are_killed_and_those_that_work_are_not(tmp_path: Path) -> None:
     with LocalLauncher("feedbeef") as launcher:
         specs = [spec(launcher, tmp_path, instance) for instance in ("echo0.0-0-a", "echo0.0-0-b")]
-        stopping, working = (launcher.spawn(each) for each in specs)
+        stopping, working = [await launcher.spawn(each) for each in specs]
         for worker in (stopping, working):
             os.kill(worker.pid, signal.SIGSTOP)  # It hears nothing.
         stopping.stop()
@@ -55,18 +56,18 @@ async def test_in_a_hurry_those_that_stop_are_killed_and_those_that_work_are_not
         async with asyncio.timeout(10):
             assert await working.wait() == "killed by SIGKILL"
         for each in specs:
-            launcher.bury(each)
+            launcher.clean_up(each)
 
 
 async def test_the_death_of_a_worker_that_was_told_something_after_it_is_heard_of(tmp_path: Path) -> None:
     with LocalLauncher("feedbeef") as launcher:
         order = spec(launcher, tmp_path, "echo0.0-0-a")
-        worker = launcher.spawn(order)
+        worker = await launcher.spawn(order)
         kill(worker)
         worker.stop()
         async with asyncio.timeout(10):
             assert await worker.wait() == "killed by SIGKILL"
-        launcher.bury(order)
+        launcher.clean_up(order)
 
 
 def kill(worker: LocalWorker) -> None:

@@ -18,8 +18,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from asyncrl.engines.generation.interface import Completion, Request
-from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
+from asyncrl.engines.generation.interface import Completion, SampleRequest
+from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<|im_end|>", "<|endoftext|>")
 PADDED_VOCABULARY = 288  # rows of the head; the tokenizer knows 261 ids
@@ -125,13 +125,13 @@ def plain_logprobs(model_folder: Callable[[str], Path]) -> Callable[..., np.ndar
 
 
 @pytest.fixture
-def requests() -> Callable[..., list[Request]]:
+def requests() -> Callable[..., list[SampleRequest]]:
     """Ragged prompts and lengths."""
 
-    def make(count: int, seed: int = 0, temperature: float = 1.0, **changes: Any) -> list[Request]:
+    def make(count: int, seed: int = 0, temperature: float = 1.0, **changes: Any) -> list[SampleRequest]:
         random = np.random.default_rng(seed)
         return [
-            Request(
+            SampleRequest(
                 key=(number, 0, 0),
                 prompt=random.integers(5, 261, random.integers(1, 40)).astype(np.int32),
                 seed=int(random.integers(1 << 62)),
@@ -148,7 +148,7 @@ def requests() -> Callable[..., list[Request]]:
 def drain() -> Callable[..., dict[Any, Completion]]:
     """Submit and step until nothing is active; completions by key."""
 
-    def run(engine: TorchEngine, requests: list[Request], between: Callable[[int], None] | None = None) -> Any:
+    def run(engine: TorchEngine, requests: list[SampleRequest], between: Callable[[int], None] | None = None) -> Any:
         for request in requests:
             engine.submit(request)
         done: dict[Any, Completion] = {}

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from asyncrl.config import Config
-from asyncrl.engines.generation.interface import Completion, Request
-from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
+from asyncrl.config.schema import Config
+from asyncrl.engines.canary_logprobs import canary_distance
+from asyncrl.engines.generation.interface import Completion, SampleRequest
+from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
 from asyncrl.engines.training.interface import TrainRow, run_step
-from asyncrl.engines.training.torch import TorchTraining
-from asyncrl.mismatch import apart
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 
 Drain = Callable[..., dict[Any, Completion]]
-MakeRequests = Callable[..., list[Request]]
+MakeRequests = Callable[..., list[SampleRequest]]
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "smollm2"]
 KNOWN, ENDS = 261, (2, 3)
 NOTHING_ELSE: Mapping[str, Any] = {}
@@ -42,7 +42,7 @@ def trained_on(folder: Path, done: dict[Any, Completion], model: Mapping[str, An
     training = {"precision": model.get("dtype", "float32")}
     given = {"model": {"name": "m", **model}, "training": training, "task": {"prompts": "p"}, "steps": 2}
     config = Config.model_validate(given)
-    return run_step(TorchTraining(config, folder), [train_row(done[key]) for key in sorted(done)], 0, 0).metrics
+    return run_step(PolicyTrainer(config, folder), [train_row(done[key]) for key in sorted(done)], 0, 0).metrics
 
 
 @pytest.mark.trap("tempered_logprobs")
@@ -104,10 +104,10 @@ def test_the_canary_sings_where_the_engine_has_the_trainers_weights_and_only_the
     """While all slots are in use, too; what runs draws what it would have drawn."""
     folder, asked = model_folder(family), requests(20)
     config = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, "steps": 2})
-    canary = TorchTraining(config, folder).canary()
+    canary = PolicyTrainer(config, folder).canary()
     assert list(canary.logprobs) == sorted(canary.logprobs, reverse=True)
     prompt, sampling, heard = np.array(canary.prompt), engine(folder), list[float]()
-    listen = lambda step: heard.append(apart(canary, sampling.logprobs_after(prompt)))  # noqa: E731
+    listen = lambda step: heard.append(canary_distance(canary, sampling.logprobs_after(prompt)))  # noqa: E731
     done, expected = drain(sampling, asked, listen), drain(engine(folder), asked)
     assert max(heard) < 1e-4
     assert all(np.array_equal(done[key].tokens, expected[key].tokens) for key in expected)
@@ -115,7 +115,7 @@ def test_the_canary_sings_where_the_engine_has_the_trainers_weights_and_only_the
     with torch.no_grad():
         changed.model.layers[0].mlp.down_proj.weight.mul_(-1)
     sampling.load(dict(changed.named_parameters(remove_duplicate=False)), 1, share=False)
-    assert apart(canary, sampling.logprobs_after(prompt)) > 0.1
+    assert canary_distance(canary, sampling.logprobs_after(prompt)) > 0.1
 
 
 @pytest.fixture(params=["llama", "llama-tied"])
@@ -181,7 +181,7 @@ def test_a_checkpoint_keeps_the_generation_config_as_it_came(
     told = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [3, 4]}
     (folder / "generation_config.json").write_text(json.dumps(told))
     config = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, "steps": 2})
-    TorchTraining(config, folder).save(tmp_path / "saved", {})
+    PolicyTrainer(config, folder).save(tmp_path / "saved", {})
     kept = json.loads((tmp_path / "saved" / "model" / "generation_config.json").read_text())
     assert {name: kept[name] for name in told} == told
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.engines.generation.text import Texts
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.errors import TaskError
 
 BOS = 1
@@ -51,7 +51,7 @@ def test_the_prompt_is_the_template_with_its_generation_prompt_and_one_first_tok
     family: str, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     tokenizer.chat_template = TEMPLATES[family]
-    found = Texts(tokenizer, ()).prompt_ids(messages).tolist()
+    found = TokenizerWithStops(tokenizer, ()).prompt_ids(messages).tolist()
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     assert found == expected["input_ids"]
     assert found.count(BOS) == (family == "llama")
@@ -60,13 +60,13 @@ def test_the_prompt_is_the_template_with_its_generation_prompt_and_one_first_tok
 
 
 def test_text_is_tokenized_as_the_tokenizer_does(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert Texts(tokenizer, ()).prompt_ids("hi").tolist() == tokenizer("hi")["input_ids"]
+    assert TokenizerWithStops(tokenizer, ()).prompt_ids("hi").tolist() == tokenizer("hi")["input_ids"]
 
 
 @pytest.mark.trap("rewritten_history")
 def test_a_template_that_drops_the_thoughts_of_an_earlier_answer_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = TEMPLATES["qwen3"]
-    texts = Texts(tokenizer, ())
+    texts = TokenizerWithStops(tokenizer, ())
     says = r"leaves out or changes a part of message 2 \(assistant\), '<think>they greet me</think>hello'"
     with pytest.raises(TaskError, match=says):
         texts.prompt_ids([ASKS, THINKS, ASKS])
@@ -92,7 +92,7 @@ def test_a_template_that_changes_or_forgets_a_message_is_refused(
     tokenizer.chat_template = template
     messages = [{"role": "system", "content": "Be Kind"}, {"role": "user", "content": "something long"}, ANSWERS]
     with pytest.raises(TaskError, match=rf"changes a part of message {number} "):
-        Texts(tokenizer, ()).prompt_ids(messages)
+        TokenizerWithStops(tokenizer, ()).prompt_ids(messages)
 
 
 @pytest.mark.trap("rewritten_history")
@@ -100,7 +100,7 @@ def test_white_space_around_a_message_and_parts_of_other_kinds_are_no_history(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     tokenizer.chat_template = TEMPLATES["llama"]
-    texts = Texts(tokenizer, ())
+    texts = TokenizerWithStops(tokenizer, ())
     assert len(texts.prompt_ids([{"role": "user", "content": "  hi \n"}]))
     assert len(texts.prompt_ids([ASKS, {"role": "assistant", "content": None}, ASKS]))
     tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
@@ -125,4 +125,4 @@ def test_a_template_that_fails_is_the_prompts_error(
 ) -> None:
     tokenizer.chat_template = template
     with pytest.raises(TaskError, match=f"the model's chat template .*{says}"):
-        Texts(tokenizer, ()).prompt_ids([SAYS, ASKS])
+        TokenizerWithStops(tokenizer, ()).prompt_ids([SAYS, ASKS])

@@ -1,4 +1,4 @@
-"""Chunks: whatever slots do, each finds its own positions again, and attention over them is that of whole sequences."""
+"""The paged KV cache: each slot finds its own positions again, and attention over them is that of whole sequences."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.generation import attention, cache
-from asyncrl.engines.generation.attention import Chunks, FlatTokens, attend
-from asyncrl.engines.generation.cache import CHUNK, KVCache
-from asyncrl.engines.generation.interface import Completion, Request
-from asyncrl.engines.generation.torch import TorchEngine
+from asyncrl.engines.generation.forward import attention, kv_cache
+from asyncrl.engines.generation.forward.attention import DecodeBlocks, FlatTokens, attend
+from asyncrl.engines.generation.forward.kv_cache import KV_BLOCK, KVCache
+from asyncrl.engines.generation.interface import Completion, SampleRequest
+from asyncrl.engines.generation.torch_engine import TorchEngine
 
-SLOTS, LIMIT = 4, 5 * CHUNK - 3
-LENGTHS = (CHUNK, 1, 3 * CHUNK + 7, 2 * CHUNK + 1)
+SLOTS, LIMIT = 4, 5 * KV_BLOCK - 3
+LENGTHS = (KV_BLOCK, 1, 3 * KV_BLOCK + 7, 2 * KV_BLOCK + 1)
 ACTIONS = st.tuples(
-    st.sampled_from(["extend", "release", "swap", "copy", "pack"]),
+    st.sampled_from(["extend", "free", "swap", "copy", "compact"]),
     st.integers(0, SLOTS - 1),
     st.integers(0, SLOTS - 1),
     st.integers(1, LIMIT),
@@ -38,13 +38,13 @@ class Mirror:
         if length > first:
             new = np.arange(length - first) + self._next
             self._next += len(new)
-            self.cache.hold(slot, length)
+            self.cache.allocate(slot, length)
             states = torch.from_numpy(new).float()[:, None, None]
             self.cache.write(0, self._places(slot, first, length), states, -states)
             self.expected[slot] += new.tolist()
 
-    def release(self, slot: int, _: int, __: int) -> None:
-        self.cache.release(slot)
+    def free(self, slot: int, _: int, __: int) -> None:
+        self.cache.free(slot)
         self.expected[slot] = []
 
     def swap(self, slot: int, other: int, _: int) -> None:
@@ -57,10 +57,10 @@ class Mirror:
             self.cache.copy(slot, [other], length)
             self.expected[other] = self.expected[slot][:length]
 
-    def pack(self, _: int, __: int, ___: int) -> None:
-        owned = sum(cache.chunks_of(len(sequence)) for sequence in self.expected)
+    def compact(self, _: int, __: int, ___: int) -> None:
+        owned = sum(kv_cache.blocks_for(len(sequence)) for sequence in self.expected)
         if owned:
-            assert owned <= self.cache.pack() <= (1 + cache.MOST_HOLES) * owned
+            assert owned <= self.cache.compact() <= (1 + kv_cache.MAX_HOLES) * owned
 
     def check(self) -> None:
         for slot, sequence in enumerate(self.expected):
@@ -73,7 +73,7 @@ class Mirror:
                 assert values[at, 0, offsets, 0].tolist() == [-each for each in sequence]
 
     def _places(self, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        at, offsets = self.cache.places(np.full(end - first, slot), np.arange(first, end))
+        at, offsets = self.cache.locations(np.full(end - first, slot), np.arange(first, end))
         return torch.from_numpy(at), torch.from_numpy(offsets)
 
 
@@ -87,10 +87,10 @@ def test_each_slot_finds_its_own_positions_again(actions: list[tuple[str, int, i
 
 def test_memory_is_that_of_the_positions_held() -> None:
     """Not of slots times the longest: chunks of ended sequences serve others before there are more."""
-    held = KVCache(64, 16 * CHUNK)
+    held = KVCache(64, 16 * KV_BLOCK)
     for number in range(200):
-        held.hold(number % 64, 16 * CHUNK if number % 64 == 0 else CHUNK)
-        held.release(number % 64)
+        held.allocate(number % 64, 16 * KV_BLOCK if number % 64 == 0 else KV_BLOCK)
+        held.free(number % 64)
     assert held.write(0, (torch.zeros(1).long(),) * 2, torch.zeros(1, 1, 4), torch.zeros(1, 1, 4))[0].shape[0] == 128
 
 
@@ -100,9 +100,9 @@ def sequences(dtype: torch.dtype) -> tuple[KVCache, list[torch.Tensor], list[tor
     filled = KVCache(5, LIMIT)
     everything = [torch.randn(2, length, 2, 8).to(dtype) for length in LENGTHS]
     for slot, both in [*enumerate(everything), (4, torch.full((2, 9, 2, 8), 1e30, dtype=dtype))]:
-        filled.hold(slot, both.shape[1])
+        filled.allocate(slot, both.shape[1])
         at, offsets = (
-            torch.from_numpy(each) for each in filled.places(np.full(both.shape[1], slot), np.arange(both.shape[1]))
+            torch.from_numpy(each) for each in filled.locations(np.full(both.shape[1], slot), np.arange(both.shape[1]))
         )
         filled.write(0, (at, offsets), *both)
     return filled, [both[0] for both in everything], [both[1] for both in everything]
@@ -115,9 +115,9 @@ def test_one_token_attends_to_its_sequence_and_nothing_else(dtype: torch.dtype, 
     filled, keys, values = sequences(dtype)
     query = torch.randn(len(LENGTHS), 4, 8).to(dtype)
     positions = np.array(LENGTHS) - 1
-    chunks = Chunks.of(filled, positions, torch.device("cpu"))
-    places = tuple(torch.from_numpy(each) for each in filled.places(np.arange(len(LENGTHS)), positions))
-    flat = FlatTokens(filled, places, torch.from_numpy(positions), len(LENGTHS), chunks, None)
+    blocks = DecodeBlocks.of(filled, positions, torch.device("cpu"))
+    places = tuple(torch.from_numpy(each) for each in filled.locations(np.arange(len(LENGTHS)), positions))
+    flat = FlatTokens(filled, places, torch.from_numpy(positions), len(LENGTHS), blocks, None)
     newest = [torch.stack([sequence[-1] for sequence in each]) for each in (keys, values)]
     found = attend(0, query, *newest, flat, scaling)
     assert found.dtype == dtype
@@ -131,21 +131,21 @@ def test_one_token_attends_to_its_sequence_and_nothing_else(dtype: torch.dtype, 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_logprobs_are_those_of_a_plain_forward_over_many_chunks(
+def test_logprobs_are_those_of_a_plain_forward_over_many_blocks(
     make_engine: Callable[..., TorchEngine],
-    requests: Callable[..., list[Request]],
+    requests: Callable[..., list[SampleRequest]],
     drain: Callable[..., dict[Any, Completion]],
     plain_logprobs: Callable[..., np.ndarray],
     monkeypatch: pytest.MonkeyPatch,
     kv: str,
     deterministic: bool,
 ) -> None:
-    """Chunks of 4 positions, few at first: they are taken, given back, copied to members of a group and moved."""
-    monkeypatch.setattr(cache, "CHUNK", 4)
-    monkeypatch.setattr(attention, "CHUNK", 4)
-    monkeypatch.setattr(cache, "FIRST_CHUNKS", 1)
+    """Blocks of 4 positions, few at first: they are taken, given back, copied to members of a group and moved."""
+    monkeypatch.setattr(kv_cache, "KV_BLOCK", 4)
+    monkeypatch.setattr(attention, "KV_BLOCK", 4)
+    monkeypatch.setattr(kv_cache, "FIRST_BLOCKS", 1)
     engine = make_engine(kv=kv, deterministic=deterministic)
     wanted = requests(13)
-    wanted += [Request((99, member, 0), wanted[3].prompt, 7 + member, 1.0, 20) for member in range(4)]
+    wanted += [SampleRequest((99, member, 0), wanted[3].prompt, 7 + member, 1.0, 20) for member in range(4)]
     for completion in drain(engine, wanted).values():
         np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)

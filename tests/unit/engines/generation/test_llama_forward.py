@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.generation import direct
-from asyncrl.engines.generation.forward import NOTHING, FlatModel, Whole
-from asyncrl.engines.generation.interface import Completion, Request
-from asyncrl.engines.generation.support import load_model, probe_logprobs, verify
-from asyncrl.engines.generation.torch import TorchEngine
-from asyncrl.engines.probe import PROBE_TOKENS
+from asyncrl.engines.canary_logprobs import PROBE_TOKENS
+from asyncrl.engines.generation.forward import llama_forward
+from asyncrl.engines.generation.forward.supported_models import load_model, probe_logprobs, verify
+from asyncrl.engines.generation.forward.transformers_forward import NOTHING, FlatModel, PrefillSequence
+from asyncrl.engines.generation.interface import Completion, SampleRequest
+from asyncrl.engines.generation.torch_engine import TorchEngine
 
 ModelFolder = Callable[[str], Path]
 WRITTEN_OUT = ["llama", "llama-tied", "llama-biased", "llama-scaled", "mistral", "qwen2", "qwen3", "smollm2"]
@@ -25,9 +25,9 @@ def steps(flat: FlatModel) -> torch.Tensor:
     """Log-probs of prompts together, of a step of all of them, and of one in which another prompt joins."""
     random = np.random.default_rng(0)
     prompts = [random.integers(5, 261, length) for length in PROMPTS]
-    found = [flat.logits(NOTHING, NOTHING, [Whole(row, ids) for row, ids in enumerate(prompts)])]
+    found = [flat.logits(NOTHING, NOTHING, [PrefillSequence(row, ids) for row, ids in enumerate(prompts)])]
     found.append(flat.logits(random.integers(5, 261, 3), np.array(PROMPTS)))
-    joining = [Whole(3, random.integers(5, 261, 12))]
+    joining = [PrefillSequence(3, random.integers(5, 261, 12))]
     found.append(flat.logits(random.integers(5, 261, 3), np.array(PROMPTS) + 1, joining))
     return torch.cat(found).float().log_softmax(-1)
 
@@ -62,7 +62,7 @@ def test_a_float32_head_multiplies_the_rounded_states_with_the_rounded_weights_a
     assert (flat.direct is None) == (family == "llama-gelu")
     ids = np.arange(5, 25)
     for _ in range(2):
-        found = flat.logits(NOTHING, NOTHING, [Whole(0, ids)])[0, :261]
+        found = flat.logits(NOTHING, NOTHING, [PrefillSequence(0, ids)])[0, :261]
         weight, bias = model.get_output_embeddings().weight.double(), model.get_output_embeddings().bias.double()
         states = last_states(flat, ids)
         assert found.dtype == torch.float32
@@ -83,7 +83,7 @@ def last_states(flat: FlatModel, ids: np.ndarray) -> torch.Tensor:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FlatModel, "_states", states)
-        flat.logits(NOTHING, NOTHING, [Whole(0, ids)])
+        flat.logits(NOTHING, NOTHING, [PrefillSequence(0, ids)])
     return seen[0][0].double()
 
 
@@ -93,10 +93,10 @@ def test_a_layer_of_another_kind_is_left_to_the_modules(model_folder: ModelFolde
             return 2 * super().forward(states)
 
     model = load_model(model_folder("llama"), torch.float32, "cpu")
-    assert direct.DirectForward.of(model) is not None
+    assert llama_forward.LlamaForward.of(model) is not None
     model.model.layers[1].mlp.up_proj.__class__ = Doubled
-    assert direct.DirectForward.of(model) is None
-    assert direct.DirectForward.of(load_model(model_folder("llama-gelu"), torch.float32, "cpu")) is None
+    assert llama_forward.LlamaForward.of(model) is None
+    assert llama_forward.LlamaForward.of(load_model(model_folder("llama-gelu"), torch.float32, "cpu")) is None
 
 
 def test_one_that_differs_gives_way(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +106,14 @@ def test_one_that_differs_gives_way(model_folder: ModelFolder, monkeypatch: pyte
     flat = FlatModel(model, 2, 32, 261)
     verify(flat, PROBED, expected)
     assert flat.direct is not None
-    monkeypatch.setattr(direct.Rotation, "__call__", lambda self, states: states)
+    monkeypatch.setattr(llama_forward.RotaryEmbedding, "__call__", lambda self, states: states)
     verify(flat, PROBED, expected)
     assert flat.direct is None
 
 
 def test_what_is_not_written_out_is_sampled_by_the_modules(
     make_engine: Callable[..., TorchEngine],
-    requests: Callable[..., list[Request]],
+    requests: Callable[..., list[SampleRequest]],
     drain: Callable[..., dict[object, Completion]],
     plain_logprobs: Callable[..., np.ndarray],
 ) -> None:

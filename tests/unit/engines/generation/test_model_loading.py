@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.loading import load_pretrained
+from asyncrl.engines.model_loading import load_pretrained
 from asyncrl.errors import ConfigError
 
 

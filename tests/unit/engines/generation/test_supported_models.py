@@ -17,10 +17,10 @@ from transformers import (
     Qwen2Config,
 )
 
-from asyncrl.engines.generation.attention import flat_attention
-from asyncrl.engines.generation.forward import FlatModel
-from asyncrl.engines.generation.support import load_model, probe_logprobs, refuse_unsupported, verify
-from asyncrl.engines.probe import PROBE_TEXT, PROBE_TOKENS, probe_ids
+from asyncrl.engines.canary_logprobs import PROBE_TEXT, PROBE_TOKENS, probe_tokens
+from asyncrl.engines.generation.forward.attention import flat_attention
+from asyncrl.engines.generation.forward.supported_models import load_model, probe_logprobs, refuse_unsupported, verify
+from asyncrl.engines.generation.forward.transformers_forward import FlatModel
 from asyncrl.errors import ConfigError
 
 SMALL: dict[str, Any] = {
@@ -53,7 +53,7 @@ def test_plain_kinds_pass() -> None:
 
 def test_what_no_setting_tells_is_found_by_comparing(model_folder: Callable[[str], Path]) -> None:
     """In either dtype, by the measure of its rounding."""
-    ids = probe_ids(AutoTokenizer.from_pretrained(model_folder("llama")))
+    ids = probe_tokens(AutoTokenizer.from_pretrained(model_folder("llama")))
     for dtype, changed in ((torch.float32, slice(1, 2)), (torch.bfloat16, slice(None))):
         model = load_model(model_folder("llama"), dtype, "cpu")
         expected = probe_logprobs(model, ids)
@@ -69,11 +69,11 @@ def test_a_sentence_is_looked_at_and_where_there_are_no_words_different_tokens(
 ) -> None:
     """Over equal tokens any attention gives the same; special tokens in a row are none that a model has learnt."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder("llama"))
-    assert tokenizer.decode(probe_ids(tokenizer)) == PROBE_TEXT[:PROBE_TOKENS]
+    assert tokenizer.decode(probe_tokens(tokenizer)) == PROBE_TEXT[:PROBE_TOKENS]
     words = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"?": 0, **{f"w{i}": i for i in range(1, 9)}}, unk_token="?"))
     )
-    assert list(probe_ids(words)) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]
+    assert list(probe_tokens(words)) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]
 
 
 def test_other_plain_families_run_too() -> None:

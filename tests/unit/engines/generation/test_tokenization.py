@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.engines.generation.interface import Completion, Request
-from asyncrl.engines.generation.text import Texts, end_ids
-from asyncrl.engines.generation.torch import TorchEngine
+from asyncrl.engines.generation.interface import Completion, SampleRequest
+from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
+from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import TaskError
 
 EOS, IM_END = 2, 3
@@ -52,11 +52,11 @@ def test_end_ids_are_a_union(configured: Any, own: Any, expected: list[int]) -> 
 
 
 def test_nothing_stops_without_stop_strings(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert not Texts(tokenizer, ()).stops(ids(tokenizer, "anything"))
+    assert not TokenizerWithStops(tokenizer, ()).stops(ids(tokenizer, "anything"))
 
 
 def test_a_stop_string_is_seen_the_moment_it_is_complete(tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = Texts(tokenizer, ("\n\n", "END"))
+    texts = TokenizerWithStops(tokenizer, ("\n\n", "END"))
     tokens = ids(tokenizer, "a" * 200 + "END")
     assert [texts.stops(tokens[:count]) for count in (201, 202, 203)] == [False, False, True]
     assert texts.before_stop(tokens) == "a" * 200
@@ -64,7 +64,7 @@ def test_a_stop_string_is_seen_the_moment_it_is_complete(tokenizer: PreTrainedTo
 
 
 def test_stop_strings_may_be_of_many_bytes(tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = Texts(tokenizer, ("終わり🙂",))
+    texts = TokenizerWithStops(tokenizer, ("終わり🙂",))
     tokens = ids(tokenizer, "はい、終わり🙂")
     assert not texts.stops(tokens[:-1])
     assert texts.stops(tokens)
@@ -72,22 +72,22 @@ def test_stop_strings_may_be_of_many_bytes(tokenizer: PreTrainedTokenizerFast) -
 
 
 def test_stop_strings_may_be_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = Texts(tokenizer, ("!<|im_end|>",))
+    texts = TokenizerWithStops(tokenizer, ("!<|im_end|>",))
     tokens = np.array([*ids(tokenizer, "yes!"), IM_END], np.int32)
     assert texts.stops(tokens)
     assert texts.before_stop(tokens) == "yes"
 
 
 def test_no_token_decodes_to_more_bytes_than_is_reserved(tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = Texts(tokenizer, ())
+    texts = TokenizerWithStops(tokenizer, ())
     alone = [len(texts.decode(np.array([token], np.int32)).encode()) for token in range(len(tokenizer))]
-    assert max(alone) <= texts.longest()
+    assert max(alone) <= texts.longest_token_bytes()
 
 
 @pytest.mark.trap("several_ends")
 def test_end_tokens_finish_and_stay_in_the_sample(
     make_engine: Callable[..., TorchEngine],
-    requests: Callable[..., list[Request]],
+    requests: Callable[..., list[SampleRequest]],
     drain: Callable[..., dict[Any, Completion]],
 ) -> None:
     """Both ids: the model's generation config says 3, the tokenizer 2."""
@@ -105,7 +105,7 @@ def test_end_tokens_finish_and_stay_in_the_sample(
 @pytest.mark.trap("stop_strings")
 def test_stop_strings_cut_the_text_but_not_the_tokens(
     make_engine: Callable[..., TorchEngine],
-    requests: Callable[..., list[Request]],
+    requests: Callable[..., list[SampleRequest]],
     drain: Callable[..., dict[Any, Completion]],
 ) -> None:
     plain = drain(make_engine(deterministic=True), requests(8, max_new_tokens=24))
@@ -123,7 +123,7 @@ def test_stop_strings_cut_the_text_but_not_the_tokens(
 @pytest.mark.trap("chat_template")
 def test_messages_need_a_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = None
-    texts = Texts(tokenizer, ())
+    texts = TokenizerWithStops(tokenizer, ())
     assert len(texts.prompt_ids("hi")) > 0
     with pytest.raises(TaskError, match="no chat template: write the prompts as text"):
         texts.prompt_ids([{"role": "user", "content": "hi"}])

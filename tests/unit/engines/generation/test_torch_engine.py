@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.engines.generation import cache
-from asyncrl.engines.generation import torch as torch_engine
-from asyncrl.engines.generation.interface import Completion, Request
-from asyncrl.engines.generation.torch import TorchEngine
+from asyncrl.engines.generation import torch_engine as torch_engine
+from asyncrl.engines.generation.forward import kv_cache
+from asyncrl.engines.generation.interface import Completion, SampleRequest
+from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import ConfigError, WeightsError
 
 Drain = Callable[..., dict[Any, Completion]]
 MakeEngine = Callable[..., TorchEngine]
-MakeRequests = Callable[..., list[Request]]
+MakeRequests = Callable[..., list[SampleRequest]]
 Plain = Callable[..., np.ndarray]
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "smollm2"]
 
@@ -63,7 +63,7 @@ def test_the_cache_grows_under_running_sequences(
     plain_logprobs: Plain,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache, "FIRST_CHUNKS", 1)
+    monkeypatch.setattr(kv_cache, "FIRST_BLOCKS", 1)
     for completion in drain(make_engine(), requests(9, max_new_tokens=24)).values():
         np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)
 
@@ -75,7 +75,7 @@ def test_many_sequences_are_taken_up_in_several_forwards(
     plain_logprobs: Plain,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_engine, "WHOLE_TOKENS", 50)
+    monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", 50)
     for completion in drain(make_engine(slots=12), requests(14, max_new_tokens=6)).values():
         np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)
 
@@ -156,7 +156,7 @@ def test_members_of_a_group_share_a_prompt_and_differ_in_draws(
     make_engine: MakeEngine, requests: MakeRequests, drain: Drain, plain_logprobs: Plain
 ) -> None:
     (first,) = requests(1, max_new_tokens=12)
-    group = [Request((0, m, 0), first.prompt, first.seed + m, 1.0, 12) for m in range(6)]
+    group = [SampleRequest((0, m, 0), first.prompt, first.seed + m, 1.0, 12) for m in range(6)]
     done = drain(make_engine(deterministic=True, slots=6), group)
     assert len({tuple(completion.tokens) for completion in done.values()}) == 6
     for request in group:
@@ -238,7 +238,7 @@ def test_no_sequence_starts_with_weights_that_are_too_old(
 ) -> None:
     weights = new_weights(model_folder("llama"), 1)
     early, late = requests(2, max_new_tokens=6)
-    late = Request(late.key, late.prompt, late.seed, 1.0, 6, not_before=1)
+    late = SampleRequest(late.key, late.prompt, late.seed, 1.0, 6, not_before=1)
     engine = make_engine()
     done = drain(engine, [late, early])
     assert list(done) == [early.key]
@@ -253,7 +253,7 @@ def test_who_waits_for_newer_weights_keeps_the_place_in_the_queue(
 ) -> None:
     weights = new_weights(model_folder("llama"), 1)
     late, first, second = requests(3, max_new_tokens=4)
-    late = Request(late.key, late.prompt, late.seed, 1.0, 4, not_before=1)
+    late = SampleRequest(late.key, late.prompt, late.seed, 1.0, 4, not_before=1)
     engine = make_engine(slots=1)
     swap = lambda step: engine.load(weights, 1, share=False) if step == 3 else None  # noqa: E731
     assert list(drain(engine, [late, first, second], swap)) == [first.key, late.key, second.key]
@@ -310,9 +310,9 @@ def test_damaged_weights_do_not_sample(
 def test_what_does_not_fit_a_slot_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with pytest.raises(ConfigError, match=r"41 tokens where task.max_prompt_tokens is 40"):
-        engine.submit(Request((7, 0, 0), np.ones(41, np.int32), 0, 1.0, 3))
+        engine.submit(SampleRequest((7, 0, 0), np.ones(41, np.int32), 0, 1.0, 3))
     with pytest.raises(ConfigError, match=r"25 tokens where generation.max_new_tokens is 24"):
-        engine.submit(Request((7, 0, 0), np.ones(4, np.int32), 0, 1.0, 25))
+        engine.submit(SampleRequest((7, 0, 0), np.ones(4, np.int32), 0, 1.0, 25))
 
 
 def test_bfloat16_stays_near_its_own_plain_forward(

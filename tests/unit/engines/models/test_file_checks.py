@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from asyncrl.engines.models.file_checks import INDEX, WEIGHTS, damages, refuse_damaged
 from asyncrl.errors import ConfigError
-from asyncrl.model_files import INDEX, WEIGHTS, damages, refuse_damaged
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_weights_that_are_something_else_are_named(folder: Path, harm: Callable[
 
 def test_a_config_that_is_cut_short_is_named(folder: Path) -> None:
     (folder / "config.json").write_text('{"hidden_size": 5')
-    assert list(damages(folder)) == [f"{folder / 'config.json'} is cut short or damaged: it is no JSON"]
+    assert list(damages(folder)) == [f"{folder / 'config.json'} is cut short or damaged: it is not JSON"]
 
 
 def test_of_weights_in_parts_each_is_looked_at(folder: Path) -> None:

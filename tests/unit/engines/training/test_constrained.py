@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config import Config
-from asyncrl.engines.training.credit import credit_of, with_credit
-from asyncrl.engines.training.critic import TorchCritic
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch.masking import mask_rows
+from asyncrl.engines.training.batch.value_targets import COST
 from asyncrl.engines.training.interface import StepOutcome, TrainRow, run_step
-from asyncrl.engines.training.masking import mask_rows
-from asyncrl.engines.training.ranks import Alone
-from asyncrl.engines.training.signals import COST
-from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.engines.training.loss.token_advantages import token_advantages, with_token_advantages
+from asyncrl.engines.training.state.data_parallel import SingleRank
+from asyncrl.engines.training.trainers.critic_trainer import CriticTrainer
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 from asyncrl.objectives.lagrangian import Multiplier
 
-EPOCH, VERSION, LIMIT = 1, 5, 0.25
+INCARNATION, VERSION, LIMIT = 1, 5, 0.25
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_half_of_the_kl_is_taken_off_the_rewards_and_half_added_to_the_costs(saf
         rewards, costs = -0.15 * kl, 0.15 * kl
         rewards[-1] += row.advantage
         costs[-1] += row.cost
-        of_reward, of_cost = credit_of(row, algorithm), credit_of(row, algorithm, COST)
+        of_reward, of_cost = token_advantages(row, algorithm), token_advantages(row, algorithm, COST)
         np.testing.assert_allclose(of_reward.advantages, gae(rewards, row.values.astype(float), 0.9, 0.8), atol=1e-12)
         np.testing.assert_allclose(of_cost.advantages, gae(costs, row.cost_values.astype(float), 0.9, 0.8), atol=1e-12)
         np.testing.assert_allclose(of_cost.returns, of_cost.advantages + row.cost_values, atol=1e-12)
@@ -81,8 +81,8 @@ def test_tokens_are_credited_with_both_advantages_then_standardized(
     normalize: bool, safe: Callable, costly: Callable
 ) -> None:
     rows, algorithm = costly(), safe(algorithm={"normalize_std": normalize}).algorithm
-    found = with_credit(
-        mask_rows(rows, EPOCH, VERSION, 2, "mask", False), algorithm, 0.0, Alone(), Multiplier(2, 0, 0, 9)
+    found = with_token_advantages(
+        mask_rows(rows, INCARNATION, VERSION, 2, "mask", False), algorithm, 0.0, SingleRank(), Multiplier(2, 0, 0, 9)
     )
     expected = []
     for row in rows:
@@ -97,39 +97,39 @@ def test_tokens_are_credited_with_both_advantages_then_standardized(
     np.testing.assert_allclose(np.concatenate([item.row.advantage for item in found]), flat, atol=1e-10)
 
 
-def multiplier(engine: TorchTraining) -> Multiplier:
-    assert engine._trainer.multiplier is not None
-    return engine._trainer.multiplier
+def multiplier(engine: PolicyTrainer) -> Multiplier:
+    assert engine._state.multiplier is not None
+    return engine._state.multiplier
 
 
 def test_a_step_takes_one_multiplier_and_then_moves_it(tiny: Path, safe: Callable, costly: Callable) -> None:
     rows = costly()
-    engine = TorchTraining(safe(training={"updates": 3, "learning_rate": 1e-3}), tiny)
+    engine = PolicyTrainer(safe(training={"updates": 3, "learning_rate": 1e-3}), tiny)
     expected = Multiplier(1.0, 0.1, LIMIT, 5.0)
     for _ in range(3):
-        assert run_step(engine, rows, EPOCH, VERSION).metrics["cost/multiplier"] == expected.value
+        assert run_step(engine, rows, INCARNATION, VERSION).metrics["cost/multiplier"] == expected.value
         expected.update(float(np.mean([row.cost for row in rows])))
         assert multiplier(engine).value == pytest.approx(expected.value, rel=1e-12)
 
 
 def test_a_step_that_trains_nothing_leaves_the_multiplier(tiny: Path, safe: Callable, costly: Callable) -> None:
-    engine = TorchTraining(safe(), tiny)
+    engine = PolicyTrainer(safe(), tiny)
     stale = [dataclasses.replace(row, versions=row.versions - 9) for row in costly()]
     broken = [dataclasses.replace(row, logprobs=row.logprobs * np.nan) for row in costly()]
-    assert run_step(engine, stale, EPOCH, VERSION).skipped == "stale"
-    assert run_step(engine, broken, EPOCH, VERSION).skipped == "not finite"
+    assert run_step(engine, stale, INCARNATION, VERSION).skipped == "stale"
+    assert run_step(engine, broken, INCARNATION, VERSION).skipped == "not finite"
     assert multiplier(engine).value == 1.0
 
 
 def test_the_multiplier_is_part_of_the_checkpoint(tiny: Path, safe: Callable, costly: Callable, tmp_path: Path) -> None:
     config, rows = safe(cost={"multiplier_rate": 3.0}), costly()
-    engine = TorchTraining(config, tiny)
-    run_step(engine, rows, EPOCH, VERSION)
+    engine = PolicyTrainer(config, tiny)
+    run_step(engine, rows, INCARNATION, VERSION)
     assert multiplier(engine).value != 1.0
     engine.save(tmp_path, {})
-    resumed, _ = TorchTraining.resume(config, tmp_path)
+    resumed, _ = PolicyTrainer.resume(config, tmp_path)
     assert multiplier(resumed).value == multiplier(engine).value
-    found = [run_step(each, rows, EPOCH, VERSION).metrics for each in (engine, resumed)]
+    found = [run_step(each, rows, INCARNATION, VERSION).metrics for each in (engine, resumed)]
     assert found[0] == found[1]
 
 
@@ -138,12 +138,12 @@ def test_ranks_agree_on_multiplier_and_advantages(
     first: int, tiny: Path, safe: Callable, costly: Callable, thread_ranks: Callable
 ) -> None:
     rows, config = costly(), safe()
-    alone = TorchTraining(config, tiny)
-    expected = run_step(alone, rows, EPOCH, VERSION).metrics
-    engines = [TorchTraining(config, tiny, rank) for rank in thread_ranks(2)]
+    alone = PolicyTrainer(config, tiny)
+    expected = run_step(alone, rows, INCARNATION, VERSION).metrics
+    engines = [PolicyTrainer(config, tiny, rank) for rank in thread_ranks(2)]
 
-    def step(engine: TorchTraining, share: list[TrainRow]) -> StepOutcome:
-        return run_step(engine, share, EPOCH, VERSION)
+    def step(engine: PolicyTrainer, share: list[TrainRow]) -> StepOutcome:
+        return run_step(engine, share, INCARNATION, VERSION)
 
     with ThreadPoolExecutor(2) as threads:
         outcomes = list(threads.map(step, engines, (rows[:first], rows[first:]), timeout=60))
@@ -157,13 +157,13 @@ def test_a_cost_critic_learns_costs_as_a_critic_learns_rewards(tiny: Path, safe:
     """With the costs of the rows as rewards of others, a critic learns bit for bit the same."""
     config = safe(critic={"learning_rate": 1e-2}, cost_critic={"learning_rate": 1e-2}, training={"updates": 2})
     rows = costly()
-    swapped = [dataclasses.replace(row, advantage=row.cost, values=row.cost_values, judged_at=-2) for row in rows]
+    swapped = [dataclasses.replace(row, advantage=row.cost, values=row.cost_values, valued_at=-2) for row in rows]
     found = {}
     for name, critic, learnt in (
-        ("cost_critic", TorchCritic(config, tiny, COST), [dataclasses.replace(r, cost_judged_at=-2) for r in rows]),
-        ("critic", TorchCritic(config, tiny), swapped),
+        ("cost_critic", CriticTrainer(config, tiny, COST), [dataclasses.replace(r, cost_valued_at=-2) for r in rows]),
+        ("critic", CriticTrainer(config, tiny), swapped),
     ):
-        step = critic.begin(learnt, EPOCH, VERSION)
+        step = critic.begin(learnt, INCARNATION, VERSION)
         while step.advance():
             pass
         found[name] = {key.removeprefix(f"{name}/"): value for key, value in step.outcome.metrics.items()}

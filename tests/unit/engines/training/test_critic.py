@@ -10,18 +10,18 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-from asyncrl.config import Config
-from asyncrl.engines.training.credit import credit_of, with_credit
-from asyncrl.engines.training.critic import TorchCritic
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch.masking import mask_rows
 from asyncrl.engines.training.interface import TrainRow, run_step
-from asyncrl.engines.training.logprobs import frozen_logprobs
-from asyncrl.engines.training.masking import mask_rows
-from asyncrl.engines.training.ranks import Alone
-from asyncrl.engines.training.torch import TorchTraining
-from asyncrl.engines.training.value_step import ValueOutcome
+from asyncrl.engines.training.loss.logprobs import frozen_logprobs
+from asyncrl.engines.training.loss.token_advantages import token_advantages, with_token_advantages
+from asyncrl.engines.training.state.data_parallel import SingleRank
+from asyncrl.engines.training.trainers.critic_step import CriticOutcome
+from asyncrl.engines.training.trainers.critic_trainer import CriticTrainer
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 from asyncrl.errors import ConfigError
 
-EPOCH, VERSION, LENGTH, ROWS = 1, 5, 14, 7
+INCARNATION, VERSION, LENGTH, ROWS = 1, 5, 14, 7
 BUDGETS = {1: LENGTH * ROWS, 2: LENGTH * 4, 7: LENGTH}
 """Micro-batches of ROWS rows of LENGTH tokens, and the budget that makes as many."""
 
@@ -58,27 +58,27 @@ def judged(make_rows: Callable) -> Callable[..., list[TrainRow]]:
     return make
 
 
-def learn(critic: TorchCritic, rows: list[TrainRow]) -> ValueOutcome:
-    step = critic.begin(rows, EPOCH, VERSION)
+def learn(critic: CriticTrainer, rows: list[TrainRow]) -> CriticOutcome:
+    step = critic.begin(rows, INCARNATION, VERSION)
     while step.advance():
         pass
     return step.outcome
 
 
-def parameters(critic: TorchCritic) -> list[torch.nn.Parameter]:
-    return critic._learner.optimizer.parameters
+def parameters(critic: CriticTrainer) -> list[torch.nn.Parameter]:
+    return critic._state.optimizer.parameters
 
 
-def with_a_head(critic: TorchCritic) -> TorchCritic:
+def with_a_head(critic: CriticTrainer) -> CriticTrainer:
     """One whose values are no longer all 0."""
     torch.manual_seed(4)
     with torch.no_grad():
-        for parameter in critic._learner.model.head.parameters():
+        for parameter in critic._state.model.head.parameters():
             parameter.normal_(0, 0.5)
     return critic
 
 
-def gradient(critic: TorchCritic, rows: list[TrainRow]) -> torch.Tensor:
+def gradient(critic: CriticTrainer, rows: list[TrainRow]) -> torch.Tensor:
     """Of the first update, all parameters in one vector."""
     found: dict[torch.nn.Parameter, torch.Tensor] = {}
     hooks = [
@@ -91,18 +91,18 @@ def gradient(critic: TorchCritic, rows: list[TrainRow]) -> torch.Tensor:
     return torch.cat([found[parameter].flatten() for parameter in parameters(critic)])
 
 
-def values_of(critic: TorchCritic, rows: list[TrainRow]) -> list[np.ndarray]:
+def values_of(critic: CriticTrainer, rows: list[TrainRow]) -> list[np.ndarray]:
     return [critic.values([row.prompt_ids], [row.response_ids])[0] for row in rows]
 
 
 def test_a_new_head_values_every_token_at_0_and_one_of_the_folder_is_kept(
     tiny: Path, ppo: Callable, judged: Callable, tmp_path: Path
 ) -> None:
-    rows, critic = judged(), TorchCritic(ppo(), tiny)
+    rows, critic = judged(), CriticTrainer(ppo(), tiny)
     for values, row in zip(values_of(critic, rows), rows, strict=True):
         np.testing.assert_array_equal(values, np.zeros(len(row.response_ids), np.float32))
     with_a_head(critic).save(tmp_path, {})
-    again = TorchCritic(ppo(), tmp_path / "model")
+    again = CriticTrainer(ppo(), tmp_path / "model")
     for values, expected in zip(values_of(again, rows), values_of(critic, rows), strict=True):
         assert values.tobytes() == expected.tobytes()
         assert np.abs(values).max() > 0.1
@@ -110,7 +110,7 @@ def test_a_new_head_values_every_token_at_0_and_one_of_the_folder_is_kept(
 
 def test_a_value_is_that_of_the_state_before_its_token(tiny: Path, ppo: Callable, judged: Callable) -> None:
     """Changing a token changes no value up to its own, and those after it."""
-    critic, row = with_a_head(TorchCritic(ppo(), tiny)), judged()[0]
+    critic, row = with_a_head(CriticTrainer(ppo(), tiny)), judged()[0]
     before = values_of(critic, [row])[0]
     place = 3
     other = row.response_ids.copy()
@@ -121,7 +121,7 @@ def test_a_value_is_that_of_the_state_before_its_token(tiny: Path, ppo: Callable
 
 
 def test_rows_together_are_valued_as_alone(tiny: Path, ppo: Callable, judged: Callable, make_rows: Callable) -> None:
-    critic, rows = with_a_head(TorchCritic(ppo(), tiny)), make_rows(9)
+    critic, rows = with_a_head(CriticTrainer(ppo(), tiny)), make_rows(9)
     together = critic.values([row.prompt_ids for row in rows], [row.response_ids for row in rows])
     for found, alone in zip(together, values_of(critic, rows), strict=True):
         np.testing.assert_allclose(found, alone, atol=1e-5)
@@ -131,12 +131,12 @@ def test_rows_together_are_valued_as_alone(tiny: Path, ppo: Callable, judged: Ca
 def test_gradients_are_the_same_for_1_2_and_7_micro_batches(tiny: Path, ppo: Callable, judged: Callable) -> None:
     found = {}
     for count, budget in BUDGETS.items():
-        critic = with_a_head(TorchCritic(ppo(training={"micro_batch_tokens": budget}), tiny))
-        step, passes = critic.begin(judged(), EPOCH, VERSION), 0
+        critic = with_a_head(CriticTrainer(ppo(training={"micro_batch_tokens": budget}), tiny))
+        step, passes = critic.begin(judged(), INCARNATION, VERSION), 0
         while step.advance():
             passes += 1
         assert passes == count + 1, "and the optimizer step"
-        critic = with_a_head(TorchCritic(ppo(training={"micro_batch_tokens": budget}), tiny))
+        critic = with_a_head(CriticTrainer(ppo(training={"micro_batch_tokens": budget}), tiny))
         found[count] = gradient(critic, judged())
     assert found[1].abs().max() > 1e-3
     for count in (2, 7):
@@ -145,7 +145,7 @@ def test_gradients_are_the_same_for_1_2_and_7_micro_batches(tiny: Path, ppo: Cal
 
 def test_the_gradient_is_that_of_finite_differences(tiny: Path, ppo: Callable, judged: Callable) -> None:
     config, rows = ppo(critic={"learning_rate": 0.0, "value_clip": 0.4}), judged()
-    critic = with_a_head(TorchCritic(config, tiny))
+    critic = with_a_head(CriticTrainer(config, tiny))
     direction = gradient(critic, rows)
     losses, step = [], 3e-3 / float(direction.norm())
     for sign in (1.0, -2.0):
@@ -159,10 +159,10 @@ def test_the_gradient_is_that_of_finite_differences(tiny: Path, ppo: Callable, j
 
 
 def test_its_metrics_are_those_of_the_formulas(tiny: Path, ppo: Callable, judged: Callable) -> None:
-    config, rows = ppo(critic={"learning_rate": 0.0}), [dataclasses.replace(r, judged_at=-3) for r in judged()]
-    critic = with_a_head(TorchCritic(config, tiny))
+    config, rows = ppo(critic={"learning_rate": 0.0}), [dataclasses.replace(r, valued_at=-3) for r in judged()]
+    critic = with_a_head(CriticTrainer(config, tiny))
     values = np.concatenate(values_of(critic, rows)).astype(np.float64)
-    returns = np.concatenate([credit_of(row, config.algorithm).returns for row in rows])
+    returns = np.concatenate([token_advantages(row, config.algorithm).returns for row in rows])
     old = np.concatenate([row.values for row in rows]).astype(np.float64)
     clipped = np.clip(values, old - 0.2, old + 0.2)
     losses = np.maximum((values - returns) ** 2, (clipped - returns) ** 2) / 2
@@ -185,20 +185,20 @@ def test_its_metrics_are_those_of_the_formulas(tiny: Path, ppo: Callable, judged
 @pytest.mark.trap("masked_denominators")
 def test_a_stale_token_loses_its_term_and_re_weights_no_other(tiny: Path, ppo: Callable, judged: Callable) -> None:
     rows = judged()
-    whole = gradient(with_a_head(TorchCritic(ppo(), tiny)), rows)
+    whole = gradient(with_a_head(CriticTrainer(ppo(), tiny)), rows)
     stale = [dataclasses.replace(row, versions=row.versions - 9) for row in rows]
     parts = [
-        gradient(with_a_head(TorchCritic(ppo(), tiny)), [*stale[:3], *rows[3:]]),
-        gradient(with_a_head(TorchCritic(ppo(), tiny)), [*rows[:3], *stale[3:]]),
+        gradient(with_a_head(CriticTrainer(ppo(), tiny)), [*stale[:3], *rows[3:]]),
+        gradient(with_a_head(CriticTrainer(ppo(), tiny)), [*rows[:3], *stale[3:]]),
     ]
     torch.testing.assert_close(parts[0] + parts[1], whole, atol=1e-6, rtol=1e-4)
-    outcome = learn(critic := TorchCritic(ppo(), tiny), stale)
+    outcome = learn(critic := CriticTrainer(ppo(), tiny), stale)
     assert (outcome.updates, outcome.skipped, critic.updates) == (0, "stale", 0)
 
 
 @pytest.mark.trap("not_finite")
 def test_an_update_that_is_not_finite_changes_nothing(tiny: Path, ppo: Callable, judged: Callable) -> None:
-    critic = with_a_head(TorchCritic(ppo(), tiny))
+    critic = with_a_head(CriticTrainer(ppo(), tiny))
     before = [parameter.detach().clone() for parameter in parameters(critic)]
     outcome = learn(critic, [dataclasses.replace(row, advantage=float("nan")) for row in judged()])
     assert (outcome.updates, outcome.skipped, outcome.metrics) == (0, "not finite", {"critic/updates": 0.0})
@@ -207,7 +207,7 @@ def test_an_update_that_is_not_finite_changes_nothing(tiny: Path, ppo: Callable,
 
 def test_it_learns_what_follows(tiny: Path, ppo: Callable, judged: Callable) -> None:
     config = ppo(critic={"learning_rate": 3e-3, "value_clip": 0}, training={"updates": 2})
-    critic, rows = TorchCritic(config, tiny), judged()
+    critic, rows = CriticTrainer(config, tiny), judged()
     first, *_, last = (learn(critic, rows).metrics for _ in range(40))
     assert first["critic/explained_variance"] == pytest.approx(0, abs=0.2)
     assert last["critic/explained_variance"] > 0.9
@@ -217,11 +217,11 @@ def test_it_learns_what_follows(tiny: Path, ppo: Callable, judged: Callable) -> 
 
 def test_a_resumed_critic_goes_on_bit_for_bit(tiny: Path, ppo: Callable, judged: Callable, tmp_path: Path) -> None:
     config, rows = ppo(), judged()
-    critic = TorchCritic(config, tiny)
+    critic = CriticTrainer(config, tiny)
     for _ in range(3):
         learn(critic, rows)
     critic.save(tmp_path / "critic", {"version": 3})
-    resumed, extra = TorchCritic.resume(config, tmp_path / "critic")
+    resumed, extra = CriticTrainer.resume(config, tmp_path / "critic")
     assert (extra, resumed.updates) == ({"version": 3}, 3)
     for each in (critic, resumed):
         learn(each, rows)
@@ -232,7 +232,7 @@ def test_a_resumed_critic_goes_on_bit_for_bit(tiny: Path, ppo: Callable, judged:
 def test_transformers_loads_a_checkpoint_as_what_it_is(
     tiny: Path, ppo: Callable, judged: Callable, tmp_path: Path
 ) -> None:
-    critic, row = with_a_head(TorchCritic(ppo(), tiny)), judged()[0]
+    critic, row = with_a_head(CriticTrainer(ppo(), tiny)), judged()[0]
     critic.save(tmp_path, {})
     model = AutoModelForTokenClassification.from_pretrained(tmp_path / "model").eval()
     ids = np.concatenate([row.prompt_ids, row.response_ids[:-1]])
@@ -252,7 +252,7 @@ def test_a_reward_model_keeps_its_head(tiny: Path, ppo: Callable, judged: Callab
     with torch.no_grad():
         states = model.model(input_ids=ids).last_hidden_state[0, len(row.prompt_ids) - 1 :]
         expected = model.score(states)[:, 0].numpy()
-    np.testing.assert_allclose(values_of(TorchCritic(ppo(), tmp_path), [row])[0], expected, atol=1e-5)
+    np.testing.assert_allclose(values_of(CriticTrainer(ppo(), tmp_path), [row])[0], expected, atol=1e-5)
     assert np.abs(expected).max() > 1e-3
 
 
@@ -260,12 +260,12 @@ def test_a_head_with_more_labels_is_refused(tiny: Path, ppo: Callable, tmp_path:
     AutoModelForTokenClassification.from_pretrained(tiny, num_labels=3).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="cannot be a critic: its head has another number"):
-        TorchCritic(ppo(), tmp_path)
+        CriticTrainer(ppo(), tmp_path)
 
 
 def test_a_checkpoint_without_a_critic_is_refused(tiny: Path, ppo: Callable, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no critic: .* start anew with another --run-dir"):
-        TorchCritic.resume(ppo(), tmp_path / "critic")
+        CriticTrainer.resume(ppo(), tmp_path / "critic")
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -287,10 +287,10 @@ def test_the_policys_advantages_are_made_of_rewards_and_values(
     flat = np.concatenate(advantages)
     if normalize:
         flat = (flat - flat.mean()) / (flat.std(ddof=1) + 1e-4)
-    engine = TorchTraining(config, tiny)
+    engine = PolicyTrainer(config, tiny)
     now = [engine_logprobs(engine, row) for row in rows]
     ratio = np.exp(np.concatenate(now).astype(np.float64) - np.concatenate([row.logprobs for row in rows]))
-    outcome = run_step(engine, rows, EPOCH, VERSION)
+    outcome = run_step(engine, rows, INCARNATION, VERSION)
     assert outcome.metrics["loss/policy"] == pytest.approx(-(ratio * flat).mean(), rel=1e-4, abs=1e-6)
     assert outcome.metrics["loss/kl"] == 0
 
@@ -302,8 +302,8 @@ def test_answers_that_are_left_out_as_truncated_are_in_no_standardization(ppo: C
     def credited(cut: int, reward: float) -> list[np.ndarray]:
         batch = list(rows)
         batch[cut] = dataclasses.replace(rows[cut], truncated=True, advantage=reward)
-        masked = mask_rows(batch, EPOCH, VERSION, 2, "mask", True)
-        found = with_credit(masked, algorithm, 0.0, Alone())
+        masked = mask_rows(batch, INCARNATION, VERSION, 2, "mask", True)
+        found = with_token_advantages(masked, algorithm, 0.0, SingleRank())
         return [np.asarray(item.row.advantage) for item in found[:cut] + found[cut + 1 :]]
 
     for first, second in zip(credited(2, 0.0), credited(2, 50.0), strict=True):
@@ -315,8 +315,8 @@ def test_a_critic_learns_ten_times_as_fast_unless_told_otherwise(
     own: dict, rate: float, tiny: Path, make_config: Callable
 ) -> None:
     config = make_config(algorithm={"preset": "ppo"}, training={"learning_rate": 1e-3}, critic=own)
-    assert TorchCritic(config, tiny)._learner.optimizer.settings.learning_rate == pytest.approx(rate)
+    assert CriticTrainer(config, tiny)._state.optimizer.settings.learning_rate == pytest.approx(rate)
 
 
-def engine_logprobs(engine: TorchTraining, row: TrainRow) -> np.ndarray:
-    return frozen_logprobs(engine._trainer.model, [row.prompt_ids], [row.response_ids], [1.0], 1024)[0]
+def engine_logprobs(engine: PolicyTrainer, row: TrainRow) -> np.ndarray:
+    return frozen_logprobs(engine._state.model, [row.prompt_ids], [row.response_ids], [1.0], 1024)[0]

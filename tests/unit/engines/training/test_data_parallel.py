@@ -16,14 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import Config
-from asyncrl.engines.training import ranks
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch.masking import MaskedRow
+from asyncrl.engines.training.batch.microbatch import UpdateRow
 from asyncrl.engines.training.interface import StepOutcome, TrainRow, run_step
-from asyncrl.engines.training.masking import Masked
-from asyncrl.engines.training.microbatch import PartRow
-from asyncrl.engines.training.ranks import Meeting, Processes, Ranks
-from asyncrl.engines.training.step import parts_of
-from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.engines.training.state import data_parallel
+from asyncrl.engines.training.state.data_parallel import DistributedRanks, Ranks, Rendezvous
+from asyncrl.engines.training.trainers.batch_step import split_into_updates
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 from asyncrl.errors import PeerLost, WeightsError
 
 PATIENCE = 30.0
@@ -32,22 +32,22 @@ EXCHANGES = """
 import sys, torch
 from contextlib import nullcontext
 from pathlib import Path
-from asyncrl.engines.training.ranks import Meeting, Processes, Ranks
+from asyncrl.engines.training.state.data_parallel import Rendezvous, DistributedRanks, Ranks
 rank = int(sys.argv[2])
-ranks = Processes(Meeting(Path(sys.argv[1]), 30.0, 30.0), rank, 2, "cpu", nullcontext)
+ranks = DistributedRanks(Rendezvous(Path(sys.argv[1]), 30.0, 30.0), rank, 2, "cpu", nullcontext)
 print(ranks.sum(torch.tensor([1.0, rank])).tolist(), ranks.largest(torch.tensor([-rank, 5 * rank])).tolist())
 print(ranks.gather(torch.full((2 * rank, 3), rank)).tolist())
 """
 
 
-OnRanks = Callable[..., list[tuple[TorchTraining, StepOutcome]]]
+OnRanks = Callable[..., list[tuple[PolicyTrainer, StepOutcome]]]
 
 
 @pytest.fixture
 def on_ranks(thread_ranks: Callable[[int], list[Ranks]]) -> OnRanks:
-    def run(config: Config, folder: Path, shares: list[list[TrainRow]]) -> list[tuple[TorchTraining, StepOutcome]]:
+    def run(config: Config, folder: Path, shares: list[list[TrainRow]]) -> list[tuple[PolicyTrainer, StepOutcome]]:
         # Loaded one after the other: transformers patches global state while it loads.
-        engines = [TorchTraining(config, folder, rank) for rank in thread_ranks(len(shares))]
+        engines = [PolicyTrainer(config, folder, rank) for rank in thread_ranks(len(shares))]
         return side_by_side([lambda e=e, s=s: (e, run_step(e, s, 1, 5)) for e, s in zip(engines, shares, strict=True)])
 
     return run
@@ -65,7 +65,7 @@ def test_two_ranks_train_what_one_does(
 ) -> None:
     """Ragged rows in uneven shares; one rank may have none at all."""
     rows, config = make_rows(10), make_config(training={"max_grad_norm": 1e9})
-    alone = TorchTraining(config, tiny)
+    alone = PolicyTrainer(config, tiny)
     expected = run_step(alone, rows, 1, 5)
     (one, report), (other, second) = on_ranks(config, tiny, [rows[:first], rows[first:]])
     assert report.metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-6)
@@ -85,7 +85,7 @@ def test_advantages_of_tokens_are_standardized_over_all_ranks(
     draw = np.random.default_rng(5)
     rows = [replace(row, values=draw.normal(size=len(row.versions)).astype(np.float32)) for row in make_rows(10)]
     config = make_config(algorithm={"preset": "ppo"})
-    expected = run_step(TorchTraining(config, tiny), rows, 1, 5).metrics
+    expected = run_step(PolicyTrainer(config, tiny), rows, 1, 5).metrics
     for _, outcome in on_ranks(config, tiny, [rows[:first], rows[first:]]):
         assert outcome.metrics == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
@@ -94,7 +94,7 @@ def test_several_updates_on_three_ranks_are_those_of_one(
     tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
 ) -> None:
     rows, config = make_rows(11), make_config(training={"updates": 3})
-    alone = TorchTraining(config, tiny)
+    alone = PolicyTrainer(config, tiny)
     expected = run_step(alone, rows, 1, 5)
     found = on_ranks(config, tiny, [rows[::2], rows[1:4:2], rows[5::2]])
     for engine, outcome in found:
@@ -113,10 +113,10 @@ def test_one_rank_with_a_broken_loss_stops_the_step_of_all(
     assert [outcome.skipped for outcome in outcomes] == ["not finite", "not finite"]
 
 
-def _moments(engine: TorchTraining) -> list[torch.Tensor]:
+def _moments(engine: PolicyTrainer) -> list[torch.Tensor]:
     """First moments after one step: the gradients times 0.1."""
-    state = engine._trainer.optimizer.adamw.state
-    return [state[parameter]["exp_avg"] for parameter in engine._trainer.optimizer.parameters]
+    state = engine._state.optimizer.adamw.state
+    return [state[parameter]["exp_avg"] for parameter in engine._state.optimizer.parameters]
 
 
 def test_processes_exchange(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_processes_exchange(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said(tmp_path: Path) -> None:
-    with pytest.raises(PeerLost, match=r"2 training ranks did not all meet within 0\.2 s \(seen by rank 0"):
-        Processes(Meeting(tmp_path / "meeting", 0.2, 30.0), 0, 2, "cpu", nullcontext)
+    with pytest.raises(PeerLost, match=r"2 training ranks did not all join within 0\.2 s \(seen by rank 0"):
+        DistributedRanks(Rendezvous(tmp_path / "meeting", 0.2, 30.0), 0, 2, "cpu", nullcontext)
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
@@ -138,34 +138,34 @@ def test_updates_hold_the_same_rows_however_many_ranks_there_are(
     batch = [(index // 4, index % 4, 0) for index in range(count)]
     rank_of = {key: chance.randrange(size) for key in batch}
     shares = [[part_row(key) for key in batch if rank_of[key] == rank] for rank in range(size)]
-    split = [list(parts_of(share, batch, updates)) for share in shares]
+    split = [list(split_into_updates(share, batch, updates)) for share in shares]
     assert all(len(parts) == updates for parts in split)
     for update in range(updates):
         found = sorted(row.masked.row.key for parts in split for row in parts[update])
         assert found == batch[update * count // updates : (update + 1) * count // updates]
 
 
-def part_row(key: tuple[int, int, int]) -> PartRow:
+def part_row(key: tuple[int, int, int]) -> UpdateRow:
     tokens = np.zeros(1, np.int64)
     row = TrainRow(*key, 1, tokens, tokens, tokens.astype(np.float32), tokens, 0.0)
-    return PartRow(Masked(row, np.ones(1, np.bool_), True, tokens), 0.0)
+    return UpdateRow(MaskedRow(row, np.ones(1, np.bool_), True, tokens), 0.0)
 
 
 @pytest.mark.parametrize("bucket", [1, 100, 10**9])
 def test_gradients_are_summed_whatever_the_bucket(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "BUCKET", bucket)
+    monkeypatch.setattr(data_parallel, "BUCKET", bucket)
     sizes = [(3, 40), (7,), (2, 2), (90,)]
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     given = [torch.randn(size) for size in sizes]
     for parameter, gradient in zip(parameters[:-1], given, strict=False):
         parameter.grad = gradient.clone()
-    ranks.sum_gradients(Doubling(), parameters)
+    data_parallel.sum_gradients(Doubling(), parameters)
     for parameter, gradient in zip(parameters[:-1], given, strict=False):
         assert torch.equal(parameter.grad, 2 * gradient)
     assert torch.equal(parameters[-1].grad, torch.zeros(90))
 
 
-class Doubling(ranks.Alone):
+class Doubling(data_parallel.SingleRank):
     """As if a second rank had the same."""
 
     size = 2

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.presets import PRESETS
-from asyncrl.config import Config
+from asyncrl.config.presets import PRESETS
+from asyncrl.config.schema import Config
 from asyncrl.engines.training.interface import TrainRow, run_step
-from asyncrl.engines.training.logprobs import frozen_logprobs
-from asyncrl.engines.training.mismatch import Mismatch
-from asyncrl.engines.training.model import load_causal_model
-from asyncrl.engines.training.ranks import Alone
-from asyncrl.engines.training.torch import TorchTraining
-from asyncrl.objectives.rows import Rows
-from asyncrl.telemetry.metrics import FURTHER_METRICS, METRICS
+from asyncrl.engines.training.loss.logprobs import frozen_logprobs
+from asyncrl.engines.training.state.data_parallel import SingleRank
+from asyncrl.engines.training.state.models_with_heads import load_causal_model
+from asyncrl.engines.training.step_metrics.mismatch_metrics import MismatchSums
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.objectives.ragged import Ragged
+from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
 
-EPOCH, VERSION = 1, 5
+INCARNATION, VERSION = 1, 5
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "cap token": {"old_logprobs": "recomputed"},
     "cap sequence": {"old_logprobs": "recomputed", "correction_level": "sequence"},
@@ -61,12 +61,12 @@ def logprobs_now(folder: Path, rows: list[TrainRow]) -> list[np.ndarray]:
 
 def gradient(config: Config, folder: Path, rows: list[TrainRow]) -> tuple[torch.Tensor, dict[str, float]]:
     """Of the first update, all parameters in one vector, and the metrics of the step."""
-    engine = TorchTraining(config, folder)
-    parameters = engine._trainer.optimizer.parameters
+    engine = PolicyTrainer(config, folder)
+    parameters = engine._state.optimizer.parameters
     found: dict[torch.nn.Parameter, torch.Tensor] = {}
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(lambda p: found.update({p: p.grad.clone()}))
-    outcome = run_step(engine, rows, EPOCH, VERSION)
+    outcome = run_step(engine, rows, INCARNATION, VERSION)
     return torch.cat([found[parameter].flatten() for parameter in parameters]), outcome.metrics
 
 
@@ -168,8 +168,8 @@ def test_an_entropy_bonus_raises_the_entropy(tiny: Path, make_rows: Callable, ma
     rows = [dataclasses.replace(row, advantage=0.0) for row in make_rows(8)]
     for chunk in (1024, 16):
         config = make_config(training={"logits_chunk": chunk}, algorithm={"entropy_bonus": 0.5})
-        engine = TorchTraining(config, tiny)
-        first, second = (run_step(engine, rows, EPOCH, VERSION).metrics for _ in range(2))
+        engine = PolicyTrainer(config, tiny)
+        first, second = (run_step(engine, rows, INCARNATION, VERSION).metrics for _ in range(2))
         assert first["loss/entropy"] == pytest.approx(-0.5 * first["policy/entropy"], rel=1e-5)
         assert second["policy/entropy"] > first["policy/entropy"]
 
@@ -180,11 +180,11 @@ def test_the_entropys_gradient_is_that_of_finite_differences(
     rows = [dataclasses.replace(row, advantage=0.0) for row in make_rows(3)]
     config = make_config(algorithm={"entropy_bonus": 1.0}, training={"learning_rate": 0.0})
     direction, _ = gradient(config, tiny, rows)
-    engine = TorchTraining(config, tiny)
+    engine = PolicyTrainer(config, tiny)
     losses, step = [], 1e-2 / float(direction.norm())
     for sign in (1.0, -2.0):
         move(engine, sign * step * direction)
-        losses.append(run_step(engine, rows, EPOCH, VERSION).metrics["loss/entropy"])
+        losses.append(run_step(engine, rows, INCARNATION, VERSION).metrics["loss/entropy"])
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(float(direction.square().sum()), rel=1e-2)
 
 
@@ -193,24 +193,24 @@ def test_an_adaptive_coefficient_moves_after_each_step_and_is_resumed(
 ) -> None:
     rows = off_policy(6)
     config = make_config(algorithm={"kl": 0.5, "kl_target": 1e-4})
-    engine = TorchTraining(config, tiny)
-    first, second = (run_step(engine, rows, EPOCH, VERSION).metrics for _ in range(2))
+    engine = PolicyTrainer(config, tiny)
+    first, second = (run_step(engine, rows, INCARNATION, VERSION).metrics for _ in range(2))
     assert first["policy/kl_coefficient"] == 0.5
     error = np.clip(first["policy/kl_reference"] / 1e-4 - 1, -0.2, 0.2)
     assert second["policy/kl_coefficient"] == pytest.approx(0.5 * (1 + 0.1 * error))
     engine.save(tmp_path, {})
-    resumed, _ = TorchTraining.resume(config, tmp_path)
-    expected = run_step(engine, rows, EPOCH, VERSION).metrics["policy/kl_coefficient"]
-    assert run_step(resumed, rows, EPOCH, VERSION).metrics["policy/kl_coefficient"] == expected
-    fixed, _ = TorchTraining.resume(make_config(algorithm={"kl": 0.25}), tmp_path)
-    assert run_step(fixed, rows, EPOCH, VERSION).metrics["policy/kl_coefficient"] == 0.25
+    resumed, _ = PolicyTrainer.resume(config, tmp_path)
+    expected = run_step(engine, rows, INCARNATION, VERSION).metrics["policy/kl_coefficient"]
+    assert run_step(resumed, rows, INCARNATION, VERSION).metrics["policy/kl_coefficient"] == expected
+    fixed, _ = PolicyTrainer.resume(make_config(algorithm={"kl": 0.25}), tmp_path)
+    assert run_step(fixed, rows, INCARNATION, VERSION).metrics["policy/kl_coefficient"] == 0.25
 
 
 def test_a_skipped_step_leaves_the_coefficient(tiny: Path, off_policy: Callable, make_config: Callable) -> None:
     rows = [dataclasses.replace(row, advantage=float("nan")) for row in off_policy(3)]
-    engine = TorchTraining(make_config(algorithm={"kl": 0.5, "kl_target": 1e-4}), tiny)
-    assert run_step(engine, rows, EPOCH, VERSION).skipped == "not finite"
-    assert engine._trainer.kl.value == 0.5
+    engine = PolicyTrainer(make_config(algorithm={"kl": 0.5, "kl_target": 1e-4}), tiny)
+    assert run_step(engine, rows, INCARNATION, VERSION).skipped == "not finite"
+    assert engine._state.kl.value == 0.5
 
 
 def kl_config(make_config: Callable, **algorithm: object) -> Config:
@@ -221,8 +221,8 @@ def kl_config(make_config: Callable, **algorithm: object) -> Config:
 def test_kl_of_a_policy_with_itself_adds_nothing(tiny: Path, on_policy: Callable, make_config: Callable) -> None:
     rows = [dataclasses.replace(row, reference_logprobs=row.logprobs) for row in on_policy(8)]
     for algorithm in ({"kl_estimator": "k2"}, {"kl_estimator": "k3"}, {"kl_estimator": "k1", "kl_in": "reward"}):
-        outcome = run_step(TorchTraining(kl_config(make_config, **algorithm), tiny), rows, EPOCH, VERSION)
-        plain = run_step(TorchTraining(make_config(), tiny), rows, EPOCH, VERSION)
+        outcome = run_step(PolicyTrainer(kl_config(make_config, **algorithm), tiny), rows, INCARNATION, VERSION)
+        plain = run_step(PolicyTrainer(make_config(), tiny), rows, INCARNATION, VERSION)
         assert outcome.metrics["loss/kl"] == pytest.approx(0, abs=1e-9)
         assert outcome.metrics["loss/policy"] == pytest.approx(plain.metrics["loss/policy"], abs=1e-5)
 
@@ -252,7 +252,7 @@ def test_m2po_bounds_what_a_kl_in_the_reward_pushes_away(
 ) -> None:
     rows = [dataclasses.replace(r, reference_logprobs=r.logprobs - 0.3, advantage=0.0) for r in make_rows(6)]
     algorithm = {"preset": "m2po", "kl": 0.5, "kl_estimator": "k1", "kl_in": "reward"}
-    outcome = run_step(TorchTraining(make_config(algorithm=algorithm), tiny), rows, EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(make_config(algorithm=algorithm), tiny), rows, INCARNATION, VERSION)
     assert outcome.metrics["policy/clip_frac"] > 0
 
 
@@ -272,7 +272,7 @@ def test_off_policy_kl_carries_the_policys_weight(
         difference = current.astype(np.float64) - row.reference_logprobs
         total += (weight * (difference**2 / 2 if estimator == "k2" else np.exp(-difference) - 1 + difference)).sum()
     config = kl_config(make_config, kl_estimator=estimator, old_logprobs=old)
-    outcome = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(config, tiny), rows, INCARNATION, VERSION)
     expected = 0.5 * total / sum(len(row.response_ids) for row in rows)
     assert outcome.metrics["loss/kl"] == pytest.approx(expected, rel=1e-5)
 
@@ -285,7 +285,7 @@ def test_mismatch_is_that_of_the_uncapped_weights(
     rows = off_policy(12, spread=0.6)
     algorithm = {"old_logprobs": "recomputed", "weight_cap": 1.0}
     config = make_config(algorithm=algorithm, training={"updates": updates, "micro_batch_tokens": 100})
-    metrics = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION).metrics
+    metrics = run_step(PolicyTrainer(config, tiny), rows, INCARNATION, VERSION).metrics
     parts = [now.astype(np.float64) - row.logprobs for row, now in zip(rows, logprobs_now(tiny, rows), strict=True)]
     token, sequence = np.exp(np.concatenate(parts)), np.exp([part.sum() for part in parts])
     for name, weights in (("weight", token), ("sequence_weight", sequence)):
@@ -304,14 +304,14 @@ def test_every_metric_of_a_step_is_documented(
 ) -> None:
     algorithm = {"preset": preset, "kl": 0.1}
     config = make_config(algorithm=algorithm, cost=cost_of(algorithm))
-    metrics = run_step(TorchTraining(config, tiny), off_policy(), EPOCH, VERSION).metrics
+    metrics = run_step(PolicyTrainer(config, tiny), off_policy(), INCARNATION, VERSION).metrics
     assert set(metrics) <= {*METRICS, *FURTHER_METRICS}
     of_the_trainer = ("loss/", "policy/", "mismatch/", "mask/")
     assert {name for name in METRICS if name.startswith(of_the_trainer)} <= set(metrics)
 
 
 def test_a_mismatch_beyond_all_bounds_is_given_as_the_bound() -> None:
-    found = Mismatch(torch.device("cpu"))
-    found.add(torch.tensor([100.0, -100.0]), Rows.of([2]))
-    assert found.metrics(Alone())["mismatch/weight_max"] == pytest.approx(np.exp(20))
-    assert Mismatch(torch.device("cpu")).metrics(Alone()) == {}
+    found = MismatchSums(torch.device("cpu"))
+    found.add(torch.tensor([100.0, -100.0]), Ragged.of([2]))
+    assert found.metrics(SingleRank())["mismatch/weight_max"] == pytest.approx(np.exp(20))
+    assert MismatchSums(torch.device("cpu")).metrics(SingleRank()) == {}

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
 from asyncrl.engines.training.interface import StepOutcome, TrainRow, run_step
-from asyncrl.engines.training.logprobs import frozen_logprobs
-from asyncrl.engines.training.model import load_causal_model
-from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.engines.training.loss.logprobs import frozen_logprobs
+from asyncrl.engines.training.state.models_with_heads import load_causal_model
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 
-EPOCH, VERSION = 1, 5
+INCARNATION, VERSION = 1, 5
 FROZEN = {"learning_rate": 0.0}
 AGGREGATIONS = ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant")
 
 
-def weights(engine: TorchTraining) -> dict[str, torch.Tensor]:
+def weights(engine: PolicyTrainer) -> dict[str, torch.Tensor]:
     return {name: tensor.float().clone() for name, tensor in engine.named_tensors().items()}
 
 
@@ -29,12 +29,12 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 def gradients(config: Config, folder: Path, rows: list[TrainRow]) -> list[torch.Tensor]:
     """Of the first optimizer step, before clipping."""
-    engine = TorchTraining(config, folder)
+    engine = PolicyTrainer(config, folder)
     found: dict[torch.nn.Parameter, torch.Tensor] = {}
-    for parameter in engine._trainer.optimizer.parameters:
+    for parameter in engine._state.optimizer.parameters:
         parameter.register_post_accumulate_grad_hook(lambda p: found.update({p: p.grad.clone()}))
-    run_step(engine, rows, EPOCH, VERSION)
-    return [found[parameter] for parameter in engine._trainer.optimizer.parameters]
+    run_step(engine, rows, INCARNATION, VERSION)
+    return [found[parameter] for parameter in engine._state.optimizer.parameters]
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -45,7 +45,7 @@ def test_gradients_do_not_depend_on_the_number_of_micro_batches(
     rows, found, passes = make_rows(14), [], []
     for budget in (100_000, 1000, 50):
         config = make_config(training={"micro_batch_tokens": budget}, algorithm={"aggregation": aggregation})
-        step = TorchTraining(config, tiny).begin(rows, EPOCH, VERSION)
+        step = PolicyTrainer(config, tiny).begin(rows, INCARNATION, VERSION)
         while step.advance():
             pass
         passes.append(step.passes)
@@ -64,7 +64,7 @@ def test_loss_is_the_formula_over_rows_computed_alone(tiny: Path, make_rows: Cal
         (current,) = frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [1.0], 1024)
         ratio = np.exp(current.astype(np.float64) - row.logprobs)
         total += -np.minimum(ratio * row.advantage, np.clip(ratio, 0.8, 1.2) * row.advantage).sum()
-    outcome = run_step(TorchTraining(make_config(), tiny), rows, EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(make_config(), tiny), rows, INCARNATION, VERSION)
     expected = total / sum(len(row.response_ids) for row in rows)
     assert outcome.metrics["loss/policy"] == pytest.approx(expected, abs=1e-6)
 
@@ -74,7 +74,7 @@ def test_loss_is_the_formula_over_rows_computed_alone(tiny: Path, make_rows: Cal
 def test_ratio_of_an_unchanged_policy_is_one(
     temperature: float, tiny: Path, on_policy: Callable, make_config: Callable
 ) -> None:
-    outcome = run_step(TorchTraining(make_config(), tiny), on_policy(temperature=temperature), EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(make_config(), tiny), on_policy(temperature=temperature), INCARNATION, VERSION)
     assert outcome.metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert outcome.metrics["policy/ess"] == pytest.approx(1, abs=1e-5)
     assert outcome.metrics["policy/logprob_difference_max"] < 1e-5
@@ -92,9 +92,9 @@ def test_tokens_over_keys_of_older_weights_are_no_difference_of_engines(
         versions[:2] -= 1
         logprobs[2:] -= 0.2
         mixed.append(dataclasses.replace(row, versions=versions, logprobs=logprobs))
-    outcome = run_step(TorchTraining(make_config(), tiny), [rows[0], *mixed], EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(make_config(), tiny), [rows[0], *mixed], INCARNATION, VERSION)
     assert outcome.metrics["policy/logprob_difference_max"] < 1e-5
-    alone = run_step(TorchTraining(make_config(), tiny), mixed, EPOCH, VERSION)
+    alone = run_step(PolicyTrainer(make_config(), tiny), mixed, INCARNATION, VERSION)
     assert "policy/logprob_difference_max" not in alone.metrics
 
 
@@ -105,7 +105,7 @@ def test_the_last_sampled_token_has_a_gradient_even_when_it_is_also_the_padding(
     eos = np.zeros(1, np.int64)
     row = make_rows(1, response_ids=eos, logprobs=np.full(1, -3, np.float32), versions=np.full(1, VERSION))[0]
     wide = make_config(algorithm={"clip_low": 1e9, "clip_high": 1e9})
-    outcome = run_step(TorchTraining(wide, tiny), [row], EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(wide, tiny), [row], INCARNATION, VERSION)
     assert outcome.samples[0].trained == 1
     assert outcome.metrics["grad_norm"] > 1e-3
 
@@ -115,7 +115,7 @@ def test_no_token_is_left_out_for_its_id(tiny: Path, make_rows: Callable, make_c
     """The padding's id, which is the end's here, at both ends of an answer and in its middle, beside longer rows."""
     ids = np.array([0, 7, 0, 8, 0])
     short = make_rows(1, response_ids=ids, logprobs=np.full(5, -3, np.float32), versions=np.full(5, VERSION))
-    outcome = run_step(TorchTraining(make_config(), tiny), [*short, *make_rows(8)[4:]], EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(make_config(), tiny), [*short, *make_rows(8)[4:]], INCARNATION, VERSION)
     assert (outcome.samples[0].trained, outcome.samples[0].masked) == (5, 0)
     assert outcome.metrics["tokens/trained"] == outcome.metrics["tokens/response"]
 
@@ -129,9 +129,9 @@ def test_truncated_samples_leave_loss_and_denominator_when_asked(
     rows, average = make_rows(6), {"aggregation": aggregation}
     rows[2] = dataclasses.replace(rows[2], truncated=True)
     config = make_config(algorithm={"mask_truncated": masked, **average})
-    outcome = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(config, tiny), rows, INCARNATION, VERSION)
     kept = rows[:2] + rows[3:] if masked else rows
-    alone = run_step(TorchTraining(make_config(algorithm=average), tiny), kept, EPOCH, VERSION)
+    alone = run_step(PolicyTrainer(make_config(algorithm=average), tiny), kept, INCARNATION, VERSION)
     assert outcome.metrics["loss/policy"] == pytest.approx(alone.metrics["loss/policy"], abs=1e-6)
     assert (outcome.metrics["mask/truncated_fraction"] > 0) == masked
     assert outcome.samples[2].reason == ("truncated" if masked else "")
@@ -143,7 +143,7 @@ def test_a_batch_of_answers_without_an_end_is_skipped_as_truncated(
     tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
     rows = [dataclasses.replace(row, truncated=True) for row in make_rows(4)]
-    outcome = run_step(TorchTraining(make_config(algorithm={"mask_truncated": True}), tiny), rows, EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(make_config(algorithm={"mask_truncated": True}), tiny), rows, INCARNATION, VERSION)
     assert (outcome.updates, outcome.skipped, outcome.metrics["mask/stale_fraction"]) == (0, "truncated", 0)
     assert {sample.reason for sample in outcome.samples} == {"truncated"}
 
@@ -170,10 +170,13 @@ def test_a_constant_divisor_is_that_of_the_config_whatever_the_batch(
 ) -> None:
     rows = make_rows(6)
     sums = run_step(
-        TorchTraining(make_config(algorithm={"aggregation": "sequence_mean_token_sum"}), tiny), rows, EPOCH, VERSION
+        PolicyTrainer(make_config(algorithm={"aggregation": "sequence_mean_token_sum"}), tiny),
+        rows,
+        INCARNATION,
+        VERSION,
     )
     config = make_config(algorithm={"aggregation": "constant", "divisor": divisor})
-    outcome = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(config, tiny), rows, INCARNATION, VERSION)
     tokens = divisor or config.generation.max_new_tokens
     assert tokens > max(len(row.versions) for row in rows)
     assert outcome.metrics["loss/policy"] == pytest.approx(sums.metrics["loss/policy"] / tokens, rel=1e-5)
@@ -186,7 +189,7 @@ def test_what_engine_and_trainer_say_of_a_fresh_token_is_compared(
     rows = [dataclasses.replace(row, versions=np.full_like(row.versions, VERSION)) for row in on_policy(4)]
     off = rows[1].logprobs + np.float32(0.25)
     rows[1] = dataclasses.replace(rows[1], logprobs=off)
-    metrics = run_step(TorchTraining(make_config(), tiny), rows, EPOCH, VERSION).metrics
+    metrics = run_step(PolicyTrainer(make_config(), tiny), rows, INCARNATION, VERSION).metrics
     assert metrics["policy/logprob_difference_max"] == pytest.approx(0.25, abs=1e-4)
     share = len(off) / sum(len(row.logprobs) for row in rows)
     assert metrics["policy/kl_rollout_train"] == pytest.approx(0.25 * share, abs=1e-4)
@@ -207,7 +210,7 @@ def test_no_token_over_the_bound_enters_the_loss(
 ) -> None:
     rows = ragged_versions(make_rows(12))
     config = make_config(staleness={"limit": limit, "policy": policy})
-    outcome = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(config, tiny), rows, INCARNATION, VERSION)
     bound = 4 if policy == "admit" else limit
     expected = [int((VERSION - row.versions <= bound).sum()) for row in rows]
     assert [sample.trained for sample in outcome.samples] == expected
@@ -225,23 +228,24 @@ def test_a_stale_head_changes_nothing_but_its_own_terms(tiny: Path, make_rows: C
         dataclasses.replace(row, logprobs=np.where(row.versions < VERSION - 2, -99, row.logprobs).astype(np.float32))
         for row in rows
     ]
-    engines = [TorchTraining(make_config(), tiny) for _ in range(2)]
+    engines = [PolicyTrainer(make_config(), tiny) for _ in range(2)]
     for engine, batch in zip(engines, (rows, spoilt), strict=True):
-        run_step(engine, batch, EPOCH, VERSION)
+        run_step(engine, batch, INCARNATION, VERSION)
     assert same(*map(weights, engines))
 
 
-@pytest.mark.parametrize("change", [{"epoch": 0}, {"versions": None}])
+@pytest.mark.parametrize("change", [{"incarnation": 0}, {"versions": None}])
 def test_a_batch_without_a_live_token_is_no_step(
     change: dict, tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
     rows = make_rows(4)
     rows = [
-        dataclasses.replace(r, **({"epoch": 0} if "epoch" in change else {"versions": r.versions - 3})) for r in rows
+        dataclasses.replace(r, **({"incarnation": 0} if "incarnation" in change else {"versions": r.versions - 3}))
+        for r in rows
     ]
-    engine = TorchTraining(make_config(), tiny)
+    engine = PolicyTrainer(make_config(), tiny)
     before = weights(engine)
-    outcome = run_step(engine, rows, EPOCH, VERSION)
+    outcome = run_step(engine, rows, INCARNATION, VERSION)
     assert (outcome.updates, outcome.skipped, outcome.keys) == (0, "stale", [])
     assert {(s.trained, s.reason) for s in outcome.samples} == {(0, "stale")}
     assert same(before, weights(engine))
@@ -253,26 +257,26 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_the_sample(
 ) -> None:
     rows = make_rows(6)
     broken = [*rows[:3], dataclasses.replace(rows[3], advantage=float("nan")), *rows[4:]]
-    engine = TorchTraining(make_config(), tiny)
+    engine = PolicyTrainer(make_config(), tiny)
     before = weights(engine)
-    outcome = run_step(engine, broken, EPOCH, VERSION)
+    outcome = run_step(engine, broken, INCARNATION, VERSION)
     assert (outcome.updates, outcome.skipped, outcome.keys) == (0, "not finite", [])
     assert outcome.culprits == (rows[3].key,)
     assert all(np.isfinite(value) for value in outcome.metrics.values())
     assert same(before, weights(engine))
-    run_step(engine, rows, EPOCH, VERSION)
-    fresh = TorchTraining(make_config(), tiny)
-    run_step(fresh, rows, EPOCH, VERSION)
+    run_step(engine, rows, INCARNATION, VERSION)
+    fresh = PolicyTrainer(make_config(), tiny)
+    run_step(fresh, rows, INCARNATION, VERSION)
     assert same(weights(engine), weights(fresh)), "nothing of the skipped step is left"
 
 
 @pytest.mark.trap("not_finite")
 def test_a_gradient_that_is_not_finite_changes_nothing(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
-    engine = TorchTraining(make_config(), tiny)
-    parameter = engine._trainer.optimizer.parameters[0]
+    engine = PolicyTrainer(make_config(), tiny)
+    parameter = engine._state.optimizer.parameters[0]
     parameter.register_hook(lambda gradient: gradient * float("inf"))
     before = weights(engine)
-    outcome = run_step(engine, make_rows(3), EPOCH, VERSION)
+    outcome = run_step(engine, make_rows(3), INCARNATION, VERSION)
     assert (outcome.updates, outcome.skipped) == (0, "not finite")
     assert same(before, weights(engine))
 
@@ -281,13 +285,13 @@ def test_updates_split_the_batch_and_each_has_its_own_denominator(
     tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
     rows = make_rows(8)
-    split = TorchTraining(make_config(training={"updates": 2, "learning_rate": 1e-3}), tiny)
-    outcome = run_step(split, rows, EPOCH, VERSION)
+    split = PolicyTrainer(make_config(training={"updates": 2, "learning_rate": 1e-3}), tiny)
+    outcome = run_step(split, rows, INCARNATION, VERSION)
     assert outcome.updates == 2
     assert outcome.metrics["staleness/updates_max"] == 1
-    halves = TorchTraining(make_config(), tiny)
+    halves = PolicyTrainer(make_config(), tiny)
     for half in (rows[:4], rows[4:]):
-        run_step(halves, half, EPOCH, VERSION)
+        run_step(halves, half, INCARNATION, VERSION)
     assert same(weights(split), weights(halves))
 
 
@@ -296,7 +300,7 @@ def test_a_broken_update_among_several_loses_only_its_own_samples(
 ) -> None:
     rows = make_rows(8)
     broken = [*rows[:5], dataclasses.replace(rows[5], advantage=float("inf")), *rows[6:]]
-    outcome = run_step(TorchTraining(make_config(training={"updates": 2}), tiny), broken, EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(make_config(training={"updates": 2}), tiny), broken, INCARNATION, VERSION)
     assert (outcome.updates, outcome.skipped) == (1, "")
     assert outcome.keys == [row.key for row in rows[:4]]
     assert {s.reason for s in outcome.samples[4:]} == {"not finite"}
@@ -308,7 +312,7 @@ def test_recomputed_log_probs_are_those_at_the_start_of_the_step(
 ) -> None:
     """With a learning rate of zero every ratio is exactly current / proximal = 1, whatever was recorded."""
     config = make_config(training={"updates": 3, **FROZEN}, algorithm={"old_logprobs": "recomputed", "weight_cap": 2.0})
-    outcome = run_step(TorchTraining(config, tiny), make_rows(9), EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(config, tiny), make_rows(9), INCARNATION, VERSION)
     assert outcome.metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert outcome.metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
     assert outcome.metrics["policy/weight_mean"] != pytest.approx(1, abs=1e-2)
@@ -322,20 +326,20 @@ def test_the_second_update_is_measured_against_the_start_of_the_step(
     algorithm = {"old_logprobs": "recomputed", "weight_cap": 1.5, "aggregation": "token_mean"}
     fast = {"learning_rate": 3e-3}
     before = load_causal_model(tiny, "cpu")
-    halfway = TorchTraining(make_config(training=fast, algorithm=algorithm), tiny)
-    first = run_step(halfway, rows[:4], EPOCH, VERSION)
+    halfway = PolicyTrainer(make_config(training=fast, algorithm=algorithm), tiny)
+    first = run_step(halfway, rows[:4], INCARNATION, VERSION)
     total, tokens = 0.0, 0
     for row in rows[4:]:
         start, now = (
             frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [1.0], 1024)[0].astype(np.float64)
-            for model in (before, halfway._trainer.model)
+            for model in (before, halfway._state.model)
         )
         ratio, weight = np.exp(now - start), np.minimum(np.exp(start - row.logprobs), 1.5)
         total -= (weight * np.minimum(ratio * row.advantage, np.clip(ratio, 0.8, 1.2) * row.advantage)).sum()
         tokens += len(now)
         assert not np.allclose(ratio, 1, atol=1e-3)
-    both = TorchTraining(make_config(training={"updates": 2, **fast}, algorithm=algorithm), tiny)
-    metrics = run_step(both, rows, EPOCH, VERSION).metrics
+    both = PolicyTrainer(make_config(training={"updates": 2, **fast}, algorithm=algorithm), tiny)
+    metrics = run_step(both, rows, INCARNATION, VERSION).metrics
     assert metrics["loss/policy"] == pytest.approx((first.metrics["loss/policy"] + total / tokens) / 2, rel=1e-4)
 
 
@@ -351,7 +355,7 @@ def test_tokens_that_a_correction_leaves_out_have_not_trained(
 ) -> None:
     rows, model = make_rows(8), load_causal_model(tiny, "cpu")
     config = make_config(algorithm=algorithm, training={"micro_batch_tokens": 100})
-    outcome = run_step(TorchTraining(config, tiny), rows, EPOCH, VERSION)
+    outcome = run_step(PolicyTrainer(config, tiny), rows, INCARNATION, VERSION)
     for row, sample in zip(rows, outcome.samples, strict=True):
         (now,) = frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [1.0], 1024)
         log_weight = now.astype(np.float64) - row.logprobs
@@ -365,9 +369,9 @@ def test_tokens_that_a_correction_leaves_out_have_not_trained(
 
 
 def outcome_and_weights(config: Config, folder: Path, rows: list[TrainRow]) -> tuple[StepOutcome, dict]:
-    engine = TorchTraining(config, folder)
+    engine = PolicyTrainer(config, folder)
     for version in range(VERSION, VERSION + 3):
-        outcome = run_step(engine, rows, EPOCH, version)
+        outcome = run_step(engine, rows, INCARNATION, version)
     return outcome, weights(engine)
 
 

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.engines.training.batch.packing import pad_rows
 from asyncrl.engines.training.interface import run_step
-from asyncrl.engines.training.logprobs import frozen_logprobs
-from asyncrl.engines.training.model import load_causal_model, load_value_model
-from asyncrl.engines.training.packing import pad_rows
-from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.engines.training.loss.logprobs import frozen_logprobs
+from asyncrl.engines.training.state.models_with_heads import load_causal_model, load_value_model
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 
-EPOCH, VERSION = 1, 5
+INCARNATION, VERSION = 1, 5
 FROZEN = {"learning_rate": 0.0}
 
 
-def weights(engine: TorchTraining) -> dict[str, torch.Tensor]:
+def weights(engine: PolicyTrainer) -> dict[str, torch.Tensor]:
     return {name: tensor.float().clone() for name, tensor in engine.named_tensors().items()}
 
 
@@ -29,9 +29,9 @@ def test_dropout_is_off_in_training(
 ) -> None:
     folder = make_model("llama", attention_dropout=0.5)
     config = make_config(training={"gradient_checkpointing": checkpointing, **FROZEN})
-    engine, rows = TorchTraining(config, folder), make_rows(6)
-    assert engine._trainer.model.whole.training
-    first, second = (run_step(engine, rows, EPOCH, VERSION) for _ in range(2))
+    engine, rows = PolicyTrainer(config, folder), make_rows(6)
+    assert engine._state.model.whole.training
+    first, second = (run_step(engine, rows, INCARNATION, VERSION) for _ in range(2))
     assert first.metrics == second.metrics
 
 
@@ -86,13 +86,13 @@ def test_a_float32_head_rounds_no_logit_and_passes_its_gradient(tiny: Path) -> N
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_trainer_takes_its_head_from_the_config(tiny: Path, make_config: Callable, exact: bool) -> None:
     config = make_config(model={"name": "tiny", "float32_head": exact}, training={"precision": "bfloat16"})
-    assert TorchTraining(config, tiny)._trainer.model.float32_head is exact
+    assert PolicyTrainer(config, tiny)._state.model.float32_head is exact
 
 
 def test_bfloat16_autocast_trains_close_to_float32(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
     rows = make_rows(10)
-    exact = run_step(TorchTraining(make_config(), tiny), rows, EPOCH, VERSION)
-    rough = run_step(TorchTraining(make_config(training={"precision": "bfloat16"}), tiny), rows, EPOCH, VERSION)
+    exact = run_step(PolicyTrainer(make_config(), tiny), rows, INCARNATION, VERSION)
+    rough = run_step(PolicyTrainer(make_config(training={"precision": "bfloat16"}), tiny), rows, INCARNATION, VERSION)
     assert rough.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=0.1)
     assert rough.metrics["policy/entropy"] != exact.metrics["policy/entropy"]
 
@@ -101,12 +101,12 @@ def test_bfloat16_autocast_trains_close_to_float32(tiny: Path, make_rows: Callab
 def test_master_weights_move_at_a_rate_that_bfloat16_cannot_show(
     tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
-    engine, rows = TorchTraining(make_config(training={"learning_rate": 1e-6}), tiny), make_rows(4)
+    engine, rows = PolicyTrainer(make_config(training={"learning_rate": 1e-6}), tiny), make_rows(4)
     start, moved, shown = weights(engine), [], []
     before = start
     for version in range(VERSION, VERSION + 100):
         fresh = [dataclasses.replace(row, versions=np.full(len(row.versions), version)) for row in rows]
-        run_step(engine, fresh, EPOCH, version)
+        run_step(engine, fresh, INCARNATION, version)
         after = weights(engine)
         moved.append(changed_share(before, after))
         shown.append(changed_share(published(before), published(after)))
@@ -127,9 +127,9 @@ def changed_share(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor
 
 @pytest.mark.trap("padded_vocabulary")
 def test_padding_ids_of_the_head_get_no_gradient(tiny: Path, make_rows: Callable, make_config: Callable) -> None:
-    engine = TorchTraining(make_config(), tiny)
+    engine = PolicyTrainer(make_config(), tiny)
     before = weights(engine)["lm_head.weight"]
-    run_step(engine, make_rows(4), EPOCH, VERSION)
+    run_step(engine, make_rows(4), INCARNATION, VERSION)
     after = weights(engine)["lm_head.weight"]
     assert torch.equal(before[50:], after[50:])
     assert not torch.equal(before[:50], after[:50])

@@ -13,14 +13,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from asyncrl.config import Config
+from asyncrl.config.schema import Config
 from asyncrl.engines.training.interface import run_step
-from asyncrl.engines.training.pretraining import texts_of
-from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.engines.training.loss.pretraining_loss import texts_of
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 from asyncrl.errors import TaskError
-from asyncrl.tasks.draw import drawn_row
+from asyncrl.tasks.prompt_draw import drawn_row
 
-EPOCH, VERSION = 1, 5
+INCARNATION, VERSION = 1, 5
 LENGTHS = (2, 9, 4, 14, 3, 6, 11)
 
 
@@ -60,9 +60,9 @@ def learning(make_config: Callable) -> Callable[..., Config]:
     return make
 
 
-def gradient(engine: TorchTraining) -> torch.Tensor:
+def gradient(engine: PolicyTrainer) -> torch.Tensor:
     """Of the one step that was taken, over all ranks, all parameters in one vector."""
-    state, parameters = engine._trainer.optimizer.adamw.state, engine._trainer.optimizer.parameters
+    state, parameters = engine._state.optimizer.adamw.state, engine._state.optimizer.parameters
     return torch.cat([state[parameter]["exp_avg"].flatten() for parameter in parameters]) / 0.1
 
 
@@ -96,8 +96,8 @@ def test_the_loss_is_the_mean_cross_entropy_of_what_is_learnt(
         for update in range(config.training.updates):
             learnt = np.concatenate([logprobs[row][given[row] - 1 :] for row in of_step(config, update)])
             losses.append(-learnt.mean())
-        engine = TorchTraining(config, reader, texts=texts)
-        metrics = run_step(engine, make_rows(), EPOCH, VERSION).metrics
+        engine = PolicyTrainer(config, reader, texts=texts)
+        metrics = run_step(engine, make_rows(), INCARNATION, VERSION).metrics
         assert metrics["policy/pretrain_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
 
 
@@ -106,9 +106,9 @@ def test_its_gradient_is_added_with_the_coefficient(
 ) -> None:
     """Against autograd of transformers' own model, in float64."""
     config, rows = learning(coefficient=0.7), make_rows()
-    beside, alone = TorchTraining(config, reader, texts=texts), TorchTraining(config, reader)
+    beside, alone = PolicyTrainer(config, reader, texts=texts), PolicyTrainer(config, reader)
     for engine in (beside, alone):
-        run_step(engine, rows, EPOCH, VERSION)
+        run_step(engine, rows, INCARNATION, VERSION)
     model, total, tokens = AutoModelForCausalLM.from_pretrained(reader).eval().double(), torch.zeros(()).double(), 0
     for row in of_step(config):
         text = engine_texts(beside)[row]
@@ -121,23 +121,23 @@ def test_its_gradient_is_added_with_the_coefficient(
     torch.testing.assert_close((gradient(beside) - gradient(alone)).double(), theirs, atol=1e-6, rtol=1e-4)
 
 
-def engine_texts(engine: TorchTraining) -> Any:
-    assert engine._trainer.pretraining is not None
-    return engine._trainer.pretraining.texts
+def engine_texts(engine: PolicyTrainer) -> Any:
+    assert engine._state.pretraining is not None
+    return engine._state.pretraining.texts
 
 
 def test_the_gradient_is_that_of_finite_differences(
     reader: Path, texts: Path, learning: Callable, make_rows: Callable, move: Callable
 ) -> None:
     config, rows = learning(coefficient=1.0), make_rows()
-    engine, alone = TorchTraining(config, reader, texts=texts), TorchTraining(config, reader)
+    engine, alone = PolicyTrainer(config, reader, texts=texts), PolicyTrainer(config, reader)
     for each in (engine, alone):
-        run_step(each, rows, EPOCH, VERSION)
+        run_step(each, rows, INCARNATION, VERSION)
     direction = gradient(engine) - gradient(alone)
     step, losses = 1e-2 / float(direction.norm()), []
     for sign in (1.0, -2.0):
         move(engine, sign * step * direction)
-        losses.append(run_step(engine, rows, EPOCH, VERSION).metrics["policy/pretrain_loss"])
+        losses.append(run_step(engine, rows, INCARNATION, VERSION).metrics["policy/pretrain_loss"])
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(float(direction.square().sum()), rel=2e-2)
 
 
@@ -149,8 +149,8 @@ def test_gradients_are_the_same_for_1_2_and_7_micro_batches_of_texts(
     found, rows = {}, make_rows(1)
     texts.write_text("".join(texts.read_text().splitlines(keepends=True)[len(LENGTHS) :]))
     for budget in (7 * 16, 4 * 16, 16):
-        engine = TorchTraining(learning(micro_batch_tokens=budget), reader, texts=texts)
-        run = engine.begin(rows, EPOCH, VERSION)
+        engine = PolicyTrainer(learning(micro_batch_tokens=budget), reader, texts=texts)
+        run = engine.begin(rows, INCARNATION, VERSION)
         while run.advance():
             pass
         found[run.passes - 1] = gradient(engine)
@@ -165,12 +165,12 @@ def test_ranks_learn_what_one_does(
     size: int, reader: Path, texts: Path, learning: Callable, make_rows: Callable, thread_ranks: Callable
 ) -> None:
     rows, config = make_rows(6), learning()
-    alone = TorchTraining(config, reader, texts=texts)
-    expected = run_step(alone, rows, EPOCH, VERSION).metrics
-    engines = [TorchTraining(config, reader, rank, texts) for rank in thread_ranks(size)]
+    alone = PolicyTrainer(config, reader, texts=texts)
+    expected = run_step(alone, rows, INCARNATION, VERSION).metrics
+    engines = [PolicyTrainer(config, reader, rank, texts) for rank in thread_ranks(size)]
     shares = [rows[:4], rows[4:], []][:size]
     with ThreadPoolExecutor(size) as threads:
-        outcomes = list(threads.map(lambda e, s: run_step(e, s, EPOCH, VERSION), engines, shares, timeout=60))
+        outcomes = list(threads.map(lambda e, s: run_step(e, s, INCARNATION, VERSION), engines, shares, timeout=60))
     for engine, outcome in zip(engines, outcomes, strict=True):
         assert outcome.metrics == pytest.approx(expected, rel=1e-6, abs=1e-6)
         torch.testing.assert_close(gradient(engine), gradient(alone), atol=1e-6, rtol=1e-4)
@@ -180,14 +180,14 @@ def test_ranks_learn_what_one_does(
 def test_a_text_whose_loss_is_not_finite_changes_nothing(
     reader: Path, texts: Path, learning: Callable, make_rows: Callable
 ) -> None:
-    engine = TorchTraining(learning(coefficient=1e38, learning_rate=1e-3), reader, texts=texts)
+    engine = PolicyTrainer(learning(coefficient=1e38, learning_rate=1e-3), reader, texts=texts)
     before = {name: tensor.clone() for name, tensor in engine.named_tensors().items()}
-    assert run_step(engine, make_rows(), EPOCH, VERSION).skipped == "not finite"
+    assert run_step(engine, make_rows(), INCARNATION, VERSION).skipped == "not finite"
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_tensors().items())
 
 
 def test_every_text_comes_once_before_one_comes_again(reader: Path, texts: Path, learning: Callable) -> None:
-    pretraining = TorchTraining(learning(per_step=4), reader, texts=texts)._trainer.pretraining
+    pretraining = PolicyTrainer(learning(per_step=4), reader, texts=texts)._state.pretraining
     drawn = [
         id(text) for version in range(7) for update in (0, 1) for text in texts_of(pretraining, version, update, 2)
     ]
@@ -197,9 +197,9 @@ def test_every_text_comes_once_before_one_comes_again(reader: Path, texts: Path,
 def test_no_text_goes_beyond_the_positions_of_the_model(reader: Path, learning: Callable, tmp_path: Path) -> None:
     path, described = tmp_path / "long.jsonl", json.loads((reader / "config.json").read_text())
     path.write_text(json.dumps({"text": "w1 " * 100}) + "\n")
-    assert engine_texts(TorchTraining(learning(), reader, texts=path))[0].tokens == 40
+    assert engine_texts(PolicyTrainer(learning(), reader, texts=path))[0].tokens == 40
     (reader / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 25}))
-    assert engine_texts(TorchTraining(learning(), reader, texts=path))[0].tokens == 25
+    assert engine_texts(PolicyTrainer(learning(), reader, texts=path))[0].tokens == 25
 
 
 @pytest.mark.parametrize(
@@ -216,4 +216,4 @@ def test_a_text_of_which_nothing_can_be_learnt_is_refused(
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(TaskError, match=says):
-        TorchTraining(learning(), reader, texts=path)
+        PolicyTrainer(learning(), reader, texts=path)

@@ -11,18 +11,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config import Config, Training
+from asyncrl.config.schema import Config, TrainingConfig
 from asyncrl.engines.training.interface import run_step
-from asyncrl.engines.training.optimizer import learning_rate
-from asyncrl.engines.training.ranks import Alone, Ranks
-from asyncrl.engines.training.state import digests, write_own_state
-from asyncrl.engines.training.torch import TorchTraining
+from asyncrl.engines.training.state.data_parallel import Ranks, SingleRank
+from asyncrl.engines.training.state.optimizer import learning_rate
+from asyncrl.engines.training.state.saved_state import file_digests, write_own_state
+from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 from asyncrl.errors import ConfigError, JournalError
 
 SETTINGS = {"schedule": "cosine", "warmup_steps": 2, "updates": 2, "weight_decay": 0.1}
 
 
-def train(engine: TorchTraining, make_rows: Callable, versions: range) -> list[dict[str, float]]:
+def train(engine: PolicyTrainer, make_rows: Callable, versions: range) -> list[dict[str, float]]:
     metrics = []
     for version in versions:
         rows = [dataclasses.replace(r, versions=np.full_like(r.versions, version)) for r in make_rows(8, seed=version)]
@@ -34,11 +34,11 @@ def test_steps_after_a_load_equal_steps_without_interruption_bit_for_bit(
     tiny: Path, tmp_path: Path, make_rows: Callable, make_config: Callable
 ) -> None:
     config = make_config(training=SETTINGS)
-    whole = TorchTraining(config, tiny)
+    whole = PolicyTrainer(config, tiny)
     train(whole, make_rows, range(3))
     whole.save(tmp_path, {"version": 3, "chain": "ab"})
     expected = train(whole, make_rows, range(3, 6))
-    resumed, extra = TorchTraining.resume(config, tmp_path)
+    resumed, extra = PolicyTrainer.resume(config, tmp_path)
     assert extra == {"version": 3, "chain": "ab"}
     assert train(resumed, make_rows, range(3, 6)) == expected
     for name, tensor in whole.named_tensors().items():
@@ -55,7 +55,7 @@ def test_a_full_disk_is_an_error_of_the_operating_system(tmp_path: Path) -> None
 def test_the_model_folder_loads_with_transformers(
     tmp_path: Path, make_model: Callable, make_rows: Callable, make_config: Callable
 ) -> None:
-    engine = TorchTraining(make_config(), make_model("llama", attention_dropout=0.25))
+    engine = PolicyTrainer(make_config(), make_model("llama", attention_dropout=0.25))
     train(engine, make_rows, range(1))
     engine.save(tmp_path, {})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -71,25 +71,25 @@ def test_tied_weights_are_published_under_both_names_and_resume(
 ) -> None:
     """The tied output layer is in every weight path."""
     config = make_config()
-    engine = TorchTraining(config, make_model("llama", tie_word_embeddings=True))
+    engine = PolicyTrainer(config, make_model("llama", tie_word_embeddings=True))
     train(engine, make_rows, range(1))
     tensors = engine.named_tensors()
     assert tensors["lm_head.weight"] is not None
     assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
     assert engine.weights_spec.aliases == (("lm_head.weight", "model.embed_tokens.weight"),)
     engine.save(tmp_path, {})
-    resumed, _ = TorchTraining.resume(config, tmp_path)
+    resumed, _ = PolicyTrainer.resume(config, tmp_path)
     assert torch.equal(resumed.named_tensors()["lm_head.weight"], tensors["lm_head.weight"])
 
 
 def test_a_checkpoint_without_the_trainers_file_says_so(tiny: Path, tmp_path: Path, make_config: Callable) -> None:
     (tmp_path / "model").symlink_to(tiny)
     with pytest.raises(JournalError, match=r"has no trainer\.pt"):
-        TorchTraining.resume(make_config(), tmp_path)
+        PolicyTrainer.resume(make_config(), tmp_path)
 
 
 def test_the_state_holds_no_code(tiny: Path, tmp_path: Path, make_config: Callable) -> None:
-    engine = TorchTraining(make_config(), tiny)
+    engine = PolicyTrainer(make_config(), tiny)
     engine.save(tmp_path, {"chain": "00"})
     state = torch.load(tmp_path / "trainer.pt", weights_only=True)
     assert set(state) == {"optimizer", "rng", "kl", "extra", "ranks"}
@@ -99,16 +99,16 @@ def test_digests_name_every_file_and_see_a_changed_byte(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "a").write_bytes(b"one")
     (tmp_path / "b").write_bytes(b"two")
-    before = digests(tmp_path)
+    before = file_digests(tmp_path)
     assert sorted(before) == ["b", "model/a"]
     (tmp_path / "b").write_bytes(b"tow")
-    changed = {name for name, digest in digests(tmp_path).items() if digest != before[name]}
+    changed = {name for name, digest in file_digests(tmp_path).items() if digest != before[name]}
     assert changed == {"b"}
 
 
 def test_the_rate_warms_up_and_then_follows_the_schedule() -> None:
     def rates(schedule: str, updates: int = 1) -> list[float]:
-        settings = Training(learning_rate=1.0, schedule=schedule, warmup_steps=3, updates=updates)
+        settings = TrainingConfig(learning_rate=1.0, schedule=schedule, warmup_steps=3, updates=updates)
         return [learning_rate(settings, update, 10 * updates) for update in range(10 * updates)]
 
     assert rates("constant") == [0.25, 0.5, 0.75, *[1.0] * 7]
@@ -118,8 +118,8 @@ def test_the_rate_warms_up_and_then_follows_the_schedule() -> None:
 
 
 def test_weight_decay_spares_norms_and_biases(make_model: Callable, make_config: Callable) -> None:
-    engine = TorchTraining(make_config(training={"weight_decay": 0.5}), make_model("qwen2"))
-    decayed, spared = engine._trainer.optimizer.adamw.param_groups
+    engine = PolicyTrainer(make_config(training={"weight_decay": 0.5}), make_model("qwen2"))
+    decayed, spared = engine._state.optimizer.adamw.param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.5, 0.0)
     assert {p.ndim for p in decayed["params"]} == {2}
     assert {p.ndim for p in spared["params"]} == {1}
@@ -129,12 +129,12 @@ def test_a_checkpoint_of_two_ranks_is_taken_up_by_one_two_or_three(
     tiny: Path, tmp_path: Path, make_config: Callable, thread_ranks: Callable[[int], list[Ranks]]
 ) -> None:
     two = save_on_two_ranks(make_config(), tiny, tmp_path, thread_ranks)
-    made = {**digests(tmp_path), **digests(tmp_path, 1)}
+    made = {**file_digests(tmp_path), **file_digests(tmp_path, 1)}
     assert {"trainer.pt", "rank-1.pt", "model/model.safetensors"} <= made.keys()
-    assert "rank-1.pt" not in digests(tmp_path), "it may not be whole yet when the first rank is done"
-    for ranks in (two, thread_ranks(3), [Alone()]):
+    assert "rank-1.pt" not in file_digests(tmp_path), "it may not be whole yet when the first rank is done"
+    for ranks in (two, thread_ranks(3), [SingleRank()]):
         for rank in ranks:
-            _, extra = TorchTraining.resume(make_config(), tmp_path, rank)
+            _, extra = PolicyTrainer.resume(make_config(), tmp_path, rank)
             assert extra == {"version": 3}
 
 
@@ -145,17 +145,17 @@ def test_ranks_with_random_numbers_of_their_own_get_them_back_and_others_are_ref
     torch.manual_seed(5)
     write_own_state(tmp_path, 1)
     expected = torch.rand(3)
-    TorchTraining.resume(make_config(), tmp_path, two[1])
+    PolicyTrainer.resume(make_config(), tmp_path, two[1])
     assert torch.equal(torch.rand(3), expected)
-    with pytest.raises(ConfigError, match=r"layout_dp = 1: .* is of 2 ranks, .* write 2"):
-        TorchTraining.resume(make_config(), tmp_path)
+    with pytest.raises(ConfigError, match=r"layout_dp = 1: 2 ranks with different random states .*; write 2"):
+        PolicyTrainer.resume(make_config(), tmp_path)
 
 
 def save_on_two_ranks(
     config: Config, model: Path, folder: Path, thread_ranks: Callable[[int], list[Ranks]]
 ) -> list[Ranks]:
     two = thread_ranks(2)
-    engines = [TorchTraining(config, model, rank) for rank in two]
+    engines = [PolicyTrainer(config, model, rank) for rank in two]
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(engine.save, folder, {"version": 3}) for engine in engines]:
             done.result(30.0)

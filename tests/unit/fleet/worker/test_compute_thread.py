@@ -3,8 +3,8 @@ import threading
 
 import pytest
 
-from asyncrl.compute import InlineCompute, Occupancy, ThreadCompute
-from asyncrl.telemetry.clock import StateClock
+from asyncrl.fleet.worker.compute_thread import InlineCompute, Occupancy, ThreadCompute
+from asyncrl.telemetry.state_clock import StateClock
 
 
 class Hand:

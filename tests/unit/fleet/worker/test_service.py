@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import structlog
 
-from asyncrl.compute import InlineCompute, Occupancy
-from asyncrl.config import Config, Model, Task
+from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.errors import ConfigError, LostRows, UnknownEndpoint
+from asyncrl.fleet.worker.compute_thread import InlineCompute, Occupancy
+from asyncrl.fleet.worker.dispatcher import Dispatcher
+from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.protocols.contracts import Contract, Lane, endpoint
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Call, PromptGroup
 from asyncrl.protocols.transfer import ONE_OF
-from asyncrl.rows import HeapRows
-from asyncrl.service import Dispatcher, Service, WorkerContext
-from asyncrl.telemetry.clock import StateClock
+from asyncrl.telemetry.state_clock import StateClock
 from asyncrl.telemetry.trace import Tracer
 
 GROUP = PromptGroup(7, 0, 0, "hello", (0,), 1, 0, 1.0, 8, deadline=30.0)
@@ -67,12 +68,12 @@ def context_of(tmp_path: Path, tasks: asyncio.TaskGroup, hand: Hand, **options: 
     clock = StateClock(hand)
     occupancy = Occupancy(clock)
     return WorkerContext(
-        config=Config(model=Model(name="m"), task=Task(prompts="p")),
+        config=Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p")),
         run="feedbeef",
         run_dir=tmp_path,
         model_dir=tmp_path,
         checkpoint_dir=None,
-        epoch=0,
+        incarnation=0,
         service="steps",
         replica=0,
         rank=0,

@@ -1,10 +1,10 @@
-from asyncrl.config import Config, Model, Task
-from asyncrl.launch import Addresses, RunFacts, WorkerSpec
+from asyncrl.config.schema import Config, ModelConfig, TaskConfig
+from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.protocols.layout import Layout
 
 
 def test_a_specification_survives_its_line_of_json() -> None:
-    config = Config(model=Model(name="m"), task=Task(prompts="p"), seed=7)
+    config = Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p"), seed=7)
     facts = RunFacts("feedbeef", "/run", "/model", 2, "arena", config, "/checkpoint", ("public", "secret"))
     spec = WorkerSpec(
         service="training",

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from asyncrl.lanes.control.auth import CurveKeys
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.server import Server
+from asyncrl.lanes.control.wire import Wire
+from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.protocols.messages import PROTOCOL, Call, Hello
-from asyncrl.wire.auth import CurveKeys
-from asyncrl.wire.ends import Wire
-from asyncrl.wire.host import Host
-from asyncrl.wire.inproc import InprocWire
-from asyncrl.wire.link import Link
-from asyncrl.wire.socket import ZmqWire
 
 CONTROLLER = Hello("run1", 3, "controller", 0, "controller-3", PROTOCOL, "0.1")
 WORKER = replace(CONTROLLER, service="generation", rank=1, instance="generation0.1-3-a")
@@ -31,7 +31,7 @@ class Worker:
     cancelled: list[str] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
     produced: int = 0
-    host: Any = None
+    server: Any = None
 
     def dispatch(self, call: Call) -> Any:
         self.calls.append(call)
@@ -71,17 +71,17 @@ class Site:
     async def serving(self, identity: Hello = WORKER, **options: Any) -> AsyncIterator[Worker]:
         listener = self.wire.listen(self.address)
         worker = Worker(listener.address)
-        worker.host = Host(listener, worker.dispatch, identity, **options)
+        worker.server = Server(listener, worker.dispatch, identity, **options)
         async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(worker.host.serve(), name="host")
+            serving = tasks.create_task(worker.server.serve(), name="server")
             try:
                 yield worker
             finally:
                 serving.cancel()
                 listener.close()
 
-    def link(self, worker: Worker, hello: Hello = CONTROLLER, **options: Any) -> Link:
-        return Link(self.wire.connect(worker.address), hello, "generation0[1]", **options)
+    def link(self, worker: Worker, hello: Hello = CONTROLLER, **options: Any) -> Client:
+        return Client(self.wire.connect(worker.address), hello, "generation0[1]", **options)
 
 
 @pytest.fixture(params=["inproc", "ipc"])
@@ -91,7 +91,7 @@ async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
         addresses = {"inproc": "inproc://worker", "ipc": f"ipc://{Path(folder)}/w", "tcp": "tcp://127.0.0.1:*"}
         wire: Any = InprocWire() if request.param == "inproc" else ZmqWire(CurveKeys.fresh())
         yield Site(wire, addresses[request.param])
-        left = getattr(wire, "open_ends", 0)
+        left = getattr(wire, "open_endpoints", 0)
         wire.close()
         assert left == 0, "sockets left open"
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, RemoteError, WireError
+from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
 from asyncrl.protocols.messages import Call, Reply
-from asyncrl.wire.answers import STREAM_WINDOW
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 EVERY_WIRE = pytest.mark.parametrize("site", ["inproc", "ipc", "tcp"], indirect=True)
-CONTROLLER_HELLO: dict[str, Any] = {"run": "other", "epoch": 2, "protocol": 99}
+CONTROLLER_HELLO: dict[str, Any] = {"run": "other", "incarnation": 2, "protocol": 99}
 
 
 @EVERY_WIRE
@@ -40,7 +40,7 @@ async def test_calls_are_answered_while_another_one_runs(site: Any, eventually: 
         await worker.started.wait()
         assert await link.call("echo", (1,), 5.0) == (1,)
         hanging.cancel()
-        await eventually(lambda: worker.cancelled == ["hang"] and worker.host.running == 0)
+        await eventually(lambda: worker.cancelled == ["hang"] and worker.server.running == 0)
 
 
 async def test_the_deadline_names_method_peer_and_seconds_and_ends_the_call_there(
@@ -49,7 +49,7 @@ async def test_the_deadline_names_method_peer_and_seconds_and_ends_the_call_ther
     async with site.serving() as worker, site.link(worker) as link:
         with pytest.raises(DeadlineExceeded, match=r"generation0\[1\] did not answer hang within 0.05 s"):
             await link.call("hang", (), 0.05)
-        await eventually(lambda: worker.cancelled == ["hang"] and worker.host.running == 0)
+        await eventually(lambda: worker.cancelled == ["hang"] and worker.server.running == 0)
 
 
 async def test_a_call_whose_deadline_has_passed_already_fails_alone(site: Any) -> None:
@@ -58,9 +58,9 @@ async def test_a_call_whose_deadline_has_passed_already_fails_alone(site: Any) -
         hanging = tasks.create_task(link.call("hang", (), 60.0))
         await worker.started.wait()
         for seconds in (0.0, -1.5):
-            with pytest.raises(DeadlineExceeded, match=r"generation0\[1\] was not asked for echo"):
+            with pytest.raises(DeadlineExceeded, match=r"generation0\[1\] was not called: the deadline of echo"):
                 await link.call("echo", (), seconds)
-            with pytest.raises(DeadlineExceeded, match=r"generation0\[1\] was not asked for count"):
+            with pytest.raises(DeadlineExceeded, match=r"generation0\[1\] was not called: the deadline of count"):
                 await anext(link.stream("count", (3,), seconds))
         assert await link.call("echo", (1,), 5.0) == (1,)
         assert [call.method for call in worker.calls] == ["hang", "echo"]
@@ -73,7 +73,7 @@ async def test_closing_a_stream_cancels_the_call(site: Any, eventually: Eventual
             async for item in items:
                 if item == 3:
                     break
-        await eventually(lambda: "count closed" in worker.cancelled and worker.host.running == 0)
+        await eventually(lambda: "count closed" in worker.cancelled and worker.server.running == 0)
 
 
 async def test_a_stream_runs_at_most_a_window_ahead_of_its_consumer(site: Any) -> None:
@@ -171,7 +171,7 @@ async def test_what_may_not_travel_fails_that_call_only(site: Any) -> None:
         assert await link.call("echo", (1,), 5.0) == (1,)
 
 
-@pytest.mark.parametrize("field", ["run", "epoch", "protocol"])
+@pytest.mark.parametrize("field", ["run", "incarnation", "protocol"])
 async def test_a_stranger_is_refused_with_both_sides_named(site: Any, field: str) -> None:
     async with site.serving() as worker, site.link(worker) as known:
         stranger = replace(known._hello, **{field: CONTROLLER_HELLO[field]})
@@ -220,7 +220,7 @@ async def test_items_of_a_lost_peer_are_not_delivered_late(site: Any, eventually
     async with site.serving() as worker, site.link(worker) as link:
         items = link.stream("count", (10,), 5.0)
         assert await anext(items) == 0
-        await eventually(lambda: link._line.received == 12)
+        await eventually(lambda: link._sequence.received == 12)
         link.fail("killed")
         with pytest.raises(PeerLost, match="killed"):
             await anext(items)
@@ -237,7 +237,7 @@ async def test_a_dead_process_fails_every_outstanding_call(site: Any, eventually
 @EVERY_WIRE
 async def test_a_broken_connection_fails_every_outstanding_call(site: Any, eventually: Eventually) -> None:
     async with site.serving() as worker, site.link(worker) as link:
-        reasons = await outstanding(site, link, worker, eventually, worker.host._listener.close)
+        reasons = await outstanding(site, link, worker, eventually, worker.server._listener.close)
         assert len(set(reasons)) == 1
         assert link.lost.is_set()
 
@@ -246,9 +246,9 @@ async def test_a_gap_in_what_the_worker_sends_fails_every_outstanding_call(site:
     async with site.serving() as worker, site.link(worker) as link:
 
         def skip_a_number() -> None:
-            (session,) = worker.host._sessions.values()
-            session.line.sent += 1
-            session.line.offer(Reply(0, None))
+            (session,) = worker.server._sessions.values()
+            session.sequence.sent += 1
+            session.sequence.offer(Reply(0, None))
 
         reasons = await outstanding(site, link, worker, eventually, skip_a_number)
         assert all("a gap: message 2 came where 1 was next" in reason for reason in reasons)
@@ -258,18 +258,18 @@ async def test_a_gap_in_what_the_caller_sends_fails_every_outstanding_call(site:
     async with site.serving() as worker, site.link(worker) as link:
 
         def skip_a_number() -> None:
-            link._line.sent += 1
-            link._line.offer(Call(3, "echo", (), 1.0))
+            link._sequence.sent += 1
+            link._sequence.offer(Call(3, "echo", (), 1.0))
 
         reasons = await outstanding(site, link, worker, eventually, skip_a_number)
-        assert all("hangs up: a gap: message 5 came where 4 was next" in reason for reason in reasons)
-        await eventually(lambda: worker.host.running == 0)
+        assert all("closes the connection: a gap: message 5 came where 4 was next" in reason for reason in reasons)
+        await eventually(lambda: worker.server.running == 0)
 
 
 async def test_an_answer_to_a_call_never_made_ends_the_link(site: Any, eventually: Eventually) -> None:
     async with site.serving() as worker, site.link(worker) as link:
-        (session,) = worker.host._sessions.values()
-        session.line.offer(Reply(5, None))
+        (session,) = worker.server._sessions.values()
+        session.sequence.offer(Reply(5, None))
         await link.lost.wait()
         assert "call 5, which was never made" in link.reason
 
@@ -277,16 +277,16 @@ async def test_an_answer_to_a_call_never_made_ends_the_link(site: Any, eventuall
 async def test_a_worker_that_greets_nobody_by_that_number_ends_the_link(site: Any, eventually: Eventually) -> None:
     """What a caller meets after a reconnect: the worker does not know it."""
     async with site.serving() as worker, site.link(worker) as link:
-        worker.host._sessions.clear()
+        worker.server._sessions.clear()
         with pytest.raises(PeerLost):
             await link.call("echo", (), 5.0)
 
 
 async def test_silent_peers_are_lost_after_three_heartbeats(site: Any, eventually: Eventually) -> None:
     async with site.serving() as worker, site.link(worker, heartbeat=0.02) as link:
-        await eventually(lambda: worker.host._sessions != {})
+        await eventually(lambda: worker.server._sessions != {})
         assert await link.call("echo", (), 5.0) == ()
-        worker.host._take = lambda *_: None
+        worker.server._take = lambda *_: None
         async with asyncio.timeout(5):
             await link.lost.wait()
         assert "no sign of life for 3 heartbeats" in link.reason
@@ -294,10 +294,10 @@ async def test_silent_peers_are_lost_after_three_heartbeats(site: Any, eventuall
 
 async def test_pings_keep_both_ends_alive(site: Any, eventually: Eventually) -> None:
     async with site.serving(heartbeat=0.05) as worker, site.link(worker, heartbeat=0.01) as link:
-        (session,) = worker.host._sessions.values()
-        await eventually(lambda: session.line.received > 20)
+        (session,) = worker.server._sessions.values()
+        await eventually(lambda: session.sequence.received > 20)
         assert not link.lost.is_set()
-        assert worker.host._sessions
+        assert worker.server._sessions
 
 
 async def test_calls_of_a_silent_caller_are_cancelled(site: Any, eventually: Eventually) -> None:
@@ -310,7 +310,7 @@ async def test_calls_of_a_silent_caller_are_cancelled(site: Any, eventually: Eve
 async def test_more_calls_than_the_credit_wait_for_their_turn(site: Any, eventually: Eventually) -> None:
     async with site.serving(credit=2) as worker, site.link(worker) as link, asyncio.TaskGroup() as tasks:
         calls = [tasks.create_task(link.call("hang", (), 60.0)) for _ in range(2)]
-        await eventually(lambda: worker.host.running == 2)
+        await eventually(lambda: worker.server.running == 2)
         with pytest.raises(DeadlineExceeded, match="echo"):
             await link.call("echo", (), 0.02)
         third = tasks.create_task(link.call("echo", (3,), 60.0))
@@ -322,9 +322,9 @@ async def test_more_calls_than_the_credit_wait_for_their_turn(site: Any, eventua
 
 async def test_an_answer_that_crosses_its_cancel_is_counted(site: Any, eventually: Eventually) -> None:
     async with site.serving() as worker, site.link(worker) as link:
-        (session,) = worker.host._sessions.values()
+        (session,) = worker.server._sessions.values()
         with pytest.raises(DeadlineExceeded):
             await link.call("hang", (), 0.02)
-        session.line.offer(Reply(0, None))
-        await eventually(lambda: link.late_answers >= 1)
+        session.sequence.offer(Reply(0, None))
+        await eventually(lambda: link.late_replies >= 1)
         assert await link.call("echo", (1,), 5.0) == (1,)

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from asyncrl import virtual
-from asyncrl.wire.deadlines import Deadlines
+from asyncrl.lanes.control.deadlines import Deadlines
+from asyncrl.simulation import virtual_loop
 
 
 def test_each_is_reached_in_its_time_unless_it_was_discarded() -> None:
@@ -18,7 +18,7 @@ def test_each_is_reached_in_its_time_unless_it_was_discarded() -> None:
         await asyncio.sleep(20)
         return reached
 
-    found = virtual.run(main())
+    found = virtual_loop.run(main())
     assert [number for number, _ in found] == [1, 3, 2, 0, 5]
     assert [at for _, at in found] == pytest.approx([10, 10, 20, 30, 50])
 
@@ -31,7 +31,7 @@ def test_none_is_reached_after_the_end() -> None:
         await asyncio.sleep(20)
         return reached
 
-    assert virtual.run(main()) == []
+    assert virtual_loop.run(main()) == []
 
 
 def test_calls_that_follow_each_other_set_one_timer() -> None:
@@ -45,4 +45,4 @@ def test_calls_that_follow_each_other_set_one_timer() -> None:
         deadlines.close()
         return len(timers)
 
-    assert virtual.run(main()) == 1
+    assert virtual_loop.run(main()) == 1

@@ -3,9 +3,9 @@ from itertools import count
 import pytest
 
 from asyncrl.errors import PeerLost
-from asyncrl.wire.ends import ZERO_COPY_BYTES, Wires
-from asyncrl.wire.inproc import InprocWire
-from asyncrl.wire.socket import ZmqWire
+from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import ZERO_COPY_BYTES, WireByScheme
+from asyncrl.lanes.control.zmq_wire import ZmqWire
 
 ADDRESS = "inproc://a"
 
@@ -66,9 +66,9 @@ async def test_a_caller_that_left_is_gone_for_the_listener() -> None:
 
 async def test_the_scheme_chooses_the_wire() -> None:
     inproc, network = InprocWire(), ZmqWire()
-    wires = Wires(inproc, network)
-    assert wires.listen(ADDRESS) is inproc._ends[ADDRESS]
+    wires = WireByScheme(inproc, network)
+    assert wires.listen(ADDRESS) is inproc._listeners[ADDRESS]
     caller = wires.connect("ipc:///tmp/nobody-there")
-    assert network.open_ends == 1
+    assert network.open_endpoints == 1
     caller.close()
     wires.close()

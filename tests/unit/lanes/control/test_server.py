@@ -1,4 +1,4 @@
-"""Hosts over both wires: strangers, broken callers, and how many of them."""
+"""The server over both wires: unknown peers, broken callers, and how many of them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import Refused
+from asyncrl.lanes.control.message_codec import encode
 from asyncrl.protocols.messages import Call
-from asyncrl.wire.codec import encode
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
@@ -20,9 +20,9 @@ async def test_garbage_from_strangers_leaves_the_others_alone(site: Any, eventua
         junk.append([b"\0" * 8, *map(bytes, encode(Call(0, "echo", (), 1.0)))])
         for frames in junk:
             await stranger.send(frames)
-        await eventually(lambda: worker.host.strangers == len(junk))
+        await eventually(lambda: worker.server.refused == len(junk))
         assert await link.call("echo", (1,), 5.0) == (1,)
-        assert worker.host.running == 0
+        assert worker.server.running == 0
         stranger.close()
 
 
@@ -30,20 +30,20 @@ async def test_garbage_from_a_known_caller_ends_its_link_only(site: Any) -> None
     async with site.serving() as worker, site.link(worker) as link, site.link(worker) as other:
         await link._caller.send([b"junk"])
         await link.lost.wait()
-        assert "hangs up: a message without a number" in link.reason
+        assert "closes the connection: a message without a number" in link.reason
         assert await other.call("echo", (1,), 5.0) == (1,)
 
 
 @pytest.mark.parametrize("deadline", [float("inf"), float("nan"), 0.0, -1.0])
 async def test_a_call_without_a_finite_deadline_is_refused(site: Any, deadline: float) -> None:
     async with site.serving() as worker, site.link(worker) as link:
-        link._line.offer(Call(0, "echo", (), deadline))
+        link._sequence.offer(Call(0, "echo", (), deadline))
         await link.lost.wait()
         assert "has the deadline" in link.reason
 
 
 async def test_callers_that_are_gone_make_room(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.wire.host.MAX_CALLERS", 2)
+    monkeypatch.setattr("asyncrl.lanes.control.server.MAX_CALLERS", 2)
     async with site.serving() as worker, site.link(worker):
         async with site.link(worker):
             with pytest.raises(Refused, match="has 2 callers already"):

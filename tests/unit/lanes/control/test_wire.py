@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.wire import ends
+from asyncrl.lanes.control import wire
 
 
 async def test_a_peer_that_does_not_read_exhausts_a_deadline_not_the_memory(
     site: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ends, "SEND_DEADLINE", 0.05)
+    monkeypatch.setattr(wire, "SEND_DEADLINE", 0.05)
     listener = site.wire.listen(site.address)
     caller = site.wire.connect(listener.address)
     sent = 0
@@ -26,7 +26,7 @@ async def test_a_peer_that_does_not_read_exhausts_a_deadline_not_the_memory(
 
     with pytest.raises(DeadlineExceeded, match=r"has not read for 0\.05 s"):
         await send_for_ever()
-    assert sent >= ends.HIGH_WATER
+    assert sent >= wire.HIGH_WATER
     caller.close()
     listener.close()
 
@@ -34,7 +34,7 @@ async def test_a_peer_that_does_not_read_exhausts_a_deadline_not_the_memory(
 async def test_nothing_is_lost_when_a_sender_waits_for_room(site: Any) -> None:
     listener = site.wire.listen(site.address)
     caller = site.wire.connect(listener.address)
-    total = 5 * ends.HIGH_WATER
+    total = 5 * wire.HIGH_WATER
 
     async def send_there() -> None:
         for number in range(total):
@@ -59,7 +59,7 @@ async def send_back(listener: Any, peer: bytes, total: int) -> None:
         await listener.send(peer, [b"%d" % number, b"x" * 1000])
 
 
-async def send_all(caller: ends.Caller, total: int) -> None:
+async def send_all(caller: wire.Caller, total: int) -> None:
     for _ in range(total):
         await caller.send([b"x" * 64])
 
@@ -81,7 +81,7 @@ async def test_a_flood_lets_other_tasks_run_every_few_messages(site: Any) -> Non
         while taken < total:
             await listener.receive()
             taken += 1
-    assert max(after - before for before, after in pairwise(stretch)) <= ends.DRAIN_BUDGET
+    assert max(after - before for before, after in pairwise(stretch)) <= wire.DRAIN_BUDGET
     caller.close()
     listener.close()
 
@@ -105,9 +105,9 @@ async def test_what_is_poured_lets_the_loop_turn_as_often(site: Any) -> None:
         pouring.cancel()
 
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        pouring = tasks.create_task(ends.pour(listener, take))
+        pouring = tasks.create_task(wire.pump_messages(listener, take))
         tasks.create_task(send_all(caller, total))
         tasks.create_task(tick())
-    assert max(after - before for before, after in pairwise(stretch)) <= ends.DRAIN_BUDGET
+    assert max(after - before for before, after in pairwise(stretch)) <= wire.DRAIN_BUDGET
     caller.close()
     listener.close()

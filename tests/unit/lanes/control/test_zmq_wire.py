@@ -12,11 +12,11 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError, PeerLost
+from asyncrl.lanes.control.auth import CurveKeys
+from asyncrl.lanes.control.message_sequence import MessageSequence
+from asyncrl.lanes.control.wire import DRAIN_BUDGET, HIGH_WATER, Caller, Frames, pump_messages
+from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.protocols.messages import Ping
-from asyncrl.wire.auth import CurveKeys
-from asyncrl.wire.ends import DRAIN_BUDGET, HIGH_WATER, Caller, Frames, pour
-from asyncrl.wire.line import Line
-from asyncrl.wire.socket import ZmqWire
 
 TCP = "tcp://127.0.0.1:*"
 WORKER_THAT_DIES = """
@@ -80,7 +80,7 @@ async def test_other_keys_and_none_get_no_connection(
 
 async def test_strangers_who_knock_without_end_do_not_keep_the_loop(wire: ZmqWire, socket_folder: str) -> None:
     wire.listen(f"ipc://{socket_folder}/w")
-    keeper = wire._gatekeeper
+    keeper = wire._authenticator
     assert keeper is not None
     knocks, answered, steps = 10 * DRAIN_BUDGET, [0], [0]
     keeper._loop.remove_reader(keeper._socket.fileno())
@@ -120,7 +120,7 @@ class Knocking:
         os.close(self._writing)
 
 
-async def test_one_who_knows_only_the_public_key_is_turned_away_by_the_gatekeeper(wire: ZmqWire) -> None:
+async def test_one_who_knows_only_the_public_key_is_turned_away_by_the_authenticator(wire: ZmqWire) -> None:
     """It can encrypt for us, for our public key is all that takes, but it holds another key than ours."""
     listener = wire.listen(TCP)
     other = CurveKeys.fresh()
@@ -130,8 +130,8 @@ async def test_one_who_knows_only_the_public_key_is_turned_away_by_the_gatekeepe
     async with asyncio.timeout(5):
         with pytest.raises(PeerLost, match=r"does not accept our keys|broke"):
             await caller.receive()
-    assert wire._gatekeeper is not None
-    assert wire._gatekeeper.refused >= 1
+    assert wire._authenticator is not None
+    assert wire._authenticator.refused >= 1
     stranger.close()
 
 
@@ -140,8 +140,8 @@ class HalfKnown(CurveKeys):
         super().__init__(public, secret)
         object.__setattr__(self, "server", server)
 
-    def apply_to_client(self, socket: Any) -> None:
-        super().apply_to_client(socket)
+    def encrypt_client(self, socket: Any) -> None:
+        super().encrypt_client(socket)
         socket.curve_serverkey = self.server.encode()  # type: ignore[attr-defined]
 
 
@@ -195,13 +195,13 @@ async def test_an_impossible_address_leaves_no_socket(wire: ZmqWire, address: st
     for make in (wire.connect, wire.listen):
         with pytest.raises(zmq.ZMQError):
             make(address)
-    assert wire.open_ends == 0
+    assert wire.open_endpoints == 0
 
 
 async def test_a_send_that_consumes_the_edge_does_not_put_the_receiver_to_sleep(
     wire: ZmqWire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.wire.socket.WATCHDOG_SECONDS", 3600.0)
+    monkeypatch.setattr("asyncrl.lanes.control.zmq_wire.WATCHDOG_SECONDS", 3600.0)
     listener = wire.listen(TCP)
     caller = wire.connect(listener.address)
     await caller.send([b"first"])
@@ -256,7 +256,7 @@ async def test_what_a_taker_raises_is_raised_where_it_pours(wire: ZmqWire, error
 
     async with asyncio.timeout(5):
         with pytest.raises(type(error), match=str(error)):
-            await pour(listener, refuse)
+            await pump_messages(listener, refuse)
 
 
 async def test_pouring_hands_over_what_came_before_and_ends_with_the_end(wire: ZmqWire) -> None:
@@ -273,15 +273,15 @@ async def test_pouring_hands_over_what_came_before_and_ends_with_the_end(wire: Z
         await caller.send([b"%d" % number])
     async with asyncio.timeout(10):
         with pytest.raises(PeerLost, match="was closed here"):
-            await pour(listener, take)
+            await pump_messages(listener, take)
     assert taken == [b"%d" % number for number in range(total)]
 
 
 async def test_a_small_message_is_one_frame(wire: ZmqWire) -> None:
     listener = wire.listen(TCP)
     caller = wire.connect(listener.address)
-    await Line(caller.offer, caller.send).send(Ping(7))
+    await MessageSequence(caller.offer, caller.send).send(Ping(7))
     async with asyncio.timeout(5):
         _, frames = await listener.receive()
     assert len(frames) == 1
-    assert Line(caller.offer, caller.send).accept(frames) == Ping(7)
+    assert MessageSequence(caller.offer, caller.send).accept(frames) == Ping(7)

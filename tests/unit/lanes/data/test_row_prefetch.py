@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import LostRows
+from asyncrl.lanes.data.row_prefetch import RowPrefetch
+from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
-from asyncrl.rows import HeapRows
-from asyncrl.rows_ahead import RowsAhead
 
 
 class Reader:
@@ -36,8 +36,8 @@ def reader(store: HeapRows) -> Reader:
 
 
 @pytest.fixture
-def ahead(reader: Reader) -> RowsAhead:
-    return RowsAhead(reader, ["tokens"])  # type: ignore[arg-type]
+def ahead(reader: Reader) -> RowPrefetch:
+    return RowPrefetch(reader, ["tokens"])  # type: ignore[arg-type]
 
 
 def samples(store: HeapRows, *members: int, attempt: int = 0) -> BatchRef:
@@ -49,7 +49,7 @@ def samples(store: HeapRows, *members: int, attempt: int = 0) -> BatchRef:
 
 
 def named(refs: BatchRef) -> BatchRef:
-    return BatchRef(tuple(row.lying_at(()) for row in refs))
+    return BatchRef(tuple(row.stored_at(()) for row in refs))
 
 
 def tokens(batch: Batch) -> list[list[int]]:
@@ -57,10 +57,10 @@ def tokens(batch: Batch) -> list[list[int]]:
 
 
 async def test_rows_that_were_foreseen_are_read_once_and_outlive_their_owner(
-    store: HeapRows, reader: Reader, ahead: RowsAhead
+    store: HeapRows, reader: Reader, ahead: RowPrefetch
 ) -> None:
     refs = samples(store, 0, 1, 2)
-    assert await ahead.foresee(refs) == [True] * 3
+    assert await ahead.prefetch(refs) == [True] * 3
     store.close()
     assert tokens(await ahead.read(named(refs))) == [[0], [1, 1], [2, 2, 2]]
     assert tokens(await ahead.read(named(refs.take([2, 0])))) == [[2, 2, 2], [0]]
@@ -68,38 +68,38 @@ async def test_rows_that_were_foreseen_are_read_once_and_outlive_their_owner(
     assert reader.reads == [3]
 
 
-async def test_other_rows_are_read_where_they_lie(store: HeapRows, reader: Reader, ahead: RowsAhead) -> None:
-    await ahead.foresee(samples(store, 0, 1))
+async def test_other_rows_are_read_where_they_lie(store: HeapRows, reader: Reader, ahead: RowPrefetch) -> None:
+    await ahead.prefetch(samples(store, 0, 1))
     assert tokens(await ahead.read(samples(store, 1, 2))) == [[1, 1], [2, 2, 2]]
     assert tokens(await ahead.read(samples(store, 0, 1, attempt=1))) == [[0], [1, 1]]
     assert reader.reads == [2, 2, 2]
 
 
-async def test_rows_without_a_place_that_are_not_held_are_lost(store: HeapRows, ahead: RowsAhead) -> None:
+async def test_rows_without_a_place_that_are_not_held_are_lost(store: HeapRows, ahead: RowPrefetch) -> None:
     old, new = samples(store, 0, 1), samples(store, 2, 3)
-    await ahead.foresee(old)
-    await ahead.foresee(new)
+    await ahead.prefetch(old)
+    await ahead.prefetch(new)
     with pytest.raises(LostRows, match=r"\(0, 0\) came without a place"):
         await ahead.read(named(old))
     with pytest.raises(LostRows):
         await ahead.read(named(samples(store, 2, 3, attempt=1)))
 
 
-async def test_rows_that_are_gone_when_they_are_foreseen_are_not_held(store: HeapRows, ahead: RowsAhead) -> None:
+async def test_rows_that_are_gone_when_they_are_foreseen_are_not_held(store: HeapRows, ahead: RowPrefetch) -> None:
     refs = samples(store, 0, 1)
     store.free(refs.rows[1].places)
-    assert await ahead.foresee(refs) == [False, False]
+    assert await ahead.prefetch(refs) == [False, False]
     with pytest.raises(LostRows):
         await ahead.read(named(refs))
 
 
 async def test_a_step_waits_for_rows_that_are_just_being_read(
-    store: HeapRows, reader: Reader, ahead: RowsAhead
+    store: HeapRows, reader: Reader, ahead: RowPrefetch
 ) -> None:
     refs = samples(store, 0, 1)
     reader.may_read.clear()
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
-        foreseeing = tasks.create_task(ahead.foresee(refs))
+        foreseeing = tasks.create_task(ahead.prefetch(refs))
         await asyncio.sleep(0)
         reading = tasks.create_task(ahead.read(refs))
         await asyncio.sleep(0)

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl import row_reader
 from asyncrl.errors import LostRows, Refused
-from asyncrl.memory import segment_name
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.server import Server
+from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.lanes.data import row_reader
+from asyncrl.lanes.data.row_reader import FETCH, ROWS_PER_FETCH, RowReader, serve_rows
+from asyncrl.lanes.data.row_store import HeapRows, SharedRows
+from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import BatchRef, Place, RowRef
 from asyncrl.protocols.messages import PROTOCOL, Hello
-from asyncrl.row_reader import FETCH, ROWS_PER_FETCH, RowReader, serve_rows
-from asyncrl.rows import HeapRows, SharedRows
-from asyncrl.wire.host import Host
-from asyncrl.wire.inproc import InprocWire
-from asyncrl.wire.link import Link
-from asyncrl.wire.socket import ZmqWire
 
 SLOTS, SLOT_BYTES = 100, 1024
 
@@ -41,7 +41,7 @@ class Owners:
             return SharedRows(segment_name("aa", 1, name, "rows"), SLOTS, SLOT_BYTES, self.folder)
         listener = self.wire.listen(f"inproc://{name}" if self.kind == "inproc" else f"ipc://{self.folder}/{name}")
         store = HeapRows(f"{listener.address}#{name}", SLOTS, SLOT_BYTES)
-        host = Host(listener, serve_rows(store), hello("generation", name))
+        host = Server(listener, serve_rows(store), hello("generation", name))
         self.hosts.append(self.tasks.create_task(host.serve(), name=f"data lane of {name}"))
         return store
 
@@ -54,7 +54,7 @@ async def owners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         yield made
         for host in made.hosts:
             host.cancel()
-    assert getattr(wire, "open_ends", 0) == 0
+    assert getattr(wire, "open_endpoints", 0) == 0
     wire.close()
 
 
@@ -136,7 +136,7 @@ async def test_a_column_that_a_row_does_not_have_is_named(owners: Owners, reader
 async def test_rows_of_an_owner_that_is_gone_are_lost(
     owners: Owners, reader: RowReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_reader, "HELLO_DEADLINE", 0.1)
+    monkeypatch.setattr(row_reader, "OWNER_DEADLINE", 0.1)
     store = owners.store("a")
     refs = BatchRef((ref(0, store.put(row(1, 4))),))
     async with reader:
@@ -153,7 +153,7 @@ async def test_rows_of_an_owner_that_is_gone_are_lost(
 async def test_a_successor_at_the_same_address_is_not_asked(owners: Owners, reader: RowReader) -> None:
     store = owners.store("a")
     place = store.put(row(1, 4))
-    other = Place(place.owner + "-older", place.slot, place.generation, place.columns)
+    other = Place(place.owner + "-older", place.slot, place.write_count, place.columns)
     async with reader:
         with pytest.raises(LostRows, match="is gone"):
             await reader.read(BatchRef((ref(0, other),)), ["tokens"])
@@ -164,7 +164,7 @@ async def test_a_successor_at_the_same_address_is_not_asked(owners: Owners, read
 async def test_at_most_so_many_owners_are_kept_open(
     owners: Owners, reader: RowReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_reader, "KEPT_OWNERS", 2)
+    monkeypatch.setattr(row_reader, "MAX_OPEN_OWNERS", 2)
     stores = [owners.store(name) for name in "abcd"]
     places = [store.put(row(number, 4)) for number, store in enumerate(stores)]
     async with reader:
@@ -172,23 +172,23 @@ async def test_at_most_so_many_owners_are_kept_open(
             for number, place in enumerate(places):
                 batch = await reader.read(BatchRef((ref(0, place),)), ["tokens"])
                 assert batch["tokens"].values.tolist() == [number] * 4
-                assert len(reader._tables) + len(reader._links) <= 2
+                assert len(reader._tables) + len(reader._clients) <= 2
     for store in stores:
         store.close()
 
 
-async def test_concurrent_reads_share_one_link(owners: Owners, reader: RowReader) -> None:
+async def test_concurrent_reads_share_one_connection(owners: Owners, reader: RowReader) -> None:
     store = owners.store("a")
     refs = BatchRef((ref(0, store.put(row(1, 4))),))
     async with reader:
         await asyncio.gather(*(reader.read(refs, ["tokens"]) for _ in range(10)))
-        assert len(reader._tables) + len(reader._links) == 1
+        assert len(reader._tables) + len(reader._clients) == 1
     store.close()
 
 
 @pytest.mark.parametrize("owner", ["shm://../../etc/passwd", "shm://", "shm://asyncrl-none", "inproc://nobody"])
 async def test_an_owner_that_never_was_is_lost(owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_reader, "HELLO_DEADLINE", 0.05)
+    monkeypatch.setattr(row_reader, "OWNER_DEADLINE", 0.05)
     async with RowReader(InprocWire(), hello("training", "t"), directory=tmp_path) as reader:
         with pytest.raises(LostRows, match="is gone"):
             await reader.read(BatchRef((ref(0, Place(owner, 0, 2, ("tokens",))),)), ["tokens"])
@@ -210,16 +210,16 @@ async def test_rows_that_change_while_they_are_copied_are_lost(tmp_path: Path, m
     store.close()
 
 
-async def test_borrowed_rows_are_views_and_lost_when_they_change_inside_the_block(tmp_path: Path) -> None:
+async def test_viewed_rows_are_views_and_lost_when_they_change_inside_the_block(tmp_path: Path) -> None:
     store = SharedRows(segment_name("aa", 1, "a", "rows"), SLOTS, SLOT_BYTES, tmp_path)
     place = store.put(row(1, 4))
     refs = BatchRef((ref(0, place),))
     async with RowReader(InprocWire(), hello("training", "t"), directory=tmp_path) as reader:
-        async with reader.borrowed(refs, ["tokens"]) as found:
+        async with reader.views(refs, ["tokens"]) as found:
             assert np.array_equal(found["tokens"][0], row(1, 4)["tokens"])
             assert not found["tokens"][0].flags.owndata
         with pytest.raises(LostRows, match="no longer holds"):
-            async with reader.borrowed(refs, ["tokens"]):
+            async with reader.views(refs, ["tokens"]):
                 store.free([place])
     store.close()
 
@@ -228,10 +228,10 @@ async def test_the_data_lane_answers_nothing_else() -> None:
     wire = InprocWire()
     store = HeapRows("inproc://a#a", 1, 64)
     place = store.put({"x": np.zeros(1, np.float32)})
-    host = Host(wire.listen("inproc://a"), serve_rows(store), hello("generation", "a"))
+    host = Server(wire.listen("inproc://a"), serve_rows(store), hello("generation", "a"))
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(host.serve())
-        async with Link(wire.connect("inproc://a"), hello("training", "t"), "generation0[0]") as link:
+        async with Client(wire.connect("inproc://a"), hello("training", "t"), "generation0[0]") as link:
             with pytest.raises(Refused, match="answers fetch_rows"):
                 await link.call("step", (1, 2), 5.0)
             for args in (([place] * (ROWS_PER_FETCH + 1), ["x"]), ([1], ["x"]), ([place], [2]), ([place], None)):
@@ -240,7 +240,7 @@ async def test_the_data_lane_answers_nothing_else() -> None:
         serving.cancel()
 
 
-async def test_memory_of_a_dead_owner_is_let_go_at_the_next_read(tmp_path: Path) -> None:
+async def test_memory_of_a_dead_owner_is_freed_at_the_next_read(tmp_path: Path) -> None:
     """Its name is gone, but the kernel keeps memory that somebody maps."""
     owners = {name: SharedRows(segment_name("aa", 1, name, "rows"), SLOTS, SLOT_BYTES, tmp_path) for name in "ab"}
     places = {name: store.put(row(1, 4)) for name, store in owners.items()}

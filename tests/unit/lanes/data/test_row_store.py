@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ArenaFull, LostRows
-from asyncrl.memory import COPY_ALONE, segment_name
+from asyncrl.lanes.data.row_store import HeapRows, SharedRows, SharedTable, bytes_of_slot, open_rows
+from asyncrl.lanes.shared_memory import TWO_THREAD_BYTES, segment_name
 from asyncrl.protocols.batch import Place
-from asyncrl.rows import HeapRows, SharedRows, SharedTable, bytes_of_slot, open_rows
 
 SLOTS, SLOT_BYTES = 3, 256
 NAME = segment_name("aa", 1, "w0.0-1-ab", "rows")
@@ -74,8 +74,8 @@ def test_a_freed_row_is_lost_also_before_its_slot_is_written_again(store: Any) -
 
 def test_freeing_twice_or_for_others_frees_nothing(store: Any) -> None:
     place = store.put(row(1))
-    store.free([Place("shm://other", place.slot, place.generation, place.columns)])
-    store.free([Place(place.owner, place.slot, place.generation + 2, place.columns)])
+    store.free([Place("shm://other", place.slot, place.write_count, place.columns)])
+    store.free([Place(place.owner, place.slot, place.write_count + 2, place.columns)])
     store.free([Place(place.owner, 99, 2, ()), Place(place.owner, -1, 2, ())])
     assert store.used == 1
     store.free([place, place])
@@ -206,7 +206,7 @@ for case in (TestHeapRows, TestSharedRows):
 
 
 def test_a_long_column_between_others_is_stored_whole(tmp_path: Path) -> None:
-    long = np.arange(COPY_ALONE // 4 + 3, dtype=np.int32)
+    long = np.arange(TWO_THREAD_BYTES // 4 + 3, dtype=np.int32)
     columns = {"before": np.full(3, 7, np.uint8), "long": long, "after": np.arange(5)}
     size = bytes_of_slot({name: (values.dtype, len(values)) for name, values in columns.items()})
     store = SharedRows(NAME, 2, size, tmp_path)

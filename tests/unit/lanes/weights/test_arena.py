@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import PeerLost, Refused, WeightsError
-from asyncrl.weights import arena
-from asyncrl.weights.arena import Reader, Writer, open_reader, open_writer
-from asyncrl.weights.spec import WeightsSpec, spec_of
+from asyncrl.lanes.weights import arena
+from asyncrl.lanes.weights.arena import Reader, Writer, open_reader, open_writer
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
 
 SHAPES = {"head.weight": (5, 3), "bias": (7,), "scale": ()}
 
@@ -121,7 +121,7 @@ def test_overwritten_version_is_refused_by_name(make_writer: Callable[[WeightsSp
     old = writer.write(0, 0, named(1.0))
     writer.write(0, 1, named(2.0))
     writer.write(0, 2, named(3.0))
-    with pytest.raises(WeightsError, match="holds version 2 of epoch 0, not version 0"):
+    with pytest.raises(WeightsError, match="holds version 2 of incarnation 0, not version 0"):
         open_reader(old, spec).tensors(old)
 
 

@@ -5,25 +5,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import Refused
+from asyncrl.lanes.weights.leases import Leases, must_flip, slot_of
 from asyncrl.protocols.messages import Published
-from asyncrl.weights.session import Leases, must_flip, slot_of
 
 
-def published(version: int, epoch: int = 0) -> Published:
-    return Published(epoch, version, "inproc://arena", slot_of(version), "")
+def published(version: int, incarnation: int = 0) -> Published:
+    return Published(incarnation, version, "inproc://arena", slot_of(version), "")
 
 
 @given(st.lists(st.tuples(st.sampled_from(["write", "join", "flip", "kill"]), st.integers(0, 2)), max_size=60))
 def test_no_schedule_overwrites_what_is_read(schedule: list[tuple[str, int]]) -> None:
     leases = Leases()
-    leases.wrote(0)
+    leases.end_write(0)
     newest, reading = 0, {}
     for action, number in schedule:
         reader = f"reader{number}"
         if action == "write" and not leases.holders(newest + 1):
-            leases.begin(newest + 1)
+            leases.begin_write(newest + 1)
             assert all(slot_of(version) != slot_of(newest + 1) for version in reading.values())
-            leases.wrote(newest + 1)
+            leases.end_write(newest + 1)
             newest += 1
         elif action == "kill":
             leases.detach(reader)
@@ -38,10 +38,10 @@ def test_no_schedule_overwrites_what_is_read(schedule: list[tuple[str, int]]) ->
 
 def test_holder_is_named_until_it_flips() -> None:
     leases = Leases()
-    leases.wrote(4)
+    leases.end_write(4)
     leases.using("a", 4)
     leases.using("b", 4)
-    leases.wrote(5)
+    leases.end_write(5)
     leases.using("b", 5)
     assert leases.holders(6) == ["a"]
     leases.using("a", 5)
@@ -50,9 +50,9 @@ def test_holder_is_named_until_it_flips() -> None:
 
 def test_late_repetitions_change_nothing() -> None:
     leases = Leases()
-    leases.wrote(0)
+    leases.end_write(0)
     leases.using("a", 0)
-    leases.wrote(1)
+    leases.end_write(1)
     leases.using("a", 1)
     leases.using("a", 0)
     assert leases.holders(2) == []
@@ -61,8 +61,8 @@ def test_late_repetitions_change_nothing() -> None:
 def test_joining_at_a_version_that_is_gone_is_refused() -> None:
     leases = Leases()
     for version in range(3):
-        leases.begin(version)
-        leases.wrote(version)
+        leases.begin_write(version)
+        leases.end_write(version)
     with pytest.raises(Refused, match="version 0; the arena holds \\[1, 2\\]"):
         leases.using("late", 0)
 
@@ -72,5 +72,5 @@ def test_reader_jumps_to_the_newest_and_never_back() -> None:
     assert must_flip(published(3), published(6))
     assert not must_flip(published(3), published(3))
     assert not must_flip(published(3), published(2))
-    with pytest.raises(Refused, match="epoch 1 were offered to a reader of epoch 0"):
-        must_flip(published(3), published(4, epoch=1))
+    with pytest.raises(Refused, match="incarnation 1 were offered to a reader of incarnation 0"):
+        must_flip(published(3), published(4, incarnation=1))

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.rewards import Sample
+from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.functions import FunctionSpec
-from asyncrl.rewards.pool import Pool
 
-MakePool = Callable[..., AbstractAsyncContextManager[Pool]]
+MakePool = Callable[..., AbstractAsyncContextManager[ChildPool]]
 
 
 def sample(text: str = "four", member: int = 0, **row: Any) -> Sample:
@@ -25,10 +25,10 @@ def pools(functions: str, folder: Path) -> MakePool:
     @asynccontextmanager
     async def make(
         *names: str, group: bool = False, workers: int = 1, deadline: float = 20.0, start: float = 60.0
-    ) -> AsyncIterator[Pool]:
+    ) -> AsyncIterator[ChildPool]:
         specs = [FunctionSpec(f"{file}:{name}", name, group=group) for name in names]
         async with asyncio.TaskGroup() as tasks:
-            made = Pool(specs, tasks, workers=workers, deadline=deadline, start_deadline=start)
+            made = ChildPool(specs, tasks, workers=workers, deadline=deadline, start_deadline=start)
             try:
                 await made.start()
                 yield made

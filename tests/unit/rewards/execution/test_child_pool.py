@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError, DeadlineExceeded
+from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.functions import FunctionSpec
-from asyncrl.rewards.pool import Pool
-from asyncrl.rewards.sample import Verdict
+from asyncrl.rewards.sample import FunctionResult
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pools import MakePool, pools, sample
@@ -97,73 +97,77 @@ def pool(tmp_path: Path) -> MakePool:
 
 async def test_a_function_runs_in_another_process(pool: MakePool) -> None:
     async with pool("length", "pid") as running:
-        assert await running.run(0, [sample("four")]) == [Verdict(4.0)]
-        (verdict,) = await running.run(1, [sample()])
-        assert verdict.value != os.getpid()
+        assert await running.run(0, [sample("four")]) == [FunctionResult(4.0)]
+        (result,) = await running.run(1, [sample()])
+        assert result.value != os.getpid()
 
 
 async def test_a_group_function_answers_for_each_member(pool: MakePool) -> None:
     async with pool("rank", group=True) as running:
-        assert await running.run(0, [sample(member=2), sample(member=5)]) == [Verdict(2.0), Verdict(5.0)]
+        assert await running.run(0, [sample(member=2), sample(member=5)]) == [FunctionResult(2.0), FunctionResult(5.0)]
 
 
 async def test_what_user_code_prints_or_reads_does_not_touch_the_messages(pool: MakePool) -> None:
     async with pool("noisy", "length") as running:
-        assert await running.run(0, [sample()]) == [Verdict(1.0)]
-        assert await running.run(1, [sample("four")]) == [Verdict(4.0)]
+        assert await running.run(0, [sample()]) == [FunctionResult(1.0)]
+        assert await running.run(1, [sample("four")]) == [FunctionResult(4.0)]
 
 
 async def test_an_exception_is_reported_with_its_traceback_and_costs_no_child(pool: MakePool) -> None:
     async with pool("raises", "pid") as running:
         before = await running.run(1, [sample()])
-        (verdict,) = await running.run(0, [sample()])
-        assert verdict.reason == "it raised KeyError: 'nothing here'"
-        assert 'raise KeyError("nothing here")' in verdict.traceback
+        (result,) = await running.run(0, [sample()])
+        assert result.reason == "it raised KeyError: 'nothing here'"
+        assert 'raise KeyError("nothing here")' in result.traceback
         assert await running.run(1, [sample()]) == before
 
 
 async def test_a_hang_is_killed_at_the_deadline_and_the_child_replaced(pool: MakePool) -> None:
     async with pool("hangs", "pid", deadline=0.5) as running:
         before = await running.run(1, [sample()])
-        assert await running.run(0, [sample("hang")]) == [Verdict(reason="it hung: no answer within 0.5 s")]
-        assert await running.run(0, [sample()]) == [Verdict(1.0)]
+        assert await running.run(0, [sample("hang")]) == [FunctionResult(reason="it hung: no answer within 0.5 s")]
+        assert await running.run(0, [sample()]) == [FunctionResult(1.0)]
         assert await running.run(1, [sample()]) != before
 
 
 async def test_a_hang_that_holds_the_interpreter_is_killed_too(pool: MakePool) -> None:
     async with pool("backtracks", deadline=0.5) as running:
-        (verdict,) = await running.run(0, [sample()])
-        assert verdict.reason.startswith("it hung")
+        (result,) = await running.run(0, [sample()])
+        assert result.reason.startswith("it hung")
 
 
 async def test_a_crash_is_reported_and_the_child_replaced(pool: MakePool) -> None:
     async with pool("crashes", "length") as running:
-        assert await running.run(0, [sample()]) == [Verdict(reason="its process ended with status 7")]
-        assert await running.run(1, [sample("four")]) == [Verdict(4.0)]
+        assert await running.run(0, [sample()]) == [FunctionResult(reason="its process ended with status 7")]
+        assert await running.run(1, [sample("four")]) == [FunctionResult(4.0)]
 
 
 async def test_many_samples_go_over_in_one_message_and_are_judged_one_by_one(pool: MakePool) -> None:
     async with pool("length", workers=2) as running:
         texts = ["a" * length for length in range(1, 8)]
-        assert await running.run(0, [sample(text) for text in texts]) == [Verdict(float(n)) for n in range(1, 8)]
+        assert await running.run(0, [sample(text) for text in texts]) == [FunctionResult(float(n)) for n in range(1, 8)]
 
 
 async def test_of_many_samples_the_one_that_hangs_is_blamed_and_the_rest_is_judged(pool: MakePool) -> None:
     async with pool("hangs", deadline=0.5) as running:
-        verdicts = await running.run(0, [sample(text) for text in ("fine", "hang", "fine", "hang", "fine")])
-    hung = Verdict(reason="it hung: no answer within 0.5 s")
-    assert verdicts == [Verdict(1.0), hung, Verdict(1.0), hung, Verdict(1.0)]
+        results = await running.run(0, [sample(text) for text in ("fine", "hang", "fine", "hang", "fine")])
+    hung = FunctionResult(reason="it hung: no answer within 0.5 s")
+    assert results == [FunctionResult(1.0), hung, FunctionResult(1.0), hung, FunctionResult(1.0)]
 
 
 async def test_each_of_many_samples_has_the_whole_deadline(pool: MakePool) -> None:
     async with pool("dawdles", deadline=2.0) as running:
-        assert await running.run(0, [sample() for _ in range(5)]) == [Verdict(1.0)] * 5
+        assert await running.run(0, [sample() for _ in range(5)]) == [FunctionResult(1.0)] * 5
 
 
 async def test_of_many_samples_the_one_that_crashes_is_blamed_and_the_rest_is_judged(pool: MakePool) -> None:
     async with pool("crashes_at_times") as running:
-        verdicts = await running.run(0, [sample(text) for text in ("fine", "crash", "fine")])
-    assert verdicts == [Verdict(1.0), Verdict(reason="its process ended with status 7"), Verdict(1.0)]
+        results = await running.run(0, [sample(text) for text in ("fine", "crash", "fine")])
+    assert results == [
+        FunctionResult(1.0),
+        FunctionResult(reason="its process ended with status 7"),
+        FunctionResult(1.0),
+    ]
 
 
 async def test_calls_that_run_when_the_pool_is_stopped_end_and_start_no_process(pool: MakePool, tmp_path: Path) -> None:
@@ -173,7 +177,7 @@ async def test_calls_that_run_when_the_pool_is_stopped_end_and_start_no_process(
         while not (pids.exists() and pids.read_text().endswith("\n")):
             await asyncio.to_thread(os.sched_yield)
         await running.stop()
-    assert [verdict.value for verdict in hung.result()] == [None, None]
+    assert [result.value for result in hung.result()] == [None, None]
 
 
 def alive(pid: int) -> bool:
@@ -194,8 +198,8 @@ async def test_what_a_function_started_ends_with_its_process(
     pool: MakePool, tmp_path: Path, text: str, said: str
 ) -> None:
     async with pool("leaves", deadline=1.0) as running:
-        (verdict,) = await running.run(0, [sample(text, pids=str(tmp_path / "pids"))])
-        assert verdict.reason.startswith(said)
+        (result,) = await running.run(0, [sample(text, pids=str(tmp_path / "pids"))])
+        assert result.reason.startswith(said)
         assert not [pid for pid in map(int, (tmp_path / "pids").read_text().split()) if alive(pid)]
 
 
@@ -210,16 +214,16 @@ async def test_children_compute_side_by_side(pool: MakePool) -> None:
 async def test_coroutine_functions_overlap_in_one_child(pool: MakePool) -> None:
     async with pool("meets") as running, asyncio.TaskGroup() as tasks:
         calls = [tasks.create_task(running.run(0, [sample()])) for _ in range(8)]
-    assert [call.result() for call in calls] == [[Verdict(1.0)]] * 8
+    assert [call.result() for call in calls] == [[FunctionResult(1.0)]] * 8
 
 
 async def test_a_coroutine_that_hangs_is_ended_without_its_child(pool: MakePool) -> None:
     async with pool("waits", "meets", deadline=0.5) as running:
-        (verdict,) = await running.run(0, [sample("hang")])
+        (result,) = await running.run(0, [sample("hang")])
         line = FUNCTIONS.splitlines().index("async def waits(sample):") + 3
-        assert verdict.reason.startswith("it hung: no answer within 0.5 s, waiting in ")
-        assert (verdict.reason.partition("functions.py, ")[2], verdict.traceback) == (f"line {line}", "")
-        assert await running.run(0, [sample()]) == [Verdict(1.0)]
+        assert result.reason.startswith("it hung: no answer within 0.5 s, waiting in ")
+        assert (result.reason.partition("functions.py, ")[2], result.traceback) == (f"line {line}", "")
+        assert await running.run(0, [sample()]) == [FunctionResult(1.0)]
 
 
 async def test_calls_beside_a_coroutine_that_blocks_are_made_again(pool: MakePool) -> None:
@@ -227,7 +231,7 @@ async def test_calls_beside_a_coroutine_that_blocks_are_made_again(pool: MakePoo
         beside = tasks.create_task(running.run(0, [sample()]))
         blocking = tasks.create_task(running.run(0, [sample("hang")]))
     assert blocking.result()[0].reason.startswith("it hung")
-    assert beside.result() == [Verdict(1.0)]
+    assert beside.result() == [FunctionResult(1.0)]
 
 
 async def test_the_call_of_a_cancelled_caller_is_not_blamed_on_the_next(pool: MakePool) -> None:
@@ -235,7 +239,7 @@ async def test_the_call_of_a_cancelled_caller_is_not_blamed_on_the_next(pool: Ma
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await running.run(0, [sample("hang")])
-        assert await running.run(1, [sample("four")]) == [Verdict(4.0)]
+        assert await running.run(1, [sample("four")]) == [FunctionResult(4.0)]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +257,7 @@ async def test_a_file_that_does_not_run_is_a_config_error_with_its_traceback(tmp
     file.write_text("import no_such_module_here\n")
     with pytest.raises(ExceptionGroup) as raised:
         async with asyncio.TaskGroup() as tasks:
-            await Pool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=1, start_deadline=60).start()
+            await ChildPool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=1, start_deadline=60).start()
     assert raised.group_contains(ConfigError, match="broken.py.*line 1")
 
 
@@ -262,7 +266,7 @@ async def test_loading_has_a_deadline(tmp_path: Path) -> None:
     file.write_text("import threading\nthreading.Event().wait()")
     with pytest.raises(ExceptionGroup) as raised:
         async with asyncio.TaskGroup() as tasks:
-            await Pool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=1, start_deadline=2).start()
+            await ChildPool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=1, start_deadline=2).start()
     assert raised.group_contains(DeadlineExceeded, match="slow.py:f were not loaded within 2 s")
 
 
@@ -270,11 +274,11 @@ PARENT = """
 import asyncio, sys
 from asyncrl.rewards import Sample
 from asyncrl.rewards.functions import FunctionSpec
-from asyncrl.rewards.pool import Pool
+from asyncrl.rewards.execution.child_pool import ChildPool
 
 async def main():
     async with asyncio.TaskGroup() as tasks:
-        pool = Pool([FunctionSpec(sys.argv[1] + ":leaves", "f")], tasks, workers=1, deadline=60, start_deadline=60)
+        pool = ChildPool([FunctionSpec(sys.argv[1] + ":leaves", "f")], tasks, workers=1, deadline=60, start_deadline=60)
         await pool.start()
         await pool.run(0, [Sample("p", "x", {"pids": sys.argv[2]}, 0, 0, "stop", 1)])
 

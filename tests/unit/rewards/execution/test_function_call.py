@@ -6,8 +6,8 @@ import pytest
 
 from asyncrl.errors import RewardError
 from asyncrl.rewards import Sample
-from asyncrl.rewards.calling import attempt, call, verdict
-from asyncrl.rewards.sample import Verdict, with_columns
+from asyncrl.rewards.execution.function_call import attempt, call, result_of
+from asyncrl.rewards.sample import FunctionResult, with_columns
 
 SAMPLES = [Sample("p", text, {}, 0, member, "stop", 1) for member, text in enumerate("abc")]
 
@@ -23,7 +23,7 @@ SAMPLES = [Sample("p", text, {}, 0, member, "stop", 1) for member, text in enume
     ],
 )
 def test_numbers_and_terms(value: Any, expected: Any) -> None:
-    found = verdict(value).value
+    found = result_of(value).value
     assert found == expected
     assert type(found) in (float, dict)
 
@@ -34,16 +34,16 @@ def test_numbers_and_terms(value: Any, expected: Any) -> None:
         (None, "it returned None"),
         (float("nan"), "what it returned is nan"),
         (float("inf"), "what it returned is inf"),
-        ("1.0", "is no number but '1.0'"),
-        ([1.0], r"is no number but \[1.0\]"),
+        ("1.0", "is not a number but '1.0'"),
+        ([1.0], r"is not a number but \[1.0\]"),
         ({}, "empty dict"),
         ({"a": float("nan")}, "the term a is nan"),
-        ({"a": None}, "the term a is no number"),
+        ({"a": None}, "the term a is not a number"),
     ],
 )
 @pytest.mark.trap("unscorable")
 def test_what_is_no_reward(value: Any, reason: str) -> None:
-    found = verdict(value)
+    found = result_of(value)
     assert found.value is None
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(found.reason)
@@ -53,8 +53,8 @@ async def test_one_sample_plain_and_async() -> None:
     async def slowly(sample: Sample) -> float:
         return 2.0
 
-    assert await call(lambda sample: float(sample.member), SAMPLES[1:2], group=False) == [Verdict(1.0)]
-    assert await call(slowly, SAMPLES[:1], group=False) == [Verdict(2.0)]
+    assert await call(lambda sample: float(sample.member), SAMPLES[1:2], group=False) == [FunctionResult(1.0)]
+    assert await call(slowly, SAMPLES[:1], group=False) == [FunctionResult(2.0)]
 
 
 async def test_a_group_is_judged_together_and_each_value_alone() -> None:
@@ -62,9 +62,9 @@ async def test_a_group_is_judged_together_and_each_value_alone() -> None:
         return [sample.member / len(samples) if sample.member else None for sample in samples]
 
     assert await call(ranks, SAMPLES, group=True) == [
-        Verdict(reason="it returned None"),
-        Verdict(1 / 3),
-        Verdict(2 / 3),
+        FunctionResult(reason="it returned None"),
+        FunctionResult(1 / 3),
+        FunctionResult(2 / 3),
     ]
 
 
@@ -82,9 +82,9 @@ async def test_a_coroutine_that_hangs_reads_like_a_plain_function_and_says_where
         await inner()
         return 1.0
 
-    (verdict,) = await attempt(hangs, SAMPLES[:1], False, 0.01)
+    (result,) = await attempt(hangs, SAMPLES[:1], False, 0.01)
     line = inner.__code__.co_firstlineno + 1
-    assert verdict == Verdict(reason=f"it hung: no answer within 0.01 s, waiting in {__file__}, line {line}")
+    assert result == FunctionResult(reason=f"it hung: no answer within 0.01 s, waiting in {__file__}, line {line}")
 
 
 async def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
@@ -93,8 +93,8 @@ async def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
     async def asks(sample: Sample) -> Any:
         return sample.row["answer"]
 
-    (verdict,) = await attempt(asks, [sample], False, 1.0)
-    assert verdict.reason == (
+    (result,) = await attempt(asks, [sample], False, 1.0)
+    assert result.reason == (
         "it raised MissingColumn: the row has no column answer; found are prompt, answr; did you mean answr?"
     )
     assert (sample.row.get("answer"), sample.row["answr"], "answer" in sample.row) == (None, "a", False)

@@ -1,7 +1,7 @@
 import asyncio
 import threading
 
-from asyncrl.rewards.here import THREADS, HerePool, named
+from asyncrl.rewards.execution.in_process import THREADS, InProcessPool, named
 from asyncrl.rewards.sample import Sample
 
 
@@ -10,7 +10,7 @@ def length(sample: Sample) -> float:
 
 
 async def test_functions_of_one_name_have_terms_of_their_own() -> None:
-    pool = HerePool(named([lambda sample: 0.0, length, lambda sample: 1.0, length]), 1.0)
+    pool = InProcessPool(named([lambda sample: 0.0, length, lambda sample: 1.0, length]), 1.0)
     assert [spec.name for spec in pool.specs] == ["lambda", "length", "lambda_2", "length_2"]
 
 
@@ -21,7 +21,7 @@ async def test_calls_that_are_given_up_while_they_wait_are_queued_no_longer() ->
         over.wait(20)
         return 1.0
 
-    pool = HerePool(named([waits]), 20.0)
+    pool = InProcessPool(named([waits]), 20.0)
     samples = [Sample("p", "t", {}, group=0, member=member, finish="stop", tokens=1) for member in range(THREADS + 3)]
     async with asyncio.timeout(20):
         call = asyncio.ensure_future(pool.run(0, samples))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
+from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.functions import FunctionSpec
-from asyncrl.rewards.pool import Pool
-from asyncrl.rewards.sample import Verdict
+from asyncrl.rewards.sample import FunctionResult
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pools import MakePool, pools, sample
@@ -64,7 +64,7 @@ async def test_a_sample_whose_process_is_killed_from_outside_is_judged_by_the_ne
     async with pool(name) as running:
         texts = ("fine", whom, "fine", whom)
         samples = [sample(text, member, tries=str(tries)) for member, text in enumerate(texts)]
-        assert await running.run(0, samples) == [Verdict(1.0)] * 4
+        assert await running.run(0, samples) == [FunctionResult(1.0)] * 4
     assert tries.read_text().split().count("1") >= 2
 
 
@@ -73,9 +73,9 @@ async def test_a_function_that_kills_its_own_process_is_blamed_and_the_rest_is_j
     pool: MakePool, name: str
 ) -> None:
     async with pool(name) as running:
-        verdicts = await running.run(0, [sample(text) for text in ("fine", "kill", "fine")])
-    assert verdicts[::2] == [Verdict(1.0)] * 2
-    assert verdicts[1] == Verdict(
+        results = await running.run(0, [sample(text) for text in ("fine", "kill", "fine")])
+    assert results[::2] == [FunctionResult(1.0)] * 2
+    assert results[1] == FunctionResult(
         reason="its process was ended by SIGKILL, as the kernel does where memory runs out; "
         "so was another one at the same sample"
     )
@@ -85,8 +85,8 @@ async def test_a_group_that_kills_its_process_twice_is_blamed_whole(pool: MakePo
     async with pool("ranks_or_dies", group=True) as running:
         killed = await running.run(0, [sample("fine"), sample("kill")])
         assert len(killed) == 2
-        assert all("another one at the same sample" in verdict.reason for verdict in killed)
-        assert await running.run(0, [sample("fine")]) == [Verdict(1.0)]
+        assert all("another one at the same sample" in result.reason for result in killed)
+        assert await running.run(0, [sample("fine")]) == [FunctionResult(1.0)]
 
 
 async def test_a_process_that_is_killed_between_two_calls_is_nobody_s_fault(pool: MakePool) -> None:
@@ -107,10 +107,10 @@ async def test_a_process_that_is_killed_while_it_loads_is_started_once_more(tmp_
         "def f(sample):\n    return 1.0\n"
     )
     async with asyncio.TaskGroup() as tasks:
-        pool = Pool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=20, start_deadline=60)
+        pool = ChildPool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=20, start_deadline=60)
         await pool.start()
         await pool.stop()
-        again = Pool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=20, start_deadline=60)
+        again = ChildPool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=20, start_deadline=60)
         with pytest.raises(ConfigError, match=r"the process was ended by SIGKILL.* while it loaded them; see"):
             await again.start()
     assert tries.read_text() == "xxxx"

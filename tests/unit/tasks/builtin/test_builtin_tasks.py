@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl.provision import demonstrations_of
+from asyncrl.config.sources import load as load_experiment
+from asyncrl.engines.models.model_maker import demonstrations_of
 from asyncrl.rewards.functions import function_specs, load
-from asyncrl.rewards.sample import Sample, Verdict
+from asyncrl.rewards.sample import FunctionResult, Sample
 from asyncrl.rewards.scoring import score_of
-from asyncrl.settings import load as load_experiment
-from asyncrl.tasks import chant, held_out_prompts, opening, reverse, stragglers, training_prompts, two_turns
+from asyncrl.tasks import held_out_prompts, training_prompts
+from asyncrl.tasks.builtin import chant, first_token, reverse, stragglers, two_turns
 
 Row = dict[str, Any]
 
@@ -34,7 +35,7 @@ SUITE = {
     "quickstart": Expected(lambda row: row["answer"], (0.2, 0.34)),
     "longer": Expected(lambda row: row["letter"] * 24, (0.3, 0.42)),
     "shorter": Expected(lambda row: row["letter"], (0.3, 0.42)),
-    "first-token": Expected(lambda row: row["opening"] + opening.RUN[-30:], (0.22, 0.36)),
+    "first-token": Expected(lambda row: row["opening"] + first_token.RUN[-30:], (0.22, 0.36)),
     "stragglers": Expected(lambda row: row["answer"], (0.2, 0.34)),
     "two-turns": Expected(lambda row: f"{row['word'][::-1]}/{row['word']}", (0.2, 0.34)),
 }
@@ -43,8 +44,8 @@ SUITE = {
 def reward_of(name: str, row: Row, text: str) -> float:
     """As a run of the experiment scores it."""
     specs = function_specs(load_experiment(name).config)
-    verdicts = [Verdict(load(spec)(sample(row, text))) for spec in specs]
-    reward = score_of(sample(row, text), specs, verdicts, "fail").reward
+    results = [FunctionResult(load(spec)(sample(row, text))) for spec in specs]
+    reward = score_of(sample(row, text), specs, results, "fail").reward
     assert reward is not None
     return reward
 
@@ -118,10 +119,10 @@ def test_longer_rises_with_each_letter_and_shorter_falls() -> None:
 
 def test_only_the_first_of_many_tokens_decides() -> None:
     row = {"prompt": "open tofi:", "opening": "i"}
-    assert opening.opened(sample(row, "i" + opening.RUN)) == 1
-    assert opening.opened(sample(row, "i" + "#" * 20)) == 1
-    assert opening.opened(sample(row, "t" + opening.RUN)) == 0
-    assert opening.opened(sample(row, "i" + "#" * 19)) == 0
+    assert first_token.opened(sample(row, "i" + first_token.RUN)) == 1
+    assert first_token.opened(sample(row, "i" + "#" * 20)) == 1
+    assert first_token.opened(sample(row, "t" + first_token.RUN)) == 0
+    assert first_token.opened(sample(row, "i" + "#" * 19)) == 0
 
 
 def test_a_long_answer_is_many_times_as_long_as_its_opening() -> None:

@@ -1,7 +1,7 @@
 import random
 from collections import Counter
 
-from asyncrl.tasks.reverse import DEMONSTRATIONS, HABITS, held_out, training
+from asyncrl.tasks.builtin.reverse import DEMONSTRATIONS, HABITS, held_out, training
 
 
 def test_training_and_held_out_words_are_disjoint_for_all_seeds() -> None:

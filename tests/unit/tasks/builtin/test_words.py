@@ -1,7 +1,7 @@
 import random
 from itertools import islice
 
-from asyncrl.tasks.words import rows, words
+from asyncrl.tasks.builtin.words import rows, words
 
 
 def test_words_are_short_and_have_no_letter_twice() -> None:

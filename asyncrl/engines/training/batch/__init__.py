@@ -1,0 +1,1 @@
+"""The training batch: samples become rows, masks, micro-batches and padded tensors."""

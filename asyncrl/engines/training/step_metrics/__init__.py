@@ -1,0 +1,1 @@
+"""The metrics of a training step, computed from sums over tokens and ranks."""

@@ -1,0 +1,1 @@
+"""The trainers of policy and critic on PyTorch, and their steps."""

@@ -1,0 +1,1 @@
+"""Worker processes and the calls on them: start, connect, supervise, restart, stop."""

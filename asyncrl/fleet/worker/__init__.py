@@ -1,0 +1,1 @@
+"""The inside of a worker process: its specification, its service, its compute thread."""

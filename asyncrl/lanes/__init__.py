@@ -1,0 +1,1 @@
+"""How messages, rows and weights move between workers: one folder a lane."""

@@ -1,0 +1,185 @@
+"""The base of the fakes: rows, reading, time and death, inside a worker or called directly."""
+
+import asyncio
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.errors import LostRows, PeerLost
+from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.lanes.data.row_retention import RowRetention
+from asyncrl.lanes.data.row_store import HeapRows, RowStore
+from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef, SampleName
+from asyncrl.telemetry.state_clock import StateClock
+
+KEY = "key"
+"""Column of every sampled row: group, member and attempt, so that a reader can tell that it read the right row."""
+DIRECT_SLOTS = 4096
+"""Rows that a fake without a worker can hold: more than any simulated run has in flight."""
+
+
+@dataclass
+class DirectReader:
+    """Reads rows out of the stores of other fakes in this process."""
+
+    services: "tuple[FakeService, ...]"
+
+    async def read(self, samples: BatchRef, columns: Sequence[str]) -> Batch:
+        """Returns these columns. Raises LostRows when any part of a row is gone, whatever its columns are."""
+        rows = [self._row(row, columns) for row in samples]
+        return Batch({name: Column.of([row[name] for row in rows]) for name in columns})
+
+    def _row(self, row: RowRef, columns: Sequence[str]) -> dict[str, Array]:
+        found: dict[str, Array] = {}
+        for place in row.places:
+            wanted = [name for name in columns if name in place.columns]
+            found |= zip(wanted, self._store(place).read(place, wanted), strict=True)
+        return found
+
+    def _store(self, place: Place) -> RowStore:
+        for service in self.services:
+            if service.rows is not None and service.rows.address == place.owner:
+                return service.rows
+        raise LostRows(f"the owner {place.owner} of slot {place.slot} is gone")
+
+
+@dataclass
+class DirectContext:
+    """Stands in for the WorkerContext of a fake that runs in no worker."""
+
+    service: str
+    reader: DirectReader
+    instance: str = ""
+    incarnation: int = 0
+
+    def __post_init__(self) -> None:
+        self.clock = StateClock(lambda: 0.0)
+
+    def open_rows(self, slots: int, slot_bytes: int) -> HeapRows:
+        return HeapRows(f"direct://{self.instance}", slots, slot_bytes)
+
+
+class FakeService(Service):
+    """Runs in the worker of `context`, or, without one, is called directly and reads the rows of `peers`.
+
+    A fake that is called directly can die and come back as another instance.
+    row_bytes: bytes of the longest row that it makes; 0: it makes none. deaths: how often it has died.
+    """
+
+    row_bytes = 0
+
+    def __init__(self, service: str, context: WorkerContext | None, peers: "Iterable[FakeService]" = ()) -> None:
+        self.is_direct = context is None
+        self.deaths = 0
+        self._places: dict[int, Place] = {}
+        self._alive = asyncio.Event()
+        self._alive.set()
+        super().__init__(context or cast(WorkerContext, DirectContext(service, DirectReader((*peers, self)))))
+        if self.is_direct:
+            self._begin_instance()
+
+    @property
+    def instance(self) -> str:
+        """Name of the running process, which changes with every restart."""
+        return self.context.instance
+
+    # ---- rows --------------------------------------------------------------------------------------------
+
+    @property
+    def row_slots(self) -> int:
+        return DIRECT_SLOTS if self.is_direct else GateConfig.of(self.context.config).row_slots
+
+    async def start(self) -> None:
+        if self.row_bytes:
+            self.rows = self.context.open_rows(self.row_slots, self.row_bytes)
+
+    async def read_checked(self, samples: BatchRef, columns: Sequence[str]) -> Batch:
+        """Reads these columns and checks that every row is the one that its reference names."""
+        rows = await self.read(samples, [*columns, KEY])
+        for row, key in zip(samples, rows[KEY], strict=True):
+            assert tuple(key.tolist()) == row.name, f"{row} led to the row of sample {tuple(key.tolist())}"
+        return rows
+
+    async def read(self, samples: BatchRef, columns: Sequence[str]) -> Batch:
+        """Reads rows of other services. Raises LostRows when one is gone."""
+        return await self.context.reader.read(samples, columns)
+
+    def keep(self, sample: SampleName, columns: Mapping[str, Array]) -> Place:
+        place = super().keep(sample, columns)
+        self._places[place.slot] = place
+        return place
+
+    def lose_row(self, chance: random.Random) -> None:
+        """Frees one of the stored rows, whoever still needs it."""
+        if stored := [place for place in self._places.values() if self._stores(place)]:
+            assert self.rows is not None, "it stores rows"
+            self.rows.free([chance.choice(stored)])
+
+    def _stores(self, place: Place) -> bool:
+        try:
+            return self.rows is not None and self.rows.read(place, ()) == []
+        except LostRows:
+            return False
+
+    @property
+    def stored_rows(self) -> int:
+        return 0 if self.rows is None else self.rows.used
+
+    @property
+    def stored_attempts(self) -> dict[tuple[int, int], int]:
+        """Returns the attempt of each (group, member) that has a row here."""
+        return self._retention.attempts() if self.is_direct else {}
+
+    # ---- time and death ----------------------------------------------------------------------------------
+
+    async def spend(self, seconds: float) -> None:
+        """Spends the time of a pure call, which is repeated once. Raises PeerLost when the fake dies both times."""
+        for _ in range(2):
+            deaths = await self.wait_until_alive()
+            await asyncio.sleep(seconds)
+            if self.deaths == deaths and self._alive.is_set():
+                return
+        raise PeerLost(f"{self.context.service} died twice in one call")
+
+    async def wait_until_alive(self) -> int:
+        """Waits for the next instance as a handle does; returns the number of deaths, for `check_alive`."""
+        await self._alive.wait()
+        return self.deaths
+
+    def check_alive(self, deaths: int) -> None:
+        """Raises PeerLost when the instance that a call went to has died since."""
+        if self.deaths != deaths or not self._alive.is_set():
+            raise PeerLost(f"{self.context.service} died during a call")
+
+    def read_from(self, services: "Iterable[FakeService]") -> None:
+        """Reads rows of these services from now on."""
+        cast(DirectContext, self.context).reader.services = tuple(services)
+
+    def run_in(self, incarnation: int) -> None:
+        """Joins a run that was resumed so often."""
+        cast(DirectContext, self.context).incarnation = incarnation
+
+    def die(self) -> None:
+        """Loses all rows; every running call fails."""
+        self._retention = RowRetention()
+        self.rows = None
+        self._alive.clear()
+
+    def come_back(self) -> None:
+        """Starts the next instance."""
+        self.deaths += 1
+        self._begin_instance()
+        self._alive.set()
+
+    def _begin_instance(self) -> None:
+        context = cast(DirectContext, self.context)
+        context.instance = f"{context.service}0.0-1-{self.deaths:08x}"
+        if self.row_bytes:
+            self.rows = context.open_rows(self.row_slots, self.row_bytes)
+
+
+def now() -> float:
+    """Returns the time of the running loop, in seconds."""
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,251 @@
+"""A generation service whose slots sample one token each in a fixed time, whoever else samples."""
+
+import asyncio
+import math
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, LostRows, PeerLost, Refused
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.weights.leases import must_flip
+from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
+from asyncrl.protocols.contracts import Generation
+from asyncrl.protocols.messages import PromptGroup, Published, SampleText, Using
+from asyncrl.protocols.seeds import member_seed
+from asyncrl.simulation.fakes.fake_service import KEY, FakeService, now
+from asyncrl.simulation.fakes.sample_lengths import Lengths
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""(version, number of tokens sampled at it) of one completion, in order."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Holds a completion that waits for a slot or is being sampled; `answers` is the stream of its group."""
+
+    prompts: PromptGroup
+    member: int
+    tokens: int
+    answers: asyncio.Queue[RowRef | AsyncrlError]
+    began: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def name(self) -> SampleName:
+        return (self.prompts.id, self.member, self.prompts.attempt)
+
+
+class FakeGeneration(FakeService, Generation):
+    """Samples in `slots` slots, first come, first served; a token takes `token_time` seconds.
+
+    The length of a completion depends on the seeds of its group and member only. Weights take `flip_time` seconds to
+    load. busy: slot-seconds spent on completions, aborted ones included.
+    """
+
+    row_bytes = 32_768
+
+    def __init__(
+        self,
+        slots: int,
+        token_time: float,
+        lengths: Lengths,
+        flip_time: float = 0.0,
+        context: WorkerContext | None = None,
+    ) -> None:
+        super().__init__("generation", context)
+        self.slots = slots
+        self.token_time = token_time
+        self.lengths = lengths
+        self.flip_time = flip_time
+        self.busy = 0.0
+        self._published: Published | None = None
+        self._weights_changed = asyncio.Event()
+        self._flips: list[tuple[float, int]] = []
+        self._queue: deque[Sequence] = deque()
+        self._sampling: dict[Sequence, None] = {}
+
+    async def wait_for_weights(self, version: int) -> None:
+        """Waits until these weights, or newer ones, sample."""
+        while self.version < version:
+            await self._weights_changed.wait()
+
+    # ---- plug points -------------------------------------------------------------------------------------
+
+    async def load_weights(self, published: Published) -> None:
+        """Loads new weights while the old ones still sample."""
+        deaths = self.deaths
+        await asyncio.sleep(self.flip_time)
+        self.check_alive(deaths)
+
+    def columns(self, sequence: Sequence, spans: Spans) -> dict[str, Array]:
+        """Returns the row of a finished completion: the version of each token, and the name of its sample."""
+        versions, counts = zip(*spans, strict=True)
+        return {"versions": np.repeat(np.array(versions, np.int32), counts), KEY: np.array(sequence.name, np.int32)}
+
+    # ---- endpoints ---------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample now; -1 before the first ones."""
+        return self._flips[-1][1] if self._flips else -1
+
+    async def use_weights(self, published: Published) -> Using:
+        await self.wait_until_alive()
+        if not published.is_kept_for(self.instance):
+            return Using((), published.version)
+        if must_flip(self._published, published):
+            await self.load_weights(published)
+            if published.version > self.version:
+                self._published = published
+                self._flips.append((now(), published.version))
+                self._fill_slots()
+                self._weights_changed.set()
+                self._weights_changed.clear()
+        return Using((self.instance,), self.version)
+
+    async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
+        await self.wait_until_alive()
+        if prompts.incarnation != self.context.incarnation:
+            raise Refused(
+                f"group {prompts.id} belongs to incarnation {prompts.incarnation} of the run, this worker to "
+                f"{self.context.incarnation}"
+            )
+        answers = asyncio.Queue[RowRef | AsyncrlError]()
+        sequences = [Sequence(prompts, member, self._length(prompts, member), answers) for member in prompts.members]
+        self._queue.extend(sequences)
+        self._fill_slots()
+        deadline = asyncio.get_running_loop().call_later(prompts.deadline, self._end, prompts)
+        try:
+            left = len(sequences)
+            while left:
+                finished = await _next_finished(answers)
+                left -= len(finished)
+                yield finished
+        finally:
+            deadline.cancel()
+            self._abort(sequences)
+
+    async def texts(self, refs: BatchRef) -> list[SampleText]:
+        found = []
+        for row in refs:
+            assert self.rows is not None, "opened in `start`"
+            try:
+                (text,) = self.rows.read(row.places[0], ["text"])
+            except LostRows:
+                continue
+            found.append(SampleText(row.group, row.member, "", bytes(text).decode()))
+        return found
+
+    async def stop(self) -> None:
+        self._clear()
+        await super().stop()
+
+    def die(self) -> None:
+        self._clear(PeerLost(f"{self.instance} died"))
+        super().die()
+
+    def groups_at_work(self) -> list[int]:
+        """Returns the group of each sample that waits here or is being sampled."""
+        return [sequence.prompts.id for sequence in (*self._queue, *self._sampling)]
+
+    # ---- slots -------------------------------------------------------------------------------------------
+
+    def _length(self, prompts: PromptGroup, member: int) -> int:
+        tokens = self.lengths(random.Random(member_seed(prompts.seed, member)))
+        return min(tokens, prompts.max_new_tokens)
+
+    def _fill_slots(self) -> None:
+        """Gives free slots to waiting sequences; those that need newer weights let the others pass."""
+        late = [sequence for sequence in self._queue if sequence.prompts.not_before > self.version]
+        ready = deque(sequence for sequence in self._queue if sequence.prompts.not_before <= self.version)
+        while ready and len(self._sampling) < self.slots:
+            sequence = ready.popleft()
+            sequence.began = now()
+            duration = sequence.tokens * self.token_time
+            sequence.timer = asyncio.get_running_loop().call_later(duration, self._finish, sequence)
+            self._sampling[sequence] = None
+        self._queue = deque((*ready, *late)) if late else ready
+
+    def _finish(self, sequence: Sequence) -> None:
+        spans = self._spans(sequence)
+        self._leave_slot(sequence)
+        sequence.answers.put_nowait(self.row(sequence, spans))
+        self._fill_slots()
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        del self._sampling[sequence]
+        self.busy += now() - sequence.began
+        if sequence.timer is not None:
+            sequence.timer.cancel()
+
+    def _abort(self, sequences: Iterable[Sequence]) -> None:
+        aborted = {id(sequence) for sequence in sequences}
+        self._queue = deque(sequence for sequence in self._queue if id(sequence) not in aborted)
+        for sequence in [sequence for sequence in self._sampling if id(sequence) in aborted]:
+            self._leave_slot(sequence)
+        self._fill_slots()
+
+    def _end(self, prompts: PromptGroup) -> None:
+        """Ends a group at its deadline: what is being sampled finishes as it is, what still waits fails."""
+        late = [sequence for sequence in self._queue if sequence.prompts is prompts]
+        for sequence in [sequence for sequence in self._sampling if sequence.prompts is prompts]:
+            sequence.tokens = max(1, math.floor((now() - sequence.began) / self.token_time))
+            self._finish(sequence)
+        self._abort(late)
+        for sequence in late:
+            sequence.answers.put_nowait(
+                DeadlineExceeded(f"sample {(prompts.id, sequence.member)} got no slot within {prompts.deadline:g} s")
+            )
+
+    def _clear(self, error: AsyncrlError | None = None) -> None:
+        """Drops all completions and the weights; every open stream raises the error if there is one."""
+        streams = {id(sequence.answers): sequence.answers for sequence in (*self._queue, *self._sampling)}
+        for sequence in list(self._sampling):
+            self._leave_slot(sequence)
+        self._queue.clear()
+        self._flips.clear()
+        self._published = None
+        if error is not None:
+            for answers in streams.values():
+                answers.put_nowait(error)
+
+    # ---- rows --------------------------------------------------------------------------------------------
+
+    def row(self, sequence: Sequence, spans: Spans) -> RowRef:
+        """Stores a finished completion and returns the reference to it."""
+        prompts = sequence.prompts
+        return RowRef(
+            group=prompts.id,
+            member=sequence.member,
+            attempt=prompts.attempt,
+            incarnation=prompts.incarnation,
+            prompt_tokens=1,
+            tokens=sequence.tokens,
+            first=spans[0][0],
+            last=spans[-1][0],
+            finish="length" if sequence.tokens == prompts.max_new_tokens else "stop",
+            places=(self.keep(sequence.name, self.columns(sequence, spans)),),
+        )
+
+    def _spans(self, sequence: Sequence) -> Spans:
+        """Token k is sampled in [began + k t, began + (k + 1) t) by the weights at the start of that step."""
+        flipped = [(flip - sequence.began) / self.token_time for flip, _ in self._flips[1:]]
+        ends = [min(sequence.tokens, max(0, math.ceil(end - 1e-6))) for end in flipped] + [sequence.tokens]
+        starts = [0, *ends[:-1]]
+        spans = zip((version for _, version in self._flips), starts, ends, strict=True)
+        return tuple((version, end - start) for version, start, end in spans if end > start)
+
+
+async def _next_finished(answers: asyncio.Queue[RowRef | AsyncrlError]) -> BatchRef:
+    """Waits for the next finished completion and takes all that finished with it. Raises the error of the stream."""
+    found = [await answers.get()]
+    found += [answers.get_nowait() for _ in range(answers.qsize())]
+    for answer in found:
+        if isinstance(answer, AsyncrlError):
+            raise answer
+    return BatchRef(tuple(answer for answer in found if isinstance(answer, RowRef)))

@@ -1,0 +1,205 @@
+"""A training service whose steps only take time; versions, staleness, leases and the chain are those of a real one."""
+
+import asyncio
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from asyncrl.errors import DeadlineExceeded, Refused
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.data.row_prefetch import RowPrefetch
+from asyncrl.lanes.weights.leases import Leases, slot_of
+from asyncrl.protocols.batch import Batch, BatchRef, Cuts
+from asyncrl.protocols.contracts import Training
+from asyncrl.protocols.hash_chain import GENESIS, chain
+from asyncrl.protocols.messages import Checkpointed, Published, StepReport, TrainedSample
+from asyncrl.protocols.staleness import live
+from asyncrl.simulation.fakes.fake_service import KEY, FakeService, now
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Gives the seconds of a step: `fixed`, plus `token` for each response token; and the chance that its update is not
+    finite, so that it trains nothing."""
+
+    fixed: float
+    token: float = 0.0
+    not_finite: float = 0.0
+
+
+class FakeTraining(FakeService, Training):
+    """Trains by compare-and-set on (incarnation, version), and publishes into two slots that readers lease.
+
+    In a worker a repeated step gets the stored report, and a step that has begun is finished. Called directly, a
+    repeated step is refused: no handle repeats it.
+
+    limit: how many versions old a token in the loss may be; None admits every token. read_columns: columns of a row
+    that a step reads. slot_patience: seconds to wait for the readers of the slot of the next version.
+
+    trained: version stamps of each (group, member) that was trained, and the version that it was trained at.
+    samples_trained: how many samples were trained, repetitions included. oldest: staleness of the oldest token in the
+    loss. in_loss: number of tokens in the loss. busy: seconds in steps; blocked: seconds spent waiting for a slot.
+    """
+
+    arena = "fake"
+    """Name of the weight arena in what is published."""
+
+    def __init__(
+        self,
+        cost: StepCost,
+        limit: int | None,
+        peers: Iterable[FakeService] = (),
+        seed: int = 0,
+        read_columns: Sequence[str] = ("versions",),
+        slot_patience: float = 60.0,
+        context: WorkerContext | None = None,
+    ) -> None:
+        super().__init__("training", context, peers)
+        self.cost = cost
+        self.limit = limit
+        self.busy = 0.0
+        self.blocked = 0.0
+        self.trained: dict[tuple[int, int], tuple[Any, int]] = {}
+        self.samples_trained = 0
+        self.oldest = 0
+        self.in_loss = 0
+        self._seed = seed
+        self._steps = 0
+        self._read_columns = read_columns
+        self._slot_patience = slot_patience
+        self._lease_changed = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._last_step: tuple[object, asyncio.Task[StepReport]] | None = None
+        self._prefetched = RowPrefetch(self.context.reader, [*read_columns, KEY])
+        self.restore(0, GENESIS)
+
+    def restore(self, version: int, chain: bytes) -> None:
+        """Sets the state to that of a checkpoint."""
+        self.version = version
+        self.chain = chain
+        self._leases = Leases()
+        self._leases.end_write(version)
+
+    # ---- plug points -------------------------------------------------------------------------------------
+
+    def learn(self, cuts: Cuts, rows: Batch) -> None:
+        """Changes the weights."""
+
+    def on_trained(self, batch: BatchRef, rows: Batch, in_loss: Sequence[Any]) -> None:
+        """Observes a step that trains, before its version rises. in_loss: version stamps of the tokens in the loss."""
+        for row, stamps, kept in zip(batch, rows["versions"], in_loss, strict=True):
+            self.trained[row.key] = (stamps, self.version)
+            self.oldest = max([self.oldest, *(self.version - kept).tolist()])
+        self.samples_trained += len(batch)
+        self.in_loss += sum(map(len, in_loss))
+
+    def write_weights(self, version: int) -> None:
+        """Writes the weights of this version into their slot."""
+
+    def save(self, directory: str) -> dict[str, str]:
+        """Writes a checkpoint into the directory; returns the digest of each file."""
+        return {}
+
+    # ---- endpoints ---------------------------------------------------------------------------------------
+
+    async def published(self) -> Published:
+        return self._newest()
+
+    def _newest(self) -> Published:
+        return Published(self.context.incarnation, self.version, self.arena, slot_of(self.version), "")
+
+    async def using(self, reader: str, version: int) -> None:
+        self._leases.using(reader, version)
+        self._lease_changed.set()
+
+    async def detached(self, reader: str) -> None:
+        self._leases.detach(reader)
+        self._lease_changed.set()
+
+    async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
+        async with self._turn:
+            self._check("checkpoint", incarnation, version)
+            return Checkpointed(version, self.chain.hex(), self.save(directory))
+
+    async def prefetch(self, samples: BatchRef) -> list[bool]:
+        return await super().prefetch(samples) if self.is_direct else await self._prefetched.prefetch(samples)
+
+    async def read(self, samples: BatchRef, columns: Sequence[str]) -> Batch:
+        return await self._prefetched.read(samples)
+
+    async def step(self, cuts: Cuts) -> StepReport:
+        asked = (cuts.incarnation, cuts.version, [row.name for row in cuts.batch])
+        async with self._turn:
+            if self._last_step is not None and self._last_step[0] == asked:
+                return await asyncio.shield(self._last_step[1])
+            return await self.new_step(cuts, asked)
+
+    async def new_step(self, cuts: Cuts, asked: object) -> StepReport:
+        """Trains a batch that was not trained before."""
+        self._check("step", cuts.incarnation, cuts.version)
+        rows = await self.read_checked(cuts.batch, self._read_columns)
+        if self.is_direct:
+            return await self.train(cuts, rows)
+        work = self.context.tasks.create_task(self.train(cuts, rows), name="step")
+        self._last_step = asked, work
+        report = await asyncio.shield(work)
+        if report.skipped:
+            self._last_step = None
+        return report
+
+    def _check(self, call: str, incarnation: int, version: int) -> None:
+        """Raises Refused unless this is the version that the trainer is at."""
+        if (incarnation, version) != (self.context.incarnation, self.version):
+            at = f"the trainer is at version {self.version} of incarnation {self.context.incarnation}"
+            raise Refused(f"a {call} from version {version} of incarnation {incarnation} was refused: {at}")
+
+    # ---- the step ----------------------------------------------------------------------------------------
+
+    async def train(self, cuts: Cuts, rows: Batch) -> StepReport:
+        """Trains the tokens that are young enough and publishes the next version."""
+        seconds = self.cost.fixed + self.cost.token * cuts.tokens
+        await self.spend(seconds)
+        self.busy += seconds
+        self._steps += 1
+        in_loss = [self._live(stamps) for stamps in rows["versions"]]
+        samples = tuple(_trained_sample(row, len(kept)) for row, kept in zip(cuts.batch, in_loss, strict=True))
+        if random.Random(f"step {self._seed} {self._steps}").random() < self.cost.not_finite:
+            return self._report(samples, "not finite")
+        if not any(sample.trained for sample in samples):
+            return self._report(samples, "stale")
+        await self._wait_for_slot()
+        self._leases.begin_write(self.version + 1)
+        self.learn(cuts, rows)
+        self.on_trained(cuts.batch, rows, in_loss)
+        self.chain = chain(self.chain, [row.name for row in cuts.batch])
+        self.version += 1
+        self.write_weights(self.version)
+        self._leases.end_write(self.version)
+        return replace(self._report(samples, ""), updates=1, published=self._newest())
+
+    def _live(self, stamps: Any) -> Any:
+        return stamps if self.limit is None else stamps[live(stamps, self.version, self.limit)]
+
+    async def _wait_for_slot(self) -> None:
+        """Waits until every reader has left the slot of the next version, which holds the version before this one."""
+        began = now()
+        try:
+            async with asyncio.timeout(self._slot_patience):
+                while self._leases.holders(self.version + 1):
+                    self._lease_changed.clear()
+                    await self._lease_changed.wait()
+        except TimeoutError as error:
+            holders = ", ".join(self._leases.holders(self.version + 1))
+            raise DeadlineExceeded(
+                f"slot {slot_of(self.version + 1)} was not free within {self._slot_patience:g} s; {holders} read it"
+            ) from error
+        self.blocked += now() - began
+
+    def _report(self, samples: tuple[TrainedSample, ...], skipped: str) -> StepReport:
+        return StepReport(self.context.incarnation, self.version, 0, skipped, self.chain.hex(), {}, samples, None)
+
+
+def _trained_sample(row: Any, trained: int) -> TrainedSample:
+    masked = row.tokens - trained
+    return TrainedSample(row.group, row.member, row.attempt, trained, masked, "stale" if masked else "")

@@ -1,0 +1,1 @@
+"""Measures trained tokens per second, end to end, beside TRL."""

@@ -1,0 +1,47 @@
+"""Declares the workloads of the end-to-end measurement: prompts, completion lengths, and how fast a reward is."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+GROUPS, MEMBERS = 64, 8
+SAMPLES = GROUPS * MEMBERS
+PROMPT_TOKENS, PROMPTS = 8, 1024
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Describes what all sides train on.
+
+    lengths: tokens of each sample of a batch. parallel_scores: samples that the slow reward scores at a time; 0: all;
+    None: the reward takes no time. over_trl, over_synchronous: goals for the ratio of trained tokens per second.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    parallel_scores: int | None
+    over_trl: float
+    over_synchronous: float
+
+
+def workloads(parallel_scores: int) -> dict[str, Workload]:
+    from asyncrl.bench.end_to_end.prescribed_lengths import equal, lognormal
+
+    order = list(range(SAMPLES))
+    random.Random(0).shuffle(order)
+    same, tailed = tuple(equal(SAMPLES, 32)), tuple(lognormal(SAMPLES, 32, 1.0, 256, order))
+    slow_reward = f"a reward that takes 200 ms, {parallel_scores or 'all'} samples at a time"
+    return {
+        "equal": Workload("all completions 32 tokens", same, None, 1.4, 1.3),
+        "lognormal": Workload("lognormal lengths (sigma 1, mean 32, cap 256)", tailed, None, 2.0, 1.7),
+        "judge": Workload(slow_reward, same, parallel_scores, 2.0, 1.7),
+    }
+
+
+def write_prompts(folder: Path) -> Path:
+    source, file = random.Random(0), folder / "prompts.jsonl"
+    words = [" ".join(f"w{source.randrange(2000)}" for _ in range(PROMPT_TOKENS)) for _ in range(PROMPTS)]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in words))
+    return file

@@ -1,0 +1,1 @@
+"""Measures what the runtime costs beside stages that only sleep."""

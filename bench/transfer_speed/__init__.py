@@ -1,0 +1,1 @@
+"""Measures messages and batches between processes, beside limits of the machine and other systems."""

@@ -1,0 +1,307 @@
+"""The controller's end of the processes that workers are forked from (fork_server.py).
+
+    begin ──> two processes import, beside the controller ──> fork ──> a child of this process
+                      └── one of them is gone, hangs or refuses: both are started anew, or the worker is spawned
+
+Imports little, so that a command can begin it before its own imports.
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, Any, Literal, Self
+
+from asyncrl.config.schema import Config
+from asyncrl.deploy.process.worker_environment import worker_environment
+
+Stage = Literal["plain", "torch"]
+
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
+MODULES = (
+    "torch",
+    "torch.fx.experimental.symbolic_shapes",  # Loading the first model imports it and sympy, which takes 0.6 s.
+    "asyncrl.services.generation",
+    "asyncrl.services.training",
+)
+"""Modules that are imported before torch workers are forked; all other services import little more."""
+ANSWER_BYTES = 4096
+ENDING = 5.0
+"""Seconds that the kernel may take to end a process that was killed."""
+LAST_WORDS = 300
+LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+
+
+class CannotFork(Exception):
+    """The worker must be spawned; the message says why."""
+
+
+class ForkedWorker:
+    """A process that another one forked and this one waits for, with the interface of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
+        self.pid = pid
+        self.stdin = stdin
+        self.returncode: int | None = None
+        self._pidfd = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """The exit status once it has ended; negative: the signal that ended it."""
+        if self.returncode is None:
+            ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+            if ended is not None:
+                os.close(self._pidfd)
+                self.returncode = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+
+@dataclass(slots=True)
+class _Servers:
+    """Both processes. output: what they write. pids: of those that have imported all."""
+
+    process: "subprocess.Popen[bytes]"
+    channels: Mapping[Stage, socket.socket]
+    output: IO[bytes]
+    pids: dict[Stage, int]
+
+    def end(self) -> None:
+        """The kernel kills the second process with the first. Whoever waits for an answer hears that there is none."""
+        self.process.kill()
+        self.process.wait(ENDING)
+        if "torch" in self.pids:
+            with suppress(ChildProcessError):  # It is a child of this process if it was orphaned during a fork.
+                os.waitpid(self.pids["torch"], 0)
+        for channel in self.channels.values():
+            with suppress(OSError):
+                channel.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
+        self.output.close()
+
+    def last_words(self) -> str:
+        self.output.seek(0)
+        words = self.output.read()[-LAST_WORDS:].decode(errors="replace").strip().splitlines()
+        return f", its last words: {words[-1]}" if words else ""
+
+
+class Forks:
+    """Forks workers. Processes are started by `begin`, and anew for the next worker after they have died.
+
+    environment: of all workers. modules: that those with torch need. deadline: seconds that imports may take. say:
+    told when something is wrong with the processes to fork from; the workers are not concerned.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        modules: Sequence[str] = MODULES,
+        deadline: float = 120.0,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        # numpy would start threads as it is imported; workers multiply matrices with torch.
+        self._environment = {"OPENBLAS_NUM_THREADS": "1", **environment}
+        self._modules = modules
+        self._deadline = deadline
+        self.say = say
+        self._servers: _Servers | None = None
+        self._ended: list[_Servers] = []  # Closed at the end; one for each time that the processes died.
+        self._unfit: dict[Stage, str] = {}  # Stages that died before they had imported all, and would again.
+        self._turn: dict[Stage, asyncio.Lock] = {}
+
+    def __enter__(self) -> Self:
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        for servers in self._ended:
+            servers.close()
+
+    def begin(self) -> None:
+        """Start both processes, which import while this one goes on."""
+        pairs: dict[Stage, tuple[socket.socket, socket.socket]] = {
+            "plain": socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET),
+            "torch": socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET),
+        }
+        theirs = [pairs["plain"][1].fileno(), pairs["torch"][1].fileno()]
+        # It is open as long as the processes may write to it.
+        output = tempfile.TemporaryFile()  # noqa: SIM115
+        program = [sys.executable, "-m", "asyncrl.deploy.process.fork_server"]
+        process = subprocess.Popen(
+            [*program, str(os.getpid()), *map(str, theirs), *self._modules],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=theirs,
+            process_group=0,
+            env=self._environment,
+        )
+        for ours, other in pairs.values():
+            other.close()
+            ours.setblocking(False)
+        self._servers = _Servers(process, {stage: ours for stage, (ours, _) in pairs.items()}, output, {})
+
+    def _end(self) -> None:
+        if self._servers is not None:
+            self._servers.end()
+            self._ended.append(self._servers)
+            self._servers = None
+
+    @property
+    def pids(self) -> Mapping[Stage, int]:
+        """Process ids of the processes to fork from, as far as they have answered."""
+        return dict(self._servers.pids) if self._servers is not None else {}
+
+    async def fork(self, stage: Stage, name: str, output: IO[bytes]) -> ForkedWorker:
+        """A worker that has the imports of this stage and waits for its first line. name: what `ps` shows.
+
+        Raises:
+            CannotFork: it must be spawned.
+        """
+        async with self._turn.setdefault(stage, asyncio.Lock()):
+            if stage in self._unfit:
+                raise CannotFork(self._unfit[stage])
+            try:
+                return await self._fork(stage, name, output)
+            except _ServerGone as gone:
+                self.say(f"{gone}; another one is started, workers live on")
+            try:
+                return await self._fork(stage, name, output)
+            except _ServerGone as gone:
+                raise CannotFork(str(gone)) from gone
+
+    async def _fork(self, stage: Stage, name: str, output: IO[bytes]) -> ForkedWorker:
+        if self._servers is None:
+            self.begin()
+        servers = self._servers
+        assert servers is not None
+        try:
+            async with asyncio.timeout(self._deadline):
+                if stage not in servers.pids:
+                    servers.pids |= (await self._answer(servers, stage))["ready"]
+                return await self._asked(servers, stage, name, output)
+        except TimeoutError:
+            self._drop(servers)
+            raise _ServerGone(
+                f"the process to fork workers from ({stage}) was silent for {self._deadline:g} s"
+            ) from None
+        except asyncio.CancelledError:
+            self._drop(servers)  # A worker may be under way that nobody would wait for.
+            raise
+
+    async def _asked(self, servers: _Servers, stage: Stage, name: str, output: IO[bytes]) -> ForkedWorker:
+        reading, writing = os.pipe()
+        with os.fdopen(reading, "rb"), ExitStack() as unless_forked:
+            stdin = unless_forked.enter_context(os.fdopen(writing, "wb", buffering=0))
+            with _subreaper:
+                request = json.dumps({"name": name}).encode()
+                try:
+                    socket.send_fds(servers.channels[stage], [request], [reading, output.fileno()])
+                except (BrokenPipeError, ConnectionResetError):
+                    raise self._gone(servers, stage) from None
+                answer = await self._answer(servers, stage)
+            if "refused" in answer:
+                raise CannotFork(answer["refused"])
+            worker = ForkedWorker(answer["pid"], stdin)
+            _as_this_process(worker.pid)
+            unless_forked.pop_all()
+            return worker
+
+    async def _answer(self, servers: _Servers, stage: Stage) -> Any:
+        try:
+            answer = await asyncio.get_running_loop().sock_recv(servers.channels[stage], ANSWER_BYTES)
+        except ConnectionResetError:
+            answer = b""
+        if not answer:
+            raise self._gone(servers, stage)
+        return json.loads(answer)
+
+    def _gone(self, servers: _Servers, stage: Stage) -> Exception:
+        why = f"the process to fork workers from ({stage}) has ended{servers.last_words()}"
+        if stage not in servers.pids and self._servers is servers:
+            self._unfit[stage] = why
+        self._drop(servers)
+        return CannotFork(why) if stage in self._unfit else _ServerGone(why)
+
+    def _drop(self, servers: _Servers) -> None:
+        """Ends the processes of both stages, unless another call has done so before."""
+        if self._servers is servers:
+            self._end()
+
+
+@contextmanager
+def forks_of(config: Config, begun: Forks | None = None, say: Callable[[str], None] = print) -> Iterator[Forks | None]:
+    """Starts the processes that workers are forked from; gives None where they are spawned or live in this process.
+
+    begun: used where it is there, and left as it is at the end.
+    """
+    if begun is not None:
+        begun.say = say
+        yield begun
+        return
+    if config.fleet.start == "spawn" or config.fleet.wire == "inproc" or sys.platform != "linux":
+        yield None
+        return
+    environment = worker_environment(config, os.environ)
+    with Forks(environment, deadline=config.fleet.start_deadline, say=say) as forks:
+        yield forks
+
+
+def _as_this_process(pid: int) -> None:
+    """Give a child the niceness and the limits of this process, which may have changed since `begin`."""
+    with suppress(ProcessLookupError, PermissionError):
+        if (niceness := os.getpriority(os.PRIO_PROCESS, 0)) != os.getpriority(os.PRIO_PROCESS, pid):
+            os.setpriority(os.PRIO_PROCESS, pid, niceness)
+        for limit in LIMITS:
+            if (values := resource.getrlimit(limit)) != resource.prlimit(pid, limit):
+                resource.prlimit(pid, limit, values)
+
+
+class _ServerGone(Exception):
+    """A process to fork from is no more."""
+
+
+class _Subreaper:
+    """While it is entered, however often, this process is the parent of its orphaned descendants; a worker is one as it
+    is forked. Not longer: it would have to wait for orphans that it knows nothing of."""
+
+    def __init__(self) -> None:
+        self._entered = 0
+        self._before = ctypes.c_int()
+
+    def __enter__(self) -> None:
+        if not self._entered:
+            prctl = ctypes.CDLL(None).prctl
+            prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(self._before))
+            prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._entered -= 1
+        if not self._entered:
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, self._before.value)
+
+
+_subreaper = _Subreaper()

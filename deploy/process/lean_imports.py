@@ -1,0 +1,138 @@
+"""Leaves out of a worker's imports what transformers asks for and no worker uses: torch's compiler and DTensor.
+
+Importing a model class of transformers 5.16 also imports `torch._dynamo`, `torch.distributed.tensor` and what these
+import: 1.4 of 5.9 CPU-seconds, and 500 modules. Only processes that are ours do this, never the user's:
+
+- `torch._dynamo` is a package whose body runs at the first use of anything in it, but for four functions that torch and
+  transformers call without compiling anything. Until then these do what its own do outside of a compiler.
+- transformers is told that torch was built without `torch.distributed`, which it supports. Ranks of the trainer use
+  `torch.distributed` themselves.
+
+Where a later version of either library needs more, more is imported, and nothing else changes.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+COMPILER = "torch._dynamo"
+TRANSFORMERS = "transformers.utils.import_utils"
+
+
+class _Deferred(ModuleType):
+    """A module whose body runs when something else than its early functions is asked for. Submodules of a package that
+    need nothing of it can be imported. `_allowed`: what `torch._dynamo.allow_in_graph` was given, for its table."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__dict__["_turn"] = threading.RLock()
+        self.__dict__["_allowed"] = []
+        self.__dict__.update(EARLY[name])
+        if name == COMPILER:
+            self.__dict__["allow_in_graph"] = self._allow
+
+    def _allow(self, function: Any) -> Any:
+        self.__dict__["_allowed"].extend(function if isinstance(function, list | tuple) else [function])
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # The import system asks for these, and they are set where there are any.
+            raise AttributeError(name)
+        with self.__dict__["_turn"]:
+            if isinstance(self, _Deferred):
+                _run_body(self)
+        return getattr(self, name)
+
+
+def _run_body(module: _Deferred) -> None:
+    allowed = module.__dict__["_allowed"]
+    module.__class__ = ModuleType  # type: ignore[assignment]
+    for name in (*EARLY[module.__name__], "allow_in_graph"):
+        module.__dict__.pop(name, None)
+    spec = module.__spec__
+    assert spec is not None
+    assert isinstance(spec.loader, _DeferredLoader)
+    spec.loader.real.exec_module(module)
+    for function in allowed:
+        module.allow_in_graph(function)
+
+
+def _constant(function: Any) -> Any:
+    function._dynamo_marked_constant = True
+    return function
+
+
+def _disable(function: Any = None, recursive: bool = True, **_: Any) -> Any:
+    if function is None:
+        return _disable
+    return function
+
+
+def _graph_break(*_: Any, **__: Any) -> None:
+    """Nothing, outside of a compiled function."""
+
+
+EARLY: dict[str, dict[str, Callable[..., Any]]] = {
+    COMPILER: {"assume_constant_result": _constant, "disable": _disable, "graph_break": _graph_break},
+}
+"""Functions of the package that are called although nothing is compiled; `allow_in_graph` is one more."""
+
+
+class _DeferredLoader(importlib.abc.Loader):
+    """Makes the module without running its body."""
+
+    def __init__(self, real: importlib.abc.Loader) -> None:
+        self.real = real
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Deferred(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: see `_Deferred.__getattr__`."""
+
+
+class _TransformersLoader(importlib.abc.Loader):
+    """Runs the module, then has it say that torch is not distributed."""
+
+    def __init__(self, real: importlib.abc.Loader) -> None:
+        self._real = real
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._real.exec_module(module)
+        module.__dict__["is_torch_distributed_available"] = _not_distributed
+
+
+def _not_distributed() -> bool:
+    """Answers as transformers does where torch was built without `torch.distributed`."""
+    return False
+
+
+LOADERS: dict[str, Callable[[Any], importlib.abc.Loader]] = {
+    COMPILER: _DeferredLoader,
+    TRANSFORMERS: _TransformersLoader,
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in LOADERS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = LOADERS[name](spec.loader)
+        return spec
+
+
+def import_less() -> None:
+    """From now on, in this process; what is imported already stays."""
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,26 @@
+"""The environment of worker processes, forked or spawned."""
+
+import sys
+from collections.abc import Mapping
+
+from asyncrl.config.schema import Config
+
+FRAME_MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+"""Keep the memory of large received frames instead of mapping it anew for each: 3 to 8 times faster on frames of 64 MB.
+Only where rows travel as frames; elsewhere it would merely hold memory."""
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+RANKS_MEET = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+"""torch.distributed would listen where the host's name leads, which may be the network."""
+
+
+def worker_environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables of a worker process."""
+    threads = {"OMP_NUM_THREADS": str(config.fleet.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    malloc = FRAME_MALLOC if config.fleet.wire == "tcp" else {}
+    return {**malloc, **RANKS_MEET, **inherited, **threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}

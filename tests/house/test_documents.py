@@ -1,0 +1,82 @@
+"""Documents name functions, files and folders that exist, and the walkthrough has every stop of a group's life."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import asyncrl
+from asyncrl import rewards
+
+ROOT = Path(__file__).parents[2]
+HISTORY = {"CHANGELOG.md", "docs/log.md"}
+"""Pages about the past, whose names may be gone."""
+
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    if str(path.relative_to(ROOT)) not in HISTORY
+}
+FOLDERS = ("asyncrl", "services", "protocols", "deploy", "bench", "tests", "docs", "scripts")
+PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)(?::([\w.]+))?`")
+NAMED = sorted({(page, path, name) for page, text in PAGES.items() for path, name in PATH.findall(text)})
+LINKS = sorted(
+    {(page, link) for page, text in PAGES.items() for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)}
+)
+STOP = re.compile(r"^(\d+)\. `[\w/]+\.py:[\w.]+`", re.MULTILINE)
+STEPS = re.compile(r"^\d+\. ", re.MULTILINE)
+
+
+@cache
+def defined(path: Path) -> set[str]:
+    """Functions, classes, methods and constants of a module: `name`, or `Class.name`."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                found.add(node.name)
+            case ast.ClassDef():
+                methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+                found |= {node.name, *(f"{node.name}.{method.name}" for method in methods)}
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+    return found
+
+
+@pytest.mark.parametrize(("page", "path", "name"), NAMED)
+def test_what_a_document_names_exists(page: str, path: str, name: str) -> None:
+    assert (ROOT / path).exists(), f"{page} names {path}"
+    if name:
+        assert name in defined(ROOT / path), f"{page} names {path}:{name}"
+
+
+@pytest.mark.parametrize(("page", "link"), LINKS)
+def test_what_a_document_links_to_exists(page: str, link: str) -> None:
+    assert (ROOT / page).parent.joinpath(link).exists(), f"{page} links to {link}"
+
+
+def test_the_python_api_page_has_all_public_names() -> None:
+    shown = re.findall(r"^::: [\w.]+\.(\w+)$", PAGES["docs/reference/api.md"], re.MULTILINE)
+    assert sorted(shown) == sorted({*asyncrl.__all__, *rewards.__all__})
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    shown = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages == shown - {"index.md", "contributing.md", "changelog.md", "results/learning.md"}
+
+
+def test_the_walkthrough_has_some_thirty_stops_each_with_a_function() -> None:
+    text = PAGES["docs/walkthrough.md"]
+    stops = STOP.findall(text)
+    assert len(stops) == len(STEPS.findall(text))
+    assert stops == [str(number) for number in range(1, len(stops) + 1)]
+    assert 28 <= len(stops) <= 36
+
+
+def test_the_glossary_is_sorted_and_has_each_word_once() -> None:
+    words = re.findall(r"^\| ([^|]+) \|", PAGES["docs/glossary.md"], re.MULTILINE)[1:]
+    assert sorted(words, key=lambda word: word.replace("η", "eta").lower()) == words
+    assert len(set(words)) == len(words)

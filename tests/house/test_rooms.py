@@ -1,0 +1,104 @@
+"""The rooms of the package: few entries each, imports that run downwards, no two folders that import each other."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "asyncrl"
+LINKS = ("services", "protocols", "deploy", "bench")
+MAX_ENTRIES = 14
+
+FLOORS = (
+    ("errors", "protocols", "objectives"),
+    ("concurrency", "experiments"),
+    ("config", "lanes"),
+    ("telemetry", "rewards"),
+    ("fleet", "tasks"),
+    ("controller",),
+    ("engines", "algorithms"),
+    ("services", "simulation", "deploy"),
+    ("api",),
+    ("bench",),
+)
+"""The rooms from the ground up; a room imports from the floors below its own, never from its own floor or above."""
+
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+TOP_FILES = {"__init__.py", "api.py", "errors.py", "concurrency.py"}
+
+
+def source_files() -> list[Path]:
+    folders = (PACKAGE, *(ROOT / name for name in LINKS))
+    found = [path for folder in folders for path in folder.rglob("*.py") if "rivals" not in path.parts]
+    return sorted(path for path in found if not any(parent.is_symlink() for parent in path.parents))
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "asyncrl" else ("asyncrl", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {dotted(path): path for path in source_files()}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every module of ours that the file imports, lazily and for type checking too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in FILES)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in FILES else node.module for name in inner if node.module in FILES)
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def folder(module: str) -> str:
+    return module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def edges() -> Iterator[tuple[str, str]]:
+    for module, path in FILES.items():
+        yield from ((module, target) for target in imported(path))
+
+
+@pytest.mark.parametrize("path", sorted({path.parent for path in FILES.values()}), ids=lambda path: path.name)
+def test_a_folder_has_few_entries(path: Path) -> None:
+    entries = {each.name for each in path.iterdir() if each.suffix == ".py" or each.is_dir()} - {"__pycache__"}
+    if path == PACKAGE:
+        rooms = {name for name in entries if (PACKAGE / name).is_dir()} - set(LINKS)
+        assert entries - rooms == {*LINKS, *TOP_FILES}
+        assert rooms <= set(FLOOR)
+        entries = rooms
+    assert len(entries) <= MAX_ENTRIES, sorted(entries)
+
+
+def test_every_room_stands_on_a_floor() -> None:
+    assert {room(module) for module in FILES if "." in module} == set(FLOOR)
+
+
+def test_rooms_import_downwards_only() -> None:
+    upwards = [
+        f"{source} imports {target}"
+        for source, target in edges()
+        if "." in source and "." in target and room(source) != room(target)
+        if FLOOR[room(target)] >= FLOOR[room(source)]
+    ]
+    assert upwards == []
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """The files at the top of the package belong to no folder: the floors hold them."""
+    between: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for source, target in edges():
+        ends = folder(source), folder(target)
+        if "asyncrl" not in ends and ends[0] != ends[1]:
+            between[ends].append(f"{source} imports {target}")
+    mutual = [between[pair] + between[pair[::-1]] for pair in between if pair[::-1] in between and pair < pair[::-1]]
+    assert mutual == []

@@ -1,0 +1,157 @@
+"""Checks the words of the source: one class per name, docstrings that are sentences, no words of our own."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE_FOLDERS = ("asyncrl", "services", "protocols", "deploy", "bench")
+
+OPENINGS = ("Of", "What", "Whether", "The same", "As", "Those", "Whoever", "Where")
+"""Openings of docstrings that are no sentences."""
+
+MAX_OPENINGS = 0.02
+"""Share of docstrings that may still begin so."""
+MAX_TUPLE_ASSIGNMENTS = 0
+"""Assignments such as `self._a, self._b = 1, 2` that may still be in the source: they hide attributes."""
+MAX_SHARED_NAMES = 0
+"""Class names that may still be defined twice."""
+
+REPLACED = {
+    "foresee": "prefetch",
+    "foresight": "prefetch",
+    "suspects": "crash attribution",
+    "guilty": "crash attribution",
+    "blamed": "crash attribution",
+    "evict": "kill",
+    "together": "gather",
+    "both": "gather",
+    "taken_up": "run state",
+    "lies_at": "stored at",
+    "lying_at": "stored at",
+    "lies_with": "stored by",
+    "lying_with": "stored by",
+    "patience": "timeout or deadline",
+    "fate": "sample outcome",
+    "judge": "score, scorer",
+    "judged_at": "valued_at",
+    "verdict": "score",
+    "whole_sequences": "prefill",
+    "single_tokens": "decode",
+    "sings": "probe matches",
+    "struck": "injected",
+    "endure": "run trial",
+    "weather": "fault schedule",
+    "burial": "cleanup",
+}
+"""Words of our own with the word of the field; leading underscores and capitals of an identifier do not count."""
+
+REPLACED_CLASSES = {
+    "Books": "SampleTracker",
+    "Notices": "RowReleases",
+    "Order": "RunRequest",
+    "Outbox": "RowReleases",
+    "Page": "Algorithm",
+    "Rolling": "Rollouts",
+    "TakenUp": "RunState",
+}
+"""Names of classes with the word of the field: in lower case some of these words are ordinary English."""
+
+ALLOWED = {
+    "epoch": ("asyncrl/tasks/prompt_draw.py", "asyncrl/config/sources/aliases.toml"),
+}
+"""Words that mean one thing only, with the files in which they mean it."""
+
+MAX_REPLACED = 0
+"""Definitions that may still have a replaced word as their name."""
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Returns the syntax tree of each source file by its path; scripts of rivals run in environments of their own."""
+    found = [path for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    real = [path for path in found if not any(parent.is_symlink() for parent in path.parents)]
+    return {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(real) if "rivals" not in path.parts
+    }
+
+
+def classes() -> Iterator[tuple[str, str]]:
+    for file, tree in trees().items():
+        yield from ((node.name, file) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Yields the place and the text of each docstring."""
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if documented and (text := ast.get_docstring(node)):
+                yield f"{file}:{getattr(node, 'lineno', 1)}", text
+
+
+def tuple_assignments() -> Iterator[str]:
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                if isinstance(target, ast.Tuple) and all(is_own_attribute(each) for each in target.elts):
+                    yield f"{file}:{node.lineno}"
+
+
+def is_own_attribute(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_")
+
+
+def defined_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yields the names of classes, functions, parameters, attributes and variables where they are defined."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield (node.id if isinstance(node, ast.Name) else node.attr), node.lineno
+
+
+def replaced_words() -> Iterator[str]:
+    for file, tree in trees().items():
+        for name, line in defined_names(tree):
+            word = snake_case(name)
+            if better := REPLACED.get(word) or REPLACED_CLASSES.get(name.strip("_")):
+                yield f"{file}:{line} {name}: write {better}"
+            elif word in ALLOWED and file not in ALLOWED[word]:
+                yield f"{file}:{line} {name} means something else in {' and '.join(ALLOWED[word])}"
+
+
+def test_a_class_name_is_defined_once() -> None:
+    files = defaultdict(list)
+    for name, file in classes():
+        files[name].append(file)
+    shared = {name: places for name, places in files.items() if len(places) > 1}
+    assert len(shared) <= MAX_SHARED_NAMES, shared
+
+
+def test_docstrings_are_sentences() -> None:
+    opening = re.compile(rf"({'|'.join(OPENINGS)})\b")
+    found = dict(docstrings())
+    fragments = [f"{place} {text.splitlines()[0]}" for place, text in found.items() if opening.match(text)]
+    share = len(fragments) / len(found)
+    assert share <= MAX_OPENINGS, f"{share:.1%} of docstrings begin with one of {OPENINGS}:\n" + "\n".join(fragments)
+
+
+def test_attributes_are_not_assigned_as_tuples() -> None:
+    found = list(tuple_assignments())
+    assert len(found) <= MAX_TUPLE_ASSIGNMENTS, f"{len(found)} tuple assignments:\n" + "\n".join(found)
+
+
+def test_replaced_words_do_not_come_back() -> None:
+    found = list(replaced_words())
+    assert len(found) <= MAX_REPLACED, f"{len(found)} words of our own:\n" + "\n".join(found)

@@ -1,0 +1,57 @@
+import asyncio
+
+from asyncrl.controller.alarms.crash_attribution import ATTRIBUTED_AFTER, ISOLATED_AFTER, CrashAttribution
+
+IN_FLIGHT = range(100)
+
+
+def died(crashes: CrashAttribution, *running: int) -> int | None:
+    return crashes.record_death(running, IN_FLIGHT)
+
+
+def test_deaths_are_attributed_to_a_group_that_was_present_often_enough() -> None:
+    crashes = CrashAttribution()
+    attributed = [died(crashes, 3, number) for number in range(10, 10 + ATTRIBUTED_AFTER)]
+    assert attributed == [None] * (ATTRIBUTED_AFTER - 1) + [3]
+    assert crashes.deaths == ATTRIBUTED_AFTER
+
+
+def test_calls_of_one_group_count_once_a_death() -> None:
+    crashes = CrashAttribution()
+    assert died(crashes, *[3] * ATTRIBUTED_AFTER) is None
+
+
+def test_a_death_without_an_earlier_group_clears_all_counts() -> None:
+    for elsewhere in ((), (50, 51)):
+        crashes = CrashAttribution()
+        for _ in range(ATTRIBUTED_AFTER - 1):
+            died(crashes, 3)
+        assert died(crashes, *elsewhere) is None
+        assert died(crashes, 3) is None
+
+
+def test_groups_that_are_not_in_flight_any_more_are_forgotten() -> None:
+    crashes = CrashAttribution()
+    for _ in range(ATTRIBUTED_AFTER):
+        assert crashes.record_death([3, -1], in_flight=[3]) in (None, 3)
+    assert crashes.record_death([4], in_flight=[4]) is None
+    assert crashes._deaths_with == {4: 1}
+
+
+async def test_isolated_groups_run_one_after_the_other_and_the_others_beside_them() -> None:
+    crashes, running, seen = CrashAttribution(), list[int](), list[list[int]]()
+    for _ in range(ISOLATED_AFTER):
+        died(crashes, 1, 2)
+
+    async def run(group: int) -> None:
+        async with crashes.isolation(group):
+            running.append(group)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            seen.append(sorted(running))
+            running.remove(group)
+
+    async with asyncio.TaskGroup() as tasks:
+        for group in (1, 2, 7):
+            tasks.create_task(run(group))
+    assert seen == [[1, 7], [7], [2]]

@@ -1,0 +1,98 @@
+"""The trainer is asked to prefetch the next batch, and what trains does not depend on the prefetch."""
+
+import asyncio
+
+import pytest
+
+from asyncrl.algorithms import grpo
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.controller.controller import Controller, Schedule
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.journal.journal_records import Scan, Trained
+from asyncrl.controller.journal.journal_store import MemoryStore
+from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.observers.events import Event, PrefetchFailed
+from asyncrl.controller.rollouts import Sampling
+from asyncrl.errors import DeadlineExceeded, WireError
+from asyncrl.fleet.fleet import Fleet
+from asyncrl.objectives.advantages import GroupBaseline
+from asyncrl.protocols.batch import BatchRef
+from asyncrl.simulation import virtual_loop
+from asyncrl.simulation.fakes.generation import FakeGeneration
+from asyncrl.simulation.fakes.sample_lengths import constant
+from asyncrl.simulation.fakes.scoring import FakeReward
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost
+
+CONFIG = GateConfig(groups=2, members=4, limit=2, policy="mask", slots=16, cut_at=2)
+STEPS = 6
+
+
+class Plain(FakeTraining):
+    """Holds no rows. asked: the batches that it was asked to prefetch."""
+
+    def __init__(self, generation: FakeGeneration) -> None:
+        super().__init__(StepCost(3.0), CONFIG.limit, [generation], seed=0)
+        self.asked: list[BatchRef] = []
+
+    async def prefetch(self, samples: BatchRef) -> list[bool]:
+        self.asked.append(samples)
+        return [False] * len(samples)
+
+
+class Broken(Plain):
+    """Fails while it prefetches."""
+
+    async def prefetch(self, samples: BatchRef) -> list[bool]:
+        await super().prefetch(samples)
+        raise WireError("rows larger than what was declared")
+
+
+class Hanging(Plain):
+    """Does not answer a prefetch in time."""
+
+    async def prefetch(self, samples: BatchRef) -> list[bool]:
+        await super().prefetch(samples)
+        raise DeadlineExceeded("training0.0[0] did not answer prefetch within 60 s")
+
+
+def play(kind: type[Plain]) -> tuple[Plain, list[Trained], list[Event]]:
+    """A run with this trainer: the trainer, what the journal says was trained, all events."""
+    store, events = MemoryStore(), list[Event]()
+
+    async def main() -> Plain:
+        generation = FakeGeneration(CONFIG.slots, 0.1, constant(10))
+        trainer = kind(generation)
+        controller = Controller(
+            Gate(CONFIG),
+            Journal(store),
+            Fleet(generation, FakeReward(0.1), trainer),
+            lambda group: (f"prompt {group}", {}),
+            Sampling(1.0, 20, 600.0, seed=0, incarnation=0),
+            GroupBaseline(),
+            Schedule(STEPS),
+            observe=events.append,
+        )
+        controller.worker_lives("generation", generation.instance)
+        async with asyncio.timeout(10_000):
+            await controller.run(grpo.ALGORITHM)
+        return trainer
+
+    trainer = virtual_loop.run(main())
+    records = [framed.record for framed in Scan(store.read, store.size)]
+    return trainer, [record for record in records if isinstance(record, Trained)], events
+
+
+def test_the_trainer_prefetches_each_batch_but_the_first() -> None:
+    trainer, trained, _ = play(Plain)
+    groups = [{group for group, _ in record.cuts} for record in trained]
+    assert [{row.group for row in asked} for asked in trainer.asked][: STEPS - 1] == groups[1:]
+    assert all(row.places for asked in trainer.asked for row in asked)
+
+
+@pytest.mark.parametrize(("kind", "asked"), [(Broken, 1), (Hanging, STEPS - 1)])
+def test_a_prefetch_that_fails_never_ends_the_run(kind: type[Plain], asked: int) -> None:
+    trainer, trained, events = play(kind)
+    assert trained == play(Plain)[1]
+    assert len(trainer.asked) in (asked, asked + (kind is Hanging))
+    failed = [event.reason for event in events if isinstance(event, PrefetchFailed)]
+    assert failed == (["rows larger than what was declared"] if kind is Broken else [])

@@ -1,0 +1,59 @@
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
+from asyncrl.deploy.process.fork_client import forks_of
+from asyncrl.deploy.process.lean_imports import COMPILER
+
+
+def run(code: str) -> None:
+    """In a fresh process, in which nothing was imported before."""
+    begin = "import sys\nfrom asyncrl.deploy.process.lean_imports import import_less\nimport_less()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", begin + code], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_services_import_neither_the_compiler_nor_sympy() -> None:
+    run(
+        "import asyncrl.services.generation, asyncrl.services.training, asyncrl.services.critic\n"
+        "found = {'sympy', 'torch._dynamo.config', 'torch.distributed.tensor'} & set(sys.modules)\n"
+        "assert not found, found\n"
+    )
+
+
+def test_the_compiler_is_there_when_it_is_used() -> None:
+    run(
+        "import torch\n"
+        "import torch._dynamo\n"
+        "@torch._dynamo.allow_in_graph\n"
+        "def allowed(x): return x + 1\n"
+        "@torch.compiler.disable\n"
+        "def disabled(x): return x + 1\n"
+        "assert 'torch._dynamo.config' not in sys.modules\n"
+        "assert torch._dynamo.config is not None\n"
+        "assert torch._dynamo.disable.__module__.startswith('torch._dynamo')\n"
+        "assert id(allowed) in torch._dynamo.trace_rules._allowed_callable_ids.function_ids\n"
+        "compiled = torch.compile(lambda x: allowed(x) * 2, backend='eager')\n"
+        "assert compiled(torch.ones(1)).item() == 4\n"
+        "assert disabled(torch.ones(1)).item() == 2\n"
+    )
+
+
+def test_ranks_have_torch_distributed() -> None:
+    run("import asyncrl.services.training\nimport torch.distributed\nassert torch.distributed.is_available()\n")
+
+
+def test_processes_of_the_user_are_left_alone() -> None:
+    assert not [finder for finder in sys.meta_path if type(finder).__module__.endswith("lean_imports")]
+    assert COMPILER == "torch._dynamo"
+
+
+@pytest.mark.parametrize("fleet", [{"start": "spawn"}, {"wire": "inproc"}])
+def test_nothing_is_begun_for_workers_that_are_not_forked(fleet: dict[str, str]) -> None:
+    config = Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p"), fleet=FleetConfig.model_validate(fleet))
+    with forks_of(config) as forks:
+        assert forks is None
