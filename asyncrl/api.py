@@ -52,7 +52,7 @@ class Run:
 
     def evaluate(self, prompts: str | Rows | None = None) -> "Evaluation":
         """Scores the newest checkpoint on held-out prompts; default: those of the run's section `evaluate`."""
-        from asyncrl.deploy.evaluate import evaluate_run
+        from asyncrl.deploy.standalone_evaluation import evaluate_run
 
         if prompts is None and not self.config.evaluate.prompts:
             raise ConfigError(
@@ -124,8 +124,7 @@ async def train_async(
     **sections: Mapping[str, Any],
 ) -> Run:
     """Trains as `train` does, on the caller's event loop."""
-    from asyncrl.deploy.run import run
-    from asyncrl.deploy.run_request import RunRequest
+    from asyncrl.deploy.training_run import RunRequest, run
     from asyncrl.telemetry.display import open_display
 
     scored, here = _reward(reward)

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.config.sources import load
-from asyncrl.deploy.run import run
-from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.training_run import RunRequest, run
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.contracts import Generation
 from asyncrl.telemetry.display import LineDisplay

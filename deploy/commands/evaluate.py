@@ -14,7 +14,7 @@ def main(arguments: list[str]) -> int:
         help="the experiment whose held-out prompts, rewards and costs are used; a run has its own",
     )
     asked = parser.parse_args(arguments)
-    from asyncrl.deploy.evaluate import evaluate_target
+    from asyncrl.deploy.standalone_evaluation import evaluate_target
 
     found = asyncio.run(evaluate_target(asked.target, asked.task, lambda line: print(line, file=sys.stderr)))
     cost = "" if found.cost is None else f", cost {found.cost:.4f}"

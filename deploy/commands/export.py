@@ -31,7 +31,7 @@ def export(run_dir: Path, target: Path) -> int:
         raise ConfigError(f"{target} is there already; name a folder that is not")
     if not RunDirectory(run_dir).started_before:
         raise ConfigError(f"{run_dir} holds no run: name a directory made by `{program()} run --run-dir`")
-    from asyncrl.deploy.evaluate import newest_model
+    from asyncrl.deploy.standalone_evaluation import newest_model
 
     model, version = newest_model(run_dir)
     unfinished = target.with_name(f"{target.name}.part")

@@ -20,7 +20,7 @@ from asyncrl.config.schema import Config
 from asyncrl.controller import session
 from asyncrl.controller.journal.checkpoints import Manifest, commit
 from asyncrl.controller.journal.ledger import Journal
-from asyncrl.deploy import cli, run
+from asyncrl.deploy import cli, training_run
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.contracts import Generation, Reward, Training
 from asyncrl.protocols.messages import Checkpointed
@@ -71,5 +71,5 @@ def standin_specs(config: Config, **asked: object) -> list[ServiceSpec]:
 if __name__ == "__main__":
     session.commit = faulty_commit
     if FAULTS.get("standins"):
-        run.prepare, run.service_specs = no_model, standin_specs
+        training_run.prepare, training_run.service_specs = no_model, standin_specs
     sys.exit(cli.main())

@@ -10,8 +10,7 @@ import pytest
 
 from asyncrl.config.sources import load
 from asyncrl.controller.journal.audit import audit
-from asyncrl.deploy.run import run
-from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.training_run import RunRequest, run
 from asyncrl.engines.models.model_folder import prepare
 from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.metrics_file import read_metrics

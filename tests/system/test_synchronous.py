@@ -10,8 +10,7 @@ import pytest
 from asyncrl.algorithms.select import advantages_of
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
-from asyncrl.deploy.run import run
-from asyncrl.deploy.run_request import RunRequest
+from asyncrl.deploy.training_run import RunRequest, run
 from asyncrl.engines.generation.interface import Completion, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
 from asyncrl.engines.training.batch.rows_from_columns import value_targets_of

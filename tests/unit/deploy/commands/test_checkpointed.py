@@ -14,7 +14,7 @@ from asyncrl.controller.journal.checkpoints import commit
 from asyncrl.controller.journal.journal_store import FileStore
 from asyncrl.controller.journal.ledger import Journal
 from asyncrl.deploy import cli
-from asyncrl.deploy.evaluate import newest_model
+from asyncrl.deploy.standalone_evaluation import newest_model
 from asyncrl.protocols.messages import Checkpointed
 
 WEIGHTS = b"weights of version 0"

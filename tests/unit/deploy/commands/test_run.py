@@ -9,7 +9,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sources.toml import dump
 from asyncrl.deploy import cli
 from asyncrl.deploy.commands import run
-from asyncrl.deploy.process import restarts
+from asyncrl.deploy.process import restart_loop
 from asyncrl.errors import ConfigError
 
 TOML = """\
@@ -102,7 +102,7 @@ def test_print_config_shows_every_value_and_its_place_and_runs_nothing(
 
 def test_restarts_run_a_child_that_does_not_restart(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[list[str], int]] = []
-    monkeypatch.setattr(restarts, "run_with_restarts", lambda *given: asked.append(given) or 0)
+    monkeypatch.setattr(restart_loop, "run_with_restarts", lambda *given: asked.append(given) or 0)
     assert cli.main(["run", "mine.toml", "--restarts", "2", "--seed", "1", "--run-dir", "d"]) == 0
     ((arguments, times),) = asked
     assert times == 2

@@ -7,7 +7,7 @@ from contextlib import ExitStack, nullcontext
 
 import pytest
 
-from asyncrl.deploy.process.interrupts import SIGNALS, STOPPING, Interrupts
+from asyncrl.deploy.process.stop_signals import SIGNALS, STOPPING, StopSignals
 
 
 async def heard(number: signal.Signals) -> None:
@@ -20,7 +20,7 @@ async def heard(number: signal.Signals) -> None:
 @pytest.mark.parametrize("number", SIGNALS)
 async def test_without_an_end_in_order_the_first_signal_says_so_and_abandons_the_work(number: signal.Signals) -> None:
     said: list[str] = []
-    with Interrupts(said.append) as interrupts, pytest.raises(asyncio.CancelledError):
+    with StopSignals(said.append) as interrupts, pytest.raises(asyncio.CancelledError):
         await heard(number)
     assert interrupts.abandoned == "interrupted"
     assert said == [STOPPING]
@@ -29,7 +29,8 @@ async def test_without_an_end_in_order_the_first_signal_says_so_and_abandons_the
 @pytest.mark.parametrize("in_order", [False, True])
 async def test_the_second_signal_hurries_and_the_first_does_not(in_order: bool) -> None:
     hurried: list[str] = []
-    with Interrupts(print) as interrupts, interrupts.hurrying(lambda: hurried.append("hurry")), ExitStack() as scope:
+    with StopSignals(print) as interrupts, ExitStack() as scope:
+        interrupts.hurry = lambda: hurried.append("hurry")
         if in_order:
             scope.enter_context(interrupts.ending_in_order(lambda: None))
             await heard(signal.SIGINT)
@@ -44,7 +45,7 @@ async def test_the_second_signal_hurries_and_the_first_does_not(in_order: bool) 
 
 async def test_the_first_signal_ends_in_order_and_the_second_abandons() -> None:
     asked: list[str] = []
-    with Interrupts(print) as interrupts, interrupts.ending_in_order(lambda: asked.append("end")):
+    with StopSignals(print) as interrupts, interrupts.ending_in_order(lambda: asked.append("end")):
         await heard(signal.SIGINT)
         assert (asked, interrupts.abandoned) == (["end"], "")
         with pytest.raises(asyncio.CancelledError):
@@ -59,7 +60,7 @@ async def test_the_first_signal_ends_in_order_and_the_second_abandons() -> None:
 )
 async def test_a_sigterm_right_after_a_signal_is_its_echo(seconds: float, number: signal.Signals, counts: bool) -> None:
     now = [7.0]
-    with Interrupts(print, lambda: now[0]) as interrupts, interrupts.ending_in_order(lambda: None):
+    with StopSignals(print, lambda: now[0]) as interrupts, interrupts.ending_in_order(lambda: None):
         await heard(signal.SIGTERM)
         now[0] += seconds
         with pytest.raises(asyncio.CancelledError) if counts else nullcontext():
@@ -68,7 +69,7 @@ async def test_a_sigterm_right_after_a_signal_is_its_echo(seconds: float, number
 
 
 async def test_what_is_abandoned_is_cancelled_once_so_that_it_can_clean_up() -> None:
-    with Interrupts(print) as interrupts:
+    with StopSignals(print) as interrupts:
         with pytest.raises(asyncio.CancelledError):
             await heard(signal.SIGINT)
         interrupts.abandon("too late")
@@ -77,6 +78,6 @@ async def test_what_is_abandoned_is_cancelled_once_so_that_it_can_clean_up() -> 
 
 
 async def test_the_handlers_are_gone_afterwards() -> None:
-    with Interrupts(print):
+    with StopSignals(print):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

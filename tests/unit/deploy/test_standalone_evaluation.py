@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import asyncrl.deploy.evaluate as module
+import asyncrl.deploy.standalone_evaluation as module
 from asyncrl.api import Run, _functions, _reward_here, train
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.toml import dump

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.controller.journal.checkpoints import ResumePlan
 from asyncrl.controller.journal.journal_store import FileStore
-from asyncrl.deploy.run_request import (
+from asyncrl.deploy.training_run import (
     LONGEST,
     RunRequest,
     facts_of,

@@ -1,7 +1,6 @@
-"""Scores a model on held-out prompts without a trainer: a run's newest checkpoint, or any model."""
+"""Scores a model on held-out prompts with a fleet that has no trainer: a run's newest checkpoint, or any model."""
 
 import asyncio
-import os
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping
@@ -68,16 +67,17 @@ async def evaluate_run(
             f"the rewards of {run_dir} are functions of the Python process that trained it: evaluate there, with "
             "`run.evaluate()`, or name an experiment with --task"
         )
+    rows = None
     if isinstance(prompts, str):
         config = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"prompts": prompts})})
-    given = None if isinstance(prompts, str) else prompts
-    evaluation = await evaluate_model(model, config, questions_of(config, given), services)
-    return replace(evaluation, version=version)
+    else:
+        rows = prompts
+    return replace(await evaluate_model(model, config, _questions(config, rows), services), version=version)
 
 
-def questions_of(config: Config, given: Rows | None = None) -> list[Question]:
+def _questions(config: Config, rows: Rows | None = None) -> list[Question]:
     """Returns the given held-out prompts, or those of the section `evaluate`; raises ConfigError without any."""
-    found = held_out_prompts(config, given)
+    found = held_out_prompts(config, rows)
     if found is None:
         raise ConfigError("there are no held-out prompts: set evaluate.prompts, or name a task with --task")
     return found.first(config.evaluate.size)
@@ -90,16 +90,15 @@ async def evaluate_target(target: str, task: str | None, say: Callable[[str], No
     gets one line of progress at a time.
     """
     config = load(task).config if task is not None else None
-    path = Path(target)
-    if RunDirectory(path).started_before:
-        return await evaluate_run(path, config)
+    if RunDirectory(Path(target)).started_before:
+        return await evaluate_run(Path(target), config)
     if config is None:
         raise ConfigError(f"{target} is no run directory; to evaluate a model name an experiment with --task")
-    questions = questions_of(config)
-    named = config.model_copy(update={"model": config.model.model_copy(update={"name": target})})
-    refuse(missing_packages(named))
+    questions = _questions(config)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"name": target})})
+    refuse(missing_packages(config))
     with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as scratch:
-        return await evaluate_model(await prepare(named, Path(scratch) / "model", say), named, questions)
+        return await evaluate_model(await prepare(config, Path(scratch) / "model", say), config, questions)
 
 
 async def evaluate_model(
@@ -110,38 +109,33 @@ async def evaluate_model(
     A cost worker joins them when the algorithm has costs.
     """
     refuse(scoring_problems(config, services))
-    costs = config.algorithm.constraint == "lagrangian"
-    model_dir = await asyncio.to_thread(os.path.abspath, model)
+    model = await asyncio.to_thread(model.absolute)
+    scorers: list[Scorer] = ["reward", "cost"] if config.algorithm.constraint == "lagrangian" else ["reward"]
+    specs = [generation_spec(config, "evaluation", options={"own_version": VERSION})]
+    for name in scorers:
+        specs.append(services.get(name) or await asyncio.to_thread(_scorer_spec, config, name, model))
     with tempfile.TemporaryDirectory(prefix="asyncrl-evaluate-") as scratch:
         (Path(scratch) / "logs").mkdir()
         keys = CurveKeys.fresh()
         facts = RunFacts(
             run=secrets.token_hex(4),
             run_dir=scratch,
-            model_dir=model_dir,
+            model_dir=str(model),
             incarnation=0,
             weights_arena="",
             config=config.model_copy(update={"fleet": config.fleet.model_copy(update={"wire": "ipc"})}),
             curve=(keys.public, keys.secret),
         )
-        specs = [
-            generation_spec(config, "evaluation", options={"own_version": VERSION}),
-            services["reward"]
-            if "reward" in services
-            else await asyncio.to_thread(_scorer_spec, config, "reward", model_dir),
-        ]
-        if costs:
-            specs.append(await asyncio.to_thread(_scorer_spec, config, "cost", model_dir))
         with forks_of(config) as forks, LocalLauncher(facts.run, forks=forks) as launcher:
             async with running_fleet(specs, facts, launcher=launcher) as running:
-                generation, reward = running.handle("evaluation", Generation), running.handle("reward", Reward)
-                cost = running.handle("cost", Reward) if costs else None
-                return await Evaluator(generation, reward, questions, config, cost).evaluate(VERSION, 0)
+                generation = running.handle("evaluation", Generation)
+                reward, *cost = [running.handle(name, Reward) for name in scorers]
+                return await Evaluator(generation, reward, questions, config, *cost).evaluate(VERSION, 0)
 
 
-def _scorer_spec(config: Config, service: Scorer, policy: str) -> ServiceSpec:
+def _scorer_spec(config: Config, service: Scorer, policy: Path) -> ServiceSpec:
     """Returns the spec of a scoring service; raises ConfigError when its model does not fit this policy."""
     spec, model = reward_spec(config, service), section_of(config, service).model
     if not model:
         return spec
-    return replace(spec, options={"model": str(scoring_model_folder(config, model, f"{service}.model", Path(policy)))})
+    return replace(spec, options={"model": str(scoring_model_folder(config, model, f"{service}.model", policy))})

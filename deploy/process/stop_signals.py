@@ -1,0 +1,76 @@
+"""Ctrl-C and SIGTERM while a run goes on: the first one ends it in order, the second one does not wait for workers."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ECHO = 1.0
+"""Seconds in which a SIGTERM repeats the signal before it: `timeout`, service managers and job schedulers send it to a
+process and to its whole group."""
+STOPPING = "stopping: workers get up to ten seconds to end; Ctrl-C once more does not wait for them"
+
+
+class StopSignals:
+    """Handles the signals while it is entered; only the main thread can. It is made in the task that it cancels.
+
+    say: gets one line at the first signal, unless the run ends in order. now: clock in seconds, the loop's by default.
+    hurry: called at the second signal, to kill workers that are being stopped. abandoned: why the task was cancelled,
+    "" when it was not.
+    """
+
+    def __init__(self, say: Callable[[str], None], now: Callable[[], float] | None = None) -> None:
+        work = asyncio.current_task()
+        assert work is not None
+        self._work = work
+        self._say = say
+        self._loop = asyncio.get_running_loop()
+        self._now = now or self._loop.time
+        self._end_in_order: Callable[[], None] | None = None
+        self._first_at: float | None = None
+        self._handled: list[signal.Signals] = []
+        self.hurry: Callable[[], None] | None = None
+        self.abandoned = ""
+
+    def __enter__(self) -> Self:
+        for number in SIGNALS:
+            try:
+                self._loop.add_signal_handler(number, self._receive, number)
+            except (ValueError, RuntimeError):  # This is not the main thread.
+                break
+            self._handled.append(number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._handled:
+            self._loop.remove_signal_handler(number)
+
+    @contextmanager
+    def ending_in_order(self, end: Callable[[], None]) -> Iterator[None]:
+        """Inside, the first signal calls `end` instead of abandoning the work."""
+        self._end_in_order = end
+        try:
+            yield
+        finally:
+            self._end_in_order = None
+
+    def _receive(self, number: signal.Signals) -> None:
+        if self._first_at is None:
+            self._first_at = self._now()
+            if self._end_in_order is not None:
+                self._end_in_order()
+            else:
+                self._say(STOPPING)
+                self.abandon("interrupted")
+        elif number != signal.SIGTERM or self._now() - self._first_at >= ECHO:
+            if self.hurry is not None:
+                self.hurry()
+            self.abandon("interrupted a second time")
+
+    def abandon(self, why: str) -> None:
+        """Cancels the work once; its cleanup then stops the workers, which is bounded."""
+        if not self.abandoned:
+            self.abandoned = why
+            self._work.cancel()
