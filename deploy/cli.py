@@ -1,15 +1,17 @@
 """The command line. Imports nothing but the standard library until it knows which command is meant."""
 
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from asyncrl import __version__
+from asyncrl.config.install_hints import program
 from asyncrl.errors import AlgorithmError, AsyncrlError, ConfigError, FleetFailed, Interrupted, RewardError, TaskError
 
 COMMANDS = {
     "run": "train an experiment; with the --run-dir of an earlier run, resume it",
-    "samples": "show what the model wrote, what it got for it, and which of it was trained",
+    "samples": "show what the model wrote, the rewards of its samples, and which tokens were trained",
     "evaluate": "score a run's model, or any model, on held-out prompts",
     "export": "copy the newest good model of a run to a folder that from_pretrained loads",
     "audit": "check that a run trained each sample at most once and lost none",
@@ -20,40 +22,39 @@ COMMANDS = {
 }
 
 EXIT_CODES = {
-    0: "done; also a run that the first Ctrl-C (or SIGTERM) ended with a checkpoint",
-    1: "the audit found a failure, the doctor something to repair, or the run itself or asyncrl failed",
-    2: "what you can put right: a command, a flag, the config, the prompts, a reward function; the message says how",
-    75: "the fleet could not go on; the same command resumes the run",
-    130: "interrupted before training began, or without a last checkpoint; the message names the newest one",
+    0: "The command succeeded; so did a run that the first Ctrl-C (or SIGTERM) ended with a checkpoint.",
+    1: "The audit found a failure, the doctor found something to repair, or the run itself or asyncrl failed.",
+    2: "A command, flag, config, prompt or reward function has a mistake; the message says how to correct it.",
+    75: "The fleet could not go on; the same command resumes the run.",
+    130: "The run was interrupted before its last checkpoint; the message names the newest one.",
 }
 
 MISTAKE, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code; the arguments are the process's by default."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help", "help"):
+    """Runs one command and returns the exit code; the arguments are the process's by default."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    if name in ("", "-h", "--help", "help"):
         print(help_text())
-        return 0 if given else MISTAKE
-    if given[0] == "--version":
+        return 0 if name else MISTAKE
+    if name == "--version":
         print(f"asyncrl {__version__}")
         return 0
-    name, *rest = given
     if name not in COMMANDS:
-        return _refuse(_unknown(name))
-    return _guarded(name, rest)
+        near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
+        meant = f"did you mean `{program()} {near[0]}`?" if near else f"there are {', '.join(COMMANDS)}"
+        return _fail(f"there is no command {name!r}; {meant}", MISTAKE)
+    return _run_command(name, rest)
 
 
 def help_text() -> str:
-    from asyncrl.config.install_hints import program
-
     width = max(map(len, COMMANDS))
     return "\n".join(
         [
             "usage: asyncrl COMMAND [arguments]        asyncrl COMMAND --help",
             "",
-            "Reinforcement learning of language models on a fleet of asyncio services.",
+            "asyncrl trains language models with reinforcement learning on a fleet of asyncio services.",
             "",
             *(f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()),
             "",
@@ -65,45 +66,31 @@ def help_text() -> str:
     )
 
 
-def _unknown(name: str) -> str:
-    import difflib
-
-    from asyncrl.config.install_hints import program
-
-    near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
-    meant = f"did you mean `{program()} {near[0]}`?" if near else f"there are {', '.join(COMMANDS)}"
-    return f"there is no command {name!r}; {meant}"
-
-
-def _guarded(name: str, arguments: list[str]) -> int:
-    """Run a command; mistakes of the user and failures of the fleet are told without a traceback."""
+def _run_command(name: str, arguments: list[str]) -> int:
+    """Runs a command; prints mistakes of the user and failures of the fleet without a traceback."""
     try:
         code: int = import_module(f"asyncrl.deploy.commands.{name}").main(arguments)
         sys.stdout.flush()
+        return code
     except (ConfigError, TaskError, RewardError, AlgorithmError) as error:
-        return _refuse(str(error))
+        return _fail(str(error), MISTAKE)
     except Interrupted as error:
-        print(f"asyncrl: {error}", file=sys.stderr)
-        return INTERRUPTED
+        return _fail(str(error), INTERRUPTED)
     except FleetFailed as error:
-        print(f"asyncrl: {error}", file=sys.stderr)
-        return error.exit_code
+        return _fail(str(error), error.exit_code)
     except AsyncrlError as error:
-        print(f"asyncrl: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return _fail(f"{type(error).__name__}: {error}", 1)
     except BrokenPipeError:
         # Whoever read our output has gone (`asyncrl keys | head`); Python must not try to flush it once more.
         sys.stdout = None
         return 0
     except KeyboardInterrupt:
-        print("asyncrl: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    return code
+        return _fail("interrupted", INTERRUPTED)
 
 
-def _refuse(text: str) -> int:
+def _fail(text: str, code: int) -> int:
     print(f"asyncrl: {text}", file=sys.stderr)
-    return MISTAKE
+    return code
 
 
 if __name__ == "__main__":

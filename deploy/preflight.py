@@ -28,9 +28,7 @@ def preflight(
     yield from config.warnings
     yield from descriptor_problems(worker_count(config))
     damaged = [] if model_is_made else list(_damages(config))
-    yield from damaged
-    if not damaged:
-        yield from model_problems(config, Path(config.model.name).expanduser())
+    yield from damaged or model_problems(config, Path(config.model.name).expanduser())
     yield from sink_problems(config.telemetry.sinks)
     yield from scoring_problems(config, served)
     yield from algorithm_problems(config, algorithm)
@@ -44,21 +42,16 @@ def scoring_problems(config: Config, served: Collection[str] = ()) -> Iterator[P
     yield from function_problems(config, "cost")
 
 
-def _damages(config: Config) -> Iterator[Problem]:
-    """Yields a problem for each file of a model folder that is incomplete."""
-    names = {
-        "model.name": config.model.name,
-        "critic.model": config.critic.model,
-        "reward.model": config.reward.model,
-        "cost.model": config.cost.model,
-        "cost_critic.model": config.cost_critic.model,
-    }
-    for key, name in names.items():
-        for damage in damages(Path(name).expanduser()) if name else ():
-            yield Problem(key, "", f"{damage}; copy or download the model once more")
-
-
 def model_problems(config: Config, model: Path) -> Iterator[Problem]:
     """Yields the problems of memory and context window; a model that is not on this machine has none yet."""
     yield from memory_problems(config, str(model))
     yield from context_problems(config, model)
+
+
+def _damages(config: Config) -> Iterator[Problem]:
+    """Yields a problem for each file of a model folder that is incomplete."""
+    scorers = ("critic", "reward", "cost", "cost_critic")
+    names = {"model.name": config.model.name} | {f"{name}.model": getattr(config, name).model for name in scorers}
+    for key, name in names.items():
+        for damage in damages(Path(name).expanduser()) if name else ():
+            yield Problem(key, "", f"{damage}; copy or download the model once more")

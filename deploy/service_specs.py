@@ -11,35 +11,33 @@ from asyncrl.protocols.layout import Layout
 from asyncrl.rewards.functions import Scorer, section_of
 
 GENERATION = "asyncrl.services.generation:GenerationService"
+TRAINING = "asyncrl.services.training:TrainingService"
+REFERENCE = "asyncrl.services.reference:ReferenceService"
 CRITIC = "asyncrl.services.critic:CriticService"
+REWARD = "asyncrl.services.reward:RewardService"
+REWARD_MODEL = "asyncrl.services.reward_model:RewardModelService"
 
 ENGINES: Mapping[str, Origin] = {"torch": "torch"}
 """The process that workers with an engine may be forked from. An engine that starts threads or uses a GPU when it is
 imported says "spawn" here, where nobody has to import it to know."""
 
 
-def service_specs(config: Config, *, evaluation: bool) -> list[ServiceSpec]:
+def service_specs(config: Config) -> list[ServiceSpec]:
     """Returns the services of a training run."""
+    layout, origin = Layout(dp=config.training.layout_dp), ENGINES[config.training.engine]
     specs = [
         generation_spec(config, "generation", replicas=config.generation.replicas),
         reward_spec(config, "reward"),
-        ServiceSpec(
-            "training",
-            Training,
-            "asyncrl.services.training:TrainingService",
-            layout=Layout(dp=config.training.layout_dp),
-            origin=ENGINES[config.training.engine],
-        ),
+        ServiceSpec("training", Training, TRAINING, layout=layout, origin=origin),
     ]
     if config.algorithm.kl > 0:
-        implementation = "asyncrl.services.reference:ReferenceService"
         replicas = config.reference.replicas
-        specs.append(ServiceSpec("reference", Reference, implementation, replicas=replicas, origin="torch"))
+        specs.append(ServiceSpec("reference", Reference, REFERENCE, replicas=replicas, origin="torch"))
     if config.algorithm.advantage == "gae":
         specs.append(ServiceSpec("critic", Critic, CRITIC, origin="torch"))
     if config.algorithm.constraint == "lagrangian":
         specs += [reward_spec(config, "cost"), ServiceSpec("cost_critic", Critic, CRITIC, origin="torch")]
-    if evaluation:
+    if config.evaluate.prompts:
         specs.append(generation_spec(config, "evaluation"))
     return specs
 
@@ -48,14 +46,13 @@ def generation_spec(config: Config, name: str, **fields: Any) -> ServiceSpec:
     return ServiceSpec(name, Generation, GENERATION, origin=ENGINES[config.generation.engine], **fields)
 
 
-def worker_count(config: Config) -> int:
-    """Returns the number of worker processes of a training run."""
-    specs = service_specs(config, evaluation=bool(config.evaluate.prompts))
-    return sum(spec.replicas * spec.layout.size for spec in specs)
-
-
 def reward_spec(config: Config, service: Scorer) -> ServiceSpec:
     """Returns the spec of a scoring service; a service without a model does not load torch."""
     if section_of(config, service).model:
-        return ServiceSpec(service, Reward, "asyncrl.services.reward_model:RewardModelService", origin="torch")
-    return ServiceSpec(service, Reward, "asyncrl.services.reward:RewardService")
+        return ServiceSpec(service, Reward, REWARD_MODEL, origin="torch")
+    return ServiceSpec(service, Reward, REWARD)
+
+
+def worker_count(config: Config) -> int:
+    """Returns the number of worker processes of a training run."""
+    return sum(spec.replicas * spec.layout.size for spec in service_specs(config))

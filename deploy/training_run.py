@@ -274,7 +274,7 @@ async def _fleet(
             launcher = scope.enter_context(LocalLauncher(facts.run, config.fleet.wire, request.forks))
             signals.hurry = launcher.hurry
             options["training"]["meeting"] = str(launcher.sockets / "training.meeting")
-        wanted = service_specs(config, evaluation=bool(questions.held_out))
+        wanted = service_specs(config)
         given = [request.services.get(spec.name, spec) for spec in wanted]
         specs = [replace(spec, options={**spec.options, **options.get(spec.name, {})}) for spec in given]
         request.display.say(f"starting {', '.join(spec.name for spec in specs)}")

@@ -46,26 +46,22 @@ class Check:
         return f"{line}\n{'':26}-> {self.remedy}" if self.remedy else line
 
 
-def check(name: str, good: bool, found: str, remedy: str) -> Check:
-    return Check(name, "ok", found) if good else Check(name, "bad", found, remedy)
+def check(name: str, good: bool, found: str, remedy: str, otherwise: Status = "bad") -> Check:
+    return Check(name, "ok", found) if good else Check(name, otherwise, found, remedy)
 
 
 def machine_checks() -> Iterator[Check]:
     """Checks everything that does not depend on an experiment; slow checks come last."""
-    yield python_check()
+    python = f"{sys.version.split()[0]} ({sys.executable})"
+    yield check("python", sys.version_info >= (3, 11), python, "install Python 3.11 or newer; asyncrl needs it")
     yield links_check(Path(__file__).parents[2])
     yield cores_check()
-    yield Check("memory", "ok", f"{gigabytes(available_memory())} available")
+    yield Check("memory", "ok", f"{size_text(available_memory())} available")
     yield shared_memory_check()
     yield sockets_check(tempfile.gettempdir())
     yield from base_checks()
     yield torch_check()
     yield from extra_checks()
-
-
-def python_check() -> Check:
-    found = f"{sys.version.split()[0]} ({sys.executable})"
-    return check("python", sys.version_info >= (3, 11), found, "asyncrl needs Python 3.11 or newer")
 
 
 def links_check(package: Path) -> Check:
@@ -77,11 +73,11 @@ def links_check(package: Path) -> Check:
 
 
 def cores_check() -> Check:
-    threads = os.environ.get("OMP_NUM_THREADS", "")
+    cores, threads = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
     set_here = f"; OMP_NUM_THREADS={threads} here, workers use fleet.threads" if threads else ""
-    found = f"{usable_cores():g} usable of {os.cpu_count()}{set_here}"
-    remedy = "workers share one core: it works, but generation and training will not overlap"
-    return Check("cores", "ok", found) if usable_cores() >= 2 else Check("cores", "note", found, remedy)
+    found = f"{cores:g} usable of {os.cpu_count()}{set_here}"
+    remedy = "workers share one core: a run works, but generation and training will not overlap"
+    return check("cores", cores >= 2, found, remedy, "note")
 
 
 def usable_cores() -> float:
@@ -109,18 +105,16 @@ def available_memory() -> int:
     return available
 
 
-def shared_memory_check(need: int | None = None, folder: Path = SHARED_MEMORY) -> Check:
+def shared_memory_check(need: int = 0, folder: Path = SHARED_MEMORY) -> Check:
     """Checks that shared memory exists and has room for `need` bytes."""
     if not folder.is_dir():
         remedy = "mount a tmpfs there; without it rows travel as frames and weights cannot be shared"
         return Check(str(folder), "bad", "is not there", remedy)
     state = os.statvfs(folder)
     free, size = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
-    found = f"{gigabytes(free)} free of {gigabytes(size)}"
-    if need is None:
-        return Check(str(folder), "ok", found)
+    needed = f", about {size_text(need)} needed" if need else ""
     more = "give it more (docker: --shm-size, compose: shm_size), or lower generation.slots or max_prompt_tokens"
-    return check(str(folder), free >= need, f"{found}, about {gigabytes(need)} needed", more)
+    return check(str(folder), free >= need, f"{size_text(free)} free of {size_text(size)}{needed}", more)
 
 
 def sockets_check(folder: str) -> Check:
@@ -132,11 +126,11 @@ def sockets_check(folder: str) -> Check:
 def base_checks() -> Iterator[Check]:
     """Checks that each package that asyncrl always needs is installed."""
     if installed("asyncrl") is None:
-        remedy = f"{pip_install('-e', '.')} in the checkout, or scripts/set-up"
+        remedy = f"run {pip_install('-e', '.')} in the checkout, or scripts/set-up"
         yield Check("asyncrl", "bad", "runs from its folder and was never installed", remedy)
-    for name in required():
+    for name in requirements().get("", ()):
         version = installed(name)
-        yield check(name, version is not None, version or "is not installed", pip_install(name))
+        yield check(name, version is not None, version or "is not installed", f"run {pip_install(name)}")
 
 
 def torch_check() -> Check:
@@ -147,15 +141,13 @@ def torch_check() -> Check:
         "', '.join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or 'no GPU')"
     )
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=IMPORT_DEADLINE, check=False
-        )
+        done = _run_python("-c", program)
     except subprocess.TimeoutExpired:
         return Check("import torch", "bad", f"took over {IMPORT_DEADLINE:.0f} s", "look at the disk it lies on")
     last = done.stderr.strip().rpartition("\n")[2]
-    failed = f"fails: {last or f'exit code {done.returncode}'}"
-    found = done.stdout.strip() if done.returncode == 0 else failed
-    return check("import torch", done.returncode == 0, found, pip_install("--force-reinstall", "torch"))
+    found = done.stdout.strip() if done.returncode == 0 else f"fails: {last or f'exit code {done.returncode}'}"
+    remedy = f"run {pip_install('--force-reinstall', 'torch')}"
+    return check("import torch", done.returncode == 0, found, remedy)
 
 
 def device_checks(devices: Mapping[str, str]) -> Iterator[Check]:
@@ -163,53 +155,38 @@ def device_checks(devices: Mapping[str, str]) -> Iterator[Check]:
     asked = [f"{key}={device}" for key, device in devices.items() if device != "cpu"]
     if not asked:
         return
-    command = [sys.executable, "-m", "asyncrl.engines.devices", *asked]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_DEADLINE, check=False)
-    mistakes = (
-        done.stdout.splitlines() if done.returncode == 0 else ["the devices cannot be tried, because torch fails"]
-    )
-    for mistake in mistakes:
-        yield Check("devices", "bad", mistake, "correct it, then ask again")
-    if not mistakes:
+    done = _run_python("-m", "asyncrl.engines.devices", *asked)
+    failed = ["the devices cannot be tried, because torch fails"] if done.returncode else done.stdout.splitlines()
+    for mistake in failed:
+        yield Check("devices", "bad", mistake, "correct the config, then ask again")
+    if not failed:
         yield Check("devices", "ok", ", ".join(asked))
+
+
+def _run_python(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_DEADLINE, check=False)
 
 
 def extra_checks() -> Iterator[Check]:
     """Checks which optional packages are installed; no experiment needs all of them."""
-    for extra, packages in extras().items():
-        missing = [name for name in packages if installed(name) is None]
-        if missing:
-            yield Check(f"[{extra}]", "note", f"without {', '.join(missing)}", install_extra(extra))
-        else:
-            yield Check(f"[{extra}]", "ok", ", ".join(f"{name} {installed(name)}" for name in packages))
+    for extra, packages in requirements().items():
+        if extra not in ("", "dev"):  # The extra "dev" is for developing asyncrl.
+            missing = [name for name in packages if installed(name) is None]
+            versions = ", ".join(f"{name} {installed(name)}" for name in packages)
+            found = f"without {', '.join(missing)}" if missing else versions
+            yield check(f"[{extra}]", not missing, found, f"run {install_extra(extra)} to have it", "note")
 
 
-def required() -> list[str]:
-    return [name for name, extra in _requirements() if not extra]
-
-
-def extras() -> dict[str, list[str]]:
-    """Returns the packages of each extra, except of the extra for developing asyncrl."""
+def requirements() -> dict[str, list[str]]:
+    """Returns the packages that asyncrl needs, by extra; "" has those that it always needs."""
     found: dict[str, list[str]] = {}
-    for name, extra in _requirements():
-        if extra not in ("", "dev"):
-            found.setdefault(extra, []).append(name)
+    listed = importlib.metadata.requires("asyncrl") if installed("asyncrl") else None
+    for line in listed or []:
+        name, _, condition = line.partition(";")
+        extra = re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", condition)
+        found.setdefault(extra[1] if extra else "", []).extend(re.findall(r"^[\w.-]+", name))
     return found
-
-
-def _requirements() -> Iterator[tuple[str, str]]:
-    """Yields (package, extra or "") from the metadata of the installation."""
-    if installed("asyncrl") is None:
-        return
-    for line in importlib.metadata.requires("asyncrl") or []:
-        extra = re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", line)
-        yield _name(line), extra[1] if extra else ""
-
-
-def _name(requirement: str) -> str:
-    found = re.match(r"[\w.-]+", requirement)
-    assert found is not None, requirement
-    return found[0]
 
 
 def installed(name: str) -> str | None:
@@ -220,5 +197,10 @@ def installed(name: str) -> str | None:
         return None
 
 
-def gigabytes(size: float) -> str:
-    return f"{size / 2**30:.2f} GB"
+def size_text(size: float) -> str:
+    """Formats bytes: 12345678 -> "11.8 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1024 or unit == "GB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"

@@ -1,16 +1,16 @@
 """Estimates how many bytes each service of an experiment needs, from its config and the shape of its model."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.install_hints import program
-from asyncrl.config.problems import Problem
+from asyncrl.config.problems import Problem, batch_samples
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
-from asyncrl.deploy.checks.machine import available_memory
+from asyncrl.deploy.checks.machine import available_memory, size_text
 from asyncrl.engines.models.context_window import longest_row
 
 FLOAT = 4
@@ -31,53 +31,38 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The numbers that decide the size of a decoder-only transformer."""
+    """The numbers that decide how much memory a decoder-only transformer takes; its cache is counted in float32."""
 
     vocabulary: int
     hidden: int
     layers: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    tied: bool
+    parameters: int
+    cache_bytes_per_token: int
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> Self:
-        """Reads the shape from a model folder's config.json; raises KeyError for another kind of model."""
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """Computes them from a model folder's config.json; raises KeyError for another kind of model."""
+        vocabulary, hidden, layers = (int(config[key]) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))
         heads = int(config["num_attention_heads"])
-        hidden = int(config["hidden_size"])
-        return cls(
-            vocabulary=int(config["vocab_size"]),
-            hidden=hidden,
-            layers=int(config["num_hidden_layers"]),
-            intermediate=int(config["intermediate_size"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
-
-    @property
-    def parameters(self) -> int:
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.layers * layer + self.hidden
-
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token in float32."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * FLOAT
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        attention = hidden * head_dim * 2 * (heads + kv_heads)
+        layer = attention + 3 * hidden * int(config["intermediate_size"]) + 2 * hidden
+        embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+        parameters = embeddings + layers * layer + hidden
+        return cls(vocabulary, hidden, layers, parameters, 2 * layers * kv_heads * head_dim * FLOAT)
 
 
-PACKAGED = {
-    "pypi:smollm2": Shape(
-        vocabulary=49152, hidden=576, layers=30, intermediate=1536, heads=9, kv_heads=3, head_dim=64, tied=True
-    )
-}
-SMALL = Shape(vocabulary=101, hidden=96, layers=3, intermediate=256, heads=4, kv_heads=4, head_dim=24, tied=True)
+def _tied(vocabulary: int, hidden: int, layers: int, intermediate: int, heads: int, kv_heads: int) -> Shape:
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": layers}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return Shape.of({**sizes, **attention, "intermediate_size": intermediate, "tie_word_embeddings": True})
+
+
+PACKAGED = {"pypi:smollm2": _tied(49152, 576, 30, 1536, heads=9, kv_heads=3)}
+SMALL = _tied(101, 96, 3, 256, heads=4, kv_heads=4)
 """About the shape of models that `warmed:` makes; a Python process needs much more memory."""
+SMALLER = "take a smaller model (model.name)"
 
 
 def shape_of(model: str) -> Shape | None:
@@ -93,9 +78,6 @@ def shape_of(model: str) -> Shape | None:
         return Shape.of(json.loads(described.read_text()))
     except (KeyError, ValueError):
         return None
-
-
-SMALLER = "take a smaller model (model.name)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +97,13 @@ class MemoryNeed:
 
 def needs(config: Config, shape: Shape) -> list[MemoryNeed]:
     """Returns the memory that each service needs on its device."""
-    found = [_generation(config, shape), _training(config, shape)]
-    found.append(_scorer("reward", config.reward, shape))
+    training = config.training
+    logits = 2 * min(training.logits_chunk, _micro_batch(config)) * shape.vocabulary * FLOAT
+    found = [
+        _generation(config, shape, "generation", config.generation.replicas),
+        _trained("training", config, shape, training.device, logits, training.layout_dp),
+        _scorer("reward", config.reward, shape),
+    ]
     if config.algorithm.kl > 0:
         replicas, weights = config.reference.replicas, shape.parameters * FLOAT
         size = replicas * (PROCESS_BYTES + weights)
@@ -138,83 +125,69 @@ def memory_problems(config: Config, model: str) -> Iterator[Problem]:
     if (shape := shape_of(model)) is None:
         return
     found = [need for need in needs(config, shape) if need.device == "cpu"]
-    total, there = sum(need.least for need in found), available_memory()
-    if total > there:
+    total, available = sum(need.least for need in found), available_memory()
+    if total > available:
         largest = max(found, key=lambda need: need.least)
         text = (
-            f"{size_text(there)} of memory are available, and this run takes {size_text(total)} at least, "
+            f"{size_text(available)} of memory are available, and this run takes {size_text(total)} at least, "
             f"{size_text(largest.least)} of that for {largest.name}: {largest.lower}; `{program()} doctor` with the "
             "same arguments shows what needs how much"
         )
         yield Problem("", "", text)
 
 
-def _generation(config: Config, shape: Shape, name: str = "generation", replicas: int = 0) -> MemoryNeed:
-    generation, gate = config.generation, GateConfig.of(config)
-    replicas = replicas or generation.replicas
-    rounded = config.model.dtype == "bfloat16"
-    head = shape.vocabulary * shape.hidden * FLOAT if config.model.float32_head and rounded else 0
-    weights = shape.parameters * BYTES[config.model.dtype] + head
-    chunk = CHUNK * shape.cache_bytes_per_token * BYTES[config.model.dtype] // FLOAT
+def _generation(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:
+    model, generation, gate = config.model, config.generation, GateConfig.of(config)
+    size = BYTES[model.dtype]
+    head = shape.vocabulary * shape.hidden * FLOAT if model.float32_head and model.dtype == "bfloat16" else 0
+    weights = shape.parameters * size + head
+    chunk = CHUNK * shape.cache_bytes_per_token * size // FLOAT
     longest = -(-longest_row(config) // CHUNK)
     at_first = generation.slots * chunk * (longest if generation.deterministic else min(FIRST_CHUNKS, longest))
     cache = max(at_first, min(generation.slots, gate.cap * gate.members) * longest * chunk)
     doc = f"weights {size_text(weights)} and cache {size_text(at_first)} to {size_text(cache)} a replica"
     lower = f"lower generation.slots, which is {generation.slots}" if at_first > weights else SMALLER
-    size, least = (replicas * (taken + weights) for taken in (PROCESS_BYTES + cache, at_first))
-    return MemoryNeed(name, size, least, doc, generation.device, lower)
+    most, least = PROCESS_BYTES + weights + cache, weights + at_first
+    return MemoryNeed(name, replicas * most, replicas * least, doc, generation.device, lower)
 
 
-def _training(config: Config, shape: Shape) -> MemoryNeed:
-    training = config.training
-    activations = _activations(config, shape)
-    logits = 2 * min(training.logits_chunk, _micro_batch(config)) * shape.vocabulary * FLOAT
+def _trained(name: str, config: Config, shape: Shape, device: str, logits: int = 0, ranks: int = 1) -> MemoryNeed:
+    """Estimates a service that trains a model. logits: bytes of one micro-batch's logits."""
+    stored_layers = 1 if config.training.gradient_checkpointing else shape.layers
+    bytes_per_unit = ACTIVATION_BYTES_PER_UNIT * stored_layers + FLOAT * shape.layers
+    batch = _micro_batch(config) * shape.hidden * bytes_per_unit + logits
     state = shape.parameters * ADAM_BYTES
-    size = PROCESS_BYTES + state + activations + logits
-    doc = f"weights, gradient and moments {size_text(state)}, a micro-batch {size_text(activations + logits)}"
-    return MemoryNeed("training", training.layout_dp * size, training.layout_dp * state, doc, training.device)
+    doc = f"weights, gradient and moments {size_text(state)}, a micro-batch {size_text(batch)}"
+    return MemoryNeed(name, ranks * (PROCESS_BYTES + state + batch), ranks * state, doc, device)
+
+
+def _critic(name: str, config: Config, critic: CriticConfig, policy: Shape) -> MemoryNeed:
+    shape = shape_of(critic.model) if critic.model else None
+    return _trained(name, config, shape or policy, critic.device)
 
 
 def _scorer(name: str, scorer: RewardConfig, policy: Shape) -> MemoryNeed:
     """Estimates a scoring service. policy: shape that a model counts as when its own is unknown."""
     doc = "and the memory of your functions in their own processes"
-    weights = (shape_of(scorer.model) or policy).parameters * FLOAT if scorer.model else 0
-    doc = f"frozen weights {size_text(weights)}, {doc}" if weights else doc
-    return MemoryNeed(name, PROCESS_BYTES + weights, weights, doc, scorer.device if weights else "cpu")
-
-
-def _critic(name: str, config: Config, critic: CriticConfig, policy: Shape) -> MemoryNeed:
-    shape = shape_of(critic.model) or policy if critic.model else policy
-    state, activations = shape.parameters * ADAM_BYTES, _activations(config, shape)
-    doc = f"weights, gradient and moments {size_text(state)}, a micro-batch {size_text(activations)}"
-    return MemoryNeed(name, PROCESS_BYTES + state + activations, state, doc, critic.device)
+    if not scorer.model:
+        return MemoryNeed(name, PROCESS_BYTES, 0, doc)
+    weights = (shape_of(scorer.model) or policy).parameters * FLOAT
+    doc = f"frozen weights {size_text(weights)}, {doc}"
+    return MemoryNeed(name, PROCESS_BYTES + weights, weights, doc, scorer.device)
 
 
 def _micro_batch(config: Config) -> int:
     """Returns the tokens of the largest micro-batch."""
-    samples = config.task.prompts_per_step * config.task.samples_per_prompt
-    return min(config.training.micro_batch_tokens, samples * longest_row(config))
-
-
-def _activations(config: Config, shape: Shape) -> int:
-    stored_layers = 1 if config.training.gradient_checkpointing else shape.layers
-    bytes_per_unit = ACTIVATION_BYTES_PER_UNIT * stored_layers + FLOAT * shape.layers
-    return _micro_batch(config) * shape.hidden * bytes_per_unit
+    return min(config.training.micro_batch_tokens, batch_samples(config) * longest_row(config))
 
 
 def shared_memory(config: Config, shape: Shape) -> int:
     """Returns the bytes in /dev/shm: two versions of the weights, and the rows of all groups that may be in flight."""
-    gate = GateConfig.of(config)
-    critics = (config.algorithm.advantage == "gae") + (config.algorithm.constraint == "lagrangian")
+    gate, critics = GateConfig.of(config), critic_count(config)
     a_token = ROW_BYTES_PER_TOKEN + critics * VALUE_BYTES_PER_TOKEN
     rows = gate.cap * gate.members * longest_row(config) * a_token
     return 2 * shape.parameters * BYTES[config.model.dtype] + (rows if config.fleet.wire == "ipc" else 0)
 
 
-def size_text(size: float) -> str:
-    """Formats bytes: 12345678 -> "11.8 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1024 or unit == "GB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"
+def critic_count(config: Config) -> int:
+    return (config.algorithm.advantage == "gae") + (config.algorithm.constraint == "lagrangian")

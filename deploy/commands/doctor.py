@@ -1,4 +1,4 @@
-"""asyncrl doctor: check what this machine can run, and what an experiment needs."""
+"""`asyncrl doctor` checks what this machine can run, and what an experiment needs."""
 
 import argparse
 import shlex
@@ -13,6 +13,7 @@ from asyncrl.deploy.checks.machine import (
     device_checks,
     machine_checks,
     shared_memory_check,
+    size_text,
     usable_cores,
 )
 from asyncrl.errors import ConfigError
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("asyncrl doctor", description=__doc__, epilog="exit status 1: something is BAD")
-    parser.add_argument("target", nargs="?", metavar="NAME|FILE", help="an experiment: what it needs is checked too")
+    usage = "asyncrl doctor [-h] [NAME|FILE [--section.key value ...]]"
+    epilog = "The exit status is 1 when a line begins with BAD; the line below it says how to repair that."
+    parser = argparse.ArgumentParser("asyncrl doctor", usage, __doc__, epilog)
+    parser.add_argument("target", nargs="?", metavar="NAME|FILE", help="Check the needs of this experiment too.")
     options, flags = parser.parse_known_args(arguments)
     bad = 0
     for found in checks(options.target, flags):
@@ -60,50 +63,33 @@ def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
         yield Check(target, "bad", f"cannot be read: {error}", "install what is missing above, then ask again")
         return
     except ConfigError as error:
-        yield Check(target, "bad", str(error).replace("\n", f"\n{'':26}"), "correct it, then ask again")
+        yield Check(target, "bad", str(error).replace("\n", f"\n{'':26}"), "correct the experiment, then ask again")
         return
+    from asyncrl.deploy.preflight import preflight
+    from asyncrl.deploy.service_specs import service_specs
+
     yield Check(target, "ok", f"{config.steps} steps of {config.task.prompts_per_step} prompts")
-    yield from _problem_checks(config)
+    for problem in preflight(config):  # `asyncrl run` refuses these or warns about them.
+        yield Check(problem.key or "machine", "note" if problem.is_warning else "bad", str(problem))
     yield _workers_check(config)
-    yield from device_checks(_devices(config))
+    with_torch = [spec.name for spec in service_specs(config) if spec.origin != "plain" and spec.name != "evaluation"]
+    yield from device_checks({f"{name}.device": getattr(config, name).device for name in with_torch})
     yield from _memory_checks(config)
 
 
-def _problem_checks(config: "Config") -> Iterator[Check]:
-    """Checks what `asyncrl run` refuses or warns about."""
-    from asyncrl.deploy.preflight import preflight
-
-    for problem in preflight(config):
-        yield Check(problem.key or "machine", "note" if problem.is_warning else "bad", str(problem))
-
-
-def _devices(config: "Config") -> dict[str, str]:
-    found = {"generation.device": config.generation.device, "training.device": config.training.device}
-    found |= {"reference.device": config.reference.device} if config.algorithm.kl > 0 else {}
-    found |= {"reward.device": config.reward.device} if config.reward.model else {}
-    found |= {"critic.device": config.critic.device} if config.algorithm.advantage == "gae" else {}
-    if config.algorithm.constraint == "lagrangian":
-        found |= {"cost.device": config.cost.device} if config.cost.model else {}
-        found |= {"cost_critic.device": config.cost_critic.device}
-    return found
-
-
 def _workers_check(config: "Config") -> Check:
+    from asyncrl.deploy.checks.memory_needs import critic_count
     from asyncrl.deploy.service_specs import worker_count
 
-    workers = worker_count(config)
-    threads = workers * config.fleet.threads
-    critics = (config.algorithm.advantage == "gae") + (config.algorithm.constraint == "lagrangian")
-    learners = config.training.layout_dp + critics
-    busiest = (config.generation.replicas + learners) * config.fleet.threads
-    found = f"{workers} with {config.fleet.threads} torch threads each, {usable_cores():g} cores"
-    if busiest <= usable_cores() or threads == workers:
-        return Check("workers", "ok", found)
-    return Check("workers", "note", found, "they will slow each other down: lower fleet.threads or generation.replicas")
+    workers, threads = worker_count(config), config.fleet.threads
+    busiest = (config.generation.replicas + config.training.layout_dp + critic_count(config)) * threads
+    found = f"{workers} with {threads} torch threads each, {usable_cores():g} cores"
+    remedy = "the workers will slow each other down: lower fleet.threads or generation.replicas"
+    return check("workers", busiest <= usable_cores() or threads == 1, found, remedy, "note")
 
 
 def _memory_checks(config: "Config") -> Iterator[Check]:
-    from asyncrl.deploy.checks.memory_needs import needs, shape_of, shared_memory, size_text
+    from asyncrl.deploy.checks.memory_needs import needs, shape_of, shared_memory
 
     shape = shape_of(config.model.name)
     if shape is None:
@@ -114,7 +100,8 @@ def _memory_checks(config: "Config") -> Iterator[Check]:
     found = needs(config, shape)
     for need in found:
         yield Check(need.name, "ok", f"about {size_text(need.bytes)}: {need.doc}")
-    total, there = sum(need.bytes for need in found if need.device == "cpu"), available_memory()
+    total, available = sum(need.bytes for need in found if need.device == "cpu"), available_memory()
     remedy = "lower training.micro_batch_tokens or generation.slots, or set training.gradient_checkpointing"
-    yield check("all services", total <= there, f"about {size_text(total)} of {size_text(there)} available", remedy)
+    text = f"about {size_text(total)} of {size_text(available)} available"
+    yield check("all services", total <= available, text, remedy)
     yield shared_memory_check(shared_memory(config, shape))

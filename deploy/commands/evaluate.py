@@ -1,4 +1,4 @@
-"""asyncrl evaluate: score a run's newest checkpoint, or any model, on held-out prompts."""
+"""`asyncrl evaluate` scores a run's newest checkpoint, or any model, on held-out prompts."""
 
 import argparse
 import asyncio
@@ -7,12 +7,9 @@ import sys
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("asyncrl evaluate", description=__doc__)
-    parser.add_argument("target", help="a run directory, or a model as model.name takes it")
-    parser.add_argument(
-        "--task",
-        metavar="NAME|FILE",
-        help="the experiment whose held-out prompts, rewards and costs are used; a run has its own",
-    )
+    parser.add_argument("target", help="Name a run directory, or a model as model.name does.")
+    task_help = "Use the held-out prompts, rewards and costs of this experiment; a run has its own."
+    parser.add_argument("--task", metavar="NAME|FILE", help=task_help)
     asked = parser.parse_args(arguments)
     from asyncrl.deploy.standalone_evaluation import evaluate_target
 

@@ -1,6 +1,6 @@
-"""asyncrl experiments: list what comes with the package."""
+"""`asyncrl experiments` lists the experiments that come with asyncrl."""
 
-USAGE = "usage: asyncrl experiments        run one with `asyncrl run NAME`"
+USAGE = f"usage: asyncrl experiments\n\n{__doc__} `asyncrl run NAME` runs one."
 
 
 def main(arguments: list[str]) -> int:

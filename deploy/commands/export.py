@@ -1,4 +1,4 @@
-"""asyncrl export: copy the model of a run's newest good checkpoint to a folder."""
+"""`asyncrl export` copies the model of a run's newest good checkpoint to a folder that from_pretrained loads."""
 
 import argparse
 import shutil
@@ -11,8 +11,8 @@ from asyncrl.telemetry.run_directory import RunDirectory
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("asyncrl export", description=__doc__)
-    parser.add_argument("run", type=Path, help="a run directory")
-    parser.add_argument("target", type=Path, help="a folder that is not there yet, or is empty")
+    parser.add_argument("run", type=Path, help="Name the run directory to copy from.")
+    parser.add_argument("target", type=Path, help="Name a folder that does not exist yet or is empty.")
     asked = parser.parse_args(arguments)
     version = export(asked.run, asked.target)
     print(f"version {version} is in {asked.target}: AutoModelForCausalLM.from_pretrained({str(asked.target)!r})")
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
 
 
 def export(run_dir: Path, target: Path) -> int:
-    """Copy the model; returns its version. The target appears complete or not at all.
+    """Copies the model; returns its version. The target appears complete or not at all.
 
     Raises:
         ConfigError: there is no run, it has no checkpoint yet, or the target is taken or cannot be made.
@@ -28,7 +28,7 @@ def export(run_dir: Path, target: Path) -> int:
     """
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} is there already; name a folder that is not")
+        raise ConfigError(f"{target} exists already; name a folder that does not")
     if not RunDirectory(run_dir).started_before:
         raise ConfigError(f"{run_dir} holds no run: name a directory made by `{program()} run --run-dir`")
     from asyncrl.deploy.standalone_evaluation import newest_model
@@ -41,6 +41,5 @@ def export(run_dir: Path, target: Path) -> int:
         unfinished.replace(target)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        why = error.strerror or str(error)
-        raise ConfigError(f"{target} cannot be written: {why}; name another folder") from error
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}; name another folder") from error
     return version

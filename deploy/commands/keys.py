@@ -1,4 +1,4 @@
-"""asyncrl keys: print every config key with its type, default and meaning."""
+"""`asyncrl keys` prints every key of an experiment with its type, default and meaning."""
 
 import argparse
 import json
@@ -23,17 +23,17 @@ def main(arguments: list[str]) -> int:
     from asyncrl.errors import ConfigError
 
     parser = argparse.ArgumentParser("asyncrl keys", description=__doc__)
-    parser.add_argument("words", nargs="*", help="show only keys that contain one of these; names of TRL and verl work")
-    parser.add_argument("--markdown", action="store_true", help="print all keys as the page docs/reference/config.md")
-    options = parser.parse_args(arguments)
-    if options.markdown:
+    words_help = "Print only keys whose names contain one of these words; names of TRL and verl are translated."
+    parser.add_argument("words", nargs="*", help=words_help)
+    parser.add_argument("--markdown", action="store_true", help="Print all keys as the page docs/reference/config.md.")
+    asked = parser.parse_args(arguments)
+    if asked.markdown:
         print(reference(), end="")
         return 0
-    words: list[str] = options.words
-    ours = [translated[0] or word if (translated := translate(word)) else word for word in words]
-    found = [key for key in all_keys().values() if not words or any(word in key.name for word in ours)]
+    ours = [translated[0] or word if (translated := translate(word)) else word for word in asked.words]
+    found = [key for key in all_keys().values() if not ours or any(word in key.name for word in ours)]
     if not found:
-        raise ConfigError("; ".join(f"{word}: there is no such key, {advice(word)}" for word in words))
+        raise ConfigError("; ".join(f"{word}: there is no such key, {advice(word)}" for word in asked.words))
     for key in found:
         print(f"{key.name}  ({key.type}; {_default(key)})\n{textwrap.indent(textwrap.fill(key.doc, 100), '    ')}")
     return 0

@@ -1,4 +1,4 @@
-"""asyncrl run: train an experiment, or resume a run."""
+"""`asyncrl run` trains an experiment, or resumes a run."""
 
 import shlex
 from collections.abc import Sequence

@@ -1,11 +1,9 @@
-"""asyncrl samples: what the model wrote, its reward by term, and why tokens were masked."""
+"""`asyncrl samples` shows what the model wrote, the reward of each sample by term, and why its tokens were masked."""
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from asyncrl.telemetry.samples_file import Selection
+DESCRIPTION = f"{__doc__} Without --step, --group, --best, --worst or --masked it shows samples of the last step."
 
 
 def main(arguments: list[str]) -> int:
@@ -13,47 +11,40 @@ def main(arguments: list[str]) -> int:
 
     from asyncrl.errors import ConfigError
     from asyncrl.telemetry.display import sample_panel
-    from asyncrl.telemetry.samples_file import read_samples
+    from asyncrl.telemetry.samples_file import Selection, read_samples
 
-    asked = _parser().parse_args(arguments)
-    path = Path(asked.run) / "samples.jsonl"
+    parser = argparse.ArgumentParser("asyncrl samples", description=DESCRIPTION)
+    parser.add_argument("run", type=Path, help="Name the run directory to read.")
+    parser.add_argument("--step", type=int, help="Show samples of this step only.")
+    parser.add_argument("--group", type=int, metavar="ID", help="Show samples of this group only.")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument(
+        "--best", action="store_const", const="best", dest="order", help="Show the highest rewards first."
+    )
+    order.add_argument(
+        "--worst", action="store_const", const="worst", dest="order", help="Show the lowest rewards first."
+    )
+    parser.add_argument("--masked", action="store_true", help="Show only samples with tokens left out of the loss.")
+    parser.add_argument(
+        "-n", type=_positive, default=8, dest="count", help="Show at most this many samples (default: 8)."
+    )
+    asked = parser.parse_args(arguments)
+    path = asked.run / "samples.jsonl"
     if not path.exists():
-        raise ConfigError(f"{path} is not there: name a run directory that has trained a step")
+        raise ConfigError(f"{path} does not exist: name a run directory that has trained a step")
     records = read_samples(path)
-    chosen = _selection(asked).of(records)
+    chosen = Selection(asked.step, asked.group, asked.order, asked.masked, asked.count).of(records)
     if not chosen:
-        raise ConfigError(_nothing(sorted({record.step for record in records})))
+        steps = [record.step for record in records]
+        written = f"the file has samples of steps {min(steps)} to {max(steps)}" if steps else "the file has no samples"
+        raise ConfigError(f"no sample fits; {written} (telemetry.samples_per_step says how many a step writes)")
     console = Console()
     for record in chosen:
         console.print(sample_panel(record))
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("asyncrl samples", description=__doc__)
-    parser.add_argument("run", help="a run directory")
-    parser.add_argument("--step", type=int, help="of this step (default: the last one)")
-    parser.add_argument("--group", type=int, metavar="ID", help="of this group, over all steps")
-    order = parser.add_mutually_exclusive_group()
-    order.add_argument("--best", action="store_const", const="best", dest="order", help="highest rewards first")
-    order.add_argument("--worst", action="store_const", const="worst", dest="order", help="lowest rewards first")
-    parser.add_argument("--masked", action="store_true", help="only samples with tokens left out of the loss")
-    parser.add_argument("-n", type=_positive, default=8, dest="count", help="how many (default: 8)")
-    return parser
-
-
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"invalid positive number: {text!r}")
     return int(text)
-
-
-def _selection(asked: argparse.Namespace) -> "Selection":
-    from asyncrl.telemetry.samples_file import Selection
-
-    return Selection(asked.step, asked.group, asked.order, asked.masked, asked.count)
-
-
-def _nothing(steps: list[int]) -> str:
-    written = f"samples are written of steps {steps[0]} to {steps[-1]}" if steps else "no samples are written yet"
-    return f"no sample fits; {written} (telemetry.samples_per_step says how many of each)"

@@ -1,7 +1,7 @@
 """Starts workers as processes of this machine, forked from one that has done their imports (fork_client.py) or spawned.
 
-The child reads its specification as one line on stdin, which stays open: its end of file tells an orphan to die, and
-the line "stop" asks a worker to finish. A pidfd tells of a death the moment it happens.
+The child reads its specification as one line on stdin, which stays open: at its end of file an orphan dies, and the
+line "stop" asks a worker to finish. A pidfd reports a death the moment it happens.
 """
 
 import asyncio
@@ -11,10 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal, Self
 
 from asyncrl.deploy.process import memory_sweeper
 from asyncrl.deploy.process.fork_client import CannotFork, ForkedWorker, Forks
@@ -25,69 +24,44 @@ from asyncrl.lanes.shared_memory import unlink_instance_segments
 
 LAST_WORDS = 300
 """Characters of a dead worker's output that its cause of death quotes."""
-
 SWEEPING = 5.0
 """Seconds that removing some files in memory may take."""
 
 
-def spawned(spec: WorkerSpec, output: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """A fresh Python that waits for its first line."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "asyncrl.deploy.process.worker_main"],
-        stdin=subprocess.PIPE,
-        bufsize=0,  # What a dead worker did not take is gone; a buffer would fail once more as it is closed.
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        process_group=0,  # A signal to our whole group is for us to act on.
-        env=worker_environment(spec.facts.config, os.environ),
-    )
-
-
 class LocalWorker:
-    """A child process that was spawned or forked, and waits for its first line. output: the file that it writes to.
-    in_a_hurry: whether to kill it where it would be asked to stop."""
+    """A child process that was spawned or forked, and reads its specification as its first line.
 
-    def __init__(
-        self,
-        process: "subprocess.Popen[bytes] | ForkedWorker",
-        spec: WorkerSpec,
-        output: Path,
-        in_a_hurry: Callable[[], bool],
-    ) -> None:
+    output: the file that it writes to. killed_at_stop: whether a worker that is asked to stop is killed instead.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes] | ForkedWorker", spec: WorkerSpec, output: Path) -> None:
+        assert process.stdin is not None
         self._process = process
+        self._stdin = process.stdin
         self._output = output
-        self._in_a_hurry = in_a_hurry
-        self._is_to_end = False
+        self._is_stopping = False
+        self.killed_at_stop = False
         self.pid = process.pid
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pidfd = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
-        self._tell(f"{os.getpid()} {spec.to_json()}\n")
+        self._send(f"{os.getpid()} {spec.to_json()}\n")
 
-    def _tell(self, line: str) -> None:
-        """A few kB into an empty pipe of 64 kB: does not block."""
-        assert self._process.stdin is not None
-        if self._ended.done():
-            return
-        try:
-            self._process.stdin.write(line.encode())
-        except BrokenPipeError:
-            return  # It is dead already, and `wait` says so.
+    def _send(self, line: str) -> None:
+        """Writes a few kB into an empty pipe of 64 kB, which does not block."""
+        if not self._ended.done():
+            with suppress(BrokenPipeError):  # The worker is dead already, and `wait` says so.
+                self._stdin.write(line.encode())
 
     def _reap(self) -> None:
-        if self._process.poll() is None:
-            return
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._ended.set_result(None)
+        if self._process.poll() is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._stdin.close()
+            self._ended.set_result(None)
 
     async def wait(self) -> str:
         await asyncio.shield(self._ended)
-        return self._how()
-
-    def _how(self) -> str:
         status = self._process.returncode
         assert status is not None, "it has ended"
         if status < 0:
@@ -97,16 +71,18 @@ class LocalWorker:
         return f"exited with status {status}{said} (output: {self._output})"
 
     def stop(self) -> None:
-        self._is_to_end = True
-        self._tell("stop\n")
-        self.hurry()
+        self._is_stopping = True
+        self._send("stop\n")
+        if self.killed_at_stop:
+            self.kill()
 
     def terminate(self) -> None:
         self._process.terminate()
 
     def hurry(self) -> None:
-        """Kill it if it is to end and there is no time for that."""
-        if self._is_to_end and self._in_a_hurry():
+        """Kills the worker if it is stopping, else as soon as it is to stop."""
+        self.killed_at_stop = True
+        if self._is_stopping:
             self.kill()
 
     def kill(self) -> None:
@@ -114,8 +90,8 @@ class LocalWorker:
 
 
 class LocalLauncher:
-    """Starts processes; leaving it removes the folder of their sockets and their shared memory. So does the death of
-    this process, by way of sweeper.py.
+    """Starts processes; leaving it removes the folder of their sockets and their shared memory. When this process is
+    killed, memory_sweeper.py does.
 
     run: names both, and nothing that another launcher made. forks: what workers are forked from; None: all are spawned.
     sockets: only this user can enter it; its path is short, for the names of sockets end at 107 bytes.
@@ -125,18 +101,18 @@ class LocalLauncher:
         self._wire = wire
         self._run = run
         self._forks = forks
-        self._hurry = False
+        self._is_hurried = False
         self._workers: dict[str, LocalWorker] = {}
         self.sockets = Path(tempfile.mkdtemp(prefix=f"asyncrl-{run}-"))
 
-    def __enter__(self) -> "LocalLauncher":
+    def __enter__(self) -> Self:
         command = [sys.executable, "-I", "-S", memory_sweeper.__file__, self._run, str(self.sockets)]
         self._sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        """Removes sockets and shared memory, even when the sweeper is dead. One that does not end is in the kernel's
-        hands, as the processes of a dead worker are."""
+    def __exit__(self, *_: object) -> None:
+        """Removes sockets and shared memory, also when the sweeper is dead. A sweeper that does not end is in the
+        kernel's hands, as the processes of a dead worker are."""
         remove_leftovers(self._run)
         assert self._sweeper.stdin is not None
         self._sweeper.stdin.close()
@@ -155,12 +131,13 @@ class LocalLauncher:
         output = Path(spec.facts.run_dir) / "logs" / f"{spec.instance}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as file:
-            process = await self._forked(spec, file) or spawned(spec, file)
-        worker = self._workers[spec.instance] = LocalWorker(process, spec, output, lambda: self._hurry)
+            process = await self._fork(spec, file) or _spawn(spec, file)
+        worker = self._workers[spec.instance] = LocalWorker(process, spec, output)
+        worker.killed_at_stop = self._is_hurried
         return worker
 
-    async def _forked(self, spec: WorkerSpec, output: IO[bytes]) -> ForkedWorker | None:
-        """None: it is to be spawned."""
+    async def _fork(self, spec: WorkerSpec, output: IO[bytes]) -> ForkedWorker | None:
+        """Returns None when the worker is to be spawned."""
         if self._forks is None or spec.origin == "spawn":
             return None
         try:
@@ -170,9 +147,9 @@ class LocalLauncher:
             return None
 
     def hurry(self) -> None:
-        """From now on a worker that is to stop is killed at once; so are those that are stopping. Those that still work
-        are not: their death would be told as a misfortune before their supervisor wants it."""
-        self._hurry = True
+        """Kills workers that are stopping, and from now on each that is to stop. Workers that still work live on: their
+        supervisor would report a death that it did not ask for."""
+        self._is_hurried = True
         for worker in self._workers.values():
             worker.hurry()
 
@@ -183,9 +160,22 @@ class LocalLauncher:
             path.unlink()
 
 
+def _spawn(spec: WorkerSpec, output: IO[bytes]) -> "subprocess.Popen[bytes]":
+    """Starts a fresh Python that waits for its first line."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "asyncrl.deploy.process.worker_main"],
+        stdin=subprocess.PIPE,
+        bufsize=0,  # What a dead worker did not take is gone; a buffer would fail once more as it is closed.
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        process_group=0,  # A signal to our whole group is for us to act on.
+        env=worker_environment(spec.facts.config, os.environ),
+    )
+
+
 def _free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody uses now. Should another program take one before the worker does, the
-    worker cannot listen, ends, and is started again with other ports."""
+    """Returns free ports of the loopback interface. Should another program take one before the worker does, the worker
+    cannot listen, ends, and is started again with other ports."""
     with ExitStack() as scope:
         sockets = [scope.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -1,10 +1,10 @@
 """Removes what a start of a run keeps outside its directory when its controller is killed.
 
-    python sweeper.py RUN SOCKETS        stdin: a pipe that only the controller holds
+    python memory_sweeper.py RUN SOCKETS        stdin: a pipe that only the controller holds
 
-When the pipe ends, the controller has closed its launcher, and has removed all itself, or is dead; its workers end with
-it by themselves. However late this goes on: RUN is the name of one start, and a resume has another. A file of its own
-and no more than the standard library, so that it starts in milliseconds and costs next to nothing while it waits.
+The pipe ends when the controller has closed its launcher, and has removed all itself, or when it is dead; its workers
+die with it. RUN names one start, and a resume has another, so it does not matter how late this runs. The file imports
+only the standard library, so that it starts in milliseconds and costs next to nothing while it waits.
 """
 
 import shutil

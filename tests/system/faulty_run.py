@@ -53,7 +53,7 @@ async def no_model(config: Config, target: Path, say: Callable[[str], None]) -> 
     return _folder(target)
 
 
-def standin_specs(config: Config, **asked: object) -> list[ServiceSpec]:
+def standin_specs(config: Config) -> list[ServiceSpec]:
     training = {"step_time": 0.02, "dies": [POINT, VERSION] if WHO == "writing" else [], "died": str(DIED)}
     return [
         ServiceSpec(

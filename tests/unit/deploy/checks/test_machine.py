@@ -11,10 +11,11 @@ from asyncrl.deploy.checks.machine import (
     Check,
     available_memory,
     device_checks,
-    extras,
+    extra_checks,
     links_check,
-    required,
+    requirements,
     shared_memory_check,
+    size_text,
     sockets_check,
     torch_check,
     usable_cores,
@@ -71,10 +72,10 @@ def test_a_long_temporary_folder_leaves_no_room_for_sockets(tmp_path: Path) -> N
 
 
 def test_packages_come_from_the_install() -> None:
-    assert {"torch", "pyzmq", "numpy"} <= set(required())
-    assert "pytest" not in required()
-    assert extras()["wandb"] == ["wandb"]
-    assert "dev" not in extras()
+    assert {"torch", "pyzmq", "numpy"} <= set(requirements()[""])
+    assert "pytest" not in requirements()[""]
+    assert requirements()["wandb"] == ["wandb"]
+    assert "[dev]" not in [found.name for found in extra_checks()]
 
 
 def test_a_torch_that_fails_is_reported_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,3 +113,10 @@ def test_the_doctor_works_without_most_of_the_install(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "cannot be read" in done.stdout
     assert "ok    python" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(12, "12 B"), (2048, "2.0 kB"), (300 * 2**20, "300 MB"), (5.5 * 2**40, "5632 GB")]
+)
+def test_sizes_for_people(size: float, text: str) -> None:
+    assert size_text(size) == text

@@ -18,7 +18,6 @@ from asyncrl.deploy.checks.memory_needs import (
     needs,
     shape_of,
     shared_memory,
-    size_text,
 )
 from asyncrl.engines.generation.forward import kv_cache
 from asyncrl.errors import ConfigError
@@ -120,10 +119,3 @@ def test_shared_memory_holds_two_versions_and_the_rows_in_flight() -> None:
     assert shared_memory(config(fleet={"wire": "tcp"}), SMOLLM2) == weights
     # (eta + 1) B + ceil(slots / G) = 3 * 8 + 4 groups of 8 samples of 576 tokens of 16 bytes
     assert shared_memory(config(), SMOLLM2) == weights + 28 * 8 * 576 * 16
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(12, "12 B"), (2048, "2.0 kB"), (300 * 2**20, "300 MB"), (5.5 * 2**40, "5632 GB")]
-)
-def test_sizes_for_people(size: float, text: str) -> None:
-    assert size_text(size) == text

@@ -94,7 +94,7 @@ def test_export_overwrites_nothing(run_dir: Path, tmp_path: Path, capsys: pytest
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine").write_text("kept")
     assert cli.main(["export", str(run_dir), str(tmp_path / "model")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine"]
 
 

@@ -93,7 +93,7 @@ def test_devices_and_functions_of_costs_are_looked_at(
         "m",
     ]
     assert cli.main(["doctor", str(experiment), *flags]) == 1
-    assert asked == ["generation.device", "training.device", "reward.device", "critic.device", "cost_critic.device"]
+    assert asked == ["generation.device", "reward.device", "training.device", "critic.device", "cost_critic.device"]
     said = capsys.readouterr().out
     assert "cost.functions: there is no template lenght; did you mean length?" in said
     assert "cost_critic" in said

@@ -131,7 +131,7 @@ def test_graph_shows_a_critic(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["graph", str(path), "--algorithm.preset", "ppo"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "mine: ppo on 4 services, 4 workers, 5 processes" in lines
-    assert "algorithm      asyncrl.algorithms.ppo" in lines
+    assert "algorithm  asyncrl.algorithms.ppo" in lines
     assert any(line.startswith("critic  (Critic: 1 x") for line in lines)
     assert {"values", "update"} <= {line.split()[0] for line in lines if line.startswith("    ")}
 
@@ -152,7 +152,7 @@ def test_graph_shows_costs_and_a_reward_model(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["graph", str(path), *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "mine: safe_rlhf on 6 services, 6 workers, 7 processes" in lines
-    assert "algorithm      asyncrl.algorithms.safe_rlhf" in lines
+    assert "algorithm  asyncrl.algorithms.safe_rlhf" in lines
     assert '    constraint = "lagrangian"' in lines
     services = {line.split()[0]: line for line in lines if "asyncrl.services" in line}
     assert services["reward"].endswith("asyncrl.services.reward_model:RewardModelService)")
@@ -183,8 +183,8 @@ def test_graph_shows_the_algorithm_and_the_parts_of_the_preset(
     own = ["--algorithm.preset", "dapo", "--algorithm.clip_high", "0.4", "--algorithm.entropy_bonus", "0.1"]
     assert cli.main(["graph", str(path), *own]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "algorithm      asyncrl.algorithms.grpo" in lines
-    assert "paper     arXiv 2503.14476" in lines
+    assert "algorithm  asyncrl.algorithms.grpo" in lines
+    assert "paper      arXiv 2503.14476" in lines
     assert '    aggregation = "token_mean"' in lines
     assert "    clip_high = 0.4  * not 0.28" in lines
     assert "    entropy_bonus = 0.1  *" in lines
