@@ -13,6 +13,7 @@ from asyncrl.errors import ConfigError
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
     from asyncrl.config.sources import Loaded
+    from asyncrl.deploy.process.fork_client import Forks
     from asyncrl.telemetry.run_directory import RunDirectory
 
 USAGE = """\
@@ -51,16 +52,21 @@ def main(arguments: list[str]) -> int:
         print(USAGE)
         return 0
     request = parse(arguments)
-    loaded = _load(request)
     if request.print_config:
-        print(_described(loaded), end="")
+        print(_described(_load(request)), end="")
         return 0
-    with _run_dir(request, loaded.config) as run_dir:
-        if loaded.config.fleet.restarts:
+    from asyncrl.deploy.process.fork_client import early_forks
+
+    with early_forks() as forks:  # They import while this process reads the config, and imports what it needs itself.
+        loaded = _load(request)
+        with _run_dir(request, loaded.config) as run_dir:
+            if not loaded.config.fleet.restarts:
+                return train(loaded.config, run_dir, request.accept_changes, _command(arguments, run_dir), forks)
             from asyncrl.deploy.process.restarts import run_with_restarts
 
+            if forks is not None:
+                forks.end()  # The child begins its own.
             return run_with_restarts(_child_arguments(arguments, run_dir), loaded.config.fleet.restarts)
-        return train(loaded.config, run_dir, request.accept_changes, _command(arguments, run_dir))
 
 
 def parse(arguments: Sequence[str]) -> RunCommand:
@@ -165,13 +171,13 @@ def _child_arguments(arguments: Sequence[str], run_dir: Path) -> list[str]:
     return [*target, *passed, *([] if named else ["--run-dir", str(run_dir)]), "--fleet.restarts=0"]
 
 
-def train(config: "Config", run_dir: Path, accept_changes: bool, command: str) -> int:
+def train(config: "Config", run_dir: Path, accept_changes: bool, command: str, begun: "Forks | None") -> int:
     """Runs to the end in this process."""
     import asyncio
 
     from asyncrl.deploy.process.fork_client import forks_of
 
-    with forks_of(config) as forks:  # It imports while we import, read prompts and look at the model.
+    with forks_of(config, begun) as forks:
         from asyncrl.deploy.run import run
         from asyncrl.deploy.run_request import RunRequest
         from asyncrl.telemetry.display import open_display
