@@ -3,6 +3,7 @@ and the memory of four workers. Each with workers that are forked and with worke
 
     command ──> first step        wall clock, and CPU of all processes; the model was warmed up before
     SIGKILL ──> takes calls       of a generation worker beside three others
+    import torch                  in a fresh Python: the yardstick of this machine, of which a start needs one at least
     memory                        proportional set sizes (PSS: a page that n processes share counts 1/n to each) and
                                   resident set sizes (RSS: it counts to each), with the processes to fork from
 """
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
         model = asyncio.run(prepare(load("quickstart").config, Path(folder) / "model", print))
         steps = in_turn({start: partial(first_step, start, model) for start in STARTS}, asked.rounds)
+        torch = RoundValues(tuple(import_torch() for _ in range(asked.rounds)))
         fleets = in_turn({start: partial(one_fleet, start, model) for start in STARTS}, asked.rounds)
     print(f"quickstart, {asked.rounds} rounds in turn; median [least - most]")
     wall, cpu = (round_values({start: [each[at] for each in steps[start]] for start in STARTS}) for at in (0, 1))
@@ -83,6 +85,8 @@ def main(arguments: Sequence[str]) -> None:
         ("four workers, PSS, MB", pss),
         ("four workers, RSS, MB", rss),
     ]
+    share = wall["fork"].median / torch.median
+    print(f"import torch in a fresh Python: {torch} s; command to first step, forked, takes {share:.1f} times that")
     print(table(["", *STARTS], [[name, *(str(found[start]) for start in STARTS)] for name, found in rows]))
     for line in verdicts(wall["fork"], cpu["fork"], back["fork"], ratios(pss["fork"], pss["spawn"])):
         print(line)
@@ -116,6 +120,13 @@ def first_step(start: Start, model: Path) -> tuple[float, float]:
         finally:
             run.kill()
             run.communicate(timeout=DEADLINE)
+
+
+def import_torch() -> float:
+    """Seconds that a fresh Python takes to import torch."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=DEADLINE)
+    return time.monotonic() - began
 
 
 # ---- four workers --------------------------------------------------------------------------------------------

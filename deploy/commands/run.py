@@ -14,6 +14,7 @@ from asyncrl.errors import ConfigError
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
     from asyncrl.config.sources import Loaded
+    from asyncrl.deploy.process.fork_client import Forks
 
 USAGE = """\
 usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.key value ...]
@@ -52,24 +53,30 @@ def main(arguments: list[str]) -> int:
         print(USAGE)
         return 0
     request = parse(arguments)
-    loaded = _load(request)
-    config = loaded.config
     if request.print_config:
         from asyncrl.config.sources.keys import all_keys
         from asyncrl.config.sources.toml import dump
 
-        print(dump(config, {key: loaded.sources.get(key, "default") for key in all_keys()}), end="")
+        loaded = _load(request)
+        print(dump(loaded.config, {key: loaded.sources.get(key, "default") for key in all_keys()}), end="")
         return 0
-    from asyncrl.telemetry.run_directory import new_run_directory
+    from asyncrl.deploy.process.fork_client import early_forks
 
-    fresh = new_run_directory(Path("runs"), f"{config.name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}")
-    with fresh if request.run_dir is None else nullcontext(request.run_dir) as run_dir:
-        if config.fleet.restarts:
+    with early_forks() as forks:  # They import while this process reads the config, and imports what it needs itself.
+        config = _load(request).config
+        from asyncrl.telemetry.run_directory import new_run_directory
+
+        fresh = new_run_directory(Path("runs"), f"{config.name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}")
+        with fresh if request.run_dir is None else nullcontext(request.run_dir) as run_dir:
+            if not config.fleet.restarts:
+                named = ["--run-dir", str(run_dir)] if request.run_dir is None else []
+                command = f"{program()} {shlex.join(['run', *arguments, *named])}"
+                return train(config, run_dir, request.accept_changes, command, forks)
             from asyncrl.deploy.process.restart_loop import run_with_restarts
 
+            if forks is not None:
+                forks.end()  # The child begins its own.
             return run_with_restarts(_child_arguments(request, run_dir), config.fleet.restarts)
-        named = ["--run-dir", str(run_dir)] if request.run_dir is None else []
-        return train(config, run_dir, request.accept_changes, f"{program()} {shlex.join(['run', *arguments, *named])}")
 
 
 def parse(arguments: Sequence[str]) -> RunCommand:
@@ -143,13 +150,13 @@ def _refuse_python_objects(run_dir: Path, config: "Config") -> None:
         )
 
 
-def train(config: "Config", run_dir: Path, accept_changes: bool, command: str) -> int:
+def train(config: "Config", run_dir: Path, accept_changes: bool, command: str, begun: "Forks | None") -> int:
     """Runs to the end in this process."""
     import asyncio
 
     from asyncrl.deploy.process.fork_client import forks_of
 
-    with forks_of(config) as forks:  # It imports while we import, read prompts and look at the model.
+    with forks_of(config, begun) as forks:
         from asyncrl.deploy.training_run import RunRequest, run
         from asyncrl.telemetry.display import open_display
         from asyncrl.telemetry.metrics_file import read_metrics

@@ -3,7 +3,7 @@
     begin ──> two processes import, beside the controller ──> fork ──> a child of this process
                       └── one of them is gone, hangs or refuses: both are started anew, or the worker is spawned
 
-Imports little, so that a command can begin it before its own imports.
+Imports little, so that `asyncrl run` can begin before it has imported the code that reads its config.
 """
 
 import asyncio
@@ -19,10 +19,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, Any, Literal, Self
+from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
-from asyncrl.config.schema import Config
 from asyncrl.deploy.process.worker_environment import worker_environment
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
 
 Stage = Literal["plain", "torch"]
 
@@ -34,6 +36,8 @@ MODULES = (
     "asyncrl.services.training",
 )
 """Modules that are imported before torch workers are forked; all other services import little more."""
+NUMPY_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
+"""numpy would start threads as it is imported; workers multiply matrices with torch."""
 ANSWER_BYTES = 4096
 ENDING = 5.0
 """Seconds that the kernel may take to end a process that was killed."""
@@ -120,10 +124,9 @@ class Forks:
         deadline: float = 120.0,
         say: Callable[[str], None] = print,
     ) -> None:
-        # numpy would start threads as it is imported; workers multiply matrices with torch.
-        self._environment = {"OPENBLAS_NUM_THREADS": "1", **environment}
+        self._environment = {**NUMPY_THREADS, **environment}
         self._modules = modules
-        self._deadline = deadline
+        self.deadline = deadline
         self.say = say
         self._servers: _Servers | None = None
         self._ended: list[_Servers] = []  # Closed at the end; one for each time that the processes died.
@@ -135,7 +138,7 @@ class Forks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self.end()
         for servers in self._ended:
             servers.close()
 
@@ -163,7 +166,12 @@ class Forks:
             ours.setblocking(False)
         self._servers = _Servers(process, {stage: ours for stage, (ours, _) in pairs.items()}, output, {})
 
-    def _end(self) -> None:
+    def suits(self, environment: Mapping[str, str]) -> bool:
+        """Whether workers with this environment can be forked from these processes."""
+        return self._environment == {**NUMPY_THREADS, **environment}
+
+    def end(self) -> None:
+        """Ends both processes; workers live on, and the next fork starts the processes anew."""
         if self._servers is not None:
             self._servers.end()
             self._ended.append(self._servers)
@@ -198,14 +206,14 @@ class Forks:
         servers = self._servers
         assert servers is not None
         try:
-            async with asyncio.timeout(self._deadline):
+            async with asyncio.timeout(self.deadline):
                 if stage not in servers.pids:
                     servers.pids |= (await self._answer(servers, stage))["ready"]
                 return await self._asked(servers, stage, name, output)
         except TimeoutError:
             self._drop(servers)
             raise _ServerGone(
-                f"the process to fork workers from ({stage}) was silent for {self._deadline:g} s"
+                f"the process to fork workers from ({stage}) was silent for {self.deadline:g} s"
             ) from None
         except asyncio.CancelledError:
             self._drop(servers)  # A worker may be under way that nobody would wait for.
@@ -248,23 +256,38 @@ class Forks:
     def _drop(self, servers: _Servers) -> None:
         """Ends the processes of both stages, unless another call has done so before."""
         if self._servers is servers:
-            self._end()
+            self.end()
 
 
 @contextmanager
-def forks_of(config: Config, begun: Forks | None = None, say: Callable[[str], None] = print) -> Iterator[Forks | None]:
-    """Starts the processes that workers are forked from; gives None where they are spawned or live in this process.
-
-    begun: used where it is there, and left as it is at the end.
-    """
-    if begun is not None:
-        begun.say = say
-        yield begun
-        return
-    if config.fleet.start == "spawn" or config.fleet.wire == "inproc" or sys.platform != "linux":
+def early_forks() -> Iterator[Forks | None]:
+    """Starts the processes that workers are forked from, as the default config would have them."""
+    if sys.platform != "linux":
         yield None
         return
-    environment = worker_environment(config, os.environ)
+    with Forks(worker_environment(os.environ)) as forks:
+        yield forks
+
+
+@contextmanager
+def forks_of(
+    config: "Config", begun: Forks | None = None, say: Callable[[str], None] = print
+) -> Iterator[Forks | None]:
+    """Starts the processes that workers are forked from; gives None where they are spawned or live in this process.
+
+    begun: used if its processes suit the config, and then left as it is at the end; its processes are ended otherwise.
+    """
+    environment = worker_environment(os.environ, config.fleet.threads, config.fleet.wire)
+    forked = config.fleet.start == "fork" and config.fleet.wire != "inproc" and sys.platform == "linux"
+    if begun is not None:
+        if forked and begun.suits(environment):
+            begun.say, begun.deadline = say, config.fleet.start_deadline
+            yield begun
+            return
+        begun.end()
+    if not forked:
+        yield None
+        return
     with Forks(environment, deadline=config.fleet.start_deadline, say=say) as forks:
         yield forks
 

@@ -162,6 +162,7 @@ class LocalLauncher:
 
 def _spawn(spec: WorkerSpec, output: IO[bytes]) -> "subprocess.Popen[bytes]":
     """Starts a fresh Python that waits for its first line."""
+    fleet = spec.facts.config.fleet
     return subprocess.Popen(
         [sys.executable, "-m", "asyncrl.deploy.process.worker_main"],
         stdin=subprocess.PIPE,
@@ -169,7 +170,7 @@ def _spawn(spec: WorkerSpec, output: IO[bytes]) -> "subprocess.Popen[bytes]":
         stdout=output,
         stderr=subprocess.STDOUT,
         process_group=0,  # A signal to our whole group is for us to act on.
-        env=worker_environment(spec.facts.config, os.environ),
+        env=worker_environment(os.environ, fleet.threads, fleet.wire),
     )
 
 

@@ -3,8 +3,6 @@
 import sys
 from collections.abc import Mapping
 
-from asyncrl.config.schema import Config
-
 FRAME_MALLOC = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",
@@ -19,8 +17,9 @@ RANKS_MEET = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
 """torch.distributed would listen where the host's name leads, which may be the network."""
 
 
-def worker_environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables of a worker process."""
-    threads = {"OMP_NUM_THREADS": str(config.fleet.threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    malloc = FRAME_MALLOC if config.fleet.wire == "tcp" else {}
-    return {**malloc, **RANKS_MEET, **inherited, **threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+def worker_environment(inherited: Mapping[str, str], threads: int = 1, wire: str = "ipc") -> dict[str, str]:
+    """Returns the environment variables of a worker process. threads, wire: the config's `fleet.threads`, `fleet.wire`,
+    which are 1 and "ipc" by default."""
+    openmp = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    malloc = FRAME_MALLOC if wire == "tcp" else {}
+    return {**malloc, **RANKS_MEET, **inherited, **openmp, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}

@@ -157,5 +157,10 @@ def forks_without_torch(config: Config, say: Callable[[str], None] = print, *mod
     if config.fleet.start == "spawn":
         yield None
         return
-    with Forks(worker_environment(config, os.environ), modules, config.fleet.start_deadline, say) as forks:
+    with Forks(
+        worker_environment(os.environ, config.fleet.threads, config.fleet.wire),
+        modules,
+        config.fleet.start_deadline,
+        say,
+    ) as forks:
         yield forks

@@ -1,5 +1,6 @@
 """asyncrl run: what it takes from its arguments, and what it refuses."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sources.toml import dump
 from asyncrl.deploy import cli
 from asyncrl.deploy.commands import run
-from asyncrl.deploy.process import restart_loop
+from asyncrl.deploy.process import fork_client, restart_loop
+from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.errors import ConfigError
 
 TOML = """\
@@ -28,7 +30,7 @@ class Trained:
     def __init__(self) -> None:
         self.asked: list[tuple[Config, Path, bool, str]] = []
 
-    def __call__(self, config: Config, run_dir: Path, accept_changes: bool, command: str) -> int:
+    def __call__(self, config: Config, run_dir: Path, accept_changes: bool, command: str, begun: Forks | None) -> int:
         self.asked.append((config, run_dir, accept_changes, command))
         return 0
 
@@ -37,6 +39,7 @@ class Trained:
 def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trained:
     trained = Trained()
     monkeypatch.setattr(run, "train", trained)
+    monkeypatch.setattr(fork_client, "early_forks", nullcontext)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text(TOML)
     return trained

@@ -47,6 +47,22 @@ def test_ranks_have_torch_distributed() -> None:
     run("import asyncrl.services.training\nimport torch.distributed\nassert torch.distributed.is_available()\n")
 
 
+def test_transformers_finds_the_same_models() -> None:
+    run(
+        "import importlib.util\n"
+        "from pathlib import Path\n"
+        "from transformers.utils import import_utils as lean\n"
+        "spec = importlib.util.spec_from_file_location('transformers.utils.original', lean.__file__)\n"
+        "original = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(original)\n"
+        "assert lean.fetch__all__ is not original.fetch__all__\n"
+        "models = Path(lean.__file__).parents[1] / 'models'\n"
+        "found = lean.define_import_structure(models)\n"
+        "assert len(found) > 3\n"
+        "assert found == original.define_import_structure(models)\n"
+    )
+
+
 def test_processes_of_the_user_are_left_alone() -> None:
     assert not [finder for finder in sys.meta_path if type(finder).__module__.endswith("lean_imports")]
     assert COMPILER == "torch._dynamo"

@@ -21,16 +21,16 @@ def config(**fleet: object) -> Config:
 
 
 def test_a_worker_gets_its_threads_whatever_is_inherited() -> None:
-    environment = worker_environment(config(threads=3), {"OMP_NUM_THREADS": "64", "HOME": "/home/me"})
+    environment = worker_environment({"OMP_NUM_THREADS": "64", "HOME": "/home/me"}, threads=3)
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert environment["HOME"] == "/home/me"
 
 
 def test_memory_of_frames_is_kept_only_where_rows_travel_as_frames() -> None:
-    assert "MALLOC_MMAP_MAX_" not in worker_environment(config(wire="ipc"), {})
-    assert worker_environment(config(wire="tcp"), {})["MALLOC_MMAP_MAX_"] == "0"
-    assert worker_environment(config(wire="tcp"), {"MALLOC_MMAP_MAX_": "9"})["MALLOC_MMAP_MAX_"] == "9"
+    assert "MALLOC_MMAP_MAX_" not in worker_environment({}, wire="ipc")
+    assert worker_environment({}, wire="tcp")["MALLOC_MMAP_MAX_"] == "0"
+    assert worker_environment({"MALLOC_MMAP_MAX_": "9"}, wire="tcp")["MALLOC_MMAP_MAX_"] == "9"
 
 
 def test_sockets_lie_in_a_private_folder_with_short_names() -> None:
