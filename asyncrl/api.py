@@ -130,9 +130,8 @@ async def train_async(
     scored, here = _reward(reward)
     chosen, custom = _algorithm(algorithm)
     own = {"model": _section("model", "name", model), "staleness": _section("staleness", "limit", staleness)}
-    values = _values({**sections, **own, "algorithm": chosen, "reward": scored})
-    values |= {"task.prompts": _source(prompts), "steps": steps}
-    config = load(None, (), values=values).config
+    values = {**sections, **own, "algorithm": chosen, "reward": scored, "task.prompts": _source(prompts)}
+    config = load(None, (), values={**values, "steps": steps}).config
     fresh = new_run_directory(Path("runs"), strftime("python-%Y%m%d-%H%M%S"))
     with fresh if run_dir is None else nullcontext(Path(run_dir)) as directory, open_display(config.steps) as display:
         request = RunRequest(
@@ -147,17 +146,6 @@ async def train_async(
         )
         finished = await run(request)
     return Run(finished.path, config, request.services)
-
-
-def _values(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """{"training": {"learning_rate": 1e-6}} -> {"training.learning_rate": 1e-6}."""
-    flat: dict[str, Any] = {}
-    for section, keys in sections.items():
-        if isinstance(keys, Mapping):
-            flat |= {f"{section}.{key}": value for key, value in keys.items()}
-        else:
-            flat[section] = keys
-    return flat
 
 
 def _section(name: str, key: str, given: Any) -> Mapping[str, Any]:

@@ -10,13 +10,6 @@ from asyncrl.protocols.contracts import Critic, Generation, Reference, Reward, T
 from asyncrl.protocols.layout import Layout
 from asyncrl.rewards.functions import Scorer, section_of
 
-GENERATION = "asyncrl.services.generation:GenerationService"
-TRAINING = "asyncrl.services.training:TrainingService"
-REFERENCE = "asyncrl.services.reference:ReferenceService"
-CRITIC = "asyncrl.services.critic:CriticService"
-REWARD = "asyncrl.services.reward:RewardService"
-REWARD_MODEL = "asyncrl.services.reward_model:RewardModelService"
-
 ENGINES: Mapping[str, Origin] = {"torch": "torch"}
 """The process that workers with an engine may be forked from. An engine that starts threads or uses a GPU when it is
 imported says "spawn" here, where nobody has to import it to know."""
@@ -28,29 +21,34 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     specs = [
         generation_spec(config, "generation", replicas=config.generation.replicas),
         reward_spec(config, "reward"),
-        ServiceSpec("training", Training, TRAINING, layout=layout, origin=origin),
+        ServiceSpec("training", Training, "asyncrl.services.training:TrainingService", layout=layout, origin=origin),
     ]
     if config.algorithm.kl > 0:
-        replicas = config.reference.replicas
-        specs.append(ServiceSpec("reference", Reference, REFERENCE, replicas=replicas, origin="torch"))
+        implementation, replicas = "asyncrl.services.reference:ReferenceService", config.reference.replicas
+        specs.append(ServiceSpec("reference", Reference, implementation, replicas=replicas, origin="torch"))
     if config.algorithm.advantage == "gae":
-        specs.append(ServiceSpec("critic", Critic, CRITIC, origin="torch"))
+        specs.append(_critic_spec("critic"))
     if config.algorithm.constraint == "lagrangian":
-        specs += [reward_spec(config, "cost"), ServiceSpec("cost_critic", Critic, CRITIC, origin="torch")]
+        specs += [reward_spec(config, "cost"), _critic_spec("cost_critic")]
     if config.evaluate.prompts:
         specs.append(generation_spec(config, "evaluation"))
     return specs
 
 
 def generation_spec(config: Config, name: str, **fields: Any) -> ServiceSpec:
-    return ServiceSpec(name, Generation, GENERATION, origin=ENGINES[config.generation.engine], **fields)
+    implementation, origin = "asyncrl.services.generation:GenerationService", ENGINES[config.generation.engine]
+    return ServiceSpec(name, Generation, implementation, origin=origin, **fields)
 
 
 def reward_spec(config: Config, service: Scorer) -> ServiceSpec:
     """Returns the spec of a scoring service; a service without a model does not load torch."""
     if section_of(config, service).model:
-        return ServiceSpec(service, Reward, REWARD_MODEL, origin="torch")
-    return ServiceSpec(service, Reward, REWARD)
+        return ServiceSpec(service, Reward, "asyncrl.services.reward_model:RewardModelService", origin="torch")
+    return ServiceSpec(service, Reward, "asyncrl.services.reward:RewardService")
+
+
+def _critic_spec(name: str) -> ServiceSpec:
+    return ServiceSpec(name, Critic, "asyncrl.services.critic:CriticService", origin="torch")
 
 
 def worker_count(config: Config) -> int:

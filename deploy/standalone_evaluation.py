@@ -67,17 +67,12 @@ async def evaluate_run(
             f"the rewards of {run_dir} are functions of the Python process that trained it: evaluate there, with "
             "`run.evaluate()`, or name an experiment with --task"
         )
-    rows = None
-    if isinstance(prompts, str):
-        config = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"prompts": prompts})})
-    else:
-        rows = prompts
-    return replace(await evaluate_model(model, config, _questions(config, rows), services), version=version)
+    return replace(await evaluate_model(model, config, _questions(config, prompts), services), version=version)
 
 
-def _questions(config: Config, rows: Rows | None = None) -> list[Question]:
+def _questions(config: Config, prompts: str | Rows | None = None) -> list[Question]:
     """Returns the given held-out prompts, or those of the section `evaluate`; raises ConfigError without any."""
-    found = held_out_prompts(config, rows)
+    found = held_out_prompts(config, prompts)
     if found is None:
         raise ConfigError("there are no held-out prompts: set evaluate.prompts, or name a task with --task")
     return found.first(config.evaluate.size)

@@ -34,8 +34,8 @@ def training_prompts(config: Config, given: Rows | None = None) -> Prompts:
     return load_prompts(task.prompts if given is None else given, options, task.system)
 
 
-def held_out_prompts(config: Config, given: Rows | None = None) -> Prompts | None:
-    """Reads the held-out prompts; None without evaluation. given: rows from Python instead of `evaluate.prompts`."""
+def held_out_prompts(config: Config, given: str | Rows | None = None) -> Prompts | None:
+    """Reads the held-out prompts; None without evaluation. given: read instead of `evaluate.prompts`."""
     if not config.evaluate.prompts and given is None:
         return None
     options = {"size": config.evaluate.size, "seed": HELD_OUT_SEED, **config.evaluate.options}

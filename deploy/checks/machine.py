@@ -1,7 +1,4 @@
-"""Checks what this machine offers.
-
-Imports only the standard library, so that it works where a part of the installation is broken.
-"""
+"""Checks what this machine offers. Imports only the standard library, to work where the installation is broken."""
 
 import importlib.metadata
 import os
@@ -30,10 +27,7 @@ SOCKET_NAME_ROOM = 60
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of `asyncrl doctor`.
-
-    status: "bad" needs repair, "note" is worth knowing. remedy: what to do about it.
-    """
+    """One line of `asyncrl doctor`. status: "bad" needs repair, "note" is worth knowing. remedy: what to do then."""
 
     name: str
     status: Status
@@ -59,17 +53,16 @@ def machine_checks() -> Iterator[Check]:
     yield Check("memory", "ok", f"{size_text(available_memory())} available")
     yield shared_memory_check()
     yield sockets_check(tempfile.gettempdir())
-    yield from base_checks()
+    yield from package_checks()
     yield torch_check()
-    yield from extra_checks()
 
 
 def links_check(package: Path) -> Check:
     """Checks that the folders beside the package are linked into it (in a checkout), or lie in it (in a wheel)."""
     broken = [name for name in ("services", "protocols", "deploy", "bench") if not (package / name).is_dir()]
     kind = "a checkout" if (package / "protocols").is_symlink() else "an installed package"
-    found = f"{package}: " + (f"{', '.join(broken)} not mounted" if broken else kind)
-    return check("package", not broken, found, "clone again with: git clone -c core.symlinks=true URL")
+    found = f"{', '.join(broken)} not mounted" if broken else kind
+    return check("package", not broken, f"{package}: {found}", "clone again with: git clone -c core.symlinks=true URL")
 
 
 def cores_check() -> Check:
@@ -123,14 +116,20 @@ def sockets_check(folder: str) -> Check:
     return check("sockets", room >= 0 and os.access(folder, os.W_OK), f"in {folder}", remedy)
 
 
-def base_checks() -> Iterator[Check]:
-    """Checks that each package that asyncrl always needs is installed."""
+def package_checks() -> Iterator[Check]:
+    """Checks the packages that asyncrl always needs, and those of its extras, of which no experiment needs all."""
     if installed("asyncrl") is None:
         remedy = f"run {pip_install('-e', '.')} in the checkout, or scripts/set-up"
         yield Check("asyncrl", "bad", "runs from its folder and was never installed", remedy)
-    for name in requirements().get("", ()):
+    extras = requirements()
+    for name in extras.pop("", ()):
         version = installed(name)
         yield check(name, version is not None, version or "is not installed", f"run {pip_install(name)}")
+    for extra, packages in extras.items():
+        missing = [name for name in packages if installed(name) is None]
+        versions = ", ".join(f"{name} {installed(name)}" for name in packages)
+        found = f"without {', '.join(missing)}" if missing else versions
+        yield check(f"[{extra}]", not missing, found, f"run {install_extra(extra)} to have it", "note")
 
 
 def torch_check() -> Check:
@@ -168,24 +167,15 @@ def _run_python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_DEADLINE, check=False)
 
 
-def extra_checks() -> Iterator[Check]:
-    """Checks which optional packages are installed; no experiment needs all of them."""
-    for extra, packages in requirements().items():
-        if extra not in ("", "dev"):  # The extra "dev" is for developing asyncrl.
-            missing = [name for name in packages if installed(name) is None]
-            versions = ", ".join(f"{name} {installed(name)}" for name in packages)
-            found = f"without {', '.join(missing)}" if missing else versions
-            yield check(f"[{extra}]", not missing, found, f"run {install_extra(extra)} to have it", "note")
-
-
 def requirements() -> dict[str, list[str]]:
-    """Returns the packages that asyncrl needs, by extra; "" has those that it always needs."""
+    """Returns the packages of each extra but "dev"; those of "" are always needed."""
     found: dict[str, list[str]] = {}
     listed = importlib.metadata.requires("asyncrl") if installed("asyncrl") else None
     for line in listed or []:
         name, _, condition = line.partition(";")
         extra = re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", condition)
         found.setdefault(extra[1] if extra else "", []).extend(re.findall(r"^[\w.-]+", name))
+    found.pop("dev", None)
     return found
 
 

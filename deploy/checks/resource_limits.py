@@ -8,8 +8,8 @@ from asyncrl.config.problems import Problem
 from asyncrl.errors import RemoteError, errno_in
 
 OWN_DESCRIPTORS, WORKERS_DESCRIPTORS = 64, 24
-"""Files, sockets and pipes that a process of a fleet may have open: its own, and for each worker links, a pipe, a
-process handle and mapped rows. With fewer, libzmq aborts the process or never returns."""
+"""Descriptors that a process of a fleet may have open: its own, and for each worker connections, a pipe, a process
+handle and mapped rows. With fewer, libzmq aborts the process or never returns."""
 
 CAUSES = {
     errno.ENOSPC: "the disk is full",
@@ -26,11 +26,7 @@ def exhausted(error: Exception) -> str | None:
 
     Errors of workers, some of them errors of libraries, arrive as texts, which are searched.
     """
-    number = None
-    if isinstance(error, RemoteError):
-        number = errno_in(error.message)
-    elif isinstance(error, OSError):
-        number = error.errno
+    number = errno_in(error.message) if isinstance(error, RemoteError) else getattr(error, "errno", None)
     return f"{CAUSES[number]}: {error}" if number in CAUSES else None
 
 

@@ -16,18 +16,16 @@ STOPPING = "stopping: workers get up to ten seconds to end; Ctrl-C once more doe
 class StopSignals:
     """Handles the signals while it is entered; only the main thread can. It is made in the task that it cancels.
 
-    say: gets one line at the first signal, unless the run ends in order. now: clock in seconds, the loop's by default.
-    hurry: called at the second signal, to kill workers that are being stopped. abandoned: why the task was cancelled,
-    "" when it was not.
+    say: gets one line at the first signal, unless the run ends in order. hurry: called at the second signal, to kill
+    workers that are being stopped. abandoned: why the task was cancelled, "" when it was not.
     """
 
-    def __init__(self, say: Callable[[str], None], now: Callable[[], float] | None = None) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         work = asyncio.current_task()
         assert work is not None
         self._work = work
         self._say = say
         self._loop = asyncio.get_running_loop()
-        self._now = now or self._loop.time
         self._end_in_order: Callable[[], None] | None = None
         self._first_at: float | None = None
         self._handled: list[signal.Signals] = []
@@ -58,13 +56,13 @@ class StopSignals:
 
     def _receive(self, number: signal.Signals) -> None:
         if self._first_at is None:
-            self._first_at = self._now()
+            self._first_at = self._loop.time()
             if self._end_in_order is not None:
                 self._end_in_order()
             else:
                 self._say(STOPPING)
                 self.abandon("interrupted")
-        elif number != signal.SIGTERM or self._now() - self._first_at >= ECHO:
+        elif number != signal.SIGTERM or self._loop.time() - self._first_at >= ECHO:
             if self.hurry is not None:
                 self.hurry()
             self.abandon("interrupted a second time")

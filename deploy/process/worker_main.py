@@ -1,5 +1,4 @@
-"""The main of a worker process: `python -m asyncrl.deploy.process.worker_main`, started by local_launcher.py, or what
-a process does that fork_server.py has forked.
+"""The main function of a worker process, which local_launcher.py spawns as a module or fork_server.py forks.
 
 stdin: one line with the parent's pid and the worker's specification; then "stop" to finish, or its end, which means
 that the parent is gone. Imports no torch: the service does.
@@ -28,11 +27,11 @@ from asyncrl.lanes.control.zmq_wire import ZmqWire
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 ORPHANED = 3
-"""Exit status of a worker whose parent is gone; nobody is there to read it."""
+"""Exit status of a worker whose parent is gone, so that nothing reads it."""
 
 
 def main() -> NoReturn:
-    """Serve, and end the process."""
+    """Serves, and ends the process."""
     status = 1
     try:
         faulthandler.enable()
@@ -54,7 +53,7 @@ def main() -> NoReturn:
 
 
 def die_with(parent: int) -> None:
-    """The kernel kills this process when its parent dies, also where its event loop or the GIL is stuck."""
+    """Has the kernel kill this process when its parent dies, also where its event loop or the GIL is stuck."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -62,17 +61,15 @@ def die_with(parent: int) -> None:
 
 
 def rename(name: str) -> None:
-    """Sets the name that `ps` and `top` show; a forked one has the arguments of the process that it was forked from."""
+    """Sets the name that `ps` and `top` show; a forked process has the arguments of the one it was forked from."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
 
 
 async def _run(spec: WorkerSpec) -> None:
-    stop = asyncio.Event()
-    watch = threading.Thread(target=_watch_stdin, args=(asyncio.get_running_loop(), stop), name="stdin", daemon=True)
-    watch.start()
-    keys = CurveKeys(*spec.facts.curve) if spec.facts.curve else None
-    wire = WireByScheme(InprocWire(), ZmqWire(keys))
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    threading.Thread(target=_watch_stdin, args=(loop, stop), name="stdin", daemon=True).start()
+    wire = WireByScheme(InprocWire(), ZmqWire(CurveKeys(*spec.facts.curve) if spec.facts.curve else None))
     try:
         load(spec.implementation)
         with gc_frozen():

@@ -11,7 +11,6 @@ from asyncrl.deploy.checks.machine import (
     Check,
     available_memory,
     device_checks,
-    extra_checks,
     links_check,
     requirements,
     shared_memory_check,
@@ -75,7 +74,7 @@ def test_packages_come_from_the_install() -> None:
     assert {"torch", "pyzmq", "numpy"} <= set(requirements()[""])
     assert "pytest" not in requirements()[""]
     assert requirements()["wandb"] == ["wandb"]
-    assert "[dev]" not in [found.name for found in extra_checks()]
+    assert "dev" not in requirements()
 
 
 def test_a_torch_that_fails_is_reported_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
