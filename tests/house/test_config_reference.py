@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs/reference/config.md"
 RIDDLES = re.compile(r"(Of|What|Whether|The same|As|Those|Whoever|Where|How)\b")
 
 
-def test_the_page_is_current() -> None:
+def test_config_reference_matches_the_schema() -> None:
     assert PAGE.read_text() == reference(), "write it anew: asyncrl keys --markdown > docs/reference/config.md"
 
 

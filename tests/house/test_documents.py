@@ -46,14 +46,14 @@ def defined(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("page", "path", "name"), NAMED)
-def test_what_a_document_names_exists(page: str, path: str, name: str) -> None:
+def test_paths_and_names_in_documents_exist(page: str, path: str, name: str) -> None:
     assert (ROOT / path).exists(), f"{page} names {path}"
     if name:
         assert name in defined(ROOT / path), f"{page} names {path}:{name}"
 
 
 @pytest.mark.parametrize(("page", "link"), LINKS)
-def test_what_a_document_links_to_exists(page: str, link: str) -> None:
+def test_links_in_documents_resolve(page: str, link: str) -> None:
     assert (ROOT / page).parent.joinpath(link).exists(), f"{page} links to {link}"
 
 

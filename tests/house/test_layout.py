@@ -107,7 +107,7 @@ def test_a_mounted_package_refuses_its_bare_name(name: str) -> None:
     assert f"import asyncrl.{name}, not {name}" in done.stderr
 
 
-def test_pure_logic_reaches_for_no_clock_no_chance_no_thread() -> None:
+def test_pure_modules_use_no_clock_no_randomness_and_no_thread() -> None:
     missing = [name for name in PURE if not (ROOT / name).exists()]
     assert not missing
     found = []
@@ -138,7 +138,7 @@ def test_broad_excepts_only_at_the_supervised_boundary() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SUPERVISED_BOUNDARY))
-def test_a_broad_except_says_why(name: str) -> None:
+def test_every_broad_except_has_a_comment(name: str) -> None:
     lines = (ROOT / name).read_text().splitlines()
     assert not [number for number in broad_excepts(ROOT / name) if "  # " not in lines[number - 1]]
 
@@ -150,13 +150,13 @@ def broad_excepts(path: Path) -> list[int]:
     return [line for line, names in caught.items() if re.search(r"\b(Base)?Exception\b", names)]
 
 
-def test_no_pickle_no_leftovers() -> None:
+def test_source_has_no_pickle_and_no_unfinished_marks() -> None:
     words = ("TO" + "DO", "FIX" + "ME", "X" + "XX", "import pick" + "le", "NotImplemented" + "Error: later")
     found = [f"{p.relative_to(ROOT)}: {w}" for p in python_files() for w in words if w in p.read_text()]
     assert not found
 
 
-def test_nothing_of_this_machine_is_committed() -> None:
+def test_no_path_of_this_machine_is_committed() -> None:
     words = ("/work" + "/", "/opt" + "/wheels", "/opt" + "/pypi", "." + "library")
     texts = [p for p in tracked() if p.suffix in {".py", ".md", ".toml", ".txt", ".yml", ""} and p.name != "LICENSE"]
     found = [f"{p.relative_to(ROOT)}: {w}" for p in texts for w in words if w in p.read_text(errors="ignore")]
@@ -170,7 +170,7 @@ def test_the_package_exports_at_most_ten_names() -> None:
     assert all(getattr(package, name) is not None for name in public)
 
 
-def test_documents_name_what_exists() -> None:
+def test_functions_named_in_structures_exist() -> None:
     """docs/structures.md lists the functions a group passes through; each must exist where it says."""
     lines = (ROOT / "docs/structures.md").read_text().splitlines()
     steps = [line for line in lines if line.startswith(tuple("12345678")) and "`" in line]

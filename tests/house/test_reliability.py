@@ -13,7 +13,7 @@ ROWS = [line for line in TEXT.splitlines() if line.startswith("|") and not line.
 
 
 @pytest.mark.parametrize("file", sorted({file for file, _ in NAMED}))
-def test_the_tests_it_names_exist(file: str) -> None:
+def test_tests_named_in_reliability_exist(file: str) -> None:
     nodes = ast.walk(ast.parse((ROOT / file).read_text()))
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     assert {name for named, name in NAMED if named == file} <= defined

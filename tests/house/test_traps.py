@@ -50,18 +50,18 @@ def test_no_trap_is_missing() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=words())
-def test_every_trap_says_what_is_done_and_which_test_holds_it(row: list[str]) -> None:
+def test_every_trap_names_its_remedy_and_its_tests(row: list[str]) -> None:
     word, mistake, instead, tests = row
     assert len(mistake) > 20
     assert len(instead) > 20
     assert re.search(r"`tests/[\w/]+\.py::test_\w+`", tests), f"no test holds {word}"
 
 
-def test_the_page_and_the_marks_of_the_tests_say_the_same() -> None:
+def test_page_and_marks_of_tests_name_the_same_traps() -> None:
     assert named_in_the_page() == marked()
 
 
-def test_every_test_it_names_is_collected() -> None:
+def test_every_test_named_by_a_trap_is_collected() -> None:
     files = sorted({file for _, file, _ in named_in_the_page()})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "trap", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)

@@ -57,7 +57,7 @@ def said() -> str:
 
 
 @pytest.mark.parametrize("quote", QUOTED)
-def test_what_it_quotes_is_said(quote: str, said: str) -> None:
+def test_quoted_messages_are_in_the_source(quote: str, said: str) -> None:
     assert quote in said or quote.removeprefix("/dev/shm ") in said
 
 
@@ -68,12 +68,12 @@ def test_every_row_has_a_symptom_a_place_to_look_a_remedy_and_a_trap() -> None:
 
 
 @pytest.mark.parametrize("name", METRIC_NAMES)
-def test_metrics_that_it_names_are_written(name: str) -> None:
+def test_named_metrics_are_written(name: str) -> None:
     assert name in FURTHER_METRICS or unknown_metrics({name: 0.0}) == []
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_keys_that_it_names_exist_and_take_what_it_writes(setting: str) -> None:
+def test_named_keys_accept_the_named_values(setting: str) -> None:
     key, _, value = setting.partition(" = ")
     assert key in all_keys()
     refused = any(f"`{setting}` is refused" in row[0] for row in ROWS)
@@ -83,7 +83,7 @@ def test_keys_that_it_names_exist_and_take_what_it_writes(setting: str) -> None:
         assert load("quickstart", flags, {})
 
 
-def test_all_else_that_it_names_is_a_command_a_file_or_a_term() -> None:
+def test_other_quoted_words_are_commands_files_or_terms() -> None:
     rest = [code for code in CODE if code not in (*METRIC_NAMES, *SETTINGS, *METRICS) and code.split()[0] not in OTHERS]
     assert [code for code in rest if not re.fullmatch(r"[a-z_ ]+", code)] == []
 

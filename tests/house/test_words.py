@@ -152,6 +152,6 @@ def test_attributes_are_not_assigned_as_tuples() -> None:
     assert len(found) <= MAX_TUPLE_ASSIGNMENTS, f"{len(found)} tuple assignments:\n" + "\n".join(found)
 
 
-def test_replaced_words_do_not_come_back() -> None:
+def test_replaced_words_name_no_definition() -> None:
     found = list(replaced_words())
     assert len(found) <= MAX_REPLACED, f"{len(found)} words of our own:\n" + "\n".join(found)

@@ -49,13 +49,15 @@ def harmed(run: Run, *faults: Fault) -> None:
 
 
 @pytest.mark.parametrize("point", FAULT_POINTS)
-def test_killed_at_this_point_the_run_goes_on_with_the_same_rewards(point: str, unharmed: Run, tmp_path: Path) -> None:
+def test_run_killed_during_a_checkpoint_resumes_with_the_same_rewards(
+    point: str, unharmed: Run, tmp_path: Path
+) -> None:
     run = Run(tmp_path / "run", SYNCHRONOUS)
     harmed(run, ("controller", point, CONTROLLER_DIES_AT[point]), ("training", point, 6))
     assert run.trained() == unharmed.trained()
 
 
-def test_a_trainer_killed_while_it_writes_leaves_no_checkpoint_and_the_same_rewards(
+def test_trainer_killed_while_writing_leaves_no_checkpoint_and_resumes_with_the_same_rewards(
     unharmed: Run, tmp_path: Path
 ) -> None:
     run = Run(tmp_path / "run", SYNCHRONOUS)
@@ -63,7 +65,7 @@ def test_a_trainer_killed_while_it_writes_leaves_no_checkpoint_and_the_same_rewa
     assert run.trained() == unharmed.trained()
 
 
-def test_the_quickstart_goes_on_with_the_same_rewards(tmp_path: Path) -> None:
+def test_quickstart_killed_during_checkpoints_resumes_with_the_same_rewards(tmp_path: Path) -> None:
     model = asyncio.run(prepare(load("quickstart").config, tmp_path / "model", print, 3 * PATIENCE))
     flags = [*SYNCHRONOUS, "--generation.deterministic", "true", "--model.name", str(model), "--steps", "6"]
     flags += ["--training.checkpoint_every", "2", "--evaluate.prompts", ""]

@@ -100,13 +100,13 @@ def test_the_documented_algorithm_has_30_lines_and_runs_as_written(shown: str, p
     assert "the algorithm has no importable name: only the same call resumes this run" in shown
 
 
-def test_a_run_whose_algorithm_only_python_has_is_resumed_there(shown: str, project: Path) -> None:
+def test_command_line_refuses_to_resume_a_run_with_an_algorithm_object(shown: str, project: Path) -> None:
     told = run(*CLI, "run", "--run-dir", "runs/best-and-worst", cwd=project, code=2)
     assert "was started from Python with" in told
     assert "an algorithm that cannot be imported: resume it there, with the same call" in told
 
 
-def test_an_algorithm_that_raises_ends_the_run_and_mended_it_goes_on_by_its_name(shown: str, project: Path) -> None:
+def test_raising_algorithm_ends_the_run_which_resumes_once_it_is_corrected(shown: str, project: Path) -> None:
     (project / "algorithms.py").write_text(ALGORITHMS)
     (project / "raises.py").write_text(SCRIPT.replace("RUN", "raises"))
     told = run(sys.executable, "raises.py", cwd=project, code=1, BREAK="raise")
@@ -140,7 +140,7 @@ def test_an_algorithm_that_drops_everything_ends_the_run(shown: str, project: Pa
     assert [line["step"] for line in read_metrics(project / "runs/drops/metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_an_algorithm_that_waits_for_ever_is_named_by_the_watchdog(shown: str, project: Path) -> None:
+def test_watchdog_names_an_algorithm_that_waits_forever(shown: str, project: Path) -> None:
     (project / "algorithms.py").write_text(ALGORITHMS)
     (project / "waits.py").write_text(SCRIPT.replace("RUN", "waits"))
     command, environ = [sys.executable, "waits.py"], {**os.environ, **variables(project), "BREAK": "wait"}

@@ -80,7 +80,7 @@ SAFE += ["--evaluate.prompts="]
 
 
 @pytest.mark.parametrize("service", ["generation", "reward", "reference", "cost"])
-def test_the_run_goes_on_by_itself_when_a_worker_is_killed(service: str, model: Path, tmp_path: Path) -> None:
+def test_run_continues_after_a_worker_is_killed(service: str, model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = {"reference": ["--algorithm.kl", "0.01"], "cost": SAFE}.get(service, [])
     with running(command(model, run_dir, *flags)) as process:
@@ -104,7 +104,7 @@ def test_the_run_goes_on_by_itself_when_a_worker_is_killed(service: str, model: 
         ("cost_critic", 0, SAFE, signal.SIGKILL),
     ],
 )
-def test_one_command_resumes_when_what_learns_is_killed_or_a_critic_hangs(
+def test_printed_command_resumes_after_a_trainer_or_critic_died_or_hung(
     service: str, rank: int, flags: list[str], end: signal.Signals, model: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -127,7 +127,7 @@ def test_one_command_resumes_when_what_learns_is_killed_or_a_critic_hangs(
     audited(run_dir)
 
 
-def test_a_critic_is_part_of_every_checkpoint(model: Path, tmp_path: Path) -> None:
+def test_every_checkpoint_contains_the_critic(model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with running(command(model, run_dir, *PPO, steps="6")) as process:
         code, shown = ended(process)
@@ -149,9 +149,7 @@ def test_a_critic_is_part_of_every_checkpoint(model: Path, tmp_path: Path) -> No
     audited(run_dir)
 
 
-def test_the_same_command_resumes_when_the_controller_is_killed_and_leaves_no_orphan(
-    model: Path, tmp_path: Path
-) -> None:
+def test_killed_controller_leaves_no_orphan_and_the_same_command_resumes(model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with running(command(model, run_dir)) as process:
         until_step(process, 7)
@@ -181,7 +179,7 @@ def ctrl_c(process: "subprocess.Popen[str]") -> None:
 
 
 @pytest.mark.parametrize("stop", [ctrl_c, sigterm_as_timeout_sends_it])
-def test_a_signal_ends_with_a_checkpoint_and_the_same_command_goes_on(
+def test_signal_ends_the_run_with_a_checkpoint_and_the_same_command_resumes(
     stop: Callable[["subprocess.Popen[str]"], None], model: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -202,7 +200,7 @@ def test_a_signal_ends_with_a_checkpoint_and_the_same_command_goes_on(
     audited(run_dir)
 
 
-def test_a_second_ctrl_c_does_not_wait_and_names_the_newest_checkpoint(model: Path, tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_the_run_at_once_and_names_the_newest_checkpoint(model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with running(command(model, run_dir)) as process:
         until_step(process, 6)

@@ -32,7 +32,7 @@ STEPS = ("--steps", "40")
 WORKERS = ("generation", "reward", "training")
 
 
-def test_workers_that_are_stopped_for_a_second_lose_nothing(tmp_path: Path) -> None:
+def test_workers_suspended_for_a_second_lose_no_samples(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", STEPS)
     with run.running() as process:
         for service in WORKERS:
@@ -44,7 +44,7 @@ def test_workers_that_are_stopped_for_a_second_lose_nothing(tmp_path: Path) -> N
     run.leaves_nothing()
 
 
-def test_a_generator_that_stops_for_good_is_replaced_within_the_publish_deadline(tmp_path: Path) -> None:
+def test_hung_generation_worker_is_replaced_within_the_publish_deadline(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", (*STEPS, "--staleness.publish_deadline", "1", "--generation.replicas", "2"))
     with run.running() as process:
         run.until_step(process, 5)
@@ -58,7 +58,7 @@ def test_a_generator_that_stops_for_good_is_replaced_within_the_publish_deadline
     run.leaves_nothing()
 
 
-def test_a_reward_worker_that_stops_for_good_is_replaced_and_no_group_is_blamed(tmp_path: Path) -> None:
+def test_hung_reward_worker_is_replaced_and_no_group_is_poisoned(tmp_path: Path) -> None:
     deadlines = ("--fleet.watchdog", "5", "--fleet.call_deadline", "20", "--generation.deadline", "15")
     run = Run(tmp_path / "run", (*STEPS, *deadlines))
     with run.running() as process:
@@ -71,7 +71,7 @@ def test_a_reward_worker_that_stops_for_good_is_replaced_and_no_group_is_blamed(
     run.leaves_nothing()
 
 
-def test_groups_whose_calls_are_never_answered_in_time_are_given_up_aloud(tmp_path: Path) -> None:
+def test_groups_without_answers_in_time_are_dropped_with_a_message(tmp_path: Path) -> None:
     deadlines = ("--fleet.call_deadline", "2", "--generation.deadline", "2", "--reward.deadline", "1")
     run = Run(tmp_path / "run", (*STEPS, *deadlines))
     with run.running() as process:
@@ -85,7 +85,7 @@ def test_groups_whose_calls_are_never_answered_in_time_are_given_up_aloud(tmp_pa
     run.leaves_nothing()
 
 
-def test_a_trainer_that_stops_for_good_ends_the_run_with_the_command_that_resumes(tmp_path: Path) -> None:
+def test_hung_trainer_ends_the_run_with_the_command_that_resumes(tmp_path: Path) -> None:
     deadlines = ("--fleet.call_deadline", "2", "--generation.deadline", "2", "--reward.deadline", "1")
     run = Run(tmp_path / "run", (*STEPS, *deadlines))
     with run.running() as process:
@@ -99,7 +99,7 @@ def test_a_trainer_that_stops_for_good_ends_the_run_with_the_command_that_resume
 
 @pytest.mark.long
 @pytest.mark.parametrize("service", ["controller", *WORKERS])
-def test_a_process_that_is_stopped_for_a_minute(service: str, tmp_path: Path) -> None:
+def test_run_survives_a_process_suspended_for_a_minute(service: str, tmp_path: Path) -> None:
     """A generator keeps the trainer from writing and is replaced at the publish deadline; the others are waited for:
     their calls may take longer than a minute."""
     run = Run(tmp_path / "run", STEPS)
@@ -120,7 +120,7 @@ def stopped(pid: int, seconds: float) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_reward_processes_that_are_killed_are_started_again_and_cost_nothing(tmp_path: Path) -> None:
+def test_killed_reward_processes_restart_without_losing_samples(tmp_path: Path) -> None:
     """As the kernel kills them where memory runs out: the guard, or the one that it guards."""
     run = Run(tmp_path / "run", STEPS)
     with run.running() as process:
@@ -174,7 +174,7 @@ def one_line_error(run: Run, pattern: str) -> None:
     assert "Traceback" not in run.shown
 
 
-def test_a_full_disk_is_one_clear_error_and_the_run_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_full_disk_gives_one_error_and_the_run_resumes_when_there_is_space(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with small_disk(disk, "600k"):
         run = Run(tmp_path / "run", ("--steps", "1000000"))
@@ -188,7 +188,7 @@ def test_a_full_disk_is_one_clear_error_and_the_run_goes_on_when_there_is_room(t
         run.goes_on(5)
 
 
-def test_a_disk_that_is_full_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+def test_full_disk_during_a_checkpoint_gives_one_error_and_leaves_no_checkpoint(tmp_path: Path) -> None:
     """Libraries tell of it in words of their own; what was written of the checkpoint is gone."""
     tokenizer = build_tokenizer(())
     build_model(tokenizer).save_pretrained(tmp_path / "model")
@@ -206,7 +206,7 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_written(tmp_path: Path) -> No
         run.goes_on(2)
 
 
-def test_with_full_shared_memory_rows_travel_as_frames(tmp_path: Path) -> None:
+def test_full_shared_memory_sends_rows_as_frames(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", STEPS, wrapper=small_shared_memory("16k"))
     assert run.to_its_end() == 0, run.shown
     logs = [path.read_text() for path in (run.directory / "logs").glob("generation*.out")]
@@ -231,7 +231,7 @@ def test_a_fleet_that_needs_more_file_descriptors_than_there_are_is_refused(tmp_
     assert not run.directory.exists()
 
 
-def test_just_enough_file_descriptors_are_enough(tmp_path: Path) -> None:
+def test_fleet_runs_with_exactly_enough_file_descriptors(tmp_path: Path) -> None:
     needed = OWN_DESCRIPTORS + 3 * WORKERS_DESCRIPTORS
     run = Run(
         tmp_path / "run", STEPS, wrapper=("bash", "-c", f'ulimit -S -n 20; ulimit -H -n {needed}; exec "$@"', "bash")
@@ -244,7 +244,7 @@ def test_just_enough_file_descriptors_are_enough(tmp_path: Path) -> None:
     run.leaves_nothing()
 
 
-def test_file_descriptors_that_run_out_are_one_clear_error(tmp_path: Path) -> None:
+def test_exhausted_file_descriptors_give_one_error(tmp_path: Path) -> None:
     """The process that takes a dead worker's place cannot be started."""
     run = Run(tmp_path / "run", ("--steps", "1000000"))
     with run.running() as process:
@@ -260,7 +260,7 @@ def test_file_descriptors_that_run_out_are_one_clear_error(tmp_path: Path) -> No
 # ---- a person in a hurry --------------------------------------------------------------------------------
 
 
-def test_a_second_ctrl_c_does_not_wait_for_workers_that_start(tmp_path: Path) -> None:
+def test_second_ctrl_c_does_not_wait_for_starting_workers(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", STEPS)
     with run.running() as process:
         wait_until(lambda: len(run.workers()) == len(WORKERS), "all workers")
@@ -279,7 +279,7 @@ def test_a_second_ctrl_c_does_not_wait_for_workers_that_start(tmp_path: Path) ->
 # ---- user code -------------------------------------------------------------------------------------------
 
 
-def test_reward_functions_that_fork_and_hang_cost_their_samples_only(tmp_path: Path) -> None:
+def test_reward_functions_that_fork_and_hang_lose_only_their_samples(tmp_path: Path) -> None:
     flags = ("--steps", "10", "--reward.functions", "torchless_task:forks_and_hangs", "--reward.deadline", "0.3")
     run = Run(tmp_path / "run", (*flags, "--reward.on_error", "ignore"))
     assert run.to_its_end() == 0, run.shown
@@ -293,7 +293,7 @@ def test_reward_functions_that_fork_and_hang_cost_their_samples_only(tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_model_file_that_is_truncated_ends_in_one_clear_error_or_does_no_harm(tmp_path: Path) -> None:
+def test_truncated_model_file_gives_one_error_or_is_harmless(tmp_path: Path) -> None:
     """Whoever has loaded it goes on; whoever is started again cannot load it, and says so."""
     model = asyncio.run(prepare(load("quickstart").config, tmp_path / "model", print, 3 * PATIENCE))
     run = Run(

@@ -55,7 +55,7 @@ def start(request: Any, tmp_path: Path, monkeypatch: Any) -> Start:
     return started
 
 
-async def test_calls_reach_every_replica_and_come_back(start: Start) -> None:
+async def test_calls_reach_every_replica_and_are_answered(start: Start) -> None:
     async with start(replicas=2) as running:
         echo = running.handle("echo", Echo)
         async with asyncio.TaskGroup() as tasks:
@@ -65,7 +65,7 @@ async def test_calls_reach_every_replica_and_come_back(start: Start) -> None:
         assert len(await echo.pids()) == 2
 
 
-async def test_health_is_answered_while_work_is_busy(start: Start) -> None:
+async def test_health_is_answered_while_a_worker_computes(start: Start) -> None:
     async with start() as running:
         echo = running.handle("echo", Echo)
         async with asyncio.TaskGroup() as tasks:
@@ -83,7 +83,7 @@ async def test_health_is_answered_while_work_is_busy(start: Start) -> None:
         assert (await echo.health())[0].seconds["blocked"] > 0
 
 
-async def test_an_error_comes_back_with_its_remote_traceback(start: Start) -> None:
+async def test_remote_error_has_the_traceback_of_the_worker(start: Start) -> None:
     async with start() as running:
         with pytest.raises(RemoteError, match=r"echo\[0\] raised KeyError") as caught:
             await running.handle("echo", Echo).fail()
@@ -118,13 +118,13 @@ async def test_a_worker_that_cannot_start_says_why(start: Start) -> None:
             pytest.fail("it started")
 
 
-async def test_an_error_in_the_block_comes_out_bare(start: Start) -> None:
+async def test_error_in_the_fleet_block_is_raised_without_a_group(start: Start) -> None:
     with pytest.raises(ZeroDivisionError):
         async with start():
             raise ZeroDivisionError
 
 
-async def test_nothing_of_a_fleet_is_left(start: Start, tmp_path: Path) -> None:
+async def test_ended_fleet_leaves_no_shared_memory_and_no_workers(start: Start, tmp_path: Path) -> None:
     async with start(replicas=2) as running:
         run = running.facts.run
     assert not [name for name in os.listdir("/dev/shm") if run in name]
@@ -138,7 +138,7 @@ async def test_a_call_without_an_answer_ends_at_its_deadline(start: Start) -> No
             await make_handle(Echo, running.workers["echo"], 0.1).wait()
 
 
-async def test_the_watchdog_names_who_holds_what(start: Start) -> None:
+async def test_watchdog_names_the_worker_that_holds_a_call(start: Start) -> None:
     told: asyncio.Queue[str] = asyncio.Queue()
     async with start(replicas=2, watchdog=0.2, report=told.put_nowait) as running:
         waiting = asyncio.ensure_future(running.handle("echo", Echo).wait())
@@ -152,7 +152,7 @@ async def test_the_watchdog_names_who_holds_what(start: Start) -> None:
         await asyncio.wait([waiting])
 
 
-async def test_services_may_live_in_both_places_at_once(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_fleet_mixes_services_in_processes_and_in_this_process(tmp_path: Path, monkeypatch: Any) -> None:
     """A service in this process may be any callable, and reads rows that another process made."""
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     config = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"))

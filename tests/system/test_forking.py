@@ -89,7 +89,7 @@ async def replaced(running: RunningFleet, pid: int, how: signal.Signals = signal
 
 
 @pytest.mark.parametrize("origin", ["plain", "torch"])
-async def test_workers_are_forked_and_children_of_the_controller(origin: Origin, tmp_path: Path) -> None:
+async def test_forked_workers_are_children_of_the_controller(origin: Origin, tmp_path: Path) -> None:
     async with fleet_in(tmp_path, origin=origin) as (_, forks, said):
         for pid in pids_of(tmp_path):
             assert parent_of(pid) == os.getpid()
@@ -107,14 +107,14 @@ async def test_a_service_that_cannot_be_forked_is_spawned(tmp_path: Path) -> Non
         assert said == []
 
 
-async def test_the_outcome_of_a_forked_worker_is_quoted(tmp_path: Path) -> None:
+async def test_cause_of_death_of_a_forked_worker_is_reported(tmp_path: Path) -> None:
     async with fleet_in(tmp_path) as (running, _, said), asyncio.timeout(30):
         await replaced(running, pids_of(tmp_path)[0], signal.SIGTERM)
         assert "killed by SIGTERM; it is started again" in said[0]
 
 
 @pytest.mark.parametrize("victim", ["plain", "torch"])
-async def test_workers_outlive_what_they_were_forked_from_and_the_next_one_is_forked_from_a_new_one(
+async def test_workers_outlive_the_fork_server_and_the_next_worker_comes_from_a_new_one(
     victim: str, tmp_path: Path
 ) -> None:
     async with fleet_in(tmp_path) as (running, forks, said), asyncio.timeout(40):
@@ -132,7 +132,7 @@ async def test_workers_outlive_what_they_were_forked_from_and_the_next_one_is_fo
         assert [line for line in said if "fork workers from (torch) has ended; another one is started" in line]
 
 
-async def test_one_that_hangs_is_given_up_after_the_deadline(tmp_path: Path) -> None:
+async def test_hung_fork_server_is_replaced_after_the_deadline(tmp_path: Path) -> None:
     async with fleet_in(tmp_path, deadline=5.0) as (running, forks, said), asyncio.timeout(40):
         os.kill(hung := forks.pids["torch"], signal.SIGSTOP)
         await replaced(running, pids_of(tmp_path)[0])
@@ -160,7 +160,7 @@ async def test_no_worker_is_forked_from_a_process_with_threads_or_sockets(what: 
         assert "hello" in await running.handle("echo", Echo).echo("hello")
 
 
-async def test_a_module_that_cannot_be_imported_is_quoted_and_workers_are_spawned(tmp_path: Path) -> None:
+async def test_failed_import_is_reported_and_workers_are_spawned(tmp_path: Path) -> None:
     async with fleet_in(tmp_path, "no_such_module") as (_, _, said):
         assert {program_of(pid) for pid in pids_of(tmp_path)} == {"worker_main"}
         assert "its last words: ModuleNotFoundError: No module named 'no_such_module'" in said[0]
@@ -173,7 +173,7 @@ async def test_random_numbers_of_forked_workers_differ(tmp_path: Path) -> None:
         assert one[1] != other[1]
 
 
-async def test_limits_are_those_of_the_controller_when_the_worker_starts(tmp_path: Path) -> None:
+async def test_forked_worker_gets_the_present_limits_of_the_controller(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with fleet_in(tmp_path) as (running, _, _), asyncio.timeout(30):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
@@ -187,7 +187,7 @@ async def test_limits_are_those_of_the_controller_when_the_worker_starts(tmp_pat
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_niceness_is_that_of_the_controller(start: str, tmp_path: Path) -> None:
+def test_worker_gets_the_niceness_of_the_controller(start: str, tmp_path: Path) -> None:
     program = [sys.executable, str(HERE / "fleet_parent.py"), secrets.token_hex(4), str(tmp_path), start]
     parent = subprocess.Popen(["nice", "-n", "3", *program], stderr=subprocess.DEVNULL)
     try:
@@ -199,7 +199,7 @@ def test_niceness_is_that_of_the_controller(start: str, tmp_path: Path) -> None:
         parent.wait(20)
 
 
-async def test_nothing_is_left_when_the_start_is_abandoned(tmp_path: Path) -> None:
+async def test_cancelled_start_leaves_no_process(tmp_path: Path) -> None:
     """Also while a fork is under way."""
     started: list[int] = []
 

@@ -43,7 +43,7 @@ def held_out(directory: RunDirectory) -> list[float]:
     return [json.loads(line)["mean"] for line in directory.evaluations.read_text().splitlines()]
 
 
-def test_the_quickstart_learns_and_what_it_learned_holds_on_words_it_never_saw(model: Path, tmp_path: Path) -> None:
+def test_quickstart_learns_and_generalizes_to_held_out_words(model: Path, tmp_path: Path) -> None:
     directory = trained(model, tmp_path / "run")
     assert fmean(rewards(directory)[:3]) <= 0.35
     assert fmean(rewards(directory)[-LAST:]) >= 0.9
@@ -61,7 +61,7 @@ def test_the_quickstart_learns_and_what_it_learned_holds_on_words_it_never_saw(m
 PPO = ("--algorithm.preset", "ppo", "--steps", "120")
 
 
-def test_with_a_critic_it_learns_as_well(model: Path, tmp_path: Path) -> None:
+def test_quickstart_learns_with_a_critic(model: Path, tmp_path: Path) -> None:
     directory = trained(model, tmp_path / "run", *PPO)
     before, *_, after = held_out(directory)
     assert before <= 0.35
@@ -72,7 +72,7 @@ def test_with_a_critic_it_learns_as_well(model: Path, tmp_path: Path) -> None:
     )
 
 
-def test_against_greedy_answers_it_learns_as_well_and_none_is_among_its_samples(model: Path, tmp_path: Path) -> None:
+def test_quickstart_learns_with_greedy_baselines_which_are_no_samples(model: Path, tmp_path: Path) -> None:
     flags = ("--algorithm.preset", "remax", "--steps", "120", "--telemetry.samples_per_step", "all")
     directory = trained(model, tmp_path / "run", *flags)
     before, *_, after = held_out(directory)
@@ -91,7 +91,7 @@ def test_against_greedy_answers_it_learns_as_well_and_none_is_among_its_samples(
     ],
     ids=["rate 0", "shuffled", "shuffled rewards of ppo"],
 )
-def test_a_control_does_not_learn(control: tuple[str, str], model: Path, tmp_path: Path) -> None:
+def test_control_run_does_not_learn(control: tuple[str, str], model: Path, tmp_path: Path) -> None:
     directory = trained(model, tmp_path / "run", *control)
     assert fmean(rewards(directory)[-LAST:]) < 0.45
     assert held_out(directory)[-1] < 0.45

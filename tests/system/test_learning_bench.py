@@ -25,7 +25,7 @@ def child(tmp_path: Path) -> Iterator[TrainingChild]:
         yield child
 
 
-def test_a_case_is_trained_as_it_says(folder: Path, child: TrainingChild) -> None:
+def test_case_trains_with_its_settings(folder: Path, child: TrainingChild) -> None:
     outcome = run_case(Case("quickstart", "drop", 1, 3, {"staleness.policy": "drop"}), DEFAULTS, 0.01, folder, child)
     assert outcome.steps == 24
     assert outcome.staleness_max == 1
@@ -38,15 +38,13 @@ def test_a_case_is_trained_as_it_says(folder: Path, child: TrainingChild) -> Non
     assert [path.name for path in folder.iterdir()] == ["models"]
 
 
-def test_a_case_that_cannot_run_says_why(folder: Path, child: TrainingChild) -> None:
+def test_case_that_cannot_run_reports_the_reason(folder: Path, child: TrainingChild) -> None:
     with pytest.raises(RunFailed, match=r"training\.learning_rate"):
         run_case(Case("quickstart", "wrong", 1, 3, {"training.learning_rate": -1}), DEFAULTS, 0.8, folder, child)
     assert [path.name for path in folder.iterdir()] == ["models"]
 
 
-def test_a_process_trains_one_case_after_the_other_and_is_replaced_after_one_that_failed(
-    folder: Path, child: TrainingChild
-) -> None:
+def test_process_trains_cases_in_turn_and_is_replaced_after_a_failure(folder: Path, child: TrainingChild) -> None:
     case = Case("quickstart", "grpo", 1, 3, {"fleet.wire": "inproc", "steps": 6})
     assert run_case(case, DEFAULTS, 0.8, folder, child).steps == 6
     with pytest.raises(RunFailed, match="did not end within 0 s"):

@@ -68,18 +68,18 @@ def killed_at_random(run: Run, kills: int, seconds: float, seed: int) -> None:
     assert len(trained) >= 10
 
 
-def test_a_few_kills(tmp_path: Path) -> None:
+def test_run_survives_a_few_kills(tmp_path: Path) -> None:
     killed_at_random(Run(tmp_path / "run", FOR_EVER), kills=6, seconds=2.0, seed=1)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(4))
-def test_forty_kills(seed: int, tmp_path: Path) -> None:
+def test_run_survives_forty_kills(seed: int, tmp_path: Path) -> None:
     killed_at_random(Run(tmp_path / "run", FOR_EVER), kills=10, seconds=5.0, seed=seed)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_ten_kills_of_quickstart(tmp_path: Path) -> None:
+def test_quickstart_survives_ten_kills(tmp_path: Path) -> None:
     killed_at_random(Run(tmp_path / "run", FOR_EVER, "quickstart", standins=False), kills=10, seconds=25.0, seed=0)

@@ -52,7 +52,7 @@ def test_the_python_example_runs_as_written(python_run: str) -> None:
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_each_command_that_looks_at_a_run_works_as_written(python_run: str, project: Path, number: int) -> None:
+def test_commands_of_the_readme_work_on_a_run(python_run: str, project: Path, number: int) -> None:
     lines = [line.split("#")[0].split() for line in block("sh", "asyncrl samples").splitlines() if line]
     assert len(lines) == 5
     _, *arguments = lines[number]
@@ -71,7 +71,7 @@ def model(python_run: str, project: Path) -> Path:
     return project / "runs/from-python/model"
 
 
-def test_the_experiment_file_parses_and_a_file_like_it_trains(model: Path, project: Path) -> None:
+def test_experiment_file_of_the_readme_parses_and_trains(model: Path, project: Path) -> None:
     (project / "my-experiment.toml").write_text(block("toml", 'name = "my-experiment"'))
     assert load(str(project / "my-experiment.toml")).config.staleness.limit == 2
     (project / "my_rewards.py").write_text(block("python", "# my_rewards.py"))
@@ -82,7 +82,7 @@ def test_the_experiment_file_parses_and_a_file_like_it_trains(model: Path, proje
     assert "step 2/2" in shown
 
 
-def test_a_function_with_a_name_travels_by_name_also_inside_a_running_loop(model: Path, project: Path) -> None:
+def test_importable_reward_is_sent_by_name_also_inside_a_running_loop(model: Path, project: Path) -> None:
     (project / "named.py").write_text(
         "def right(sample):\n    return {'right': float(sample.text == sample.row['answer']), 'short': 0.0}\n"
     )
@@ -103,7 +103,7 @@ asyncio.run(notebook())
     assert (project / "saved/config.json").exists()
 
 
-def test_train_async_is_awaited_and_its_mistakes_are_told_at_once() -> None:
+def test_train_async_reports_all_mistakes_at_once() -> None:
     import asyncrl as package
 
     wrong = package.train_async(model="warmed:revers", prompts=[{"prompt": "a"}], reward="exact_mach", steps=1)

@@ -100,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--run-dir", "new/deep", "--model.name", "./nowhere"], "there is no folder ./nowhere"),
     ],
 )
-def test_a_refused_run_leaves_nothing(flags: list[str], says: str, folder: Path) -> None:
+def test_refused_run_leaves_no_files(flags: list[str], says: str, folder: Path) -> None:
     before = sorted(folder.iterdir())
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "mine.toml", *flags]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)

@@ -57,7 +57,7 @@ async def history(model: Path, place: Path, replicas: int, slots: int) -> tuple[
 
 
 @pytest.mark.trap("seeds")
-async def test_a_run_with_three_replicas_is_bit_for_bit_that_of_one(model: Path, tmp_path: Path) -> None:
+async def test_three_replicas_equal_one_replica_bit_for_bit(model: Path, tmp_path: Path) -> None:
     found = []
     for replicas, slots in ((1, 32), (3, 4)):
         place = tmp_path / str(replicas)

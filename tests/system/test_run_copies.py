@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 FOR_EVER = ("--steps", "1000000", "--training.checkpoint_every", "1000000")
 
 
-def test_a_copy_that_starts_leaves_the_running_original_alone(tmp_path: Path) -> None:
+def test_started_copy_of_a_run_directory_does_not_disturb_the_original(tmp_path: Path) -> None:
     original, copy = Run(tmp_path / "original", FOR_EVER), Run(tmp_path / "copy", FOR_EVER)
     with original.running() as process:
         original.until_step(process, 5)

@@ -132,7 +132,9 @@ def save_judge(folder: Path, letters: str = "abcdef") -> Path:
     return folder
 
 
-async def test_models_judge_and_a_resume_takes_all_of_it_up(policy: Path, judges: Path, tmp_path: Path) -> None:
+async def test_reward_and_cost_models_score_and_a_resume_restores_multiplier_and_critics(
+    policy: Path, judges: Path, tmp_path: Path
+) -> None:
     """A reward model beside a function, a cost model alone, texts beside the samples, two critics."""
     judge, texts = save_judge(tmp_path / "judge"), tmp_path / "texts.jsonl"
     texts.write_text('{"text": "a b c"}\n{"prompt": "d", "answer": "e f"}\n')
@@ -165,7 +167,7 @@ async def test_models_judge_and_a_resume_takes_all_of_it_up(policy: Path, judges
         assert line["time/cost/busy"] >= 0
 
 
-async def test_a_judge_with_another_tokenizer_is_refused_before_anything_starts(
+async def test_scoring_model_with_another_tokenizer_is_refused_before_the_start(
     policy: Path, judges: Path, tmp_path: Path
 ) -> None:
     judge = save_judge(tmp_path / "judge", "fedcba")

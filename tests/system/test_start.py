@@ -55,7 +55,7 @@ def shared_and_own(pid: int) -> tuple[int, int]:
     return int(found["Shared_Dirty"]) * 1024, int(found["Private_Dirty"]) * 1024
 
 
-def test_torch_is_imported_once_and_shared(model: Path, tmp_path: Path) -> None:
+def test_forked_workers_share_one_import_of_torch(model: Path, tmp_path: Path) -> None:
     with quickstart(model, tmp_path / "run") as run:
         pids = {service: pid for (service, _, _), pid in workers_of(tmp_path / "run").items()}
         assert {service for service, pid in pids.items() if has_torch(pid)} == {"generation", "training", "evaluation"}
@@ -64,7 +64,7 @@ def test_torch_is_imported_once_and_shared(model: Path, tmp_path: Path) -> None:
         assert shared > own, "most of what was imported is not copied"
 
 
-def test_the_run_goes_on_when_what_workers_are_forked_from_is_killed(model: Path, tmp_path: Path) -> None:
+def test_run_continues_after_the_fork_server_is_killed(model: Path, tmp_path: Path) -> None:
     with quickstart(model, tmp_path / "run") as run:
         assert run.stdout is not None
         workers = workers_of(tmp_path / "run")
@@ -93,7 +93,7 @@ def forked_from(controller: int) -> list[int]:
     return found
 
 
-def test_with_spawn_each_worker_imports_for_itself(model: Path, tmp_path: Path) -> None:
+def test_spawned_workers_import_torch_themselves(model: Path, tmp_path: Path) -> None:
     with quickstart(model, tmp_path / "run", "--fleet.start", "spawn"):
         for pid in workers_of(tmp_path / "run").values():
             assert b"worker_main" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -71,7 +71,7 @@ def processes_of(run_dir: Path) -> dict[str, int]:
     return {f"{service}{replica}": pid for (service, replica, _), pid in workers_of(run_dir).items()}
 
 
-async def test_a_killed_worker_fails_its_calls_at_once_and_comes_back(start: Start, tmp_path: Path) -> None:
+async def test_killed_worker_fails_its_calls_at_once_and_restarts(start: Start, tmp_path: Path) -> None:
     async with fleet_in(tmp_path, start) as running, asyncio.timeout(30):
         echo, back = running.handle("echo", Echo), Wakeup()
         lost: list[tuple[str, str]] = []
@@ -108,7 +108,7 @@ async def test_a_killed_worker_fails_its_calls_at_once_and_comes_back(start: Sta
         await asyncio.wait(waiting)
 
 
-async def test_an_instance_can_be_killed_and_is_said_to_be_gone_once_it_is(start: Start, tmp_path: Path) -> None:
+async def test_killed_instance_is_reported_cleaned_up_once_its_process_is_dead(start: Start, tmp_path: Path) -> None:
     async with fleet_in(tmp_path, start) as running, asyncio.timeout(30):
         cleaned_up: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
         pid = processes_of(tmp_path)["echo1"]
@@ -141,7 +141,7 @@ async def test_a_call_waits_for_a_replica_when_all_are_dead(start: Start, tmp_pa
         assert (await running.handle("echo", Echo).echo("still")).startswith("still")
 
 
-async def test_the_trainers_death_ends_the_fleet_and_names_the_command(start: Start, tmp_path: Path) -> None:
+async def test_trainer_death_ends_the_fleet_and_names_the_resume_command(start: Start, tmp_path: Path) -> None:
     pids: dict[str, int] = {}
 
     async def run() -> None:
@@ -156,15 +156,13 @@ async def test_the_trainers_death_ends_the_fleet_and_names_the_command(start: St
     assert not [pid for pid in pids.values() if not dead(pid)]
 
 
-async def test_a_worker_that_dies_while_it_starts_ends_the_fleet_with_its_last_words(
-    start: Start, tmp_path: Path
-) -> None:
+async def test_worker_death_during_start_ends_the_fleet_with_the_last_output(start: Start, tmp_path: Path) -> None:
     with pytest.raises(FleetFailed, match="exited with status 7"):
         async with asyncio.timeout(60), fleet_in(tmp_path, start, dies=True):
             pytest.fail("it started")
 
 
-async def test_a_worker_that_dies_before_the_fleet_is_handed_over_is_named_too(start: Start, tmp_path: Path) -> None:
+async def test_worker_death_before_the_handover_of_the_fleet_is_reported(start: Start, tmp_path: Path) -> None:
     said: list[str] = []
     async with (
         asyncio.timeout(30),

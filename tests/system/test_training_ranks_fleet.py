@@ -116,7 +116,7 @@ def alone(model: Path) -> tuple[list[StepOutcome], PolicyTrainer]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-async def test_ranks_train_what_one_does_and_die_together(
+async def test_ranks_train_like_one_process_and_end_when_one_of_them_dies(
     ranks: int, model: Path, store: SharedRows, tmp_path: Path
 ) -> None:
     expected, one = alone(model)

@@ -22,8 +22,8 @@ from asyncrl.protocols.messages import PROTOCOL, Call, Hello
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from strangers import GREETING, SPEECHES, at_every_socket, speak, unix  # noqa: E402
 from torchless_runs import Run  # noqa: E402
+from untrusted_peers import GREETING, SPEECHES, at_every_socket, speak, unix  # noqa: E402
 
 CONTROLLER = Hello("run1", 0, "controller", 0, "controller-0", PROTOCOL, "0.1")
 MEGABYTE = 1 << 20
@@ -57,7 +57,7 @@ def tcp(address: str) -> socket.socket:
 
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
-async def test_no_speech_of_a_stranger_gets_in_or_stays_in_memory(scheme: str) -> None:
+async def test_bytes_of_untrusted_peers_are_refused_and_freed(scheme: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         async with worker("tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{folder}/w") as (host, link, address):
             connect = partial(tcp, address) if scheme == "tcp" else unix(Path(folder, "w"))
@@ -69,7 +69,7 @@ async def test_no_speech_of_a_stranger_gets_in_or_stays_in_memory(scheme: str) -
             assert resident() - before < 16 * MEGABYTE
 
 
-async def test_a_message_that_never_ends_does_not_pile_up() -> None:
+async def test_endless_message_does_not_fill_memory() -> None:
     """Seen while it is being said: afterwards it would be gone in any case."""
     grown = []
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +88,7 @@ async def test_a_message_that_never_ends_does_not_pile_up() -> None:
     assert max(grown) < 2 * MEGABYTE
 
 
-async def test_many_half_handshakes_keep_nobody_out() -> None:
+async def test_unfinished_handshakes_do_not_block_other_peers() -> None:
     with tempfile.TemporaryDirectory() as folder:
         async with worker(f"ipc://{folder}/w") as (_, link, _):
             waiting = [unix(Path(folder, "w"))() for _ in range(100)]
@@ -100,7 +100,7 @@ async def test_many_half_handshakes_keep_nobody_out() -> None:
 
 
 @pytest.mark.fleet
-def test_a_fleet_trains_on_while_a_stranger_speaks_at_every_socket(tmp_path: Path) -> None:
+def test_fleet_trains_while_an_untrusted_peer_sends_to_every_socket(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", ["--steps", "40"])
 
     def sockets() -> list[Path]:
