@@ -1,5 +1,6 @@
 """`asyncrl run` trains an experiment, or resumes a run."""
 
+import argparse
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -33,14 +34,13 @@ command line > environment (ASYNCRL_SECTION__KEY) > file > default
 Ctrl-C ends a run within ten seconds, with a checkpoint; a second Ctrl-C ends it at once. `asyncrl --help` lists the
 exit codes."""
 
-RESTARTS = ("--restarts", "--fleet.restarts")
-
 
 @dataclass(frozen=True, slots=True)
 class RunCommand:
-    """The parsed command. flags: flags that set config keys; restarts: those among them that set `fleet.restarts`."""
+    """The parsed command. target: config.toml of `run_dir` where the command names no experiment. flags: flags that set
+    config keys; restarts: those that set `fleet.restarts`."""
 
-    target: str | None
+    target: str | Path
     run_dir: Path | None
     accept_changes: bool
     print_config: bool
@@ -83,36 +83,30 @@ def parse(arguments: Sequence[str]) -> RunCommand:
     """Takes out the flags of the command itself; the rest sets config keys.
 
     Raises:
-        ConfigError: --run-dir without a directory, or neither an experiment nor a run directory.
+        ConfigError: --run-dir without a directory or without a run to resume, or neither an experiment nor --run-dir.
     """
-    waiting = list(arguments)
-    target = waiting.pop(0) if waiting and not waiting[0].startswith("-") else None
-    run_dir: Path | None = None
-    switches: set[str] = set()
-    flags: list[str] = []
-    restarts: list[str] = []
-    while waiting:
-        flag, equals, value = waiting.pop(0).partition("=")
-        separate = not equals and waiting and not waiting[0].startswith("--")
-        if flag in ("--accept-changes", "--print-config"):
-            switches.add(flag)
-        elif flag == "--run-dir":
-            if not equals and not separate:
-                raise ConfigError("--run-dir needs a directory")
-            run_dir = Path(value if equals else waiting.pop(0))
-        elif flag in RESTARTS:
-            restarts += ["--fleet.restarts" + equals + value, *([waiting.pop(0)] if separate else [])]
-        else:
-            flags.append(flag + equals + value)
-    if target is None and run_dir is None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--run-dir", nargs="?", const="")
+    parser.add_argument("--accept-changes", action="store_true")
+    parser.add_argument("--print-config", action="store_true")
+    parser.add_argument("--restarts", "--fleet.restarts", nargs="?", const="", action="append", default=[])
+    named = [argument for argument in arguments[:1] if not argument.startswith("-")]
+    asked, flags = parser.parse_known_args(arguments[len(named) :])
+    if asked.run_dir == "":
+        raise ConfigError("--run-dir needs a directory")
+    if not named and asked.run_dir is None:
         raise ConfigError(f"name an experiment (`{program()} run quickstart`), a TOML file, or a --run-dir to resume")
-    accept_changes, print_config = "--accept-changes" in switches, "--print-config" in switches
-    return RunCommand(target, run_dir, accept_changes, print_config, flags, restarts)
+    run_dir = None if asked.run_dir is None else Path(asked.run_dir)
+    target = named[0] if named or run_dir is None else run_dir / "config.toml"
+    if isinstance(target, Path) and not target.is_file():
+        raise ConfigError(f"{run_dir} holds no run to resume; name an experiment to start one there")
+    restarts = [f"--fleet.restarts={number}" if number else "--fleet.restarts" for number in asked.restarts]
+    return RunCommand(target, run_dir, asked.accept_changes, asked.print_config, flags, restarts)
 
 
 def _child_arguments(request: RunCommand, run_dir: Path) -> list[str]:
     """Returns the arguments for a process that is started again after it died, without `--restarts`."""
-    target = [] if request.target is None else [request.target]
+    target = [request.target] if isinstance(request.target, str) else []
     accept = ["--accept-changes"] if request.accept_changes else []
     return [*target, *request.flags, *accept, "--run-dir", str(run_dir), "--fleet.restarts=0"]
 
@@ -120,16 +114,9 @@ def _child_arguments(request: RunCommand, run_dir: Path) -> list[str]:
 def _load(request: RunCommand) -> "Loaded":
     from asyncrl.config.sources import load
 
-    flags = [*request.flags, *request.restarts]
-    if request.target is not None:
-        loaded = load(request.target, flags)
-    else:
-        assert request.run_dir is not None
-        config_file = request.run_dir / "config.toml"
-        if not config_file.is_file():
-            raise ConfigError(f"{request.run_dir} holds no run to resume; name an experiment to start one there")
-        loaded = load(config_file, flags)
-        _refuse_python_objects(request.run_dir, loaded.config)
+    loaded = load(request.target, [*request.flags, *request.restarts])
+    if isinstance(request.target, Path):
+        _refuse_python_objects(request.target.parent, loaded.config)
     if not (loaded.config.reward.functions or loaded.config.reward.model):
         raise ConfigError("reward.functions is empty: name at least one function, for instance FILE.py:reward")
     return loaded
