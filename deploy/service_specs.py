@@ -12,7 +12,7 @@ from asyncrl.rewards.functions import Scorer, section_of
 
 ENGINES: Mapping[str, Origin] = {"torch": "torch"}
 """The process that workers with an engine may be forked from. An engine that starts threads or uses a GPU when it is
-imported says "spawn" here, where nobody has to import it to know."""
+imported says "spawn" here, so that it need not be imported to know that."""
 
 
 def service_specs(config: Config) -> list[ServiceSpec]:

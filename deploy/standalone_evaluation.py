@@ -108,7 +108,8 @@ async def evaluate_model(
     scorers: list[Scorer] = ["reward", "cost"] if config.algorithm.constraint == "lagrangian" else ["reward"]
     specs = [generation_spec(config, "evaluation", options={"own_version": VERSION})]
     for name in scorers:
-        specs.append(services.get(name) or await asyncio.to_thread(_scorer_spec, config, name, model))
+        made = None if name in services else await asyncio.to_thread(_scorer_spec, config, name, model)
+        specs.append(made or services[name])
     with tempfile.TemporaryDirectory(prefix="asyncrl-evaluate-") as scratch:
         (Path(scratch) / "logs").mkdir()
         keys = CurveKeys.fresh()

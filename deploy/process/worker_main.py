@@ -57,7 +57,7 @@ def die_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(ORPHANED)  # It died before the kernel was told.
+        os._exit(ORPHANED)  # It died before this took effect.
 
 
 def rename(name: str) -> None:
