@@ -108,8 +108,10 @@ async def evaluate_model(
     scorers: list[Scorer] = ["reward", "cost"] if config.algorithm.constraint == "lagrangian" else ["reward"]
     specs = [generation_spec(config, "evaluation", options={"own_version": VERSION})]
     for name in scorers:
-        made = None if name in services else await asyncio.to_thread(_scorer_spec, config, name, model)
-        specs.append(made or services[name])
+        if name in services:
+            specs.append(services[name])
+        else:
+            specs.append(await asyncio.to_thread(_scorer_spec, config, name, model))
     with tempfile.TemporaryDirectory(prefix="asyncrl-evaluate-") as scratch:
         (Path(scratch) / "logs").mkdir()
         keys = CurveKeys.fresh()

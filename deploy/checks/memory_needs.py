@@ -168,7 +168,7 @@ def _critic(name: str, config: Config, critic: CriticConfig, policy: Shape) -> M
 
 def _scorer(name: str, scorer: RewardConfig, policy: Shape) -> MemoryNeed:
     """Estimates a scoring service. policy: shape that a model counts as when its own is unknown."""
-    doc = "and the memory of your functions in their own processes"
+    doc = "without the memory of your functions, which run in processes of their own"
     if not scorer.model:
         return MemoryNeed(name, PROCESS_BYTES, 0, doc)
     weights = (shape_of(scorer.model) or policy).parameters * FLOAT

@@ -18,16 +18,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--step", type=int, help="Show samples of this step only.")
     parser.add_argument("--group", type=int, metavar="ID", help="Show samples of this group only.")
     order = parser.add_mutually_exclusive_group()
+    order.add_argument("--best", action="store_const", const="best", dest="order", help="Sort by reward, best first.")
     order.add_argument(
-        "--best", action="store_const", const="best", dest="order", help="Show the highest rewards first."
-    )
-    order.add_argument(
-        "--worst", action="store_const", const="worst", dest="order", help="Show the lowest rewards first."
+        "--worst", action="store_const", const="worst", dest="order", help="Sort by reward, worst first."
     )
     parser.add_argument("--masked", action="store_true", help="Show only samples with tokens left out of the loss.")
-    parser.add_argument(
-        "-n", type=_positive, default=8, dest="count", help="Show at most this many samples (default: 8)."
-    )
+    parser.add_argument("-n", type=_positive, default=8, dest="count", help="Show at most this many (default: 8).")
     asked = parser.parse_args(arguments)
     path = asked.run / "samples.jsonl"
     if not path.exists():
