@@ -12,7 +12,6 @@ from asyncrl.config.sources import load
 from asyncrl.controller.journal.audit import audit
 from asyncrl.deploy.run import run
 from asyncrl.deploy.run_request import RunRequest
-from asyncrl.engines.models.model_folder import prepare
 from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -21,12 +20,6 @@ from asyncrl.telemetry.samples_file import read_samples
 pytestmark = [pytest.mark.fleet, pytest.mark.slow, pytest.mark.timeout(400)]
 LAST = 10
 """Steps whose mean reward counts as the reward at the end."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("model") / "model"
-    return asyncio.run(prepare(load("quickstart").config, target, print, 120.0))
 
 
 def trained(model: Path, run_dir: Path, *flags: str) -> RunDirectory:
@@ -44,8 +37,10 @@ def held_out(directory: RunDirectory) -> list[float]:
     return [json.loads(line)["mean"] for line in directory.evaluations.read_text().splitlines()]
 
 
-def test_the_quickstart_learns_and_what_it_learned_holds_on_words_it_never_saw(model: Path, tmp_path: Path) -> None:
-    directory = trained(model, tmp_path / "run")
+def test_the_quickstart_learns_and_what_it_learned_holds_on_words_it_never_saw(
+    quickstart_model: Path, tmp_path: Path
+) -> None:
+    directory = trained(quickstart_model, tmp_path / "run")
     assert fmean(rewards(directory)[:3]) <= 0.35
     assert fmean(rewards(directory)[-LAST:]) >= 0.9
     before, *_, after = held_out(directory)
@@ -62,8 +57,8 @@ def test_the_quickstart_learns_and_what_it_learned_holds_on_words_it_never_saw(m
 PPO = ("--algorithm.preset", "ppo", "--steps", "120")
 
 
-def test_with_a_critic_it_learns_as_well(model: Path, tmp_path: Path) -> None:
-    directory = trained(model, tmp_path / "run", *PPO)
+def test_with_a_critic_it_learns_as_well(quickstart_model: Path, tmp_path: Path) -> None:
+    directory = trained(quickstart_model, tmp_path / "run", *PPO)
     before, *_, after = held_out(directory)
     assert before <= 0.35
     assert after >= 0.85
@@ -73,9 +68,11 @@ def test_with_a_critic_it_learns_as_well(model: Path, tmp_path: Path) -> None:
     )
 
 
-def test_against_greedy_answers_it_learns_as_well_and_none_is_among_its_samples(model: Path, tmp_path: Path) -> None:
+def test_against_greedy_answers_it_learns_as_well_and_none_is_among_its_samples(
+    quickstart_model: Path, tmp_path: Path
+) -> None:
     flags = ("--algorithm.preset", "remax", "--steps", "120", "--telemetry.samples_per_step", "all")
-    directory = trained(model, tmp_path / "run", *flags)
+    directory = trained(quickstart_model, tmp_path / "run", *flags)
     before, *_, after = held_out(directory)
     assert before <= 0.35
     assert after >= 0.85
@@ -92,7 +89,7 @@ def test_against_greedy_answers_it_learns_as_well_and_none_is_among_its_samples(
     ],
     ids=["rate 0", "shuffled", "shuffled rewards of ppo"],
 )
-def test_a_control_does_not_learn(control: tuple[str, str], model: Path, tmp_path: Path) -> None:
-    directory = trained(model, tmp_path / "run", *control)
+def test_a_control_does_not_learn(control: tuple[str, str], quickstart_model: Path, tmp_path: Path) -> None:
+    directory = trained(quickstart_model, tmp_path / "run", *control)
     assert fmean(rewards(directory)[-LAST:]) < 0.45
     assert held_out(directory)[-1] < 0.45

@@ -1,6 +1,5 @@
 """How the quickstart begins: which process imports torch, and what workers share."""
 
-import asyncio
 import os
 import re
 import signal
@@ -13,20 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.sources import load
-from asyncrl.engines.models.model_folder import prepare
-
 sys.path.insert(0, str(Path(__file__).parent))
-from watching import PATIENCE, dead, wait_until, workers_of
+from watching import dead, wait_until, workers_of
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model, made once."""
-    target = tmp_path_factory.mktemp("model") / "model"
-    return asyncio.run(prepare(load("quickstart").config, target, print, PATIENCE))
 
 
 @contextmanager
@@ -55,8 +44,8 @@ def shared_and_own(pid: int) -> tuple[int, int]:
     return int(found["Shared_Dirty"]) * 1024, int(found["Private_Dirty"]) * 1024
 
 
-def test_torch_is_imported_once_and_shared(model: Path, tmp_path: Path) -> None:
-    with quickstart(model, tmp_path / "run") as run:
+def test_torch_is_imported_once_and_shared(quickstart_model: Path, tmp_path: Path) -> None:
+    with quickstart(quickstart_model, tmp_path / "run") as run:
         pids = {service: pid for (service, _, _), pid in workers_of(tmp_path / "run").items()}
         assert {service for service, pid in pids.items() if has_torch(pid)} == {"generation", "training", "evaluation"}
         assert not has_torch(run.pid), "the controller does not import torch"
@@ -64,8 +53,8 @@ def test_torch_is_imported_once_and_shared(model: Path, tmp_path: Path) -> None:
         assert shared > own, "most of what was imported is not copied"
 
 
-def test_the_run_goes_on_when_what_workers_are_forked_from_is_killed(model: Path, tmp_path: Path) -> None:
-    with quickstart(model, tmp_path / "run") as run:
+def test_the_run_goes_on_when_what_workers_are_forked_from_is_killed(quickstart_model: Path, tmp_path: Path) -> None:
+    with quickstart(quickstart_model, tmp_path / "run") as run:
         assert run.stdout is not None
         workers = workers_of(tmp_path / "run")
         servers = forked_from(run.pid)
@@ -93,7 +82,7 @@ def forked_from(controller: int) -> list[int]:
     return found
 
 
-def test_with_spawn_each_worker_imports_for_itself(model: Path, tmp_path: Path) -> None:
-    with quickstart(model, tmp_path / "run", "--fleet.start", "spawn"):
+def test_with_spawn_each_worker_imports_for_itself(quickstart_model: Path, tmp_path: Path) -> None:
+    with quickstart(quickstart_model, tmp_path / "run", "--fleet.start", "spawn"):
         for pid in workers_of(tmp_path / "run").values():
             assert b"worker_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
