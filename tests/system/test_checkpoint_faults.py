@@ -1,21 +1,17 @@
 """The controller and the trainer are killed at every point of a checkpoint; the same command goes on, and at eta = 0
 every reward is what it would have been."""
 
-import asyncio
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from asyncrl.config.sources import load
 from asyncrl.controller.journal.checkpoints import FAULT_POINTS
-from asyncrl.engines.models.model_folder import prepare
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from torchless_runs import Run  # noqa: E402
-from watching import PATIENCE  # noqa: E402
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 
@@ -65,9 +61,10 @@ def test_trainer_killed_while_writing_leaves_no_checkpoint_and_resumes_with_the_
     assert run.trained() == unharmed.trained()
 
 
-def test_quickstart_killed_during_checkpoints_resumes_with_the_same_rewards(tmp_path: Path) -> None:
-    model = asyncio.run(prepare(load("quickstart").config, tmp_path / "model", print, 3 * PATIENCE))
-    flags = [*SYNCHRONOUS, "--generation.deterministic", "true", "--model.name", str(model), "--steps", "6"]
+def test_quickstart_killed_during_checkpoints_resumes_with_the_same_rewards(
+    quickstart_model: Path, tmp_path: Path
+) -> None:
+    flags = [*SYNCHRONOUS, "--generation.deterministic", "true", "--model.name", str(quickstart_model), "--steps", "6"]
     flags += ["--training.checkpoint_every", "2", "--evaluate.prompts", ""]
     unharmed, run = (Run(tmp_path / name, flags, "quickstart", standins=False) for name in ("unharmed", "run"))
     assert unharmed.to_its_end() == 0, unharmed.shown

@@ -1,6 +1,5 @@
 """Workers are killed while the quickstart runs: it goes on or resumes, and the audit holds."""
 
-import asyncio
 import json
 import os
 import re
@@ -14,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.sources import load
 from asyncrl.controller.journal.audit import audit
-from asyncrl.engines.models.model_folder import prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
 from watching import PATIENCE, dead, pid_of, wait_until
@@ -26,15 +23,9 @@ pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 STEPS = "25"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model, made once."""
-    target = tmp_path_factory.mktemp("model") / "model"
-    return asyncio.run(prepare(load("quickstart").config, target, print, PATIENCE))
-
-
 def command(model: Path, run_dir: Path, *flags: str, steps: str = STEPS) -> list[str]:
     keys = ["--model.name", str(model), "--steps", steps, "--training.checkpoint_every", "5", "--evaluate.every", "100"]
+    keys += ["--task.samples_per_prompt", "4"]
     return [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir), *keys, *flags]
 
 
@@ -80,10 +71,10 @@ SAFE += ["--evaluate.prompts="]
 
 
 @pytest.mark.parametrize("service", ["generation", "reward", "reference", "cost"])
-def test_run_continues_after_a_worker_is_killed(service: str, model: Path, tmp_path: Path) -> None:
+def test_run_continues_after_a_worker_is_killed(service: str, quickstart_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = {"reference": ["--algorithm.kl", "0.01"], "cost": SAFE}.get(service, [])
-    with running(command(model, run_dir, *flags)) as process:
+    with running(command(quickstart_model, run_dir, *flags)) as process:
         until_step(process, 4)
         os.kill(pid_of(run_dir, service), signal.SIGKILL)
         code, shown = ended(process)
@@ -105,10 +96,10 @@ def test_run_continues_after_a_worker_is_killed(service: str, model: Path, tmp_p
     ],
 )
 def test_printed_command_resumes_after_a_trainer_or_critic_died_or_hung(
-    service: str, rank: int, flags: list[str], end: signal.Signals, model: Path, tmp_path: Path
+    service: str, rank: int, flags: list[str], end: signal.Signals, quickstart_model: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    with running(command(model, run_dir, *flags)) as process:
+    with running(command(quickstart_model, run_dir, *flags)) as process:
         until_step(process, 7)
         os.kill(pid_of(run_dir, service, rank), end)
         code, shown = ended(process)
@@ -127,9 +118,9 @@ def test_printed_command_resumes_after_a_trainer_or_critic_died_or_hung(
     audited(run_dir)
 
 
-def test_every_checkpoint_contains_the_critic(model: Path, tmp_path: Path) -> None:
+def test_every_checkpoint_contains_the_critic(quickstart_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with running(command(model, run_dir, *PPO, steps="6")) as process:
+    with running(command(quickstart_model, run_dir, *PPO, steps="6")) as process:
         code, shown = ended(process)
     assert code == 0, shown
     assert last_metrics(run_dir)["critic/updates"] == 1
@@ -142,16 +133,18 @@ def test_every_checkpoint_contains_the_critic(model: Path, tmp_path: Path) -> No
             "manifest.json",
         }
     (run_dir / "checkpoints" / "6" / "critic" / "trainer.pt").write_bytes(b"damaged")
-    with running(command(model, run_dir, *PPO, steps="7")) as process:
+    with running(command(quickstart_model, run_dir, *PPO, steps="7")) as process:
         code, shown = ended(process)
     assert code == 0, shown
     assert "checkpoint 6 cannot be used: critic/trainer.pt was changed or damaged" in shown
     audited(run_dir)
 
 
-def test_killed_controller_leaves_no_orphan_and_the_same_command_resumes(model: Path, tmp_path: Path) -> None:
+def test_killed_controller_leaves_no_orphan_and_the_same_command_resumes(
+    quickstart_model: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    with running(command(model, run_dir)) as process:
+    with running(command(quickstart_model, run_dir)) as process:
         until_step(process, 7)
         pids = [pid_of(run_dir, service) for service in ("generation", "reward", "training")]
         process.send_signal(signal.SIGKILL)
@@ -159,7 +152,7 @@ def test_killed_controller_leaves_no_orphan_and_the_same_command_resumes(model: 
     wait_until(lambda: all(dead(pid) for pid in pids), "the workers to end with their parent")
     audited(run_dir)
     done = last_metrics(run_dir)["step"]
-    with running(command(model, run_dir)) as process:
+    with running(command(quickstart_model, run_dir)) as process:
         code, shown = ended(process)
     assert code == 0, shown
     told = re.search(r"resuming .* at step 5 of 25; step(?:s 6 to)? (\d+) (?:is|are) done again", shown)
@@ -180,10 +173,10 @@ def ctrl_c(process: "subprocess.Popen[str]") -> None:
 
 @pytest.mark.parametrize("stop", [ctrl_c, sigterm_as_timeout_sends_it])
 def test_signal_ends_the_run_with_a_checkpoint_and_the_same_command_resumes(
-    stop: Callable[["subprocess.Popen[str]"], None], model: Path, tmp_path: Path
+    stop: Callable[["subprocess.Popen[str]"], None], quickstart_model: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    with running(command(model, run_dir)) as process:
+    with running(command(quickstart_model, run_dir)) as process:
         until_step(process, 6)
         stop(process)
         began = time.monotonic()
@@ -193,16 +186,18 @@ def test_signal_ends_the_run_with_a_checkpoint_and_the_same_command_resumes(
     assert "checkpoint" in shown
     newest = max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal())
     assert newest == last_metrics(run_dir)["version"] >= 6, f"after {took:.1f} s: {shown}"
-    with running(command(model, run_dir)) as process:
+    with running(command(quickstart_model, run_dir)) as process:
         code, shown = ended(process)
     assert code == 0, shown
     assert last_metrics(run_dir)["step"] == int(STEPS)
     audited(run_dir)
 
 
-def test_second_ctrl_c_ends_the_run_at_once_and_names_the_newest_checkpoint(model: Path, tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_the_run_at_once_and_names_the_newest_checkpoint(
+    quickstart_model: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    with running(command(model, run_dir)) as process:
+    with running(command(quickstart_model, run_dir)) as process:
         until_step(process, 6)
         os.kill(pid_of(run_dir, "training"), signal.SIGSTOP)  # what is waited for never comes
         process.send_signal(signal.SIGINT)
@@ -217,20 +212,20 @@ def test_second_ctrl_c_ends_the_run_at_once_and_names_the_newest_checkpoint(mode
     assert told, shown
     assert int(told[1]) == max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal())
     assert Path(told[2]).is_dir()
-    assert told[3].split() == command(model, run_dir)[4:]
+    assert told[3].split() == command(quickstart_model, run_dir)[4:]
     assert not list(Path("/dev/shm").glob(f"asyncrl-{(run_dir / 'run.id').read_text()}*"))
 
 
-def test_a_changed_config_is_refused_with_a_diff_unless_accepted(model: Path, tmp_path: Path) -> None:
+def test_a_changed_config_is_refused_with_a_diff_unless_accepted(quickstart_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with running(command(model, run_dir, steps="2")) as process:
+    with running(command(quickstart_model, run_dir, steps="2")) as process:
         assert ended(process)[0] == 0
     changed = ["--training.learning_rate", "1e-4"]
-    with running(command(model, run_dir, *changed, steps="3")) as process:
+    with running(command(quickstart_model, run_dir, *changed, steps="3")) as process:
         code, shown = ended(process)
     assert code == 2
     assert "training.learning_rate: 0.0002 -> 0.0001" in shown
-    with running(command(model, run_dir, *changed, "--accept-changes", steps="3")) as process:
+    with running(command(quickstart_model, run_dir, *changed, "--accept-changes", steps="3")) as process:
         code, shown = ended(process)
     assert code == 0, shown
     assert last_metrics(run_dir)["step"] == 3

@@ -11,7 +11,6 @@ import pytest
 from asyncrl.config.sources import load
 from asyncrl.controller.journal.audit import audit
 from asyncrl.deploy.training_run import RunRequest, run
-from asyncrl.engines.models.model_folder import prepare
 from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -20,12 +19,6 @@ from asyncrl.telemetry.samples_file import read_samples
 pytestmark = [pytest.mark.fleet, pytest.mark.slow, pytest.mark.timeout(400)]
 LAST = 10
 """Steps whose mean reward counts as the reward at the end."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("model") / "model"
-    return asyncio.run(prepare(load("quickstart").config, target, print, 120.0))
 
 
 def trained(model: Path, run_dir: Path, *flags: str) -> RunDirectory:
@@ -43,8 +36,8 @@ def held_out(directory: RunDirectory) -> list[float]:
     return [json.loads(line)["mean"] for line in directory.evaluations.read_text().splitlines()]
 
 
-def test_quickstart_learns_and_generalizes_to_held_out_words(model: Path, tmp_path: Path) -> None:
-    directory = trained(model, tmp_path / "run")
+def test_quickstart_learns_and_generalizes_to_held_out_words(quickstart_model: Path, tmp_path: Path) -> None:
+    directory = trained(quickstart_model, tmp_path / "run")
     assert fmean(rewards(directory)[:3]) <= 0.35
     assert fmean(rewards(directory)[-LAST:]) >= 0.9
     before, *_, after = held_out(directory)
@@ -61,8 +54,8 @@ def test_quickstart_learns_and_generalizes_to_held_out_words(model: Path, tmp_pa
 PPO = ("--algorithm.preset", "ppo", "--steps", "120")
 
 
-def test_quickstart_learns_with_a_critic(model: Path, tmp_path: Path) -> None:
-    directory = trained(model, tmp_path / "run", *PPO)
+def test_quickstart_learns_with_a_critic(quickstart_model: Path, tmp_path: Path) -> None:
+    directory = trained(quickstart_model, tmp_path / "run", *PPO)
     before, *_, after = held_out(directory)
     assert before <= 0.35
     assert after >= 0.85
@@ -72,9 +65,9 @@ def test_quickstart_learns_with_a_critic(model: Path, tmp_path: Path) -> None:
     )
 
 
-def test_quickstart_learns_with_greedy_baselines_which_are_no_samples(model: Path, tmp_path: Path) -> None:
+def test_quickstart_learns_with_greedy_baselines_which_are_no_samples(quickstart_model: Path, tmp_path: Path) -> None:
     flags = ("--algorithm.preset", "remax", "--steps", "120", "--telemetry.samples_per_step", "all")
-    directory = trained(model, tmp_path / "run", *flags)
+    directory = trained(quickstart_model, tmp_path / "run", *flags)
     before, *_, after = held_out(directory)
     assert before <= 0.35
     assert after >= 0.85
@@ -91,7 +84,7 @@ def test_quickstart_learns_with_greedy_baselines_which_are_no_samples(model: Pat
     ],
     ids=["rate 0", "shuffled", "shuffled rewards of ppo"],
 )
-def test_control_run_does_not_learn(control: tuple[str, str], model: Path, tmp_path: Path) -> None:
-    directory = trained(model, tmp_path / "run", *control)
+def test_control_run_does_not_learn(control: tuple[str, str], quickstart_model: Path, tmp_path: Path) -> None:
+    directory = trained(quickstart_model, tmp_path / "run", *control)
     assert fmean(rewards(directory)[-LAST:]) < 0.45
     assert held_out(directory)[-1] < 0.45

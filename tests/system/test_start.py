@@ -1,6 +1,5 @@
 """How the quickstart begins: which process imports torch, and what workers share."""
 
-import asyncio
 import os
 import re
 import signal
@@ -13,20 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.sources import load
-from asyncrl.engines.models.model_folder import prepare
-
 sys.path.insert(0, str(Path(__file__).parent))
-from watching import PATIENCE, dead, wait_until, workers_of
+from watching import dead, wait_until, workers_of
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model, made once."""
-    target = tmp_path_factory.mktemp("model") / "model"
-    return asyncio.run(prepare(load("quickstart").config, target, print, PATIENCE))
 
 
 @contextmanager
@@ -55,8 +44,8 @@ def shared_and_own(pid: int) -> tuple[int, int]:
     return int(found["Shared_Dirty"]) * 1024, int(found["Private_Dirty"]) * 1024
 
 
-def test_forked_workers_share_one_import_of_torch(model: Path, tmp_path: Path) -> None:
-    with quickstart(model, tmp_path / "run") as run:
+def test_forked_workers_share_one_import_of_torch(quickstart_model: Path, tmp_path: Path) -> None:
+    with quickstart(quickstart_model, tmp_path / "run") as run:
         pids = {service: pid for (service, _, _), pid in workers_of(tmp_path / "run").items()}
         assert {service for service, pid in pids.items() if has_torch(pid)} == {"generation", "training", "evaluation"}
         assert not has_torch(run.pid), "the controller does not import torch"
@@ -64,8 +53,8 @@ def test_forked_workers_share_one_import_of_torch(model: Path, tmp_path: Path) -
         assert shared > own, "most of what was imported is not copied"
 
 
-def test_run_continues_after_the_fork_server_is_killed(model: Path, tmp_path: Path) -> None:
-    with quickstart(model, tmp_path / "run") as run:
+def test_run_continues_after_the_fork_server_is_killed(quickstart_model: Path, tmp_path: Path) -> None:
+    with quickstart(quickstart_model, tmp_path / "run") as run:
         assert run.stdout is not None
         workers = workers_of(tmp_path / "run")
         servers = forked_from(run.pid)
@@ -93,7 +82,7 @@ def forked_from(controller: int) -> list[int]:
     return found
 
 
-def test_spawned_workers_import_torch_themselves(model: Path, tmp_path: Path) -> None:
-    with quickstart(model, tmp_path / "run", "--fleet.start", "spawn"):
+def test_spawned_workers_import_torch_themselves(quickstart_model: Path, tmp_path: Path) -> None:
+    with quickstart(quickstart_model, tmp_path / "run", "--fleet.start", "spawn"):
         for pid in workers_of(tmp_path / "run").values():
             assert b"worker_main" in Path(f"/proc/{pid}/cmdline").read_bytes()

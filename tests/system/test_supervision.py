@@ -18,6 +18,7 @@ import pytest
 from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.errors import FleetFailed, PeerLost
+from asyncrl.fleet import supervisor
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
 from asyncrl.fleet.worker.worker_spec import RunFacts
@@ -156,7 +157,10 @@ async def test_trainer_death_ends_the_fleet_and_names_the_resume_command(start: 
     assert not [pid for pid in pids.values() if not dead(pid)]
 
 
-async def test_worker_death_during_start_ends_the_fleet_with_the_last_output(start: Start, tmp_path: Path) -> None:
+async def test_worker_death_during_start_ends_the_fleet_with_the_last_output(
+    start: Start, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.02)  # Its default would have this test wait for 7.5 s.
     with pytest.raises(FleetFailed, match="exited with status 7"):
         async with asyncio.timeout(60), fleet_in(tmp_path, start, dies=True):
             pytest.fail("it started")
@@ -214,8 +218,9 @@ def left_by(run: str) -> list[Path]:
     return [path for folder in folders for path in folder.glob(f"asyncrl-{run}-*")]
 
 
-def test_a_torch_free_worker_starts_within_half_a_second_of_cpu() -> None:
-    code = "import asyncrl.deploy.process.worker_main, sys, time; assert 'torch' not in sys.modules; "
-    code += "print(time.process_time())"
+def test_a_worker_without_torch_imports_little() -> None:
+    code = "import asyncrl.deploy.process.worker_main, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
-    assert float(done.stdout) < 1.0
+    modules = done.stdout.split()
+    assert not {"torch", "transformers", "tokenizers", "sympy", "datasets"} & set(modules)
+    assert len(modules) < 800
