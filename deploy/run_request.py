@@ -25,7 +25,7 @@ from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.tasks import Draw, held_out_prompts, training_prompts
 from asyncrl.tasks.pretraining_texts import write_texts
 from asyncrl.tasks.prompt_check import write_longest
-from asyncrl.tasks.sources import Rows
+from asyncrl.tasks.prompt_sources import Rows
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import RunDirectory, replace_text

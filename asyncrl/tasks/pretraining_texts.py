@@ -7,8 +7,8 @@ from typing import Any
 
 from asyncrl.config.schema import TaskConfig
 from asyncrl.errors import TaskError
-from asyncrl.tasks.prompts import Prompts
-from asyncrl.tasks.sources import TRAINING_SEED, read_rows
+from asyncrl.tasks.prompt_rows import Prompts
+from asyncrl.tasks.prompt_sources import TRAINING_SEED, read_rows
 
 KEY = "task.pretrain"
 

@@ -22,7 +22,7 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/lanes/control/server.py",
     "asyncrl/rewards/execution/function_call.py",
     "asyncrl/rewards/execution/child_main.py",
-    "asyncrl/tasks/sources.py",
+    "asyncrl/tasks/prompt_sources.py",
     "asyncrl/telemetry/sinks/worker.py",
 }
 PURE = {

@@ -31,12 +31,9 @@ class Prompts:
         self._rows = rows
         self._source = source
         self._system = system
-        if isinstance(rows, list):
-            for number in range(len(rows)):
-                self.row(number)
-        else:
-            # Rows are read on demand, maybe millions: only the first one is checked here.
-            self.row(0)
+        # Rows of another type are read on demand, maybe millions: only the first one is checked here.
+        for number in range(len(rows) if isinstance(rows, list) else 1):
+            self.row(number)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -50,7 +47,12 @@ class Prompts:
         if "prompt" not in raw:
             raise TaskError(f"{where}: {_no_prompt(list(raw))}")
         columns = {str(name): plain(value, f"{where}, column {name}") for name, value in raw.items()}
-        return Row(self._with_system(_checked(columns["prompt"], where), where), columns)
+        if not _is_prompt(columns["prompt"]):
+            raise TaskError(
+                f'{where}: a prompt is text that is not empty, or a list of {{"role": ..., "content": ...}}, not all '
+                f"empty; this is {repr(columns['prompt'])[:200]}"
+            )
+        return Row(self._with_system(columns["prompt"], where), columns)
 
     def first(self, count: int) -> list[tuple[Messages, dict[str, Any]]]:
         """Returns prompt and columns of up to `count` rows from the beginning."""
@@ -94,21 +96,14 @@ def _no_prompt(found: list[str]) -> str:
     )
 
 
-def _checked(prompt: Any, where: str) -> Messages:
-    if isinstance(prompt, str) and prompt.strip():
-        return prompt
-    if isinstance(prompt, list) and all(_is_message(message) for message in prompt) and any(map(_says, prompt)):
-        return prompt
-    raise TaskError(
-        f'{where}: a prompt is text that is not empty, or a list of {{"role": ..., "content": ...}}, not all empty; '
-        f"this is {repr(prompt)[:200]}"
-    )
-
-
-def _says(message: Mapping[str, Any]) -> bool:
-    """Returns whether a message has content: text that is not blank, or parts."""
-    content = message["content"]
-    return bool(content.strip() if isinstance(content, str) else content)
+def _is_prompt(prompt: Any) -> bool:
+    """Returns whether this is text or messages; text must not be blank, nor must all messages be."""
+    if isinstance(prompt, str):
+        return bool(prompt.strip())
+    if not isinstance(prompt, list) or not all(map(_is_message, prompt)):
+        return False
+    contents = [message["content"] for message in prompt]
+    return any(content.strip() if isinstance(content, str) else content for content in contents)
 
 
 def _is_message(message: Any) -> bool:

@@ -17,7 +17,7 @@ from asyncrl.config.install_hints import install_extra
 from asyncrl.config.schema import Config
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.tasks.prompts import Prompts, plain
+from asyncrl.tasks.prompt_rows import Prompts, plain
 
 Rows = Sequence[Mapping[str, Any]]
 TRAINING_SEED, HELD_OUT_SEED = 0, 1
@@ -57,8 +57,7 @@ def load_prompts(
     """
     if not isinstance(spec, str):
         return Prompts(_given(spec), "the rows given as prompts", system)
-    rows = _read(spec, dict(options or {}), held_out)
-    return Prompts(rows, spec, system)
+    return Prompts(_read(spec, dict(options or {}), held_out), spec, system)
 
 
 def read_rows(spec: str, options: Mapping[str, Any], key: str) -> Rows:
@@ -77,7 +76,7 @@ def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
     if colon and kind == "reasoning_gym":
         return _reasoning_gym(rest, options, held_out)
     if reader := READERS.get(Path(spec).suffix.lower()):
-        return _from_file(reader, _existing(Path(spec).expanduser()))
+        return _from_file(reader, Path(spec).expanduser())
     if ":" in spec:
         return _function(spec, options)
     raise TaskError(
@@ -100,15 +99,11 @@ def _given(rows: Any) -> Rows:
     return rows  # type: ignore[no-any-return]
 
 
-def _existing(path: Path) -> Path:
-    if path.is_file():
-        return path
-    others = [other for other in path.parent.glob("*") if other.is_file()]
-    readable = sorted(other.name for other in others if other.suffix.lower() in READERS)
-    raise TaskError(f"task.prompts: there is no file {path}{suggestion(path.name, readable)}")
-
-
 def _from_file(reader: Callable[[Path], Rows], path: Path) -> Rows:
+    if not path.is_file():
+        others = [other for other in path.parent.glob("*") if other.is_file()]
+        readable = sorted(other.name for other in others if other.suffix.lower() in READERS)
+        raise TaskError(f"task.prompts: there is no file {path}{suggestion(path.name, readable)}")
     try:
         return reader(path)
     except UnicodeDecodeError as error:
@@ -126,18 +121,19 @@ def _text(path: Path) -> str:
 
 
 def _jsonl(path: Path) -> Rows:
-    lines = enumerate(_text(path).split("\n"), 1)
-    return [_json_row(line, f"{path}, line {number}") for number, line in lines if line.strip()]
-
-
-def _json_row(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TaskError(f"{where}: not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise TaskError(f'{where}: a row is an object such as {{"prompt": ...}}, this is {line.strip()[:80]}')
-    return row
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TaskError(f"{where}: not JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise TaskError(f'{where}: a row is an object such as {{"prompt": ...}}, this is {line.strip()[:80]}')
+        rows.append(row)
+    return rows
 
 
 def _csv(path: Path) -> Rows:
@@ -204,18 +200,14 @@ def _reasoning_gym(name: str, options: dict[str, Any], held_out: bool) -> Rows:
         entries = gym.create_dataset(name, **options)
     except (TypeError, AssertionError) as error:
         raise TaskError(f"task.options: reasoning_gym:{name} does not take {options}: {error}") from error
-    rows = (_entry_row(entry, name, options, number) for number, entry in enumerate(entries))
-    return list(islice((row for row in rows if _is_held_out(row["prompt"]) == held_out), wanted))
-
-
-def _is_held_out(question: str) -> bool:
-    return zlib.crc32(question.encode()) % HELD_OUT_SHARE == 0
-
-
-def _entry_row(entry: Mapping[str, Any], name: str, options: dict[str, Any], number: int) -> dict[str, Any]:
-    """Makes a row that names its entry; the scorer makes the entry again, because its metadata may not be plain."""
-    origin = {"name": name, "options": plain(options, "task.options"), "index": number}
-    return {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": origin}
+    # A row names its entry; the scorer makes the entry again, because its metadata may not be plain.
+    origin = {"name": name, "options": plain(options, "task.options")}
+    rows = (
+        {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": {**origin, "index": number}}
+        for number, entry in enumerate(entries)
+        if (zlib.crc32(entry["question"].encode()) % HELD_OUT_SHARE == 0) == held_out
+    )
+    return list(islice(rows, wanted))
 
 
 def _function(spec: str, options: dict[str, Any]) -> Rows:
