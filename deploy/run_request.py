@@ -9,7 +9,7 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import read
 from asyncrl.config.sources.resume import check_resume
-from asyncrl.config.sources.toml import dump
+from asyncrl.config.toml_writer import dump
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import ResumePlan, resume

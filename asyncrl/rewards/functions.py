@@ -1,8 +1,8 @@
 """Makes callables from `reward.functions` or `cost.functions` of a config."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 Scorer = Literal["reward", "cost"]
 """The services that score samples. Each has a section of the config with its name."""
-
-MODEL_TERM = "model"
-"""Name of the reward term of `reward.model` or `cost.model`."""
 
 ADAPTERS: dict[str, Callable[[Callable[..., Any]], Function]] = {"trl": from_trl, "verl": from_verl}
 
@@ -40,9 +37,6 @@ class FunctionSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     key: str = "reward.functions"
 
-    def to_plain(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def section_of(config: "Config", service: Scorer) -> "RewardConfig":
     """Returns the section of the config that a scoring service reads."""
@@ -53,19 +47,16 @@ def function_specs(config: "Config", service: Scorer = "reward") -> list[Functio
     """Returns the specs of all functions of a section, for rewards with the function of `algorithm.overlong`.
 
     Raises:
-        ConfigError: there are neither functions nor a model, or two of one name.
+        ConfigError: there are neither functions nor a model.
     """
     section, key = section_of(config, service), f"{service}.functions"
+    if not section.functions and not section.model:
+        raise ConfigError(f'{key} is empty; write for example functions = ["exact_match"]')
     specs = [
-        FunctionSpec(each.use, each.name or _last_part(each.use), each.weight, each.group, dict(each.options), key)
+        FunctionSpec(each.use, each.term, each.weight, each.group, dict(each.options), key)
         for each in section.functions
     ]
-    if not specs and not section.model:
-        raise ConfigError(f'{key} is empty; write for example functions = ["exact_match"]')
-    specs += overlong_specs(config) if service == "reward" else []
-    names = [spec.name for spec in specs] + ([MODEL_TERM] if section.model else [])
-    _refuse_equal_names(names, key)
-    return specs
+    return specs + (overlong_specs(config) if service == "reward" else [])
 
 
 def overlong_specs(config: "Config") -> list[FunctionSpec]:
@@ -86,7 +77,7 @@ def function_problems(config: "Config", service: Scorer = "reward") -> list[Prob
         specs = function_specs(config, service)
     except ConfigError as error:
         return [_as_problem(error, f"{service}.functions")]
-    return [problem for spec in specs if (problem := _problem(spec)) is not None]
+    return [problem for problem in map(_problem, specs) if problem is not None]
 
 
 def _problem(spec: FunctionSpec) -> Problem | None:
@@ -114,7 +105,12 @@ def load(spec: FunctionSpec) -> Function:
     if ":" not in spec.use:
         return _from_template(spec)
     adapter, name = _split(spec.use)
-    function = _with_options(_named(name, spec.key), spec)
+    function = resolve(name, spec.key)
+    if not callable(function):
+        raise ConfigError(f"{spec.key}: {name} is not a function")
+    if spec.options:
+        _check_options(function, spec, given=1)
+        function = partial(function, **spec.options)
     try:
         return ADAPTERS[adapter](function) if adapter else taking_one(function)
     except ConfigError as error:
@@ -146,16 +142,6 @@ def _split(use: str) -> tuple[str, str]:
     return (adapter, rest) if adapter in ADAPTERS and ":" in rest else ("", use)
 
 
-def _last_part(use: str) -> str:
-    return use.rpartition(":")[2]
-
-
-def _refuse_equal_names(names: Sequence[str], key: str) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{key}: two functions are called {name}; give one of them another `name`")
-
-
 def _from_template(spec: FunctionSpec) -> Function:
     if spec.use not in TEMPLATES:
         raise ConfigError(
@@ -170,21 +156,6 @@ def _from_template(spec: FunctionSpec) -> Function:
         return template(**spec.options)
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{spec.key}: {spec.use}: {error}") from None
-
-
-def _named(name: str, key: str) -> Callable[..., Any]:
-    function = resolve(name, key)
-    if not callable(function):
-        raise ConfigError(f"{key}: {name} is not a function")
-    named: Callable[..., Any] = function
-    return named
-
-
-def _with_options(function: Callable[..., Any], spec: FunctionSpec) -> Callable[..., Any]:
-    if not spec.options:
-        return function
-    _check_options(function, spec, given=1)
-    return partial(function, **spec.options)
 
 
 def _check_options(function: Callable[..., Any], spec: FunctionSpec, given: int) -> None:

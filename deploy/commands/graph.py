@@ -45,7 +45,7 @@ def _algorithm_lines(config: "Config") -> Iterator[str]:
     """Yields the algorithm and the values of its preset, key by key; `*` marks values that the config overrides."""
     from asyncrl.algorithms.select import algorithm_of
     from asyncrl.config.presets import PRESETS, expanded
-    from asyncrl.config.sources.toml import value_text
+    from asyncrl.config.toml_writer import value_text
 
     preset, chosen = PRESETS[config.algorithm.preset], config.algorithm
     yield f"algorithm      {chosen.custom or algorithm_of(config).roll_out.__module__}"
@@ -70,8 +70,8 @@ LEADING = ("advantage", "old_logprobs", "correction")
 
 def _other_keys(chosen: "AlgorithmConfig") -> dict[str, Any]:
     """Returns the keys that are not parts of the preset, without those that are off or that nothing reads."""
-    from asyncrl.config.algorithm_rules import reads_bounds
     from asyncrl.config.presets import PRESETS
+    from asyncrl.config.unread_keys import reads_bounds
 
     unread = {"preset", "custom", *PRESETS[chosen.preset].parts}
     if chosen.kl == 0:

@@ -129,7 +129,7 @@ def _refuse_python_objects(request: RunCommand, config: "Config") -> None:
 
 def _described(loaded: "Loaded") -> str:
     from asyncrl.config.sources.keys import all_keys
-    from asyncrl.config.sources.toml import dump
+    from asyncrl.config.toml_writer import dump
 
     return dump(loaded.config, {key: loaded.sources.get(key, "default") for key in all_keys()})
 

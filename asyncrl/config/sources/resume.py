@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.keys import all_keys
 from asyncrl.config.sources.load_config import read
-from asyncrl.config.sources.toml import value_text
+from asyncrl.config.toml_writer import value_text
 from asyncrl.errors import ConfigError
 
 MAY_CHANGE = (

@@ -8,11 +8,11 @@ import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Literal
 
 from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError
-from asyncrl.rewards.execution.call_slots import CallSlots
-from asyncrl.rewards.execution.child_process import ChildEnded, ChildProcess, VanishedEarly
+from asyncrl.rewards.execution.child_client import ChildEnded, ChildProcess, VanishedEarly
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
 
@@ -21,6 +21,19 @@ OVERLAPPING = 64
 
 GRACE = 1.0
 """Seconds a child has to end an overdue coroutine by itself, before it is killed."""
+
+
+class CallSlots(asyncio.Semaphore):
+    """Limits how many calls run at one time. waiting: number of calls that wait for a slot."""
+
+    waiting = 0
+
+    async def acquire(self) -> Literal[True]:
+        self.waiting += 1
+        try:
+            return await super().acquire()
+        finally:
+            self.waiting -= 1
 
 
 class ChildSlot:
@@ -40,14 +53,12 @@ class ChildSlot:
             if self._stopped:
                 raise ChildEnded("the reward worker was stopped")
             if self._child is None or self._child.ended:
-                self._child = await self._spawn()
+                # A signal, perhaps from outside, may end the first try.
+                with suppress(VanishedEarly, ChildEnded):
+                    self._child = await ChildProcess.spawn(self._specs, self._start_deadline, self._tasks)
+                    return self._child
+                self._child = await ChildProcess.spawn(self._specs, self._start_deadline, self._tasks)
             return self._child
-
-    async def _spawn(self) -> ChildProcess:
-        """Spawns a child, a second time if a signal, perhaps from outside, ended the first one."""
-        with suppress(VanishedEarly, ChildEnded):
-            return await ChildProcess.spawn(self._specs, self._start_deadline, self._tasks)
-        return await ChildProcess.spawn(self._specs, self._start_deadline, self._tasks)
 
     async def call(
         self, function: int, samples: Sequence[Sample], deadline: float, grace: float
@@ -64,10 +75,8 @@ class ChildSlot:
     async def stop(self) -> None:
         """Kills the child; no new one follows."""
         self._stopped = True
-        child = self._child
-        self._child = None
-        if child is not None:
-            await child.kill()
+        if self._child is not None:
+            await self._child.kill()
 
 
 class ChildPool:
@@ -103,9 +112,8 @@ class ChildPool:
 
     async def start(self) -> None:
         """Starts a child; raises ConfigError if it cannot load a function, DeadlineExceeded if that takes too long."""
-        if not self.specs:
-            return
-        self._concurrent = (await self._own[0].child()).concurrent
+        if self.specs:
+            self._concurrent = (await self._own[0].child()).concurrent
 
     async def run(self, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
         """Returns the result of function number `function` for each sample; errors of the function are results too.
@@ -151,7 +159,8 @@ class ChildPool:
                     vanished_at = len(found)
                     continue
                 failed = len(rest) if self.specs[function].group else 1
-                found += [FunctionResult(reason=_reason(ended))] * failed
+                reason = f"{ended}; so was another one at the same sample" if ended.vanished else str(ended)
+                found += [FunctionResult(reason=reason)] * failed
             except AsyncrlError as error:
                 found += [FunctionResult(reason=f"it could not be called: {error}")] * len(rest)
         return found
@@ -171,7 +180,3 @@ class ChildPool:
                 return await slot.call(function, samples, self._deadline, grace)
             finally:
                 self._free.append(slot)
-
-
-def _reason(ended: ChildEnded) -> str:
-    return f"{ended}; so was another one at the same sample" if ended.vanished else str(ended)

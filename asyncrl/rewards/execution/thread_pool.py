@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.concurrency import gather
 from asyncrl.config.user_code import name_of
-from asyncrl.rewards.execution.call_slots import CallSlots
+from asyncrl.rewards.execution.child_pool import CallSlots
 from asyncrl.rewards.execution.function_call import attempt
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import Function, FunctionResult, Sample, with_columns
