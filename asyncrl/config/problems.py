@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 from asyncrl.errors import ConfigError
 
@@ -20,6 +21,11 @@ class Problem:
     text: str
     others: tuple[str, ...] = ()
     is_warning: bool = False
+
+    @classmethod
+    def of_error(cls, error: ConfigError, key: str) -> Self:
+        """Returns the problem with `key` that an error names at its beginning."""
+        return cls(key, "", str(error).removeprefix(f"{key}: "))
 
     def __str__(self) -> str:
         keys = ", ".join((self.key, *self.others))

@@ -30,18 +30,49 @@ def resolve(spec: str, where: str) -> Any:
         ConfigError: there is no such file, module or name; the message has the closest name that exists. Errors in
             the file itself are raised as they are.
     """
-    source, _, name = spec.rpartition(":")
-    if not source or not name:
-        raise ConfigError(f'{where}: "{spec}" names no function; write FILE.py:NAME or module:NAME')
+    source, name = source_and_name(spec, where)
     module = module_named(source, where)
     if not hasattr(module, name):
         raise ConfigError(f"{where}: {source} has no {name}{suggestion(name, _own_names(module))}")
     return getattr(module, name)
 
 
+def source_and_name(spec: str, where: str) -> tuple[str, str]:
+    """Splits `FILE.py:NAME` or `module:NAME`; raises ConfigError when a part is missing."""
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
+        raise ConfigError(f'{where}: "{spec}" names no function; write FILE.py:NAME or module:NAME')
+    return source, name
+
+
 def module_named(source: str, where: str) -> ModuleType:
     """Returns the module that `FILE.py` or `package.module` names; raises ConfigError as `resolve` does."""
-    return _module_of_file(Path(source).expanduser(), where) if source.endswith(".py") else _module(source, where)
+    if source.endswith(".py"):
+        return _module_of_file(existing_file(source, where))
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (source + ".").startswith(error.name + "."):
+            raise
+        raise no_module(source, where) from None
+
+
+def existing_file(source: str, where: str) -> Path:
+    """Returns the path of a user's file; raises ConfigError with the closest name when there is none."""
+    path = Path(source).expanduser().resolve()
+    if not path.is_file():
+        near = suggestion(path.name, [other.name for other in path.parent.glob("*.py")])
+        raise ConfigError(f"{where}: there is no file {path}{near}")
+    return path
+
+
+def no_module(name: str, where: str) -> ConfigError:
+    """Returns the error about a module that does not exist; older versions of asyncrl had their tasks elsewhere."""
+    package, _, task = name.rpartition(".")
+    advice = "a file is written as FILE.py:NAME"
+    if package == "asyncrl.tasks":
+        advice = f"the tasks of asyncrl are in {BUILTIN_TASKS}: write {BUILTIN_TASKS}.{MOVED_TASKS.get(task, task)}"
+    return ConfigError(f"{where}: there is no module {name}; {advice}")
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -70,31 +101,10 @@ def _is_imported(value: Any, module: ModuleType) -> bool:
     return isinstance(value, ModuleType) or (is_named_by_module and value.__module__ != module.__name__)
 
 
-def _module(name: str, where: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name + ".").startswith(error.name + "."):
-            raise
-        raise ConfigError(f"{where}: there is no module {name}; {module_advice(name)}") from None
-
-
-def module_advice(name: str) -> str:
-    """Returns advice about a module that does not exist; older versions of asyncrl had their tasks elsewhere."""
-    package, _, task = name.rpartition(".")
-    if package != "asyncrl.tasks":
-        return "a file is written as FILE.py:NAME"
-    return f"the tasks of asyncrl are in {BUILTIN_TASKS}: write {BUILTIN_TASKS}.{MOVED_TASKS.get(task, task)}"
-
-
-def _module_of_file(path: Path, where: str) -> ModuleType:
-    path = path.resolve()
+def _module_of_file(path: Path) -> ModuleType:
     name = f"asyncrl_user_{path.stem}_{abs(hash(path)):x}"
     if name in sys.modules:
         return sys.modules[name]
-    if not path.is_file():
-        near = suggestion(path.name, [other.name for other in path.parent.glob("*.py")])
-        raise ConfigError(f"{where}: there is no file {path}{near}")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

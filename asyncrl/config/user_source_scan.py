@@ -11,7 +11,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from asyncrl.config.problems import Problem
-from asyncrl.config.user_code import module_advice, suggestion
+from asyncrl.config.user_code import existing_file, no_module, source_and_name, suggestion
+from asyncrl.errors import ConfigError
 
 ONE_ARGUMENT = "a reward function is called with one argument, the sample (or the list of a group's samples)"
 OWN_SCOPE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -24,14 +25,19 @@ def source_problem(spec: str, key: str) -> Problem | None:
 
     key: config key that has `spec`.
     """
-    source, _, name = spec.rpartition(":")
-    if not source or not name:
-        return Problem(key, "", f'"{spec}" names no function; write FILE.py:NAME or module:NAME')
-    if source.endswith(".py"):
-        mistake = _mistake_in_file(Path(source).expanduser().resolve(), source, name)
-    else:
-        mistake = _mistake_in_module(source, name)
-    return Problem(key, "", mistake) if mistake else None
+    try:
+        source, name = source_and_name(spec, key)
+        if (path := _path_of(source, key)) is None:
+            return None
+        names = names_in(path.read_bytes())
+    except ConfigError as mistake:
+        return Problem.of_error(mistake, key)
+    except (SyntaxError, ValueError) as error:
+        return Problem(key, "", f"{path} is not valid Python: {error}")
+    if names is None or name in names:
+        return None
+    near = suggestion(name, sorted(each for each in names if each[0] != "_"))
+    return Problem(key, "", f"{source} has no {name}{near}")
 
 
 def signature_problem(spec: str, options: Collection[str], key: str) -> Problem | None:
@@ -39,9 +45,8 @@ def signature_problem(spec: str, options: Collection[str], key: str) -> Problem 
 
     Only a function with one plain `def` is checked; the result is None for all others.
     """
-    source, _, name = spec.rpartition(":")
-    path = Path(source).expanduser().resolve() if source.endswith(".py") else _path_of(source)
-    if path is None:
+    source, name = source_and_name(spec, key)
+    if (path := _path_of(source, key)) is None:
         return None
     function = _only_definition(name, ast.parse(path.read_bytes()).body)
     if function is None or not (mistake := _argument_mistake(function.args, options)):
@@ -70,35 +75,15 @@ def _argument_mistake(arguments: ast.arguments, options: Collection[str]) -> str
     return f"nothing is given for {', '.join(missing)}" if missing else ""
 
 
-def _path_of(module: str) -> Path | None:
+def _path_of(source: str, key: str) -> Path | None:
+    """Returns the path of a file or module, None for a module without one; raises ConfigError if there is none."""
+    if source.endswith(".py"):
+        return existing_file(source, key)
     try:
-        found = _find(module)
+        found = _find(source)
     except ModuleNotFoundError:
-        return None
+        raise no_module(source, key) from None
     return Path(str(found.origin)) if found is not None and (found.origin or "").endswith(".py") else None
-
-
-def _mistake_in_file(path: Path, source: str, name: str) -> str | None:
-    if not path.is_file():
-        near = suggestion(path.name, [other.name for other in path.parent.glob("*.py")])
-        return f"there is no file {path}{near}"
-    try:
-        names = names_in(path.read_bytes())
-    except (SyntaxError, ValueError) as error:
-        return f"{path} is not valid Python: {error}"
-    if names is None or name in names:
-        return None
-    return f"{source} has no {name}{suggestion(name, sorted(each for each in names if each[0] != '_'))}"
-
-
-def _mistake_in_module(module: str, name: str) -> str | None:
-    try:
-        found = _find(module)
-    except ModuleNotFoundError:
-        return f"there is no module {module}; {module_advice(module)}"
-    if found is None or not (found.origin or "").endswith(".py"):
-        return None
-    return _mistake_in_file(Path(str(found.origin)), module, name)
 
 
 def _find(module: str) -> ModuleSpec | None:

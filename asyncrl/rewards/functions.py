@@ -76,7 +76,7 @@ def function_problems(config: "Config", service: Scorer = "reward") -> list[Prob
     try:
         specs = function_specs(config, service)
     except ConfigError as error:
-        return [_as_problem(error, f"{service}.functions")]
+        return [Problem.of_error(error, f"{service}.functions")]
     return [problem for problem in map(_problem, specs) if problem is not None]
 
 
@@ -88,12 +88,8 @@ def _problem(spec: FunctionSpec) -> Problem | None:
     try:
         _from_template(spec)
     except ConfigError as error:
-        return _as_problem(error, spec.key)
+        return Problem.of_error(error, spec.key)
     return None
-
-
-def _as_problem(error: ConfigError, key: str) -> Problem:
-    return Problem(key, "", str(error).removeprefix(f"{key}: "))
 
 
 def load(spec: FunctionSpec) -> Function:
