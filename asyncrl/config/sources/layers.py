@@ -3,13 +3,15 @@
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.sources.keys import Key, advice, all_keys, sections
 
-ENVIRONMENT_PREFIX = "ASYNCRL_"
+PREFIX = "ASYNCRL_"
+"""Beginning of the environment variables that are keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,9 @@ def file_layer(text: str, named: str) -> ConfigLayer:
     except tomllib.TOMLDecodeError as error:
         return ConfigLayer({}, (Problem("", named, f"this is not valid TOML: {error}"),), readable=False)
     lines = _lines_of_keys(text)
-    return _layer([(name, value, _place(named, lines.get(name))) for name, value in _leaves(tables)])
+    return _layer(
+        [(name, value, f"{named}:{lines[name]}" if name in lines else named) for name, value in _leaves(tables)]
+    )
 
 
 def _leaves(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -85,22 +89,14 @@ def _lines_of_keys(text: str) -> dict[str, int]:
     return lines
 
 
-def _place(named: str, line: int | None) -> str:
-    return f"{named}:{line}" if line else named
-
-
 def environment_layer(environ: Mapping[str, str]) -> ConfigLayer:
     """Reads keys from the variables ASYNCRL_SECTION__KEY and ASYNCRL_KEY."""
-    names = sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))
-    items = []
-    for name in names:
-        key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-        items.append((key, [environ[name]], f"environment variable {name}"))
-    return _texts_layer(items, _environment_name)
-
-
-def _environment_name(key: str) -> str:
-    return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
+    items = [
+        (name.removeprefix(PREFIX).lower().replace("__", "."), [text], f"environment variable {name}")
+        for name, text in sorted(environ.items())
+        if name.startswith(PREFIX)
+    ]
+    return _texts_layer(items, lambda key: PREFIX + key.upper().replace(".", "__"))
 
 
 def flags_layer(arguments: Sequence[str]) -> ConfigLayer:
@@ -130,7 +126,7 @@ def flags_layer(arguments: Sequence[str]) -> ConfigLayer:
 def _next_value(waiting: list[str], key: Key | None) -> str | None:
     """Takes the value after a flag without `=`; None if there is none. "-1" is a value, "--x" is the next flag."""
     has_value = bool(waiting) and not waiting[0].startswith("--")
-    if key is not None and key.switch and not (has_value and waiting[0].lower() in _SWITCH_WORDS):
+    if key is not None and key.kinds == ("boolean",) and not (has_value and waiting[0].lower() in _SWITCH_WORDS):
         return "true"
     if has_value:
         return waiting.pop(0)
@@ -148,7 +144,7 @@ def _texts_layer(items: Sequence[tuple[str, list[str], str]], written: Written =
         key = all_keys().get(name)
         if key is None:
             read.append((name, texts, source))
-        elif len(texts) > 1 and not key.many:
+        elif len(texts) > 1 and "array" not in key.kinds:
             problems.append(Problem(name, source, f"is given {len(texts)} times: {', '.join(texts)}"))
         else:
             read.append((name, _from_texts(texts, key), source))
@@ -157,9 +153,9 @@ def _texts_layer(items: Sequence[tuple[str, list[str], str]], written: Written =
 
 
 def _from_texts(texts: list[str], key: Key) -> Any:
-    if key.nullable and len(texts) == 1 and texts[0].lower() == "none":
+    if "null" in key.kinds and len(texts) == 1 and texts[0].lower() == "none":
         return None
-    if key.many:
+    if "array" in key.kinds:
         return [item for text in texts for item in _items(text)]
     (text,) = texts
     return text
@@ -168,9 +164,6 @@ def _from_texts(texts: list[str], key: Key) -> Any:
 def _items(text: str) -> list[Any]:
     """Splits a TOML list into its items; any other text is one item."""
     if text.startswith("["):
-        try:
-            items: list[Any] = tomllib.loads(f"items = {text}")["items"]
-        except tomllib.TOMLDecodeError:
-            return [text]
-        return items
+        with suppress(tomllib.TOMLDecodeError):
+            return list(tomllib.loads(f"items = {text}")["items"])
     return [text] if text else []
