@@ -87,16 +87,13 @@ def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
 
 def _given(rows: Any) -> Rows:
     """Checks rows from Python: a list, a tuple, or an object with rows by number, e.g. a datasets.Dataset."""
-    if isinstance(rows, list | tuple):
-        return list(rows)
     of_a_frame = "; of a pandas.DataFrame write frame.to_dict('records')" if hasattr(rows, "iloc") else ""
     if isinstance(rows, Mapping | bytes) or not hasattr(rows, "__getitem__") or of_a_frame:
-        kind = type(rows).__name__
         raise TaskError(
             f'prompts: write a form of task.prompts, a list of rows such as {{"prompt": ...}} or a datasets.Dataset, '
-            f"this is {kind}{of_a_frame}"
+            f"this is {type(rows).__name__}{of_a_frame}"
         )
-    return rows  # type: ignore[no-any-return]
+    return list(rows) if isinstance(rows, list | tuple) else rows
 
 
 def _from_file(reader: Callable[[Path], Rows], path: Path) -> Rows:
@@ -179,10 +176,9 @@ def _hub(name: str, options: dict[str, Any]) -> Rows:
     datasets = _optional("datasets", "hub")
     arguments = {key: value for key, value in options.items() if key not in ("size", "seed")}
     try:
-        rows: Rows = datasets.load_dataset(name, split=split or "train", **arguments)
+        return datasets.load_dataset(name, split=split or "train", **arguments)  # type: ignore[no-any-return]
     except (ValueError, OSError) as error:
         raise TaskError(f"task.prompts: hub:{name} could not be loaded: {error}") from error
-    return rows
 
 
 def _reasoning_gym(name: str, options: dict[str, Any], held_out: bool) -> Rows:
@@ -212,30 +208,23 @@ def _reasoning_gym(name: str, options: dict[str, Any], held_out: bool) -> Rows:
 
 def _function(spec: str, options: dict[str, Any]) -> Rows:
     try:
-        return _made(spec, options)
+        function = resolve(spec, "task.prompts")
+        if not callable(function):
+            raise TaskError(f"task.prompts: {spec} is no function")
+        made = function(**_accepted(function, options, spec))
+        if isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
+            return list(islice(made, options.get("size")))
     except (ConfigError, TaskError):
         raise
     except Exception as error:  # the user's code, which may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}, line {last.lineno}"
         raise TaskError(f"task.prompts: {spec} raised {type(error).__name__}: {error} ({where})") from error
-
-
-def _made(spec: str, options: dict[str, Any]) -> Rows:
-    """Calls the user's function; errors of the user's code are raised as they are."""
-    function = resolve(spec, "task.prompts")
-    if not callable(function):
-        raise TaskError(f"task.prompts: {spec} is no function")
-    made = function(**_accepted(function, options, spec))
-    if isinstance(made, list | tuple):
-        return list(made)
-    if isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
-        return list(islice(made, options.get("size")))
     if isinstance(made, str | bytes | Mapping) or not hasattr(made, "__getitem__"):
         raise TaskError(
             f"task.prompts: {spec} returned {made!r:.80}; a function of prompts returns a list of rows, or yields them"
         )
-    return made  # type: ignore[no-any-return]
+    return list(made) if isinstance(made, list | tuple) else made
 
 
 def _accepted(function: Callable[..., Any], options: dict[str, Any], spec: str) -> dict[str, Any]:

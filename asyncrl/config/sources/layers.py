@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +31,12 @@ Written = Callable[[str], str]
 """Returns how a key is written in one of the sources."""
 
 
-def _layer(items: Sequence[tuple[str, Any, str]], written: Written = str) -> ConfigLayer:
+def _layer(
+    items: Iterable[tuple[str, Any, str]], written: Written = str, unreadable: Iterable[Problem] = ()
+) -> ConfigLayer:
     """Makes entries of known keys, and a problem of each unknown one. items: (key, value, source)."""
     entries: dict[str, tuple[Any, str]] = {}
-    problems: list[Problem] = []
+    problems = list(unreadable)
     for name, value, source in items:
         if name in sections():
             problems.append(Problem(name, source, advice(name, written)))
@@ -47,7 +49,7 @@ def _layer(items: Sequence[tuple[str, Any, str]], written: Written = str) -> Con
 
 def values_layer(values: Mapping[str, Any]) -> ConfigLayer:
     """Reads keys given in Python, nested or dotted."""
-    return _layer([(name, value, "argument") for name, value in _leaves(values)])
+    return _layer((name, value, "argument") for name, value in _leaves(values))
 
 
 def file_layer(text: str, named: str) -> ConfigLayer:
@@ -119,8 +121,7 @@ def flags_layer(arguments: Sequence[str]) -> ConfigLayer:
             stray.append(Problem(name, argument, f"needs a value: {all_keys()[name].type}"))
         else:
             given.setdefault(name, []).append(found)
-    layer = _texts_layer([(name, values, f"--{name}") for name, values in given.items()])
-    return ConfigLayer(layer.entries, (*stray, *layer.problems))
+    return _texts_layer([(name, values, f"--{name}") for name, values in given.items()], unreadable=stray)
 
 
 def _next_value(waiting: list[str], key: Key | None) -> str | None:
@@ -136,10 +137,12 @@ def _next_value(waiting: list[str], key: Key | None) -> str | None:
 _SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
 
-def _texts_layer(items: Sequence[tuple[str, list[str], str]], written: Written = str) -> ConfigLayer:
+def _texts_layer(
+    items: Sequence[tuple[str, list[str], str]], written: Written = str, unreadable: Iterable[Problem] = ()
+) -> ConfigLayer:
     """Makes entries from text, as the type of each key needs. items: (key, texts, source)."""
     read: list[tuple[str, Any, str]] = []
-    problems: list[Problem] = []
+    problems = list(unreadable)
     for name, texts, source in items:
         key = all_keys().get(name)
         if key is None:
@@ -148,8 +151,7 @@ def _texts_layer(items: Sequence[tuple[str, list[str], str]], written: Written =
             problems.append(Problem(name, source, f"is given {len(texts)} times: {', '.join(texts)}"))
         else:
             read.append((name, _from_texts(texts, key), source))
-    layer = _layer(read, written)
-    return ConfigLayer(layer.entries, (*problems, *layer.problems))
+    return _layer(read, written, problems)
 
 
 def _from_texts(texts: list[str], key: Key) -> Any:
