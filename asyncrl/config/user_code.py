@@ -93,12 +93,14 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 def _own_names(module: ModuleType) -> list[str]:
     """Returns the public names that a module defines itself, or all its public names if it defines none."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    return [name for name, value in public.items() if not _is_imported(value, module)] or list(public)
-
-
-def _is_imported(value: Any, module: ModuleType) -> bool:
-    is_named_by_module = isinstance(value, type | FunctionType | BuiltinFunctionType)
-    return isinstance(value, ModuleType) or (is_named_by_module and value.__module__ != module.__name__)
+    own = []
+    for name, value in public.items():
+        is_elsewhere = (
+            isinstance(value, type | FunctionType | BuiltinFunctionType) and value.__module__ != module.__name__
+        )
+        if not is_elsewhere and not isinstance(value, ModuleType):
+            own.append(name)
+    return own or list(public)
 
 
 def _module_of_file(path: Path) -> ModuleType:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompt_rows import Messages, Prompts
@@ -70,20 +69,18 @@ def refuse_what_has_no_room(path: Path, tokenize: Callable[[Messages], Sized], r
 
     The message names the longest such prompt.
     """
-    with path.open(encoding="utf-8") as lines:
-        counted = [(_tokens(line, tokenize), line["where"]) for line in map(json.loads, lines)]
-    refused = [(tokens, where) for tokens, where in counted if room.mistake(tokens)]
+    refused: list[tuple[int, str]] = []
+    for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        try:
+            tokens = len(tokenize(line["prompt"]))
+        except TaskError as error:
+            raise TaskError(f"{line['where']}: {error}") from None
+        if room.mistake(tokens):
+            refused.append((tokens, line["where"]))
     if refused:
         tokens, where = max(refused)
         others = f" ({len(refused) - 1} more do not fit either)" if len(refused) > 1 else ""
         raise TaskError(f"{where}: {room.mistake(tokens)}{others}")
-
-
-def _tokens(line: Mapping[str, Any], tokenize: Callable[[Messages], Sized]) -> int:
-    try:
-        return len(tokenize(line["prompt"]))
-    except TaskError as refused:
-        raise TaskError(f"{line['where']}: {refused}") from None
 
 
 def _worth_counting(prompts: Prompts) -> list[int]:

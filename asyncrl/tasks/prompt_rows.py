@@ -100,11 +100,9 @@ def _is_prompt(prompt: Any) -> bool:
     """Returns whether this is text or messages; text must not be blank, nor must all messages be."""
     if isinstance(prompt, str):
         return bool(prompt.strip())
-    if not isinstance(prompt, list) or not all(map(_is_message, prompt)):
-        return False
-    contents = [message["content"] for message in prompt]
+    contents = []
+    for message in prompt if isinstance(prompt, list) else ():
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message):
+            return False
+        contents.append(message["content"])
     return any(content.strip() if isinstance(content, str) else content for content in contents)
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message

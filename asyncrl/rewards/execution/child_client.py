@@ -74,7 +74,7 @@ class Answer:
 class ChildProcess:
     """A running child. Calls may overlap; each waits for its own answer.
 
-    concurrent: for each function, whether it is a coroutine function. ended: the process has ended.
+    concurrent: for each function, whether it is a coroutine function. ended: the process ends or has ended.
     """
 
     def __init__(self, process: Process) -> None:
@@ -143,6 +143,7 @@ class ChildProcess:
 
     async def kill(self) -> None:
         """Ends the child and all processes that it started, at once."""
+        self.ended = True
         if not self._calls.is_closing():
             self._calls.transport.abort()
         async with asyncio.timeout(KILL_TIMEOUT):

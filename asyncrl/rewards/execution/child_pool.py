@@ -60,18 +60,6 @@ class ChildSlot:
                 self._child = await ChildProcess.spawn(self._specs, self._start_deadline, self._tasks)
             return self._child
 
-    async def call(
-        self, function: int, samples: Sequence[Sample], deadline: float, grace: float
-    ) -> list[FunctionResult]:
-        """Calls as `ChildProcess.call` does. Another call may have ended the child."""
-        child = await self.child()
-        try:
-            return await child.call(function, samples, deadline, grace)
-        except ChildEnded:
-            if self._child is child:
-                self._child = None
-            raise
-
     async def stop(self) -> None:
         """Kills the child; no new one follows."""
         self._stopped = True
@@ -140,10 +128,8 @@ class ChildPool:
         return [result for results in found for result in results]
 
     async def _share(self, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
-        """Calls again with the remaining samples when a child ends; its current sample gets the error as its result.
-
-        A signal may come from outside, so a sample gets that error only if a second child ends at it too.
-        """
+        """Calls again with the remaining samples when a child ends; its current sample gets the error as its result,
+        after a signal, which may come from outside, only if a second child ends at the same sample."""
         found: list[FunctionResult] = []
         vanished_at = -1
         while len(found) < len(samples):
@@ -169,7 +155,7 @@ class ChildPool:
         """Calls in the shared child. If it ends, any of its calls may be the cause, so each is repeated alone."""
         try:
             async with self._overlapping:
-                return await self._shared.call(function, samples, self._deadline, GRACE)
+                return await (await self._shared.child()).call(function, samples, self._deadline, GRACE)
         except ChildEnded:
             return await self._alone(function, samples, GRACE)
 
@@ -177,6 +163,6 @@ class ChildPool:
         async with self._alone_at_a_time:
             slot = self._free.pop()
             try:
-                return await slot.call(function, samples, self._deadline, grace)
+                return await (await slot.child()).call(function, samples, self._deadline, grace)
             finally:
                 self._free.append(slot)

@@ -19,7 +19,13 @@ async def attempt(function: Function, samples: list[Sample], group: bool, deadli
         async with asyncio.timeout(deadline) as scope:
             return await call(function, samples, group)
     except Exception as error:  # the user's code: its errors are results of its samples
-        return [_result_of_error(error, deadline if scope.expired() else None)] * len(samples)
+        if scope.expired():
+            result = FunctionResult(reason=f"it hung: no answer within {deadline:g} s{_waiting_in(error)}")
+        elif isinstance(error, RewardError):
+            result = FunctionResult(reason=str(error))
+        else:
+            result = FunctionResult(reason=f"it raised {type(error).__name__}: {error}", traceback=trace(error))
+        return [result] * len(samples)
 
 
 async def call(function: Function, samples: list[Sample], group: bool) -> list[FunctionResult]:
@@ -38,14 +44,6 @@ async def call(function: Function, samples: list[Sample], group: bool) -> list[F
     if len(result) != len(samples):
         raise RewardError(f"it was given {len(samples)} samples and returned {len(result)} rewards")
     return [result_of(value) for value in result]
-
-
-def _result_of_error(error: Exception, overdue: float | None) -> FunctionResult:
-    if overdue is not None:
-        return FunctionResult(reason=f"it hung: no answer within {overdue:g} s{_waiting_in(error)}")
-    if isinstance(error, RewardError):
-        return FunctionResult(reason=str(error))
-    return FunctionResult(reason=f"it raised {type(error).__name__}: {error}", traceback=trace(error))
 
 
 def _waiting_in(error: Exception) -> str:
