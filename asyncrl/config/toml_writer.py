@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,11 +38,7 @@ def _lines(table: Mapping[str, Any], section: str, notes: Mapping[str, str]) -> 
 
 
 def value_text(value: Any, where: str = "") -> str:
-    """Writes one TOML value on one line.
-
-    Raises:
-        ConfigError: TOML cannot hold the value; the message begins with `where`.
-    """
+    """Writes one TOML value on one line; raises ConfigError, which begins with `where`, if TOML cannot hold it."""
     match value:
         case bool():
             return "true" if value else "false"
@@ -49,6 +47,8 @@ def value_text(value: Any, where: str = "") -> str:
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case int() | float():
             return repr(value)
+        case BaseModel():
+            return value_text(value.model_dump(mode="json", exclude_defaults=True), where)
         case list() | tuple():
             return f"[{', '.join(value_text(item, where) for item in value)}]"
         case dict():

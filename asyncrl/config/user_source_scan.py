@@ -21,10 +21,7 @@ MAKES_NAMES = {"__getattr__", "globals", "vars", "setattr", "exec", "eval"}
 
 
 def source_problem(spec: str, key: str) -> Problem | None:
-    """Returns why `FILE.py:NAME` or `module:NAME` cannot be resolved, as far as the source shows it; else None.
-
-    key: config key that has `spec`.
-    """
+    """Returns why the `FILE.py:NAME` or `module:NAME` of a key cannot be resolved, as far as its source shows it."""
     try:
         source, name = source_and_name(spec, key)
         if (path := _path_of(source, key)) is None:
@@ -41,10 +38,7 @@ def source_problem(spec: str, key: str) -> Problem | None:
 
 
 def signature_problem(spec: str, options: Collection[str], key: str) -> Problem | None:
-    """Returns why a function cannot be called with one argument and `options`, as far as its source shows it.
-
-    Only a function with one plain `def` is checked; the result is None for all others.
-    """
+    """Returns why a function with one plain `def` cannot be called with one argument and `options`; else None."""
     source, name = source_and_name(spec, key)
     if (path := _path_of(source, key)) is None:
         return None
@@ -87,14 +81,7 @@ def _path_of(source: str, key: str) -> Path | None:
 
 
 def _find(module: str) -> ModuleSpec | None:
-    """Finds a module as importlib does, but imports no parent package.
-
-    Returns:
-        None when a parent package does not show where its parts are.
-
-    Raises:
-        ModuleNotFoundError: there is no such module.
-    """
+    """Finds a module as importlib does, but imports no parent package; None if a parent does not show where it is."""
     first, *rest = module.split(".")
     # Workers run as `python -m`, which puts the current folder first.
     spec = PathFinder.find_spec(first, [os.getcwd(), *sys.path]) or _search(first, None)
@@ -114,11 +101,8 @@ def _search(module: str, folders: Sequence[str] | None) -> ModuleSpec:
 
 
 def names_in(source: bytes) -> set[str] | None:
-    """Returns the names that a module binds at its top level; None if it may have any name.
-
-    Raises:
-        SyntaxError, ValueError: the source is not valid Python.
-    """
+    """Returns the names that a module binds at its top level; None if it may have any name. Raises SyntaxError or
+    ValueError for a source that is not valid Python."""
     tree = ast.parse(source)
     if any(_makes_names(node) for node in ast.walk(tree)):
         return None

@@ -44,11 +44,8 @@ def section_of(config: "Config", service: Scorer) -> "RewardConfig":
 
 
 def function_specs(config: "Config", service: Scorer = "reward") -> list[FunctionSpec]:
-    """Returns the specs of all functions of a section, for rewards with the function of `algorithm.overlong`.
-
-    Raises:
-        ConfigError: there are neither functions nor a model.
-    """
+    """Returns the specs of all functions of a section, for rewards with the function of `algorithm.overlong`; raises
+    ConfigError if there are neither functions nor a model."""
     section, key = section_of(config, service), f"{service}.functions"
     if not section.functions and not section.model:
         raise ConfigError(f'{key} is empty; write for example functions = ["exact_match"]')
@@ -67,10 +64,8 @@ def overlong_specs(config: "Config") -> list[FunctionSpec]:
 
 
 def function_problems(config: "Config", service: Scorer = "reward") -> list[Problem]:
-    """Returns the problems of a section's functions that are known before any of the user's code runs.
-
-    Functions of costs are ignored when the algorithm has no costs.
-    """
+    """Returns problems of a section's functions, without costs if the algorithm has none, that are known before any of
+    the user's code runs."""
     if service == "cost" and config.algorithm.constraint == "none":
         return []
     try:
@@ -93,11 +88,7 @@ def _problem(spec: FunctionSpec) -> Problem | None:
 
 
 def load(spec: FunctionSpec) -> Function:
-    """Loads a function and binds its options.
-
-    Raises:
-        ConfigError: there is no such function, or it does not take these options.
-    """
+    """Loads a function and binds its options; raises ConfigError if there is none, or it does not take them."""
     if ":" not in spec.use:
         return _from_template(spec)
     adapter, name = _split(spec.use)

@@ -69,11 +69,8 @@ class Prompts:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Converts `value` to None, bool, int, float, str, bytes, lists and dicts, which can be sent to other processes.
-
-    Raises:
-        TaskError: it holds something else; the message begins with `where`.
-    """
+    """Converts `value` to None, bool, int, float, str, bytes, lists and dicts, which can be sent to other processes;
+    raises TaskError, which begins with `where`, if it holds something else."""
     match value:
         case None | bool() | int() | float() | str() | bytes():
             return value

@@ -7,6 +7,7 @@ import json
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -144,17 +145,17 @@ def _csv(path: Path) -> Rows:
     return rows
 
 
+@dataclass(frozen=True, slots=True)
 class ArrowRows(Sequence[Mapping[str, Any]]):
     """Makes rows of an Arrow table one by one; verl's files are such tables with nested columns."""
 
-    def __init__(self, table: Any) -> None:
-        self._table = table
+    table: Any
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return int(self.table.num_rows)
 
     def __getitem__(self, number: Any) -> Any:
-        return self._table.slice(number, 1).to_pylist()[0]
+        return self.table.slice(number, 1).to_pylist()[0]
 
 
 def _parquet(path: Path) -> Rows:
@@ -182,10 +183,8 @@ def _hub(name: str, options: dict[str, Any]) -> Rows:
 
 
 def _reasoning_gym(name: str, options: dict[str, Any], held_out: bool) -> Rows:
-    """Makes up to `size` rows; a checksum of the question decides whether it is held out.
-
-    Seeds cannot separate the two kinds, because entry i of seed s is often entry i - 1 of seed s + 1.
-    """
+    """Makes up to `size` rows; a checksum of the question decides whether it is held out. Seeds cannot separate the two
+    kinds, because entry i of seed s is often entry i - 1 of seed s + 1."""
     gym = _optional("reasoning_gym", "tasks")
     known = _optional("reasoning_gym.factory", "tasks").DATASETS
     if name not in known:

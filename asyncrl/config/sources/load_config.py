@@ -55,11 +55,7 @@ def read(path: Path) -> Config:
 
 
 def resolve(layers: Sequence[ConfigLayer]) -> Loaded:
-    """Puts `layers` over one another, the weakest first.
-
-    Raises:
-        ConfigError: names every mistake in a layer and every contradiction between them.
-    """
+    """Puts `layers` over one another, the weakest first; raises ConfigError with every mistake and contradiction."""
     problems = [problem for layer in layers for problem in (*layer.problems, *problems_of_values(layer.entries))]
     broken = {problem.key for problem in problems}
     merged = {key: entry for layer in layers for key, entry in layer.entries.items() if key not in broken}
@@ -74,11 +70,7 @@ def resolve(layers: Sequence[ConfigLayer]) -> Loaded:
 
 
 def _target_layers(target: str | Path) -> list[ConfigLayer]:
-    """Reads a file (a Path, a name with a folder, or one that ends in .toml) or else an experiment of the package.
-
-    Raises:
-        ConfigError: it does not exist, or is not text; the message names the closest experiment or file.
-    """
+    """Reads a file (a Path, a name with a folder, or one that ends in .toml) or else an experiment of the package."""
     path = Path(target)
     if isinstance(target, str) and not target.endswith(SUFFIX) and os.sep not in target:
         if target not in experiments() and (path.is_dir() or _closest_files(path)):

@@ -5,8 +5,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.keys import all_keys
 from asyncrl.config.sources.load_config import read
@@ -43,19 +41,8 @@ class Change:
     why_not: str = ""
 
     def __str__(self) -> str:
-        reason = f"  ({self.why_not})" if self.why_not else ""
-        return f"{self.key}: {_text(self.old)} -> {_text(self.new)}{reason}"
-
-
-def _text(value: Any) -> str:
-    return "none" if value is None else value_text(_written(value))
-
-
-def _written(value: Any) -> Any:
-    """Makes a plain value; keys of tables at their defaults are left out."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json", exclude_defaults=True)
-    return [_written(item) for item in value] if isinstance(value, list | tuple) else value
+        old, new = ("none" if value is None else value_text(value) for value in (self.old, self.new))
+        return f"{self.key}: {old} -> {new}" + (f"  ({self.why_not})" if self.why_not else "")
 
 
 def compare(old: Config, new: Config) -> list[Change]:
@@ -72,11 +59,8 @@ def _why_not(name: str, new: Config) -> str:
 
 
 def check_resume(run_dir: Path, new: Config, accept: bool) -> list[Change]:
-    """Returns the differences from `RUN_DIR/config.toml`.
-
-    Raises:
-        ConfigError: a key changed that must not change, and `accept` is False; the message lists the changes.
-    """
+    """Returns the differences from `RUN_DIR/config.toml`; raises ConfigError for those that must not be, unless
+    `accept` is true."""
     changes = compare(read(run_dir / "config.toml"), new)
     refused = [f"  {change}\n" for change in changes if change.why_not]
     if refused and not accept:

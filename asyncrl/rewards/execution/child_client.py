@@ -57,11 +57,7 @@ class Answer:
         self._moved.set()
 
     async def whole(self, timeout: float) -> list[FunctionResult]:
-        """Waits for all results. timeout: seconds for the next result.
-
-        Raises:
-            TimeoutError: the next result did not come in time. ChildEnded: the child ended before all had come.
-        """
+        """Waits for all results; raises ChildEnded, or TimeoutError if the next one takes over `timeout` seconds."""
         while len(self.results) < self._samples:
             if self._ended is not None:
                 raise self._ended
@@ -90,12 +86,8 @@ class ChildProcess:
 
     @classmethod
     async def spawn(cls, specs: Sequence[FunctionSpec], deadline: float, tasks: asyncio.TaskGroup) -> "ChildProcess":
-        """Starts a child that loads the functions within `deadline` seconds; `tasks` owns the task that reads answers.
-
-        Raises:
-            ConfigError: a function cannot be loaded. VanishedEarly: a signal ended the child.
-            DeadlineExceeded: loading took too long.
-        """
+        """Starts a child; raises ConfigError if it cannot load a function, VanishedEarly if a signal ended it, and
+        DeadlineExceeded after `deadline` seconds. tasks: owns the task that reads answers."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "asyncrl.rewards.execution.guard_process"),
             stdin=PIPE,
@@ -121,10 +113,7 @@ class ChildProcess:
         """Returns the results of one function: of all samples at once if it scores groups, else one by one.
 
         deadline: seconds for each call, which the child enforces for coroutines. grace: further seconds until the child
-        is killed.
-
-        Raises:
-            ChildEnded: the child ended, or hung and was killed, before it had scored all samples.
+        is killed. Raises ChildEnded if the child ended, or hung and was killed, before it had scored all samples.
         """
         number, answer = next(self._numbers), Answer(len(samples))
         self._answers[number] = answer

@@ -29,11 +29,8 @@ async def attempt(function: Function, samples: list[Sample], group: bool, deadli
 
 
 async def call(function: Function, samples: list[Sample], group: bool) -> list[FunctionResult]:
-    """Returns one result for each sample; without `group` there is exactly one sample.
-
-    Raises:
-        RewardError: a group function returned another number of rewards. Errors of the function are raised as they are.
-    """
+    """Returns one result for each sample; without `group` there is exactly one sample. Raises errors of the function as
+    they are, and RewardError if a group function returned another number of rewards."""
     result = function(samples if group else samples[0])
     if inspect.isawaitable(result):
         result = await result
