@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from asyncrl.config.problems import report
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.keys import closest
@@ -59,14 +57,11 @@ def resolve(layers: Sequence[ConfigLayer]) -> Loaded:
     problems = [problem for layer in layers for problem in (*layer.problems, *problems_of_values(layer.entries))]
     broken = {problem.key for problem in problems}
     merged = {key: entry for layer in layers for key, entry in layer.entries.items() if key not in broken}
-    try:
-        config = config_of(merged)
-    except ValidationError as error:
-        if all(layer.readable for layer in layers):
-            problems += problems_of_all(error, merged, broken)
+    if all(layer.readable for layer in layers):
+        problems += problems_of_all(merged, broken)
     if problems:
         raise ConfigError(report(problems, "mistakes in the configuration"))
-    return Loaded(config, {key: source for key, (_, source) in merged.items()})
+    return Loaded(config_of(merged), {key: source for key, (_, source) in merged.items()})
 
 
 def _target_layers(target: str | Path) -> list[ConfigLayer]:

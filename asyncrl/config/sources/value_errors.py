@@ -40,11 +40,11 @@ def problems_of_values(entries: Entries) -> list[Problem]:
     return [Problem(key, entries[key][1], _wrong_value(key, found)) for key, found in by_key.items()]
 
 
-def problems_of_all(error: ValidationError, merged: Entries, broken: set[str]) -> list[Problem]:
+def problems_of_all(merged: Entries, broken: set[str]) -> list[Problem]:
     """Returns missing keys and contradictions of all sources, without those about `broken` keys, reported already."""
-    missing = {_key_of(detail["loc"]) for detail in error.errors() if detail["type"] == "missing"}
-    found = [Problem(key, "", f"has no default: write it; {all_keys()[key].doc}") for key in missing - broken]
-    for problem in _contradictions(error, {**merged, **dict.fromkeys(missing, ("?", ""))} if missing else None):
+    missing = [key for key in all_keys().values() if key.required and key.name not in merged]
+    found = [Problem(key.name, "", f"has no default: write it; {key.doc}") for key in missing if key.name not in broken]
+    for problem in _contradictions({**merged, **{key.name: ("?", "") for key in missing}}):
         keys = (problem.key, *problem.others)
         if not broken.intersection(keys):
             places = [f"{key} ({merged[key][1]})" for key in keys if key in merged]
@@ -52,16 +52,13 @@ def problems_of_all(error: ValidationError, merged: Entries, broken: set[str]) -
     return sorted(found, key=lambda problem: problem.key)
 
 
-def _contradictions(error: ValidationError, completed: Entries | None) -> list[Problem]:
-    """Returns the contradictions of a config. completed: its entries with placeholders, if keys are missing."""
-    if completed is not None:
-        try:
-            config_of(completed)
-        except ValidationError as second:
-            return _contradictions(second, None)
-        return []
-    causes = [detail.get("ctx", {}).get("error") for detail in error.errors()]
-    return [problem for cause in causes if isinstance(cause, Incoherent) for problem in cause.problems]
+def _contradictions(complete: Entries) -> list[Problem]:
+    try:
+        config_of(complete)
+    except ValidationError as error:
+        causes = [detail.get("ctx", {}).get("error") for detail in error.errors()]
+        return [problem for cause in causes if isinstance(cause, Incoherent) for problem in cause.problems]
+    return []
 
 
 def _key_of(location: tuple[int | str, ...]) -> str:
