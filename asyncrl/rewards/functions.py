@@ -7,8 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.config.problems import Problem
-from asyncrl.config.user_code import name_of, resolve, suggestion
-from asyncrl.config.user_source_scan import ONE_ARGUMENT, signature_problem, source_problem
+from asyncrl.config.user_code import ONE_ARGUMENT, name_of, resolve, signature_problem, source_problem, suggestion
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.adapters import from_trl, from_verl
 from asyncrl.rewards.sample import Function
