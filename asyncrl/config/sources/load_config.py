@@ -79,7 +79,7 @@ def _target_layers(target: str | Path) -> list[ConfigLayer]:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    return [ConfigLayer({"name": (name, "the name of the experiment")}, ()), file_layer(text, place)]
+    return [ConfigLayer({"name": (name, "the name of the experiment")}), file_layer(text, place)]
 
 
 def _no_file(path: Path, missing: str) -> str:
