@@ -18,11 +18,8 @@ def score_of(
 ) -> Score:
     """Returns the weighted sum of the functions' values; terms are the values before weighting.
 
-    on_error: for a function without a value, `fail` raises, `zero` counts 0, and `ignore` makes the sample unscorable,
-    so that it leaves the baseline and the loss.
-
-    Raises:
-        RewardError: a function failed under `fail`; the message names function and sample, and quotes the traceback.
+    on_error: for a function without a value, `fail` raises RewardError with function, sample and traceback, `zero`
+    counts 0, and `ignore` makes the sample unscorable, so that it leaves the baseline and the loss.
     """
     terms: dict[str, float] = {}
     failures: list[str] = []

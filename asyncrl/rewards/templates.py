@@ -30,10 +30,8 @@ def regex_format(pattern: str) -> OfSample:
 
 
 def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
-    """Gives 1 if the last number of the completion is that of the row's `column`, else 0.
-
-    tolerance: largest difference, relative to the wanted number where that is above 1.
-    """
+    """Gives 1 if the last number of the completion is that of the row's `column`, else 0. tolerance: largest
+    difference, relative to the wanted number where that is above 1."""
 
     def reward(sample: Sample) -> float:
         wanted, given = last_number(str(_column(sample, column))), last_number(sample.text)
@@ -45,10 +43,8 @@ def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
 
 
 def length(maximum: int, slack: int, unit: Literal["tokens", "characters", "words"] = "tokens") -> OfSample:
-    """Gives 0 up to `maximum - slack`, from there falling to -1 at `maximum` and beyond.
-
-    The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
-    """
+    """Gives 0 up to `maximum - slack`, from there falling to -1 at `maximum` and beyond: DAPO's soft overlong
+    punishment (arXiv 2503.14476, equation 13)."""
     if not 0 < slack <= maximum:
         raise ConfigError(f"slack must lie between 1 and maximum ({maximum}), not {slack}")
     measures: dict[str, Callable[[Sample], int]] = {
@@ -76,10 +72,8 @@ def repetition(words: int = 3) -> OfSample:
 
 
 def reasoning_gym(pattern: str = "") -> OfSample:
-    """Gives the score that the prompt's reasoning-gym data set gives, 0 to 1.
-
-    pattern: the answer is its first group in the last match; by default it is the whole completion.
-    """
+    """Gives the score that the prompt's reasoning-gym data set gives, 0 to 1. pattern: the answer is its first group in
+    the last match; by default it is the whole completion."""
     compiled = _compiled(pattern) if pattern else None
 
     def reward(sample: Sample) -> float:

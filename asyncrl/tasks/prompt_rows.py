@@ -22,26 +22,28 @@ class Row:
     columns: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
     """Holds rows by number. source: its name in messages. system: message put before every prompt."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], source: str, system: str = "") -> None:
-        if len(rows) == 0:
-            raise TaskError(f"{source}: there are no rows")
-        self._rows = rows
-        self._source = source
-        self._system = system
+    rows: Sequence[Mapping[str, Any]]
+    source: str
+    system: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.rows) == 0:
+            raise TaskError(f"{self.source}: there are no rows")
         # Rows of another type are read on demand, maybe millions: only the first one is checked here.
-        for number in range(len(rows) if isinstance(rows, list) else 1):
+        for number in range(len(self.rows) if isinstance(self.rows, list) else 1):
             self.row(number)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def row(self, number: int) -> Row:
         """Returns a row; raises TaskError if it has no prompt, or a value that cannot be sent to another process."""
-        raw = self._rows[number]
-        where = f"{self._source}, row {number}"
+        raw = self.rows[number]
+        where = f"{self.source}, row {number}"
         if not isinstance(raw, Mapping):
             raise TaskError(f'{where}: a row is a table such as {{"prompt": ...}}, this is {type(raw).__name__}')
         if "prompt" not in raw:
@@ -60,12 +62,12 @@ class Prompts:
         return [(row.prompt, row.columns) for row in rows]
 
     def _with_system(self, prompt: Messages, where: str) -> Messages:
-        if not self._system:
+        if not self.system:
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if messages[0]["role"] == "system":
             raise TaskError(f"{where}: the prompt has a system message of its own; remove task.system")
-        return [{"role": "system", "content": self._system}, *messages]
+        return [{"role": "system", "content": self.system}, *messages]
 
 
 def plain(value: Any, where: str) -> Any:

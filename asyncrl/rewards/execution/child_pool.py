@@ -6,8 +6,8 @@ run at once in one more child. Further calls wait here; the gate bounds the samp
 
 import asyncio
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from asyncrl.concurrency import gather
@@ -37,12 +37,10 @@ class CallSlots(asyncio.Semaphore):
 
 
 class ChildSlot:
-    """Holds one child at a time, and spawns a new one when it is needed."""
+    """Holds one child at a time, and calls `spawn` when it needs a new one."""
 
-    def __init__(self, specs: Sequence[FunctionSpec], start_deadline: float, tasks: asyncio.TaskGroup) -> None:
-        self._specs = specs
-        self._start_deadline = start_deadline
-        self._tasks = tasks
+    def __init__(self, spawn: Callable[[], Awaitable[ChildProcess]]) -> None:
+        self._spawn = spawn
         self._child: ChildProcess | None = None
         self._spawning = asyncio.Lock()
         self._stopped = False
@@ -54,10 +52,10 @@ class ChildSlot:
                 raise ChildEnded("the reward worker was stopped")
             if self._child is None or self._child.ended:
                 # A signal, perhaps from outside, may end the first try.
-                with suppress(VanishedEarly, ChildEnded):
-                    self._child = await ChildProcess.spawn(self._specs, self._start_deadline, self._tasks)
-                    return self._child
-                self._child = await ChildProcess.spawn(self._specs, self._start_deadline, self._tasks)
+                try:
+                    self._child = await self._spawn()
+                except (VanishedEarly, ChildEnded):
+                    self._child = await self._spawn()
             return self._child
 
     async def stop(self) -> None:
@@ -86,8 +84,9 @@ class ChildPool:
         self.specs = tuple(specs)
         self._tasks = tasks
         self._deadline = deadline
-        self._own = [ChildSlot(self.specs, start_deadline, tasks) for _ in range(workers)]
-        self._shared = ChildSlot(self.specs, start_deadline, tasks)
+        spawn = partial(ChildProcess.spawn, self.specs, start_deadline, tasks)
+        self._own = [ChildSlot(spawn) for _ in range(workers)]
+        self._shared = ChildSlot(spawn)
         self._free = list(self._own)
         self._alone_at_a_time = CallSlots(workers)
         self._overlapping = CallSlots(OVERLAPPING)
