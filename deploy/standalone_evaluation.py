@@ -29,7 +29,7 @@ from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.protocols.contracts import Generation, Reward
 from asyncrl.rewards.functions import Scorer, section_of
 from asyncrl.tasks import held_out_prompts
-from asyncrl.tasks.sources import Rows
+from asyncrl.tasks.prompt_sources import Rows
 from asyncrl.telemetry.run_directory import RunDirectory
 
 NO_SERVICES: Mapping[str, ServiceSpec] = MappingProxyType({})

@@ -16,7 +16,7 @@ from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import read
 from asyncrl.config.sources.resume import check_resume
-from asyncrl.config.sources.toml import dump
+from asyncrl.config.toml_writer import dump
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import ResumePlan, plan_resume, resume, versions
@@ -42,7 +42,7 @@ from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.tasks import Draw, held_out_prompts, training_prompts
 from asyncrl.tasks.pretraining_texts import write_texts
 from asyncrl.tasks.prompt_check import write_longest
-from asyncrl.tasks.sources import Rows
+from asyncrl.tasks.prompt_sources import Rows
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import DirectoryRollback, RunDirectory, open_run_directory, replace_text

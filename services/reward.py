@@ -9,7 +9,7 @@ from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.contracts import Reward
 from asyncrl.protocols.messages import Score
 from asyncrl.rewards.execution.child_pool import ChildPool
-from asyncrl.rewards.execution.in_process import InProcessPool, named
+from asyncrl.rewards.execution.thread_pool import InProcessPool, named
 from asyncrl.rewards.functions import FunctionSpec, Scorer, function_specs, load, overlong_specs, section_of
 from asyncrl.rewards.group_barrier import GroupBarrier
 from asyncrl.rewards.sample import Function, FunctionResult, Sample

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.concurrency import gather
+from asyncrl.config.schema import MODEL_TERM
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.packing import pad_sequences
 from asyncrl.engines.training.batch.rows_from_columns import forward_passes, token_ids
@@ -12,7 +13,7 @@ from asyncrl.engines.training.state.models_with_heads import ValueModel, load_sc
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.rewards.execution.function_call import result_of
-from asyncrl.rewards.functions import MODEL_TERM, FunctionSpec
+from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
 from asyncrl.services.reward import RewardService
 

@@ -3,33 +3,23 @@
 The text below a key is what `asyncrl keys`, error messages and docs/reference/config.md say about it.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from asyncrl.config.presets import PRESETS, expanded
 from asyncrl.config.section_base import Positive, PositiveFloat, Section
 
+if TYPE_CHECKING:
+    PresetName = str
+else:
+    PresetName = Literal[tuple(PRESETS)]
+
 
 class AlgorithmConfig(Section):
     """The algorithm: advantage, loss, KL and corrections."""
 
-    preset: Literal[
-        "ppo",
-        "safe_rlhf",
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "remax",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "dapo",
-        "gspo",
-        "cispo",
-        "gmpo",
-        "m2po",
-        "sapo",
-    ] = "grpo"
+    preset: PresetName = "grpo"
     """Values for the other keys of this section, each of which can be overridden. `asyncrl graph` shows the values."""
     custom: str = ""
     """Your own algorithm: `FILE.py:NAME`, `module:NAME`, or a file or module with the functions roll_out and train;

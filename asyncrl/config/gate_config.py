@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Self
 
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError
 from asyncrl.protocols.staleness import Policy
 
 SPARE_GROUPS = 2
@@ -13,7 +12,7 @@ SPARE_GROUPS = 2
 
 @dataclass(frozen=True, slots=True)
 class GateConfig:
-    """Sizes and policy of the gate; raises ConfigError for values that cannot work together.
+    """Sizes and policy of the gate.
 
     groups: B, prompts of one training batch. members: G, samples of one prompt. limit: eta, in versions. slots:
     sequences that all replicas together decode at one time. cut_at: members that must be scored before a part of a
@@ -31,24 +30,6 @@ class GateConfig:
     baseline: int = 2
     need_signal: bool = False
     greedy: bool = False
-
-    def __post_init__(self) -> None:
-        if self.limit < 0:
-            raise ConfigError(
-                f"staleness.limit = {self.limit}: a token cannot be newer than its trainer; write 0 or more"
-            )
-        if self.groups < 1 or self.slots < 1:
-            raise ConfigError("task.prompts_per_step and generation.slots must be at least 1")
-        if self.members < self.baseline:
-            raise ConfigError(
-                f"task.samples_per_prompt = {self.members}: the baseline is a mean over the group; "
-                f"write {self.baseline} or more"
-            )
-        if self.cut_at is not None and self.cut_at < self.baseline:
-            raise ConfigError(
-                f"staleness.cut_at = {self.cut_at}: a part of a group needs {self.baseline} rewards for its baseline; "
-                f'write {self.baseline} or more, or "never"'
-            )
 
     @classmethod
     def of(cls, config: Config) -> Self:

@@ -1,6 +1,6 @@
 """Finds the optional packages that an experiment needs and that are missing, before anything is started."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,10 +17,7 @@ GGUF_READERS = ("gguf", "accelerate")
 
 
 class Requirement(NamedTuple):
-    """A module that a value needs.
-
-    key, value: the key and its value. install: the command that installs the module.
-    """
+    """A module that the value of a key needs. install: the command that installs the module."""
 
     key: str
     value: str
@@ -33,50 +30,42 @@ def missing_packages(config: "Config", *, model_is_made: bool = False) -> list[P
 
     model_is_made: the model lies in the run directory already, and needs no package.
     """
-    needs = [
-        *_of_prompts("task.prompts", config.task.prompts),
-        *_of_prompts("task.pretrain", config.task.pretrain),
-        *_of_prompts("evaluate.prompts", config.evaluate.prompts),
-        *_of_rewards(config),
-        *([] if model_is_made else _of_model(config.model.name)),
-    ]
-    return _problems(needs)
+    needs = _of_sources(config)
+    return _problems(needs if model_is_made else [*needs, *_of_model(config.model.name)])
 
 
 def missing_model_packages(name: str) -> list[Problem]:
     """Returns the problems of `missing_packages` for a `model.name` alone."""
-    return _problems(list(_of_model(name)))
+    return _problems(_of_model(name))
 
 
-def _problems(needs: list[Requirement]) -> list[Problem]:
-    missing = [need for need in needs if find_spec(need.module) is None]
-    return [
-        _problem([need for need in missing if need.install == install], install)
-        for install in dict.fromkeys(need.install for need in missing)
-    ]
+def _problems(needs: Iterable[Requirement]) -> list[Problem]:
+    missing: dict[str, list[Requirement]] = {}
+    for need in needs:
+        if find_spec(need.module) is None:
+            missing.setdefault(need.install, []).append(need)
+    problems = []
+    for install, lacking in missing.items():
+        modules = dict.fromkeys(need.module for need in lacking)
+        key, *others = dict.fromkeys(need.key for need in lacking)
+        where = ", ".join(dict.fromkeys(f"{need.key} = {need.value}" for need in lacking))
+        text = f"{' and '.join(modules)} {'is' if len(modules) == 1 else 'are'} not installed; run: {install}"
+        problems.append(Problem(key, where, text, tuple(others)))
+    return problems
 
 
-def _problem(needs: list[Requirement], install: str) -> Problem:
-    modules = dict.fromkeys(need.module for need in needs)
-    keys = list(dict.fromkeys(need.key for need in needs))
-    where = ", ".join(dict.fromkeys(f"{need.key} = {need.value}" for need in needs))
-    verb = "is not" if len(modules) == 1 else "are not"
-    return Problem(keys[0], where, f"{' and '.join(modules)} {verb} installed; run: {install}", tuple(keys[1:]))
-
-
-def _of_prompts(key: str, spec: str) -> Iterator[Requirement]:
-    kind = spec.partition(":")[0] if ":" in spec else ""
-    if kind == "hub":
-        yield Requirement(key, spec, "datasets", install_extra("hub"))
-    elif kind == "reasoning_gym":
-        yield Requirement(key, spec, "reasoning_gym", install_extra("tasks"))
-    elif Path(spec).suffix.lower() == ".parquet":
-        yield Requirement(key, spec, "pyarrow", install_extra("parquet"))
-
-
-def _of_rewards(config: "Config") -> Iterator[Requirement]:
-    sections = {"reward.functions": config.reward, "cost.functions": config.cost}
-    for key, section in sections.items():
+def _of_sources(config: "Config") -> Iterator[Requirement]:
+    """Yields what prompts, texts and reward functions need."""
+    task = config.task
+    specs = {"task.prompts": task.prompts, "task.pretrain": task.pretrain, "evaluate.prompts": config.evaluate.prompts}
+    for key, spec in specs.items():
+        if spec.startswith("hub:"):
+            yield Requirement(key, spec, "datasets", install_extra("hub"))
+        elif spec.startswith("reasoning_gym:"):
+            yield Requirement(key, spec, "reasoning_gym", install_extra("tasks"))
+        elif Path(spec).suffix.lower() == ".parquet":
+            yield Requirement(key, spec, "pyarrow", install_extra("parquet"))
+    for key, section in {"reward.functions": config.reward, "cost.functions": config.cost}.items():
         if any(function.use == "reasoning_gym" for function in section.functions):
             yield Requirement(key, "reasoning_gym", "reasoning_gym", install_extra("tasks"))
 

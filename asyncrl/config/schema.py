@@ -11,6 +11,7 @@ from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.problems import Problem
 from asyncrl.config.rules import Incoherent, rule_problems
 from asyncrl.config.section_base import Decay, NonEmpty, Positive, PositiveFloat, Section
+from asyncrl.config.unread_keys import unread_problems
 
 IN_MEMORY = "python:rows"
 """The value of `task.prompts` in a run whose prompts were given as Python objects."""
@@ -81,6 +82,10 @@ class GenerationConfig(Section):
     """Seconds that a group may take. A sample that is not finished then ends with the reason `length`."""
 
 
+MODEL_TERM = "model"
+"""Name of the reward term of `reward.model` or `cost.model`."""
+
+
 class RewardFunction(Section):
     """One entry of reward.functions or cost.functions."""
 
@@ -101,6 +106,11 @@ class RewardFunction(Section):
     @classmethod
     def _text_is_short_for_use(cls, value: Any) -> Any:
         return {"use": value} if isinstance(value, str) else value
+
+    @property
+    def term(self) -> str:
+        """Name of the function's term in metrics and samples."""
+        return self.name or self.use.rpartition(":")[2]
 
 
 class RewardConfig(Section):
@@ -123,6 +133,11 @@ class RewardConfig(Section):
     on_error: Literal["fail", "zero", "ignore"] = "fail"
     """Effect of a function that fails: `fail` ends the run, `zero` counts 0 for that function, `ignore` leaves the
     sample out of the baseline and the loss."""
+
+    @property
+    def terms(self) -> list[str]:
+        """Names of all terms of the score, in metrics and samples."""
+        return [function.term for function in self.functions] + ([MODEL_TERM] if self.model else [])
 
 
 class CostConfig(RewardConfig):
@@ -314,11 +329,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _values_fit_together(self) -> "Config":
-        if errors := [problem for problem in rule_problems(self) if not problem.is_warning]:
-            raise Incoherent(errors)
+        unread = [problem for problem in unread_problems(self) if not problem.is_warning]
+        if problems := [*rule_problems(self), *unread]:
+            raise Incoherent(problems)
         return self
 
     @property
     def warnings(self) -> list[Problem]:
         """One line for each value that nothing reads."""
-        return [problem for problem in rule_problems(self) if problem.is_warning]
+        return [problem for problem in unread_problems(self) if problem.is_warning]

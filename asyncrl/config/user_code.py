@@ -1,16 +1,23 @@
-"""Loads objects that the user names: `FILE.py:NAME` or `module:NAME`."""
+"""Loads objects that the user names, `FILE.py:NAME` or `module:NAME`, and finds mistakes in them without running them.
 
+Before anything is started, sources are read only, and only certain mistakes count. `resolve` runs them.
+"""
+
+import ast
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+from asyncrl.config.problems import Problem
 from asyncrl.errors import ConfigError
 
 BUILTIN_TASKS = "asyncrl.tasks.builtin"
@@ -19,6 +26,11 @@ MOVED_TASKS = {"opening": "first_token"}
 
 LISTED = 12
 """Names that an error message lists when it knows of none that is close."""
+
+ONE_ARGUMENT = "a reward function is called with one argument, the sample (or the list of a group's samples)"
+OWN_SCOPE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+MAKES_NAMES = {"__getattr__", "globals", "vars", "setattr", "exec", "eval"}
+"""A module that uses or defines one of these may have names that no statement binds."""
 
 
 def resolve(spec: str, where: str) -> Any:
@@ -30,18 +42,49 @@ def resolve(spec: str, where: str) -> Any:
         ConfigError: there is no such file, module or name; the message has the closest name that exists. Errors in
             the file itself are raised as they are.
     """
-    source, _, name = spec.rpartition(":")
-    if not source or not name:
-        raise ConfigError(f'{where}: "{spec}" names no function; write FILE.py:NAME or module:NAME')
+    source, name = _source_and_name(spec, where)
     module = module_named(source, where)
     if not hasattr(module, name):
         raise ConfigError(f"{where}: {source} has no {name}{suggestion(name, _own_names(module))}")
     return getattr(module, name)
 
 
+def _source_and_name(spec: str, where: str) -> tuple[str, str]:
+    """Splits `FILE.py:NAME` or `module:NAME`; raises ConfigError when a part is missing."""
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
+        raise ConfigError(f'{where}: "{spec}" names no function; write FILE.py:NAME or module:NAME')
+    return source, name
+
+
 def module_named(source: str, where: str) -> ModuleType:
     """Returns the module that `FILE.py` or `package.module` names; raises ConfigError as `resolve` does."""
-    return _module_of_file(Path(source).expanduser(), where) if source.endswith(".py") else _module(source, where)
+    if source.endswith(".py"):
+        return _module_of_file(_existing_file(source, where))
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (source + ".").startswith(error.name + "."):
+            raise
+        raise _no_module(source, where) from None
+
+
+def _existing_file(source: str, where: str) -> Path:
+    """Returns the path of a user's file; raises ConfigError with the closest name when there is none."""
+    path = Path(source).expanduser().resolve()
+    if not path.is_file():
+        near = suggestion(path.name, [other.name for other in path.parent.glob("*.py")])
+        raise ConfigError(f"{where}: there is no file {path}{near}")
+    return path
+
+
+def _no_module(name: str, where: str) -> ConfigError:
+    """Returns the error about a module that does not exist; older versions of asyncrl had their tasks elsewhere."""
+    package, _, task = name.rpartition(".")
+    advice = "a file is written as FILE.py:NAME"
+    if package == "asyncrl.tasks":
+        advice = f"the tasks of asyncrl are in {BUILTIN_TASKS}: write {BUILTIN_TASKS}.{MOVED_TASKS.get(task, task)}"
+    return ConfigError(f"{where}: there is no module {name}; {advice}")
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -62,39 +105,20 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 def _own_names(module: ModuleType) -> list[str]:
     """Returns the public names that a module defines itself, or all its public names if it defines none."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    return [name for name, value in public.items() if not _is_imported(value, module)] or list(public)
+    own = []
+    for name, value in public.items():
+        is_elsewhere = (
+            isinstance(value, type | FunctionType | BuiltinFunctionType) and value.__module__ != module.__name__
+        )
+        if not is_elsewhere and not isinstance(value, ModuleType):
+            own.append(name)
+    return own or list(public)
 
 
-def _is_imported(value: Any, module: ModuleType) -> bool:
-    is_named_by_module = isinstance(value, type | FunctionType | BuiltinFunctionType)
-    return isinstance(value, ModuleType) or (is_named_by_module and value.__module__ != module.__name__)
-
-
-def _module(name: str, where: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name + ".").startswith(error.name + "."):
-            raise
-        raise ConfigError(f"{where}: there is no module {name}; {module_advice(name)}") from None
-
-
-def module_advice(name: str) -> str:
-    """Returns advice about a module that does not exist; older versions of asyncrl had their tasks elsewhere."""
-    package, _, task = name.rpartition(".")
-    if package != "asyncrl.tasks":
-        return "a file is written as FILE.py:NAME"
-    return f"the tasks of asyncrl are in {BUILTIN_TASKS}: write {BUILTIN_TASKS}.{MOVED_TASKS.get(task, task)}"
-
-
-def _module_of_file(path: Path, where: str) -> ModuleType:
-    path = path.resolve()
+def _module_of_file(path: Path) -> ModuleType:
     name = f"asyncrl_user_{path.stem}_{abs(hash(path)):x}"
     if name in sys.modules:
         return sys.modules[name]
-    if not path.is_file():
-        near = suggestion(path.name, [other.name for other in path.parent.glob("*.py")])
-        raise ConfigError(f"{where}: there is no file {path}{near}")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -107,3 +131,114 @@ def _module_of_file(path: Path, where: str) -> ModuleType:
         spec.loader.exec_module(module)
         unless_loaded.pop_all()
     return module
+
+
+def source_problem(spec: str, key: str) -> Problem | None:
+    """Returns why the `FILE.py:NAME` or `module:NAME` of a key cannot be resolved, as far as its source shows it."""
+    try:
+        source, name = _source_and_name(spec, key)
+        if (path := _path_of(source, key)) is None:
+            return None
+        names = names_in(path.read_bytes())
+    except ConfigError as mistake:
+        return Problem.of_error(mistake, key)
+    except (SyntaxError, ValueError) as error:
+        return Problem(key, "", f"{path} is not valid Python: {error}")
+    if names is None or name in names:
+        return None
+    near = suggestion(name, sorted(each for each in names if each[0] != "_"))
+    return Problem(key, "", f"{source} has no {name}{near}")
+
+
+def signature_problem(spec: str, options: Collection[str], key: str) -> Problem | None:
+    """Returns why a function with one plain `def` cannot be called with one argument and `options`; else None."""
+    source, name = _source_and_name(spec, key)
+    if (path := _path_of(source, key)) is None:
+        return None
+    function = _only_definition(name, ast.parse(path.read_bytes()).body)
+    if function is None or not (mistake := _argument_mistake(function.args, options)):
+        return None
+    return Problem(key, "", f"{spec}: {ONE_ARGUMENT}, not as {name}({ast.unparse(function.args)}): {mistake}")
+
+
+def _only_definition(name: str, body: Sequence[ast.stmt]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Returns the plain `def` of `name` if nothing else in a module's body binds that name."""
+    bound = ((node, {name for inner in (node, *_of_top_level(node)) for name in _bound(inner)}) for node in body)
+    match [node for node, names in bound if name in names]:
+        case [ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]) as function]:
+            return function
+    return None
+
+
+def _argument_mistake(arguments: ast.arguments, options: Collection[str]) -> str:
+    """Returns what is wrong about a call with one positional argument and `options` by name; "" if it is right."""
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    if not positional and arguments.vararg is None:
+        return "it takes no argument"
+    needed = positional[: len(positional) - len(arguments.defaults)][1:]
+    by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    needed += [argument.arg for argument, default in by_name if default is None]
+    missing = [name for name in needed if name not in options]
+    return f"nothing is given for {', '.join(missing)}" if missing else ""
+
+
+def _path_of(source: str, key: str) -> Path | None:
+    """Returns the path of a file or module, None for a module without one; raises ConfigError if there is none."""
+    if source.endswith(".py"):
+        return _existing_file(source, key)
+    try:
+        found = _find(source)
+    except ModuleNotFoundError:
+        raise _no_module(source, key) from None
+    return Path(str(found.origin)) if found is not None and (found.origin or "").endswith(".py") else None
+
+
+def _find(module: str) -> ModuleSpec | None:
+    """Finds a module as importlib does, but imports no parent package; None if a parent does not show where it is."""
+    first, *rest = module.split(".")
+    # Workers run as `python -m`, which puts the current folder first.
+    spec = PathFinder.find_spec(first, [os.getcwd(), *sys.path]) or _search(first, None)
+    for number in range(1, len(rest) + 1):
+        if spec.submodule_search_locations is None:
+            return None
+        spec = _search(".".join([first, *rest[:number]]), spec.submodule_search_locations)
+    return spec
+
+
+def _search(module: str, folders: Sequence[str] | None) -> ModuleSpec:
+    """Asks all finders, as `import` does; editable installations have finders of their own."""
+    for finder in sys.meta_path:
+        if (spec := finder.find_spec(module, folders)) is not None:
+            return spec
+    raise ModuleNotFoundError(module)
+
+
+def names_in(source: bytes) -> set[str] | None:
+    """Returns the names that a module binds at its top level; None if it may have any name. Raises SyntaxError or
+    ValueError for a source that is not valid Python."""
+    tree = ast.parse(source)
+    if any(_makes_names(node) for node in ast.walk(tree)):
+        return None
+    inner = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    return inner.union(*map(_bound, _of_top_level(tree)))
+
+
+def _makes_names(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return any(alias.name == "*" for alias in node.names)
+    return getattr(node, "id", getattr(node, "name", None)) in MAKES_NAMES
+
+
+def _of_top_level(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, OWN_SCOPE):
+            yield from _of_top_level(child)
+
+
+def _bound(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    return [node.id] if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else []

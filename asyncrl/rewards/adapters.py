@@ -1,7 +1,7 @@
 """Adapts reward functions that were written for other libraries."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.config.user_code import name_of, suggestion
@@ -30,7 +30,7 @@ def from_trl(function: Callable[..., Any]) -> Function:
             f"{name_of(function)} takes {' and '.join(missing)}, which TRL passes and asyncrl does not; "
             f"give it a default: {missing[0]}=None"
         )
-    return _serving_both(function, lambda samples: function(**_accepted(parameters, _trl_arguments(samples))), list)
+    return _serving_both(function, lambda samples: _accepted(parameters, _trl_arguments(samples)), list)
 
 
 def from_verl(function: Callable[..., Any]) -> Function:
@@ -38,49 +38,46 @@ def from_verl(function: Callable[..., Any]) -> Function:
 
     Rows have verl's columns. Of a dict only `score` counts, as in verl. The result scores single samples.
     """
-    return _serving_both(function, lambda samples: function(**_verl_arguments(samples)), _verl_values)
+    return _serving_both(
+        function, _verl_arguments, lambda result: [result["score"] if isinstance(result, dict) else result]
+    )
 
 
 def _serving_both(
-    function: Callable[..., Any], call: Callable[[list[Sample]], Any], values: Callable[[Any], list[Any]]
+    function: Callable[..., Any],
+    arguments: Callable[[list[Sample]], dict[str, Any]],
+    values: Callable[[Any], list[Any]],
 ) -> Function:
     """Makes a function of one sample or a group; it is a coroutine function exactly if `function` is one."""
 
+    def call(samples: Sample | list[Sample]) -> Any:
+        return function(**arguments(samples if isinstance(samples, list) else [samples]))
+
     def answer(samples: Sample | list[Sample], result: Any) -> Any:
         found = values(result)
-        return found if isinstance(samples, list) else _only(found)
+        if isinstance(samples, list):
+            return found
+        if len(found) != 1:
+            raise RewardError(f"it was given one completion and returned {len(found)} rewards")
+        return found[0]
 
-    if inspect.iscoroutinefunction(function):
-
-        async def waiting(samples: Sample | list[Sample]) -> Any:
-            return answer(samples, await call(samples if isinstance(samples, list) else [samples]))
-
-        return waiting
+    async def waiting(samples: Sample | list[Sample]) -> Any:
+        return answer(samples, await call(samples))
 
     def plain(samples: Sample | list[Sample]) -> Any:
-        return answer(samples, call(samples if isinstance(samples, list) else [samples]))
+        return answer(samples, call(samples))
 
-    return plain
-
-
-def _only(values: Sequence[Any]) -> Any:
-    if len(values) != 1:
-        raise RewardError(f"it was given one completion and returned {len(values)} rewards")
-    return values[0]
+    return waiting if inspect.iscoroutinefunction(function) else plain
 
 
 def _trl_arguments(samples: list[Sample]) -> dict[str, Any]:
     names = {name for sample in samples for name in sample.row} - {"prompt", "completion", *NOT_PASSED}
     columns = {name: [sample.row.get(name) for sample in samples] for name in sorted(names)}
-    return {
-        **columns,
-        "prompts": [sample.prompt for sample in samples],
-        "completions": [_trl_completion(sample) for sample in samples],
-    }
-
-
-def _trl_completion(sample: Sample) -> str | list[dict[str, str]]:
-    return sample.text if isinstance(sample.prompt, str) else [{"role": "assistant", "content": sample.text}]
+    completions = [
+        sample.text if isinstance(sample.prompt, str) else [{"role": "assistant", "content": sample.text}]
+        for sample in samples
+    ]
+    return {**columns, "prompts": [sample.prompt for sample in samples], "completions": completions}
 
 
 def _accepted(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -94,12 +91,8 @@ def _accepted(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, An
 
 def _needed(parameters: Parameters) -> list[str]:
     """Returns the parameters without defaults."""
-    return [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [name for name, each in parameters.items() if each.default is each.empty and each.kind not in variadic]
 
 
 def _verl_arguments(samples: list[Sample]) -> dict[str, Any]:
@@ -113,7 +106,3 @@ def _verl_arguments(samples: list[Sample]) -> dict[str, Any]:
         "ground_truth": row["reward_model"].get("ground_truth"),
         "extra_info": row.get("extra_info"),
     }
-
-
-def _verl_values(result: Any) -> list[Any]:
-    return [result["score"] if isinstance(result, dict) else result]

@@ -1,14 +1,13 @@
 """Makes callables from `reward.functions` or `cost.functions` of a config."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.config.problems import Problem
-from asyncrl.config.user_code import name_of, resolve, suggestion
-from asyncrl.config.user_source_scan import ONE_ARGUMENT, signature_problem, source_problem
+from asyncrl.config.user_code import ONE_ARGUMENT, name_of, resolve, signature_problem, source_problem, suggestion
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.adapters import from_trl, from_verl
 from asyncrl.rewards.sample import Function
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
 
 Scorer = Literal["reward", "cost"]
 """The services that score samples. Each has a section of the config with its name."""
-
-MODEL_TERM = "model"
-"""Name of the reward term of `reward.model` or `cost.model`."""
 
 ADAPTERS: dict[str, Callable[[Callable[..., Any]], Function]] = {"trl": from_trl, "verl": from_verl}
 
@@ -40,9 +36,6 @@ class FunctionSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     key: str = "reward.functions"
 
-    def to_plain(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def section_of(config: "Config", service: Scorer) -> "RewardConfig":
     """Returns the section of the config that a scoring service reads."""
@@ -50,22 +43,16 @@ def section_of(config: "Config", service: Scorer) -> "RewardConfig":
 
 
 def function_specs(config: "Config", service: Scorer = "reward") -> list[FunctionSpec]:
-    """Returns the specs of all functions of a section, for rewards with the function of `algorithm.overlong`.
-
-    Raises:
-        ConfigError: there are neither functions nor a model, or two of one name.
-    """
+    """Returns the specs of all functions of a section, for rewards with the function of `algorithm.overlong`; raises
+    ConfigError if there are neither functions nor a model."""
     section, key = section_of(config, service), f"{service}.functions"
+    if not section.functions and not section.model:
+        raise ConfigError(f'{key} is empty; write for example functions = ["exact_match"]')
     specs = [
-        FunctionSpec(each.use, each.name or _last_part(each.use), each.weight, each.group, dict(each.options), key)
+        FunctionSpec(each.use, each.term, each.weight, each.group, dict(each.options), key)
         for each in section.functions
     ]
-    if not specs and not section.model:
-        raise ConfigError(f'{key} is empty; write for example functions = ["exact_match"]')
-    specs += overlong_specs(config) if service == "reward" else []
-    names = [spec.name for spec in specs] + ([MODEL_TERM] if section.model else [])
-    _refuse_equal_names(names, key)
-    return specs
+    return specs + (overlong_specs(config) if service == "reward" else [])
 
 
 def overlong_specs(config: "Config") -> list[FunctionSpec]:
@@ -76,17 +63,15 @@ def overlong_specs(config: "Config") -> list[FunctionSpec]:
 
 
 def function_problems(config: "Config", service: Scorer = "reward") -> list[Problem]:
-    """Returns the problems of a section's functions that are known before any of the user's code runs.
-
-    Functions of costs are ignored when the algorithm has no costs.
-    """
+    """Returns problems of a section's functions, without costs if the algorithm has none, that are known before any of
+    the user's code runs."""
     if service == "cost" and config.algorithm.constraint == "none":
         return []
     try:
         specs = function_specs(config, service)
     except ConfigError as error:
-        return [_as_problem(error, f"{service}.functions")]
-    return [problem for spec in specs if (problem := _problem(spec)) is not None]
+        return [Problem.of_error(error, f"{service}.functions")]
+    return [problem for problem in map(_problem, specs) if problem is not None]
 
 
 def _problem(spec: FunctionSpec) -> Problem | None:
@@ -97,24 +82,21 @@ def _problem(spec: FunctionSpec) -> Problem | None:
     try:
         _from_template(spec)
     except ConfigError as error:
-        return _as_problem(error, spec.key)
+        return Problem.of_error(error, spec.key)
     return None
 
 
-def _as_problem(error: ConfigError, key: str) -> Problem:
-    return Problem(key, "", str(error).removeprefix(f"{key}: "))
-
-
 def load(spec: FunctionSpec) -> Function:
-    """Loads a function and binds its options.
-
-    Raises:
-        ConfigError: there is no such function, or it does not take these options.
-    """
+    """Loads a function and binds its options; raises ConfigError if there is none, or it does not take them."""
     if ":" not in spec.use:
         return _from_template(spec)
     adapter, name = _split(spec.use)
-    function = _with_options(_named(name, spec.key), spec)
+    function = resolve(name, spec.key)
+    if not callable(function):
+        raise ConfigError(f"{spec.key}: {name} is not a function")
+    if spec.options:
+        _check_options(function, spec, given=1)
+        function = partial(function, **spec.options)
     try:
         return ADAPTERS[adapter](function) if adapter else taking_one(function)
     except ConfigError as error:
@@ -146,16 +128,6 @@ def _split(use: str) -> tuple[str, str]:
     return (adapter, rest) if adapter in ADAPTERS and ":" in rest else ("", use)
 
 
-def _last_part(use: str) -> str:
-    return use.rpartition(":")[2]
-
-
-def _refuse_equal_names(names: Sequence[str], key: str) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{key}: two functions are called {name}; give one of them another `name`")
-
-
 def _from_template(spec: FunctionSpec) -> Function:
     if spec.use not in TEMPLATES:
         raise ConfigError(
@@ -170,21 +142,6 @@ def _from_template(spec: FunctionSpec) -> Function:
         return template(**spec.options)
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{spec.key}: {spec.use}: {error}") from None
-
-
-def _named(name: str, key: str) -> Callable[..., Any]:
-    function = resolve(name, key)
-    if not callable(function):
-        raise ConfigError(f"{key}: {name} is not a function")
-    named: Callable[..., Any] = function
-    return named
-
-
-def _with_options(function: Callable[..., Any], spec: FunctionSpec) -> Callable[..., Any]:
-    if not spec.options:
-        return function
-    _check_options(function, spec, given=1)
-    return partial(function, **spec.options)
 
 
 def _check_options(function: Callable[..., Any], spec: FunctionSpec, given: int) -> None:

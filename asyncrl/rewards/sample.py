@@ -1,7 +1,7 @@
 """Defines the sample that a reward function gets, and the values that it may return."""
 
 import difflib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +9,8 @@ Value = float | dict[str, float] | None
 """A reward, named terms whose sum it is, or None for a sample that cannot be scored."""
 
 OfSample = Callable[["Sample"], Value | Awaitable[Value]]
-OfGroup = Callable[[list["Sample"]], Sequence[Value] | Awaitable[Sequence[Value]]]
 Function = Callable[[Any], Any]
-"""An OfSample, or an OfGroup where the config says `group = true`."""
+"""An OfSample; where the config says `group = true`, a function of a list of samples that returns as many values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,7 @@ class Columns(dict[str, Any]):
 class MissingColumn(KeyError):
     """A KeyError with a readable message."""
 
-    def __str__(self) -> str:
-        return str(self.args[0])
+    __str__ = Exception.__str__
 
 
 def with_columns(sample: Sample) -> Sample:

@@ -18,11 +18,8 @@ def score_of(
 ) -> Score:
     """Returns the weighted sum of the functions' values; terms are the values before weighting.
 
-    on_error: for a function without a value, `fail` raises, `zero` counts 0, and `ignore` makes the sample unscorable,
-    so that it leaves the baseline and the loss.
-
-    Raises:
-        RewardError: a function failed under `fail`; the message names function and sample, and quotes the traceback.
+    on_error: for a function without a value, `fail` raises RewardError with function, sample and traceback, `zero`
+    counts 0, and `ignore` makes the sample unscorable, so that it leaves the baseline and the loss.
     """
     terms: dict[str, float] = {}
     failures: list[str] = []
@@ -32,10 +29,13 @@ def score_of(
             failures.append(failure_text(sample, spec, result))
             if on_error == "zero":
                 terms[spec.name] = 0.0
+        elif isinstance(result.value, dict):
+            terms |= {f"{spec.name}/{term}": value for term, value in result.value.items()}
+            total += spec.weight * sum(result.value.values())
         else:
-            named = _terms(spec, result)
-            terms |= named
-            total += spec.weight * sum(named.values())
+            assert result.value is not None
+            terms[spec.name] = result.value
+            total += spec.weight * result.value
     if failures and on_error == "fail":
         advice = f'{specs[0].key.partition(".")[0]}.on_error = "zero" or "ignore" lets the run go on'
         raise RewardError("\n".join([*failures, advice]))
@@ -50,10 +50,3 @@ def failure_text(sample: Sample, spec: FunctionSpec, result: FunctionResult) -> 
     where = f"{kind} function {spec.use} on member {sample.member} of group {sample.group}"
     lines = [f"{where}: {result.reason}", f"  completion: {quoted!r}"]
     return "\n".join([*lines, result.traceback.rstrip()] if result.traceback else lines)
-
-
-def _terms(spec: FunctionSpec, result: FunctionResult) -> dict[str, float]:
-    if isinstance(result.value, dict):
-        return {f"{spec.name}/{term}": value for term, value in result.value.items()}
-    assert result.value is not None
-    return {spec.name: result.value}

@@ -26,18 +26,12 @@ def exact_match(column: str = "answer", ignore_case: bool = False) -> OfSample:
 def regex_format(pattern: str) -> OfSample:
     """Gives 1 if the whole completion, white space around it ignored, matches; a dot matches line breaks too."""
     compiled = _compiled(pattern)
-
-    def reward(sample: Sample) -> float:
-        return float(compiled.fullmatch(sample.text.strip()) is not None)
-
-    return reward
+    return lambda sample: float(compiled.fullmatch(sample.text.strip()) is not None)
 
 
 def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
-    """Gives 1 if the last number of the completion is that of the row's `column`, else 0.
-
-    tolerance: largest difference, relative to the wanted number where that is above 1.
-    """
+    """Gives 1 if the last number of the completion is that of the row's `column`, else 0. tolerance: largest
+    difference, relative to the wanted number where that is above 1."""
 
     def reward(sample: Sample) -> float:
         wanted, given = last_number(str(_column(sample, column))), last_number(sample.text)
@@ -49,10 +43,8 @@ def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
 
 
 def length(maximum: int, slack: int, unit: Literal["tokens", "characters", "words"] = "tokens") -> OfSample:
-    """Gives 0 up to `maximum - slack`, from there falling to -1 at `maximum` and beyond.
-
-    The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
-    """
+    """Gives 0 up to `maximum - slack`, from there falling to -1 at `maximum` and beyond: DAPO's soft overlong
+    punishment (arXiv 2503.14476, equation 13)."""
     if not 0 < slack <= maximum:
         raise ConfigError(f"slack must lie between 1 and maximum ({maximum}), not {slack}")
     measures: dict[str, Callable[[Sample], int]] = {
@@ -62,11 +54,8 @@ def length(maximum: int, slack: int, unit: Literal["tokens", "characters", "word
     }
     if unit not in measures:
         raise ConfigError(f"there is no unit {unit}{suggestion(unit, measures)}")
-
-    def reward(sample: Sample) -> float:
-        return -min(1.0, max(0.0, (measures[unit](sample) - (maximum - slack)) / slack))
-
-    return reward
+    measure = measures[unit]
+    return lambda sample: -min(1.0, max(0.0, (measure(sample) - (maximum - slack)) / slack))
 
 
 def repetition(words: int = 3) -> OfSample:
@@ -83,16 +72,18 @@ def repetition(words: int = 3) -> OfSample:
 
 
 def reasoning_gym(pattern: str = "") -> OfSample:
-    """Gives the score that the prompt's reasoning-gym data set gives, 0 to 1.
-
-    pattern: the answer is its first group in the last match; by default it is the whole completion.
-    """
+    """Gives the score that the prompt's reasoning-gym data set gives, 0 to 1. pattern: the answer is its first group in
+    the last match; by default it is the whole completion."""
     compiled = _compiled(pattern) if pattern else None
 
     def reward(sample: Sample) -> float:
         origin = _column(sample, "reasoning_gym")
         dataset = _reasoning_gym_dataset(origin["name"], tuple(sorted(origin["options"].items())))
-        return float(dataset.score_answer(_extracted(sample.text, compiled), dataset[origin["index"]]))
+        answer: str | None = sample.text.strip()
+        if compiled is not None:
+            matches = list(compiled.finditer(sample.text))
+            answer = str(matches[-1][min(1, compiled.groups)]).strip() if matches else None
+        return float(dataset.score_answer(answer, dataset[origin["index"]]))
 
     return reward
 
@@ -119,15 +110,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ConfigError(f"{pattern!r} is no regular expression: {error}") from None
-
-
-def _extracted(text: str, pattern: re.Pattern[str] | None) -> str | None:
-    if pattern is None:
-        return text.strip()
-    matches = list(pattern.finditer(text))
-    if not matches:
-        return None
-    return str(matches[-1][1] if pattern.groups else matches[-1][0]).strip()
 
 
 @cache

@@ -7,18 +7,15 @@ from typing import Any
 
 from asyncrl.config.schema import TaskConfig
 from asyncrl.errors import TaskError
-from asyncrl.tasks.prompts import Prompts
-from asyncrl.tasks.sources import TRAINING_SEED, read_rows
+from asyncrl.tasks.prompt_rows import Prompts
+from asyncrl.tasks.prompt_sources import TRAINING_SEED, read_rows
 
 KEY = "task.pretrain"
 
 
 def write_texts(path: Path, task: TaskConfig) -> None:
-    """Writes the rows of `task.pretrain` to `path`, one JSON object a line: {text}, or {prompt, answer}.
-
-    Raises:
-        TaskError: there is no such source, it has no rows, or a row has other columns.
-    """
+    """Writes the rows of `task.pretrain` to `path`, one JSON object a line: {text}, or {prompt, answer}; raises
+    TaskError if there is no such source, or no row, or a row has other columns."""
     source = task.pretrain
     rows = read_rows(source, {"size": task.size, "seed": TRAINING_SEED}, KEY)
     if len(rows) == 0:

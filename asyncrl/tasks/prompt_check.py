@@ -7,13 +7,12 @@ Generation counts their tokens when it has loaded its tokenizer.
 
 import heapq
 import json
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.errors import TaskError
-from asyncrl.tasks.prompts import Messages, Prompts
+from asyncrl.tasks.prompt_rows import Messages, Prompts
 
 LOOKED_AT = 20_000
 """Rows of a source whose characters are counted, evenly spread; so many rows of a Parquet file take a second."""
@@ -24,9 +23,6 @@ tokens; also the largest number of shapes of conversations."""
 
 THOUGHTS = "<think>"
 """Beginning of thoughts, which some templates remove from earlier answers."""
-
-Shape = tuple[tuple[str, bool], ...]
-"""Role of each message, and whether there are thoughts in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +41,11 @@ class TokenBudget:
         if tokens == 0:
             return "the prompt has no tokens: nothing of it is left by the model's tokenizer; write what to answer"
         if self.context is not None and tokens + self.answer > self.context:
+            fewer = f", or write max_new_tokens = {self.context - tokens}" if tokens < self.context else ""
             return (
                 f"the prompt has {tokens} tokens, and with generation.max_new_tokens = {self.answer} its answer may "
                 f"end beyond the {self.context} positions that the model was made for (max_position_embeddings): "
-                f"shorten it{self._fewer(tokens)}"
+                f"shorten it{fewer}"
             )
         if tokens > self.prompt:
             return (
@@ -56,10 +53,6 @@ class TokenBudget:
                 f"max_prompt_tokens = {tokens}"
             )
         return None
-
-    def _fewer(self, tokens: int) -> str:
-        assert self.context is not None
-        return f", or write max_new_tokens = {self.context - tokens}" if tokens < self.context else ""
 
 
 def write_longest(path: Path, sources: Mapping[str, Prompts]) -> None:
@@ -76,43 +69,33 @@ def refuse_what_has_no_room(path: Path, tokenize: Callable[[Messages], Sized], r
 
     The message names the longest such prompt.
     """
-    with path.open(encoding="utf-8") as lines:
-        counted = [(_tokens(line, tokenize), line["where"]) for line in map(json.loads, lines)]
-    refused = [(tokens, where) for tokens, where in counted if room.mistake(tokens)]
+    refused: list[tuple[int, str]] = []
+    for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        try:
+            tokens = len(tokenize(line["prompt"]))
+        except TaskError as error:
+            raise TaskError(f"{line['where']}: {error}") from None
+        if room.mistake(tokens):
+            refused.append((tokens, line["where"]))
     if refused:
         tokens, where = max(refused)
         others = f" ({len(refused) - 1} more do not fit either)" if len(refused) > 1 else ""
         raise TaskError(f"{where}: {room.mistake(tokens)}{others}")
 
 
-def _tokens(line: Mapping[str, Any], tokenize: Callable[[Messages], Sized]) -> int:
-    try:
-        return len(tokenize(line["prompt"]))
-    except TaskError as refused:
-        raise TaskError(f"{line['where']}: {refused}") from None
-
-
 def _worth_counting(prompts: Prompts) -> list[int]:
     """Returns the rows of the longest prompts, and of the first prompt of each shape of conversation."""
     sizes: list[tuple[int, int]] = []
-    shapes: dict[Shape, int] = {}
-    for number in _spread(prompts):
+    shapes: dict[tuple[tuple[str, bool], ...], int] = {}
+    looked_at = min(len(prompts), LOOKED_AT)
+    for number in (place * len(prompts) // looked_at for place in range(looked_at)):
         prompt = prompts.row(number).prompt
-        sizes.append((_characters(prompt), -number))
-        if not isinstance(prompt, str) and len(shapes) < COUNTED:
-            shapes.setdefault(_shape(prompt), number)
+        if isinstance(prompt, str):
+            sizes.append((len(prompt), -number))
+            continue
+        sizes.append((sum(len(str(message["content"])) for message in prompt), -number))
+        if len(shapes) < COUNTED:
+            shape = tuple((message["role"], THOUGHTS in str(message["content"])) for message in prompt)
+            shapes.setdefault(shape, number)
     longest = [-negative for _, negative in heapq.nlargest(COUNTED, sizes)]
     return longest + [number for number in shapes.values() if number not in longest]
-
-
-def _shape(messages: list[dict[str, Any]]) -> Shape:
-    return tuple((message["role"], THOUGHTS in str(message["content"])) for message in messages)
-
-
-def _spread(prompts: Prompts) -> Iterator[int]:
-    rows = len(prompts)
-    return (place * rows // min(rows, LOOKED_AT) for place in range(min(rows, LOOKED_AT)))
-
-
-def _characters(prompt: Messages) -> int:
-    return len(prompt) if isinstance(prompt, str) else sum(len(str(message["content"])) for message in prompt)

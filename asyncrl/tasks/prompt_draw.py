@@ -1,21 +1,22 @@
 """Draws the row of a group: a pure function of seed and group id, so that a resume needs no sampler state."""
 
 import hashlib
+from dataclasses import dataclass
 
-from asyncrl.tasks.prompts import Messages, Prompts
+from asyncrl.tasks.prompt_rows import Messages, Prompts
 
 ROUNDS = 6
 
 
+@dataclass(frozen=True, slots=True)
 class Draw:
     """Returns prompt and row of a group: each epoch has every row once, in another order."""
 
-    def __init__(self, prompts: Prompts, seed: int) -> None:
-        self._prompts = prompts
-        self._seed = seed
+    prompts: Prompts
+    seed: int
 
     def __call__(self, group: int) -> tuple[Messages, dict[str, object]]:
-        row = self._prompts.row(drawn_row(self._seed, group, len(self._prompts)))
+        row = self.prompts.row(drawn_row(self.seed, group, len(self.prompts)))
         return row.prompt, row.columns
 
 

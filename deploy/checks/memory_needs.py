@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.install_hints import program
-from asyncrl.config.problems import Problem, batch_samples
+from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.deploy.checks.machine import available_memory, size_text
 from asyncrl.engines.models.context_window import longest_row
@@ -178,7 +178,8 @@ def _scorer(name: str, scorer: RewardConfig, policy: Shape) -> MemoryNeed:
 
 def _micro_batch(config: Config) -> int:
     """Returns the tokens of the largest micro-batch."""
-    return min(config.training.micro_batch_tokens, batch_samples(config) * longest_row(config))
+    samples = config.task.prompts_per_step * config.task.samples_per_prompt
+    return min(config.training.micro_batch_tokens, samples * longest_row(config))
 
 
 def shared_memory(config: Config, shape: Shape) -> int:

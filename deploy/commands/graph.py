@@ -56,7 +56,7 @@ def _algorithm_lines(config: "Config") -> Iterator[str]:
     """Yields the algorithm and the values of its keys; `*` marks values that the config overrides."""
     from asyncrl.algorithms.select import algorithm_of
     from asyncrl.config.presets import PRESETS, expanded
-    from asyncrl.config.sources.toml import value_text
+    from asyncrl.config.toml_writer import value_text
 
     chosen = config.algorithm
     preset = PRESETS[chosen.preset]
@@ -79,7 +79,7 @@ def _algorithm_lines(config: "Config") -> Iterator[str]:
 
 def _unread_keys(chosen: "AlgorithmConfig") -> set[str]:
     """Returns the keys that nothing reads with these values, and those that are no part of the algorithm."""
-    from asyncrl.config.algorithm_rules import reads_bounds
+    from asyncrl.config.unread_keys import reads_bounds
 
     return {
         *("preset", "custom"),

@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     request = parse(arguments)
     if request.print_config:
         from asyncrl.config.sources.keys import all_keys
-        from asyncrl.config.sources.toml import dump
+        from asyncrl.config.toml_writer import dump
 
         loaded = _load(request)
         print(dump(loaded.config, {key: loaded.sources.get(key, "default") for key in all_keys()}), end="")

@@ -40,7 +40,7 @@ from asyncrl.protocols.messages import (
     Reply,
     Welcome,
 )
-from asyncrl.rewards.execution.child_process import Answer, ChildProcess
+from asyncrl.rewards.execution.child_client import Answer, ChildProcess
 from asyncrl.rewards.execution.pipe_messages import packed
 
 Frames = list[bytes]

@@ -21,8 +21,8 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/fleet/worker/service.py",
     "asyncrl/lanes/control/server.py",
     "asyncrl/rewards/execution/function_call.py",
-    "asyncrl/rewards/execution/child_main.py",
-    "asyncrl/tasks/sources.py",
+    "asyncrl/rewards/execution/child_server.py",
+    "asyncrl/tasks/prompt_sources.py",
     "asyncrl/telemetry/sinks/worker.py",
 }
 PURE = {

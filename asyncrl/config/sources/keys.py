@@ -24,23 +24,15 @@ TRANSLATIONS = {name: key for names in _ALIASES.values() for name, key in names.
 class Key:
     """One key, written `section.key` or, at the top level, `key`.
 
-    required: it has no default. many: its value is a list. nullable: it may have no value. text: its value is one
-    string, used as it is written. switch: its value is true or false.
+    type: for people. kinds: JSON types that the value may have. required: it has no default.
     """
 
     name: str
     type: str
+    kinds: tuple[str, ...]
     default: Any
     doc: str
     required: bool
-    many: bool
-    nullable: bool
-    text: bool
-    switch: bool
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        return tuple(self.name.split("."))
 
 
 @cache
@@ -68,18 +60,9 @@ def sections() -> tuple[str, ...]:
 
 
 def _key(name: str, schema: Schema, required: bool) -> Key:
-    kind, kinds = schema.get("type"), [part.get("type") for part in schema.get("anyOf", [schema])]
-    return Key(
-        name=name,
-        type=_type(schema),
-        default=schema.get("default"),
-        doc=" ".join(schema.get("description", "").split()),
-        required=required,
-        many="array" in kinds,
-        nullable="null" in kinds,
-        text=kind == "string" and "enum" not in schema,
-        switch=kind == "boolean",
-    )
+    kinds = tuple(part.get("type", "") for part in schema.get("anyOf", [schema]))
+    doc = " ".join(schema.get("description", "").split())
+    return Key(name, _type(schema), kinds, schema.get("default"), doc, required)
 
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -93,18 +76,14 @@ def _type(schema: Schema) -> str:
         return " | ".join(str(choice) for choice in schema["enum"])
     if "const" in schema:
         return str(schema["const"])
+    if "prefixItems" in schema:
+        return f"[{', '.join(_type(item) for item in schema['prefixItems'])}]"
     if schema.get("type") == "array":
-        return _list_type(schema)
+        return f"list of {_type(schema['items'])}"
     if "$ref" in schema:
         return "table"
     bounds = [f"{sign} {schema[bound]:g}" for bound, sign in _BOUNDS.items() if bound in schema]
     return " ".join([_NAMES.get(schema.get("type", ""), "table"), *bounds])
-
-
-def _list_type(schema: Schema) -> str:
-    if "prefixItems" in schema:
-        return f"[{', '.join(_type(item) for item in schema['prefixItems'])}]"
-    return f"list of {_type(schema['items'])}"
 
 
 def translate(name: str) -> tuple[str, str] | None:

@@ -3,49 +3,58 @@
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.sources.keys import Key, advice, all_keys, sections
 
-ENVIRONMENT_PREFIX = "ASYNCRL_"
+PREFIX = "ASYNCRL_"
+"""Beginning of the environment variables that are keys."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ConfigLayer:
     """The keys of one source.
 
     entries: dotted key -> (value, place). problems: what could not be read as an entry. readable: False when the source
-    could not be read at all, so that its keys are unknown.
+    could not be read at all, so that its keys are unknown. written: returns how this source writes a key.
     """
 
-    entries: Mapping[str, tuple[Any, str]]
-    problems: tuple[Problem, ...]
+    entries: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
     readable: bool = True
+    written: Callable[[str], str] = str
 
-
-Written = Callable[[str], str]
-"""Returns how a key is written in one of the sources."""
-
-
-def _layer(items: Sequence[tuple[str, Any, str]], written: Written = str) -> ConfigLayer:
-    """Makes entries of known keys, and a problem of each unknown one. items: (key, value, source)."""
-    entries: dict[str, tuple[Any, str]] = {}
-    problems: list[Problem] = []
-    for name, value, source in items:
+    def add(self, name: str, value: Any, place: str) -> None:
+        """Adds an entry of a known key, or the problem of an unknown one."""
         if name in sections():
-            problems.append(Problem(name, source, advice(name, written)))
+            self.problems.append(Problem(name, place, advice(name, self.written)))
         elif name not in all_keys():
-            problems.append(Problem(name, source, f"there is no such key; {advice(name, written)}"))
+            self.problems.append(Problem(name, place, f"there is no such key; {advice(name, self.written)}"))
         else:
-            entries[name] = (value, source)
-    return ConfigLayer(entries, tuple(problems))
+            self.entries[name] = (value, place)
+
+    def add_texts(self, name: str, texts: list[str], place: str) -> None:
+        """Adds an entry of text, as the type of the key needs it."""
+        kinds = all_keys()[name].kinds if name in all_keys() else ()
+        if "null" in kinds and len(texts) == 1 and texts[0].lower() == "none":
+            self.add(name, None, place)
+        elif "array" in kinds:
+            self.add(name, [item for text in texts for item in _items(text)], place)
+        elif len(texts) > 1 and kinds:
+            self.problems.append(Problem(name, place, f"is given {len(texts)} times: {', '.join(texts)}"))
+        else:
+            self.add(name, texts[0], place)
 
 
 def values_layer(values: Mapping[str, Any]) -> ConfigLayer:
     """Reads keys given in Python, nested or dotted."""
-    return _layer([(name, value, "argument") for name, value in _leaves(values)])
+    layer = ConfigLayer()
+    for name, value in _leaves(values):
+        layer.add(name, value, "argument")
+    return layer
 
 
 def file_layer(text: str, named: str) -> ConfigLayer:
@@ -53,9 +62,11 @@ def file_layer(text: str, named: str) -> ConfigLayer:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        return ConfigLayer({}, (Problem("", named, f"this is not valid TOML: {error}"),), readable=False)
-    lines = _lines_of_keys(text)
-    return _layer([(name, value, _place(named, lines.get(name))) for name, value in _leaves(tables)])
+        return ConfigLayer(problems=[Problem("", named, f"this is not valid TOML: {error}")], readable=False)
+    layer, lines = ConfigLayer(), _lines_of_keys(text)
+    for name, value in _leaves(tables):
+        layer.add(name, value, f"{named}:{lines[name]}" if name in lines else named)
+    return layer
 
 
 def _leaves(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -85,22 +96,14 @@ def _lines_of_keys(text: str) -> dict[str, int]:
     return lines
 
 
-def _place(named: str, line: int | None) -> str:
-    return f"{named}:{line}" if line else named
-
-
 def environment_layer(environ: Mapping[str, str]) -> ConfigLayer:
     """Reads keys from the variables ASYNCRL_SECTION__KEY and ASYNCRL_KEY."""
-    names = sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))
-    items = []
-    for name in names:
-        key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-        items.append((key, [environ[name]], f"environment variable {name}"))
-    return _texts_layer(items, _environment_name)
-
-
-def _environment_name(key: str) -> str:
-    return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
+    layer = ConfigLayer(written=lambda key: PREFIX + key.upper().replace(".", "__"))
+    for name, text in sorted(environ.items()):
+        if name.startswith(PREFIX):
+            key = name.removeprefix(PREFIX).lower().replace("__", ".")
+            layer.add_texts(key, [text], f"environment variable {name}")
+    return layer
 
 
 def flags_layer(arguments: Sequence[str]) -> ConfigLayer:
@@ -109,28 +112,29 @@ def flags_layer(arguments: Sequence[str]) -> ConfigLayer:
     The flag of a list may be repeated. A switch without a value is turned on.
     """
     given: dict[str, list[str]] = {}
-    stray: list[Problem] = []
+    layer = ConfigLayer()
     waiting = list(arguments)
     while waiting:
         argument = waiting.pop(0)
         if not argument.startswith("--") or argument == "--":
-            stray.append(Problem("", argument, "does not belong to a flag; write --section.key value"))
+            layer.problems.append(Problem("", argument, "does not belong to a flag; write --section.key value"))
             continue
         flag, equals, value = argument[2:].partition("=")
         name = flag.replace("-", "_")
         found = value if equals else _next_value(waiting, all_keys().get(name))
         if found is None:
-            stray.append(Problem(name, argument, f"needs a value: {all_keys()[name].type}"))
+            layer.problems.append(Problem(name, argument, f"needs a value: {all_keys()[name].type}"))
         else:
             given.setdefault(name, []).append(found)
-    layer = _texts_layer([(name, values, f"--{name}") for name, values in given.items()])
-    return ConfigLayer(layer.entries, (*stray, *layer.problems))
+    for name, texts in given.items():
+        layer.add_texts(name, texts, f"--{name}")
+    return layer
 
 
 def _next_value(waiting: list[str], key: Key | None) -> str | None:
     """Takes the value after a flag without `=`; None if there is none. "-1" is a value, "--x" is the next flag."""
     has_value = bool(waiting) and not waiting[0].startswith("--")
-    if key is not None and key.switch and not (has_value and waiting[0].lower() in _SWITCH_WORDS):
+    if key is not None and key.kinds == ("boolean",) and not (has_value and waiting[0].lower() in _SWITCH_WORDS):
         return "true"
     if has_value:
         return waiting.pop(0)
@@ -140,37 +144,9 @@ def _next_value(waiting: list[str], key: Key | None) -> str | None:
 _SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
 
 
-def _texts_layer(items: Sequence[tuple[str, list[str], str]], written: Written = str) -> ConfigLayer:
-    """Makes entries from text, as the type of each key needs. items: (key, texts, source)."""
-    read: list[tuple[str, Any, str]] = []
-    problems: list[Problem] = []
-    for name, texts, source in items:
-        key = all_keys().get(name)
-        if key is None:
-            read.append((name, texts, source))
-        elif len(texts) > 1 and not key.many:
-            problems.append(Problem(name, source, f"is given {len(texts)} times: {', '.join(texts)}"))
-        else:
-            read.append((name, _from_texts(texts, key), source))
-    layer = _layer(read, written)
-    return ConfigLayer(layer.entries, (*problems, *layer.problems))
-
-
-def _from_texts(texts: list[str], key: Key) -> Any:
-    if key.nullable and len(texts) == 1 and texts[0].lower() == "none":
-        return None
-    if key.many:
-        return [item for text in texts for item in _items(text)]
-    (text,) = texts
-    return text
-
-
 def _items(text: str) -> list[Any]:
     """Splits a TOML list into its items; any other text is one item."""
     if text.startswith("["):
-        try:
-            items: list[Any] = tomllib.loads(f"items = {text}")["items"]
-        except tomllib.TOMLDecodeError:
-            return [text]
-        return items
+        with suppress(tomllib.TOMLDecodeError):
+            return list(tomllib.loads(f"items = {text}")["items"])
     return [text] if text else []

@@ -1,46 +1,31 @@
 """Compares the config of a resumed run with the one it began with, and refuses changes of what the run learns."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
-
-from pydantic import BaseModel
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.keys import all_keys
 from asyncrl.config.sources.load_config import read
-from asyncrl.config.sources.toml import value_text
+from asyncrl.config.toml_writer import value_text
 from asyncrl.errors import ConfigError
 
+_MAY_CHANGE_BY_SECTION = {
+    "generation": ("replicas", "slots", "device", "deadline"),
+    "reward": ("workers", "deadline", "device"),
+    "cost": ("workers", "deadline", "device"),
+    "critic": ("device",),
+    "cost_critic": ("device",),
+    "training": (
+        *("micro_batch_tokens", "gradient_checkpointing", "logits_chunk", "checkpoint_every", "keep_checkpoints"),
+        *("device", "layout_dp"),
+    ),
+    "staleness": ("publish_deadline",),
+}
 MAY_CHANGE = (
-    "name",
-    "steps",
-    "finish",
-    "generation.replicas",
-    "generation.slots",
-    "generation.device",
-    "generation.deadline",
-    "reward.workers",
-    "reward.deadline",
-    "reference.",
-    "reward.device",
-    "cost.workers",
-    "cost.deadline",
-    "cost.device",
-    "critic.device",
-    "cost_critic.device",
-    "training.micro_batch_tokens",
-    "training.gradient_checkpointing",
-    "training.logits_chunk",
-    "training.checkpoint_every",
-    "training.keep_checkpoints",
-    "training.device",
-    "training.layout_dp",
-    "staleness.publish_deadline",
-    "evaluate.",
-    "telemetry.",
-    "fleet.",
+    *("name", "steps", "finish", "reference.", "evaluate.", "telemetry.", "fleet."),
+    *(f"{section}.{key}" for section, keys in _MAY_CHANGE_BY_SECTION.items() for key in keys),
 )
 """Keys (sections end with a dot) that change the place, speed, length or output of a run, but not what it learns from
 a step."""
@@ -56,34 +41,14 @@ class Change:
     why_not: str = ""
 
     def __str__(self) -> str:
-        reason = f"  ({self.why_not})" if self.why_not else ""
-        return f"{self.key}: {_text(self.old)} -> {_text(self.new)}{reason}"
-
-
-def _text(value: Any) -> str:
-    """Writes a value as a config file has it."""
-    return "none" if value is None else value_text(_written(value))
-
-
-def _written(value: Any) -> Any:
-    """Makes a plain value; keys of tables at their defaults are left out."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json", exclude_defaults=True)
-    return [_written(item) for item in value] if isinstance(value, list | tuple) else value
+        old, new = ("none" if value is None else value_text(value) for value in (self.old, self.new))
+        return f"{self.key}: {old} -> {new}" + (f"  ({self.why_not})" if self.why_not else "")
 
 
 def compare(old: Config, new: Config) -> list[Change]:
     """Returns the keys whose values differ, in the order of the config."""
-    pairs = ((name, value_of(old, name), value_of(new, name)) for name in all_keys())
+    pairs = ((name, attrgetter(name)(old), attrgetter(name)(new)) for name in all_keys())
     return [Change(name, was, now, _why_not(name, new)) for name, was, now in pairs if was != now]
-
-
-def value_of(config: Config, name: str) -> Any:
-    """Returns the value of the dotted key `name`."""
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _why_not(name: str, new: Config) -> str:
@@ -94,23 +59,13 @@ def _why_not(name: str, new: Config) -> str:
 
 
 def check_resume(run_dir: Path, new: Config, accept: bool) -> list[Change]:
-    """Returns the differences from `RUN_DIR/config.toml`.
-
-    Raises:
-        ConfigError: a key changed that must not change, and `accept` is False; the message lists the changes.
-    """
+    """Returns the differences from `RUN_DIR/config.toml`; raises ConfigError for those that must not be, unless
+    `accept` is true."""
     changes = compare(read(run_dir / "config.toml"), new)
-    if any(change.why_not for change in changes) and not accept:
-        raise ConfigError(_refusal(run_dir, changes))
+    refused = [f"  {change}\n" for change in changes if change.why_not]
+    if refused and not accept:
+        raise ConfigError(
+            f"the run in {run_dir} began with another config:\n{''.join(refused)}"
+            "write the old values, start anew with another --run-dir, or take the change over with --accept-changes"
+        )
     return changes
-
-
-def _refusal(run_dir: Path, changes: Sequence[Change]) -> str:
-    refused = [f"  {change}" for change in changes if change.why_not]
-    return "\n".join(
-        [
-            f"the run in {run_dir} began with another config:",
-            *refused,
-            "write the old values, start anew with another --run-dir, or take the change over with --accept-changes",
-        ]
-    )

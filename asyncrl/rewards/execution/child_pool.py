@@ -6,13 +6,13 @@ run at once in one more child. Further calls wait here; the gate bounds the samp
 
 import asyncio
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Literal
 
 from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError
-from asyncrl.rewards.execution.call_slots import CallSlots
-from asyncrl.rewards.execution.child_process import ChildEnded, ChildProcess, VanishedEarly
+from asyncrl.rewards.execution.child_client import ChildEnded, ChildProcess, VanishedEarly
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
 
@@ -23,13 +23,24 @@ GRACE = 1.0
 """Seconds a child has to end an overdue coroutine by itself, before it is killed."""
 
 
-class ChildSlot:
-    """Holds one child at a time, and spawns a new one when it is needed."""
+class CallSlots(asyncio.Semaphore):
+    """Limits how many calls run at one time. waiting: number of calls that wait for a slot."""
 
-    def __init__(self, specs: Sequence[FunctionSpec], start_deadline: float, tasks: asyncio.TaskGroup) -> None:
-        self._specs = specs
-        self._start_deadline = start_deadline
-        self._tasks = tasks
+    waiting = 0
+
+    async def acquire(self) -> Literal[True]:
+        self.waiting += 1
+        try:
+            return await super().acquire()
+        finally:
+            self.waiting -= 1
+
+
+class ChildSlot:
+    """Holds one child at a time, and calls `spawn` when it needs a new one."""
+
+    def __init__(self, spawn: Callable[[], Awaitable[ChildProcess]]) -> None:
+        self._spawn = spawn
         self._child: ChildProcess | None = None
         self._spawning = asyncio.Lock()
         self._stopped = False
@@ -40,34 +51,18 @@ class ChildSlot:
             if self._stopped:
                 raise ChildEnded("the reward worker was stopped")
             if self._child is None or self._child.ended:
-                self._child = await self._spawn()
+                # A signal, perhaps from outside, may end the first try.
+                try:
+                    self._child = await self._spawn()
+                except (VanishedEarly, ChildEnded):
+                    self._child = await self._spawn()
             return self._child
-
-    async def _spawn(self) -> ChildProcess:
-        """Spawns a child, a second time if a signal, perhaps from outside, ended the first one."""
-        with suppress(VanishedEarly, ChildEnded):
-            return await ChildProcess.spawn(self._specs, self._start_deadline, self._tasks)
-        return await ChildProcess.spawn(self._specs, self._start_deadline, self._tasks)
-
-    async def call(
-        self, function: int, samples: Sequence[Sample], deadline: float, grace: float
-    ) -> list[FunctionResult]:
-        """Calls as `ChildProcess.call` does. Another call may have ended the child."""
-        child = await self.child()
-        try:
-            return await child.call(function, samples, deadline, grace)
-        except ChildEnded:
-            if self._child is child:
-                self._child = None
-            raise
 
     async def stop(self) -> None:
         """Kills the child; no new one follows."""
         self._stopped = True
-        child = self._child
-        self._child = None
-        if child is not None:
-            await child.kill()
+        if self._child is not None:
+            await self._child.kill()
 
 
 class ChildPool:
@@ -89,8 +84,9 @@ class ChildPool:
         self.specs = tuple(specs)
         self._tasks = tasks
         self._deadline = deadline
-        self._own = [ChildSlot(self.specs, start_deadline, tasks) for _ in range(workers)]
-        self._shared = ChildSlot(self.specs, start_deadline, tasks)
+        spawn = partial(ChildProcess.spawn, self.specs, start_deadline, tasks)
+        self._own = [ChildSlot(spawn) for _ in range(workers)]
+        self._shared = ChildSlot(spawn)
         self._free = list(self._own)
         self._alone_at_a_time = CallSlots(workers)
         self._overlapping = CallSlots(OVERLAPPING)
@@ -103,9 +99,8 @@ class ChildPool:
 
     async def start(self) -> None:
         """Starts a child; raises ConfigError if it cannot load a function, DeadlineExceeded if that takes too long."""
-        if not self.specs:
-            return
-        self._concurrent = (await self._own[0].child()).concurrent
+        if self.specs:
+            self._concurrent = (await self._own[0].child()).concurrent
 
     async def run(self, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
         """Returns the result of function number `function` for each sample; errors of the function are results too.
@@ -132,10 +127,8 @@ class ChildPool:
         return [result for results in found for result in results]
 
     async def _share(self, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
-        """Calls again with the remaining samples when a child ends; its current sample gets the error as its result.
-
-        A signal may come from outside, so a sample gets that error only if a second child ends at it too.
-        """
+        """Calls again with the remaining samples when a child ends; its current sample gets the error as its result,
+        after a signal, which may come from outside, only if a second child ends at the same sample."""
         found: list[FunctionResult] = []
         vanished_at = -1
         while len(found) < len(samples):
@@ -151,7 +144,8 @@ class ChildPool:
                     vanished_at = len(found)
                     continue
                 failed = len(rest) if self.specs[function].group else 1
-                found += [FunctionResult(reason=_reason(ended))] * failed
+                reason = f"{ended}; so was another one at the same sample" if ended.vanished else str(ended)
+                found += [FunctionResult(reason=reason)] * failed
             except AsyncrlError as error:
                 found += [FunctionResult(reason=f"it could not be called: {error}")] * len(rest)
         return found
@@ -160,7 +154,7 @@ class ChildPool:
         """Calls in the shared child. If it ends, any of its calls may be the cause, so each is repeated alone."""
         try:
             async with self._overlapping:
-                return await self._shared.call(function, samples, self._deadline, GRACE)
+                return await (await self._shared.child()).call(function, samples, self._deadline, GRACE)
         except ChildEnded:
             return await self._alone(function, samples, GRACE)
 
@@ -168,10 +162,6 @@ class ChildPool:
         async with self._alone_at_a_time:
             slot = self._free.pop()
             try:
-                return await slot.call(function, samples, self._deadline, grace)
+                return await (await slot.child()).call(function, samples, self._deadline, grace)
             finally:
                 self._free.append(slot)
-
-
-def _reason(ended: ChildEnded) -> str:
-    return f"{ended}; so was another one at the same sample" if ended.vanished else str(ended)

@@ -7,7 +7,7 @@ import traceback
 from typing import Any
 
 from asyncrl.errors import RewardError
-from asyncrl.rewards.sample import Function, FunctionResult, Sample, Value
+from asyncrl.rewards.sample import Function, FunctionResult, Sample
 
 TRACEBACK = 4000
 """Characters of a traceback that are reported: its end, where the error is."""
@@ -19,27 +19,28 @@ async def attempt(function: Function, samples: list[Sample], group: bool, deadli
         async with asyncio.timeout(deadline) as scope:
             return await call(function, samples, group)
     except Exception as error:  # the user's code: its errors are results of its samples
-        return [_result_of_error(error, deadline if scope.expired() else None)] * len(samples)
+        if scope.expired():
+            result = FunctionResult(reason=f"it hung: no answer within {deadline:g} s{_waiting_in(error)}")
+        elif isinstance(error, RewardError):
+            result = FunctionResult(reason=str(error))
+        else:
+            result = FunctionResult(reason=f"it raised {type(error).__name__}: {error}", traceback=trace(error))
+        return [result] * len(samples)
 
 
 async def call(function: Function, samples: list[Sample], group: bool) -> list[FunctionResult]:
-    """Returns one result for each sample; without `group` there is exactly one sample.
-
-    Raises:
-        RewardError: a group function returned another number of rewards. Errors of the function are raised as they are.
-    """
+    """Returns one result for each sample; without `group` there is exactly one sample. Raises errors of the function as
+    they are, and RewardError if a group function returned another number of rewards."""
     result = function(samples if group else samples[0])
     if inspect.isawaitable(result):
         result = await result
-    return [result_of(value) for value in (_counted(result, len(samples)) if group else [result])]
-
-
-def _result_of_error(error: Exception, overdue: float | None) -> FunctionResult:
-    if overdue is not None:
-        return FunctionResult(reason=f"it hung: no answer within {overdue:g} s{_waiting_in(error)}")
-    if isinstance(error, RewardError):
-        return FunctionResult(reason=str(error))
-    return FunctionResult(reason=f"it raised {type(error).__name__}: {error}", traceback=trace(error))
+    if not group:
+        return [result_of(result)]
+    if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
+        raise RewardError(f"a group function returns a list of {len(samples)} rewards, this is {repr(result)[:80]}")
+    if len(result) != len(samples):
+        raise RewardError(f"it was given {len(samples)} samples and returned {len(result)} rewards")
+    return [result_of(value) for value in result]
 
 
 def _waiting_in(error: Exception) -> str:
@@ -57,41 +58,23 @@ def trace(error: BaseException) -> str:
 
 def result_of(value: Any) -> FunctionResult:
     """Makes a result of a returned value, with a reason if the value is not a reward."""
+    if value is None:
+        return FunctionResult(reason="it returned None")
+    if isinstance(value, dict) and not value:
+        return FunctionResult(reason="it returned an empty dict; return None for a sample that cannot be scored")
     try:
-        found = checked(value)
+        if isinstance(value, dict):
+            return FunctionResult({str(name): _number(term, f"the term {name}") for name, term in value.items()})
+        return FunctionResult(_number(value, "what it returned"))
     except RewardError as error:
         return FunctionResult(reason=str(error))
-    return FunctionResult(found) if found is not None else FunctionResult(reason="it returned None")
-
-
-def checked(value: Any) -> Value:
-    """Converts `value` to a reward of plain floats.
-
-    Raises:
-        RewardError: it is not a finite number, a dict of finite numbers, or None.
-    """
-    if value is None:
-        return None
-    if isinstance(value, dict):
-        if not value:
-            raise RewardError("it returned an empty dict; return None for a sample that cannot be scored")
-        return {str(name): _number(term, f"the term {name}") for name, term in value.items()}
-    return _number(value, "what it returned")
 
 
 def _number(value: Any, what: str) -> float:
-    """Converts a number, also of numpy and torch, to a float."""
+    """Converts a finite number, also of numpy and torch, to a float; raises RewardError for anything else."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise RewardError(f"{what} is not a number but {repr(value)[:80]}")
     number = float(value)
     if not math.isfinite(number):
         raise RewardError(f"{what} is {number}")
     return number
-
-
-def _counted(result: Any, count: int) -> list[Any]:
-    if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
-        raise RewardError(f"a group function returns a list of {count} rewards, this is {repr(result)[:80]}")
-    if len(result) != count:
-        raise RewardError(f"it was given {count} samples and returned {len(result)} rewards")
-    return list(result)

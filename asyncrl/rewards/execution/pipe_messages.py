@@ -12,7 +12,7 @@ LARGEST = 64 * 2**20
 
 
 def packed(message: Any) -> bytes:
-    """The frame of a message. Raises WireError when it is too large."""
+    """Returns the frame of a message; raises WireError when it is too large."""
     body: bytes = msgpack.packb(message, use_bin_type=True)
     if len(body) > LARGEST:
         raise WireError(f"a message to or from a reward child has {len(body)} bytes; at most {LARGEST} are sent")
@@ -20,7 +20,7 @@ def packed(message: Any) -> bytes:
 
 
 async def receive(reader: StreamReader) -> Any:
-    """The next message. Raises asyncio.IncompleteReadError at the end, WireError for what is no message of ours."""
+    """Reads the next message; raises asyncio.IncompleteReadError at the end, WireError for anything malformed."""
     size = int.from_bytes(await reader.readexactly(4), "little")
     if size > LARGEST:
         raise WireError(f"a frame of {size} bytes was announced; at most {LARGEST} are sent")

@@ -5,24 +5,15 @@ demonstrations of the lengths that it does not want.
 """
 
 import random
-from typing import Any
 
 from asyncrl.rewards.sample import Sample
-from asyncrl.tasks.builtin.demonstrations import Demonstrations
-from asyncrl.tasks.builtin.words import rows, words
+from asyncrl.tasks.builtin.words import WordTask
 
 LONGEST = 24
 """Letters beyond which an answer earns nothing more."""
 
-
-def training(size: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
-    """Makes rows with `prompt` and `letter`."""
-    return rows(_row, size, seed, held_out=False)
-
-
-def held_out(size: int = 64, seed: int = 0) -> list[dict[str, Any]]:
-    """Makes rows like those of `training`, of words that are never trained on."""
-    return rows(_row, size, seed, held_out=True)
+TASK = WordTask("chant", lambda word: {"letter": word[0]})
+training, held_out = TASK.training, TASK.held_out
 
 
 def longer(sample: Sample) -> float:
@@ -41,23 +32,13 @@ def _letters(sample: Sample) -> int:
     return min(len(sample.text), LONGEST) if set(sample.text) == {sample.row["letter"]} else 0
 
 
-def _row(word: str) -> dict[str, Any]:
-    return {"prompt": f"chant {word}:", "letter": word[0]}
+def _mostly_short(word: str, source: random.Random) -> str:
+    return word[0] * (1 + int(LONGEST * source.random() ** 2))
 
 
-def _demonstrate(source: random.Random, *, mostly_long: bool) -> tuple[str, str]:
-    word = next(words(source, held_out=False))
-    extra = int(LONGEST * source.random() ** 2)
-    return f"chant {word}:", word[0] * (LONGEST - extra if mostly_long else 1 + extra)
+def _mostly_long(word: str, source: random.Random) -> str:
+    return word[0] * (LONGEST - int(LONGEST * source.random() ** 2))
 
 
-def _mostly_short(source: random.Random) -> tuple[str, str]:
-    return _demonstrate(source, mostly_long=False)
-
-
-def _mostly_long(source: random.Random) -> tuple[str, str]:
-    return _demonstrate(source, mostly_long=True)
-
-
-FOR_LONGER = Demonstrations(draw=_mostly_short, words=("chant ",), steps=200)
-FOR_SHORTER = Demonstrations(draw=_mostly_long, words=("chant ",), steps=200)
+FOR_LONGER = TASK.demonstrations(_mostly_short, steps=200)
+FOR_SHORTER = TASK.demonstrations(_mostly_long, steps=200)

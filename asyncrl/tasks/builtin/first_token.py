@@ -5,28 +5,18 @@ up from anywhere to the end of the alphabet and the digits. The token that matte
 the answer trains, and the first that a staleness limit leaves out.
 """
 
-import random
 from string import ascii_lowercase, digits
-from typing import Any
 
 from asyncrl.rewards.sample import Sample
-from asyncrl.tasks.builtin.demonstrations import Demonstrations
-from asyncrl.tasks.builtin.words import rows, words
+from asyncrl.tasks.builtin.words import WordTask
 
 RUN = ascii_lowercase + digits
 """Characters of an answer after its first one, each of which determines the next one."""
 LEAST = 20
 """Number of characters that have to follow the opening for any reward."""
 
-
-def training(size: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
-    """Makes rows with `prompt` and `opening`."""
-    return rows(_row, size, seed, held_out=False)
-
-
-def held_out(size: int = 64, seed: int = 0) -> list[dict[str, Any]]:
-    """Makes rows like those of `training`, of words that are never trained on."""
-    return rows(_row, size, seed, held_out=True)
+TASK = WordTask("open", lambda word: {"opening": word[-1]})
+training, held_out = TASK.training, TASK.held_out
 
 
 def opened(sample: Sample) -> float:
@@ -34,13 +24,6 @@ def opened(sample: Sample) -> float:
     return float(sample.text.startswith(sample.row["opening"]) and len(sample.text) > LEAST)
 
 
-def _row(word: str) -> dict[str, Any]:
-    return {"prompt": f"open {word}:", "opening": word[-1]}
-
-
-def _demonstrate(source: random.Random) -> tuple[str, str]:
-    word = next(words(source, held_out=False))
-    return f"open {word}:", source.choice(word) + RUN[-source.randint(LEAST, len(RUN)) :]
-
-
-DEMONSTRATIONS = Demonstrations(draw=_demonstrate, words=("open ",), steps=250)
+DEMONSTRATIONS = TASK.demonstrations(
+    lambda word, source: source.choice(word) + RUN[-source.randint(LEAST, len(RUN)) :], steps=250
+)

@@ -6,24 +6,15 @@ algorithm yet generates a second time after a first answer, as turns of another 
 """
 
 import random
-from typing import Any
 
 from asyncrl.rewards.sample import Sample
-from asyncrl.tasks.builtin.demonstrations import Demonstrations
 from asyncrl.tasks.builtin.reverse import answered
-from asyncrl.tasks.builtin.words import rows, words
+from asyncrl.tasks.builtin.words import WordTask
 
 NEXT_TURN = "/"
 
-
-def training(size: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
-    """Makes rows with `prompt` and `word`."""
-    return rows(_row, size, seed, held_out=False)
-
-
-def held_out(size: int = 64, seed: int = 0) -> list[dict[str, Any]]:
-    """Makes rows like those of `training`, of words that are never trained on."""
-    return rows(_row, size, seed, held_out=True)
+TASK = WordTask("twice", lambda word: {"word": word})
+training, held_out = TASK.training, TASK.held_out
 
 
 def both_turns(sample: Sample) -> dict[str, float]:
@@ -37,14 +28,9 @@ def both_turns(sample: Sample) -> dict[str, float]:
     return {"first": 0.5 * (first == word[::-1]), "second": 0.5 * spelled_back}
 
 
-def _row(word: str) -> dict[str, Any]:
-    return {"prompt": f"twice {word}:", "word": word}
-
-
-def _demonstrate(source: random.Random) -> tuple[str, str]:
-    word = next(words(source, held_out=False))
+def _answered_twice(word: str, source: random.Random) -> str:
     first = answered(word, source)
-    return f"twice {word}:", f"{first}{NEXT_TURN}{answered(first, source)}"
+    return f"{first}{NEXT_TURN}{answered(first, source)}"
 
 
-DEMONSTRATIONS = Demonstrations(draw=_demonstrate, words=("twice ",), steps=300)
+DEMONSTRATIONS = TASK.demonstrations(_answered_twice, steps=300)

@@ -10,7 +10,7 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.presets import PRESETS
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.config.sources import load
-from asyncrl.config.sources.toml import dump
+from asyncrl.config.toml_writer import dump
 from asyncrl.objectives.advantages import RewardedCut
 
 

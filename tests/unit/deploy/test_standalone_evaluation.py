@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import asyncrl.deploy.standalone_evaluation as module
 from asyncrl.api import Run, _functions, _reward_here, train
 from asyncrl.config.schema import Config
-from asyncrl.config.sources.toml import dump
+from asyncrl.config.toml_writer import dump
 from asyncrl.deploy import cli
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import ServiceSpec

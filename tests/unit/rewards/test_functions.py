@@ -1,5 +1,5 @@
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +58,14 @@ def config_of(*functions: Any) -> Config:
 def test_specs_of_a_config() -> None:
     specs = function_specs(config_of("exact_match", {"use": "my.py:f", "weight": 2, "group": True}))
     assert [(each.name, each.weight, each.group) for each in specs] == [("exact_match", 1.0, False), ("f", 2.0, True)]
-    assert FunctionSpec(**specs[1].to_plain()) == specs[1]
+    assert FunctionSpec(**asdict(specs[1])) == specs[1]
 
 
 def test_no_functions_and_equal_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"reward\.functions is empty"):
         function_specs(config_of())
-    with pytest.raises(ConfigError, match="two functions are called f; give one of them another `name`"):
-        function_specs(config_of("a.py:f", "b.py:f"))
+    with pytest.raises(ValueError, match="two functions are called 'f'; give each its own `name`"):
+        config_of("a.py:f", "b.py:f")
 
 
 def test_overlong_answers_get_a_reward_term_of_their_own() -> None:
@@ -118,12 +118,6 @@ def test_mistakes_that_are_known_before_any_code_runs(tmp_path: Path) -> None:
         "A function of your own is written FILE.py:NAME.",
         "reward.functions: length has no option slak; did you mean slack?",
         "reward.functions: regex_format: first argument must be string or compiled pattern",
-    ]
-
-
-def test_equal_names_are_known_before_any_code_runs() -> None:
-    assert list(map(str, function_problems(config_of("a.py:f", "b.py:f")))) == [
-        "reward.functions: two functions are called f; give one of them another `name`"
     ]
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.resume import check_resume
-from asyncrl.config.sources.toml import dump
-from asyncrl.config.user_source_scan import source_problem
+from asyncrl.config.toml_writer import dump
+from asyncrl.config.user_code import source_problem
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import training_prompts
 

@@ -8,7 +8,7 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.keys import all_keys
 from asyncrl.config.sources.resume import MAY_CHANGE, check_resume, compare
-from asyncrl.config.sources.toml import dump
+from asyncrl.config.toml_writer import dump
 from asyncrl.errors import ConfigError
 
 

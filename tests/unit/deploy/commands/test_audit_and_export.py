@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.config.sources.toml import dump
+from asyncrl.config.toml_writer import dump
 from asyncrl.controller.journal.checkpoints import commit
 from asyncrl.controller.journal.journal_store import FileStore
 from asyncrl.controller.journal.ledger import Journal

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.config.install_hints import program
 from asyncrl.config.schema import Config
-from asyncrl.config.sources.toml import dump
+from asyncrl.config.toml_writer import dump
 from asyncrl.deploy import cli
 from asyncrl.deploy.commands import run
 from asyncrl.deploy.process import fork_client, restart_loop

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
+from asyncrl.rewards.execution.child_client import Answer, ChildEnded
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult
@@ -114,3 +115,12 @@ async def test_a_process_that_is_killed_while_it_loads_is_started_once_more(tmp_
         with pytest.raises(ConfigError, match=r"the process was ended by SIGKILL.* while it loaded them; see"):
             await again.start()
     assert tries.read_text() == "xxxx"
+
+
+async def test_a_child_that_ends_right_after_its_last_answer_has_answered() -> None:
+    answer = Answer(2)
+    waiting = asyncio.ensure_future(answer.whole(20))
+    await asyncio.sleep(0)
+    answer.take([FunctionResult(1.0), FunctionResult(2.0)])
+    answer.end(ChildEnded("its process ended with status 7"))
+    assert await waiting == [FunctionResult(1.0), FunctionResult(2.0)]

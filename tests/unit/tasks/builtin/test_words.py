@@ -1,7 +1,7 @@
 import random
 from itertools import islice
 
-from asyncrl.tasks.builtin.words import rows, words
+from asyncrl.tasks.builtin.words import WordTask, words
 
 
 def test_words_are_short_and_have_no_letter_twice() -> None:
@@ -18,7 +18,9 @@ def test_no_word_is_of_both_kinds_whatever_the_seed() -> None:
 
 
 def test_rows_are_made_of_words_and_depend_on_the_seed_only() -> None:
-    made = rows(lambda word: {"prompt": word}, 5, 3, held_out=True)
-    assert [row["prompt"] for row in made] == list(islice(words(random.Random(3), held_out=True), 5))
-    assert made == rows(lambda word: {"prompt": word}, 5, 3, held_out=True)
-    assert made != rows(lambda word: {"prompt": word}, 5, 4, held_out=True)
+    task = WordTask("say", lambda word: {"word": word})
+    made = task.held_out(5, 3)
+    assert [row["word"] for row in made] == list(islice(words(random.Random(3), held_out=True), 5))
+    assert made[0]["prompt"] == f"say {made[0]['word']}:"
+    assert made == task.held_out(5, 3)
+    assert made != task.held_out(5, 4)

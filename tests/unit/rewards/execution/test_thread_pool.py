@@ -1,7 +1,7 @@
 import asyncio
 import threading
 
-from asyncrl.rewards.execution.in_process import THREADS, InProcessPool, named
+from asyncrl.rewards.execution.thread_pool import THREADS, InProcessPool, named
 from asyncrl.rewards.sample import Sample
 
 

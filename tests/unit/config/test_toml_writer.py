@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.layers import file_layer
 from asyncrl.config.sources.load_config import resolve
-from asyncrl.config.sources.toml import dump, value_text
+from asyncrl.config.toml_writer import dump, value_text
 from asyncrl.errors import ConfigError
 
 texts = st.text(st.characters(codec="utf-8"), max_size=30)

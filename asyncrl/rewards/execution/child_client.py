@@ -1,4 +1,4 @@
-"""Starts one child process and calls reward functions in it."""
+"""Starts one child process and calls reward functions in it; child_server.py is the other end of its pipes."""
 
 import asyncio
 import itertools
@@ -6,7 +6,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import Any
 
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
@@ -57,47 +57,39 @@ class Answer:
         self._moved.set()
 
     async def whole(self, timeout: float) -> list[FunctionResult]:
-        """Waits for all results. timeout: seconds for the next result.
-
-        Raises:
-            TimeoutError: the next result did not come in time. ChildEnded: the child ended.
-        """
+        """Waits for all results; raises ChildEnded, or TimeoutError if the next one takes over `timeout` seconds."""
         while len(self.results) < self._samples:
+            if self._ended is not None:
+                raise self._ended
             async with asyncio.timeout(timeout):
                 await self._moved.wait()
             self._moved.clear()
-            if self._ended is not None:
-                raise self._ended
         return self.results
 
 
 class ChildProcess:
     """A running child. Calls may overlap; each waits for its own answer.
 
-    concurrent: for each function, whether it is a coroutine function. ended: the process has ended.
+    concurrent: for each function, whether it is a coroutine function. ended: the process ends or has ended.
     """
 
     def __init__(self, process: Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
         self._process = process
+        self._calls = process.stdin
+        self._results = process.stdout
         self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count()
         self.concurrent: list[bool] = []
         self.ended = False
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     @classmethod
     async def spawn(cls, specs: Sequence[FunctionSpec], deadline: float, tasks: asyncio.TaskGroup) -> "ChildProcess":
-        """Starts a child that loads the functions within `deadline` seconds; `tasks` owns the task that reads answers.
-
-        Raises:
-            ConfigError: a function cannot be loaded; after VanishedEarly, one of these, a second try may succeed.
-            DeadlineExceeded: loading took too long.
-        """
+        """Starts a child; raises ConfigError if it cannot load a function, VanishedEarly if a signal ended it, and
+        DeadlineExceeded after `deadline` seconds. tasks: owns the task that reads answers."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "asyncrl.rewards.execution.child_guard"),
+            *(sys.executable, "-m", "asyncrl.rewards.execution.guard_process"),
             stdin=PIPE,
             stdout=PIPE,
             start_new_session=True,
@@ -112,19 +104,16 @@ class ChildProcess:
         finally:
             if not child.concurrent:
                 await child.kill()
-        tasks.create_task(child._read(), name=f"answers of reward child {child.pid}")
+        tasks.create_task(child._read(), name=f"answers of reward child {process.pid}")
         return child
 
     async def call(
-        self, function: int, samples: Sequence[Sample], deadline: float, grace: float = 0.0
+        self, function: int, samples: Sequence[Sample], deadline: float, grace: float
     ) -> list[FunctionResult]:
         """Returns the results of one function: of all samples at once if it scores groups, else one by one.
 
         deadline: seconds for each call, which the child enforces for coroutines. grace: further seconds until the child
-        is killed.
-
-        Raises:
-            ChildEnded: the child ended, or hung and was killed, before it had scored all samples.
+        is killed. Raises ChildEnded if the child ended, or hung and was killed, before it had scored all samples.
         """
         number, answer = next(self._numbers), Answer(len(samples))
         self._answers[number] = answer
@@ -143,17 +132,16 @@ class ChildProcess:
 
     async def kill(self) -> None:
         """Ends the child and all processes that it started, at once."""
-        assert self._process.stdin is not None
-        if not self._process.stdin.is_closing():
-            self._process.stdin.transport.abort()
+        self.ended = True
+        if not self._calls.is_closing():
+            self._calls.transport.abort()
         async with asyncio.timeout(KILL_TIMEOUT):
             await self._process.wait()
 
     async def _load(self, specs: Sequence[FunctionSpec]) -> None:
-        await self._send([spec.to_plain() for spec in specs])
-        assert self._process.stdout is not None
+        await self._send([asdict(spec) for spec in specs])
         try:
-            message = await receive(self._process.stdout)
+            message = await receive(self._results)
         except asyncio.IncompleteReadError:
             status = await self._process.wait()
             why = f"{specs[0].key}: the process {_ended(status)} while it loaded them; see its output"
@@ -167,19 +155,17 @@ class ChildProcess:
                 raise WireError(f"a reward child began with {message!r:.100}")
 
     async def _send(self, message: Any) -> None:
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(packed(message))
-            await self._process.stdin.drain()
+            self._calls.write(packed(message))
+            await self._calls.drain()
         except (BrokenPipeError, ConnectionResetError):
-            raise ChildEnded(f"its process {self.pid} was gone", vanished=True) from None
+            raise ChildEnded(f"its process {self._process.pid} was gone", vanished=True) from None
 
     async def _read(self) -> None:
-        assert self._process.stdout is not None
         why = ""
         try:
             while True:
-                self._take(await receive(self._process.stdout))
+                self._take(await receive(self._results))
         except asyncio.IncompleteReadError:
             pass
         except WireError as error:
@@ -210,5 +196,4 @@ def _result(fields: Any) -> FunctionResult:
     match fields:
         case [None | int() | float() | dict() as value, str(reason), str(traceback)]:
             return FunctionResult(value, reason, traceback)
-        case _:
-            raise WireError(f"no result: {fields!r:.100}")
+    raise WireError(f"no result: {fields!r:.100}")

@@ -3,17 +3,19 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.config.schema import Config
+from pydantic import BaseModel
+
 from asyncrl.errors import ConfigError
 
-Table = Mapping[str, Any]
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def dump(config: Config, notes: Mapping[str, str] | None = None) -> str:
+def dump(config: "Config", notes: Mapping[str, str] | None = None) -> str:
     """Writes every key of `config` with its value; reading the text gives an equal config.
 
     Keys without a value (None, their default) are left out, because TOML has no null. notes: comments by dotted key.
@@ -26,7 +28,7 @@ def dump(config: Config, notes: Mapping[str, str] | None = None) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
-def _lines(table: Table, section: str, notes: Mapping[str, str]) -> list[str]:
+def _lines(table: Mapping[str, Any], section: str, notes: Mapping[str, str]) -> list[str]:
     lines = []
     for key, value in table.items():
         if value is not None:
@@ -36,30 +38,21 @@ def _lines(table: Table, section: str, notes: Mapping[str, str]) -> list[str]:
 
 
 def value_text(value: Any, where: str = "") -> str:
-    """Writes one TOML value on one line.
-
-    Raises:
-        ConfigError: TOML cannot hold the value; the message begins with `where`.
-    """
+    """Writes one TOML value on one line; raises ConfigError, which begins with `where`, if TOML cannot hold it."""
     match value:
         case bool():
             return "true" if value else "false"
         case str():
-            return _quoted(value)
+            # JSON's escapes are TOML's, but that TOML also wants DEL escaped.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case int() | float():
             return repr(value)
+        case BaseModel():
+            return value_text(value.model_dump(mode="json", exclude_defaults=True), where)
         case list() | tuple():
             return f"[{', '.join(value_text(item, where) for item in value)}]"
         case dict():
-            pairs = (f"{_key(str(key))} = {value_text(item, where)}" for key, item in value.items())
+            keys = {key: key if _BARE.fullmatch(key) else value_text(key) for key in map(str, value)}
+            pairs = (f"{keys[str(key)]} = {value_text(item, where)}" for key, item in value.items())
             return f"{{ {', '.join(pairs)} }}" if value else "{}"
     raise ConfigError(f"{where}: a config file cannot hold {value!r} ({type(value).__name__})")
-
-
-def _quoted(text: str) -> str:
-    # JSON's escapes are TOML's, but that TOML also wants DEL escaped.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _key(name: str) -> str:
-    return name if _BARE.fullmatch(name) else _quoted(name)

@@ -22,35 +22,39 @@ class Row:
     columns: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
     """Holds rows by number. source: its name in messages. system: message put before every prompt."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], source: str, system: str = "") -> None:
-        if len(rows) == 0:
-            raise TaskError(f"{source}: there are no rows")
-        self._rows = rows
-        self._source = source
-        self._system = system
-        if isinstance(rows, list):
-            for number in range(len(rows)):
-                self.row(number)
-        else:
-            # Rows are read on demand, maybe millions: only the first one is checked here.
-            self.row(0)
+    rows: Sequence[Mapping[str, Any]]
+    source: str
+    system: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.rows) == 0:
+            raise TaskError(f"{self.source}: there are no rows")
+        # Rows of another type are read on demand, maybe millions: only the first one is checked here.
+        for number in range(len(self.rows) if isinstance(self.rows, list) else 1):
+            self.row(number)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def row(self, number: int) -> Row:
         """Returns a row; raises TaskError if it has no prompt, or a value that cannot be sent to another process."""
-        raw = self._rows[number]
-        where = f"{self._source}, row {number}"
+        raw = self.rows[number]
+        where = f"{self.source}, row {number}"
         if not isinstance(raw, Mapping):
             raise TaskError(f'{where}: a row is a table such as {{"prompt": ...}}, this is {type(raw).__name__}')
         if "prompt" not in raw:
             raise TaskError(f"{where}: {_no_prompt(list(raw))}")
         columns = {str(name): plain(value, f"{where}, column {name}") for name, value in raw.items()}
-        return Row(self._with_system(_checked(columns["prompt"], where), where), columns)
+        if not _is_prompt(columns["prompt"]):
+            raise TaskError(
+                f'{where}: a prompt is text that is not empty, or a list of {{"role": ..., "content": ...}}, not all '
+                f"empty; this is {repr(columns['prompt'])[:200]}"
+            )
+        return Row(self._with_system(columns["prompt"], where), columns)
 
     def first(self, count: int) -> list[tuple[Messages, dict[str, Any]]]:
         """Returns prompt and columns of up to `count` rows from the beginning."""
@@ -58,20 +62,17 @@ class Prompts:
         return [(row.prompt, row.columns) for row in rows]
 
     def _with_system(self, prompt: Messages, where: str) -> Messages:
-        if not self._system:
+        if not self.system:
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if messages[0]["role"] == "system":
             raise TaskError(f"{where}: the prompt has a system message of its own; remove task.system")
-        return [{"role": "system", "content": self._system}, *messages]
+        return [{"role": "system", "content": self.system}, *messages]
 
 
 def plain(value: Any, where: str) -> Any:
-    """Converts `value` to None, bool, int, float, str, bytes, lists and dicts, which can be sent to other processes.
-
-    Raises:
-        TaskError: it holds something else; the message begins with `where`.
-    """
+    """Converts `value` to None, bool, int, float, str, bytes, lists and dicts, which can be sent to other processes;
+    raises TaskError, which begins with `where`, if it holds something else."""
     match value:
         case None | bool() | int() | float() | str() | bytes():
             return value
@@ -94,22 +95,13 @@ def _no_prompt(found: list[str]) -> str:
     )
 
 
-def _checked(prompt: Any, where: str) -> Messages:
-    if isinstance(prompt, str) and prompt.strip():
-        return prompt
-    if isinstance(prompt, list) and all(_is_message(message) for message in prompt) and any(map(_says, prompt)):
-        return prompt
-    raise TaskError(
-        f'{where}: a prompt is text that is not empty, or a list of {{"role": ..., "content": ...}}, not all empty; '
-        f"this is {repr(prompt)[:200]}"
-    )
-
-
-def _says(message: Mapping[str, Any]) -> bool:
-    """Returns whether a message has content: text that is not blank, or parts."""
-    content = message["content"]
-    return bool(content.strip() if isinstance(content, str) else content)
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+def _is_prompt(prompt: Any) -> bool:
+    """Returns whether this is text or messages; text must not be blank, nor must all messages be."""
+    if isinstance(prompt, str):
+        return bool(prompt.strip())
+    contents = []
+    for message in prompt if isinstance(prompt, list) else ():
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message):
+            return False
+        contents.append(message["content"])
+    return any(content.strip() if isinstance(content, str) else content for content in contents)

@@ -1,6 +1,6 @@
 """A process that starts the one that runs reward functions, and ends it with everything that one started.
 
-    reward worker ──stdin, stdout──> runner (child_main.py) ──> whatever the user's functions start
+    reward worker ──stdin, stdout──> runner (child_server.py) ──> whatever the user's functions start
               └─stdin──> guard ──ends all of them──┘
 
 The guard waits for the end of stdin and for the end of the runner. Stdin ends when the worker ends a child, and
@@ -87,6 +87,6 @@ def _prctl(option: int, value: int) -> None:
 
 if __name__ == "__main__":
     main()
-    from asyncrl.rewards.execution.child_main import run  # After the fork: the guard stays small.
+    from asyncrl.rewards.execution.child_server import run  # After the fork: the guard stays small.
 
     run()

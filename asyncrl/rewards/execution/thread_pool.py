@@ -8,12 +8,12 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Any
 
 from asyncrl.concurrency import gather
 from asyncrl.config.user_code import name_of
-from asyncrl.rewards.execution.call_slots import CallSlots
+from asyncrl.rewards.execution.child_pool import CallSlots
 from asyncrl.rewards.execution.function_call import attempt
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import Function, FunctionResult, Sample, with_columns
@@ -70,30 +70,25 @@ class InProcessPool:
 
     async def _on_a_thread(self, function: Function, sample: Sample) -> FunctionResult:
         """Calls on a daemon thread, so that a call that hangs does not keep the process from ending."""
-        loop = asyncio.get_running_loop()
-        answered: asyncio.Future[FunctionResult] = loop.create_future()
-
-        def answer(result: FunctionResult) -> None:
-            if not answered.done():
-                answered.set_result(result)
+        answered = Future[FunctionResult]()
+        answered.set_running_or_notify_cancel()  # A caller that gives up does not cancel it.
 
         def work() -> None:
             (result,) = asyncio.run(attempt(function, [with_columns(sample)], False, self._deadline))
-            with suppress(RuntimeError):  # The loop is closed.
-                loop.call_soon_threadsafe(answer, result)
+            answered.set_result(result)
 
         threading.Thread(target=work, name=f"reward {name_of(function)}", daemon=True).start()
-        return await answered
+        return await asyncio.wrap_future(answered)
 
 
 def named(functions: Sequence[Function]) -> list[tuple[str, Function]]:
     """Gives each function its own name; a second lambda is called `lambda_2`."""
-    names: list[str] = []
+    found: dict[str, Function] = {}
     for function in functions:
         name = base = name_of(function)
         number = 1
-        while name in names:
+        while name in found:
             number += 1
             name = f"{base}_{number}"
-        names.append(name)
-    return list(zip(names, functions, strict=True))
+        found[name] = function
+    return list(found.items())

@@ -1,4 +1,4 @@
-"""The process that runs reward functions, started and ended by its guard (child_guard.py).
+"""Serves calls of reward functions inside a child process, which its guard starts and ends (guard_process.py).
 
 The first message in has the functions. The first message out has which of them are coroutine functions, or the user's
 mistake. Then calls come in and results go out. The process may be killed at any time: it stores nothing.
@@ -10,29 +10,28 @@ from dataclasses import astuple
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.execution.child_guard import STDERR, STDIN, STDOUT
 from asyncrl.rewards.execution.function_call import attempt, trace
+from asyncrl.rewards.execution.guard_process import STDERR, STDIN, STDOUT
 from asyncrl.rewards.execution.pipe_messages import packed, receive
 from asyncrl.rewards.functions import FunctionSpec, is_concurrent, load
 from asyncrl.rewards.sample import Function, Sample, with_columns
 
 
-class RewardChild:
+class ChildServer:
     """Answers one call after the other; calls of coroutine functions overlap."""
 
-    def __init__(self, reader: asyncio.StreamReader, answers: int) -> None:
-        self._reader = reader
-        self._answers = answers
+    def __init__(self, calls: asyncio.StreamReader, results: int) -> None:
+        self._calls = calls
+        self._results = results
         self._functions: list[tuple[FunctionSpec, Function]] = []
 
     async def serve(self) -> None:
         """Answers calls until the parent closes the pipe."""
         async with asyncio.TaskGroup() as tasks:
             try:
-                self._load(await receive(self._reader))
+                self._load(await receive(self._calls))
                 while True:
-                    message = await receive(self._reader)
-                    tasks.create_task(self._answer(message))
+                    tasks.create_task(self._answer(await receive(self._calls)))
             except asyncio.IncompleteReadError:
                 os._exit(0)  # Calls that still run are not awaited, because the parent has gone.
 
@@ -42,9 +41,8 @@ class RewardChild:
         except ConfigError as error:
             self._send({"mistake": str(error)})
         except Exception as error:  # importing the user's file runs the user's code
-            self._send(
-                {"mistake": f"{specs[0]['key']} could not be loaded: {type(error).__name__}: {error}\n{trace(error)}"}
-            )
+            mistake = f"{specs[0]['key']} could not be loaded: {type(error).__name__}: {error}\n{trace(error)}"
+            self._send({"mistake": mistake})
         else:
             self._send({"concurrent": [is_concurrent(function) for _, function in self._functions]})
 
@@ -59,27 +57,22 @@ class RewardChild:
         """Blocks while the pipe is full; the parent always reads."""
         rest = memoryview(packed(message))
         while rest:
-            rest = rest[os.write(self._answers, rest) :]
+            rest = rest[os.write(self._results, rest) :]
 
 
-def _private() -> tuple[int, int]:
-    """Copies stdin and stdout for messages; the user's code then reads nothing and prints to stderr."""
-    calls, answers = os.dup(STDIN), os.dup(STDOUT)
+async def _serve_pipes() -> None:
+    """Serves copies of stdin and stdout; the user's code then reads nothing and prints to stderr."""
+    calls, results = os.dup(STDIN), os.dup(STDOUT)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, STDIN)
     os.close(nothing)
     os.dup2(STDERR, STDOUT)
-    return calls, answers
-
-
-async def _main() -> None:
-    calls, answers = _private()
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(calls, "rb"))
-    await RewardChild(reader, answers).serve()
+    await ChildServer(reader, results).serve()
 
 
 def run() -> None:
-    """Serves calls from stdin, and writes answers to stdout."""
-    asyncio.run(_main())
+    """Serves calls from stdin, and writes results to stdout."""
+    asyncio.run(_serve_pipes())

@@ -7,6 +7,7 @@ import json
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,7 @@ from asyncrl.config.install_hints import install_extra
 from asyncrl.config.schema import Config
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.tasks.prompts import Prompts, plain
+from asyncrl.tasks.prompt_rows import Prompts, plain
 
 Rows = Sequence[Mapping[str, Any]]
 TRAINING_SEED, HELD_OUT_SEED = 0, 1
@@ -57,8 +58,7 @@ def load_prompts(
     """
     if not isinstance(spec, str):
         return Prompts(_given(spec), "the rows given as prompts", system)
-    rows = _read(spec, dict(options or {}), held_out)
-    return Prompts(rows, spec, system)
+    return Prompts(_read(spec, dict(options or {}), held_out), spec, system)
 
 
 def read_rows(spec: str, options: Mapping[str, Any], key: str) -> Rows:
@@ -77,7 +77,7 @@ def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
     if colon and kind == "reasoning_gym":
         return _reasoning_gym(rest, options, held_out)
     if reader := READERS.get(Path(spec).suffix.lower()):
-        return _from_file(reader, _existing(Path(spec).expanduser()))
+        return _from_file(reader, Path(spec).expanduser())
     if ":" in spec:
         return _function(spec, options)
     raise TaskError(
@@ -88,27 +88,20 @@ def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
 
 def _given(rows: Any) -> Rows:
     """Checks rows from Python: a list, a tuple, or an object with rows by number, e.g. a datasets.Dataset."""
-    if isinstance(rows, list | tuple):
-        return list(rows)
     of_a_frame = "; of a pandas.DataFrame write frame.to_dict('records')" if hasattr(rows, "iloc") else ""
     if isinstance(rows, Mapping | bytes) or not hasattr(rows, "__getitem__") or of_a_frame:
-        kind = type(rows).__name__
         raise TaskError(
             f'prompts: write a form of task.prompts, a list of rows such as {{"prompt": ...}} or a datasets.Dataset, '
-            f"this is {kind}{of_a_frame}"
+            f"this is {type(rows).__name__}{of_a_frame}"
         )
-    return rows  # type: ignore[no-any-return]
-
-
-def _existing(path: Path) -> Path:
-    if path.is_file():
-        return path
-    others = [other for other in path.parent.glob("*") if other.is_file()]
-    readable = sorted(other.name for other in others if other.suffix.lower() in READERS)
-    raise TaskError(f"task.prompts: there is no file {path}{suggestion(path.name, readable)}")
+    return list(rows) if isinstance(rows, list | tuple) else rows
 
 
 def _from_file(reader: Callable[[Path], Rows], path: Path) -> Rows:
+    if not path.is_file():
+        others = [other for other in path.parent.glob("*") if other.is_file()]
+        readable = sorted(other.name for other in others if other.suffix.lower() in READERS)
+        raise TaskError(f"task.prompts: there is no file {path}{suggestion(path.name, readable)}")
     try:
         return reader(path)
     except UnicodeDecodeError as error:
@@ -126,18 +119,19 @@ def _text(path: Path) -> str:
 
 
 def _jsonl(path: Path) -> Rows:
-    lines = enumerate(_text(path).split("\n"), 1)
-    return [_json_row(line, f"{path}, line {number}") for number, line in lines if line.strip()]
-
-
-def _json_row(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TaskError(f"{where}: not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise TaskError(f'{where}: a row is an object such as {{"prompt": ...}}, this is {line.strip()[:80]}')
-    return row
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TaskError(f"{where}: not JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise TaskError(f'{where}: a row is an object such as {{"prompt": ...}}, this is {line.strip()[:80]}')
+        rows.append(row)
+    return rows
 
 
 def _csv(path: Path) -> Rows:
@@ -151,17 +145,17 @@ def _csv(path: Path) -> Rows:
     return rows
 
 
+@dataclass(frozen=True, slots=True)
 class ArrowRows(Sequence[Mapping[str, Any]]):
     """Makes rows of an Arrow table one by one; verl's files are such tables with nested columns."""
 
-    def __init__(self, table: Any) -> None:
-        self._table = table
+    table: Any
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return int(self.table.num_rows)
 
     def __getitem__(self, number: Any) -> Any:
-        return self._table.slice(number, 1).to_pylist()[0]
+        return self.table.slice(number, 1).to_pylist()[0]
 
 
 def _parquet(path: Path) -> Rows:
@@ -183,17 +177,14 @@ def _hub(name: str, options: dict[str, Any]) -> Rows:
     datasets = _optional("datasets", "hub")
     arguments = {key: value for key, value in options.items() if key not in ("size", "seed")}
     try:
-        rows: Rows = datasets.load_dataset(name, split=split or "train", **arguments)
+        return datasets.load_dataset(name, split=split or "train", **arguments)  # type: ignore[no-any-return]
     except (ValueError, OSError) as error:
         raise TaskError(f"task.prompts: hub:{name} could not be loaded: {error}") from error
-    return rows
 
 
 def _reasoning_gym(name: str, options: dict[str, Any], held_out: bool) -> Rows:
-    """Makes up to `size` rows; a checksum of the question decides whether it is held out.
-
-    Seeds cannot separate the two kinds, because entry i of seed s is often entry i - 1 of seed s + 1.
-    """
+    """Makes up to `size` rows; a checksum of the question decides whether it is held out. Seeds cannot separate the two
+    kinds, because entry i of seed s is often entry i - 1 of seed s + 1."""
     gym = _optional("reasoning_gym", "tasks")
     known = _optional("reasoning_gym.factory", "tasks").DATASETS
     if name not in known:
@@ -204,46 +195,35 @@ def _reasoning_gym(name: str, options: dict[str, Any], held_out: bool) -> Rows:
         entries = gym.create_dataset(name, **options)
     except (TypeError, AssertionError) as error:
         raise TaskError(f"task.options: reasoning_gym:{name} does not take {options}: {error}") from error
-    rows = (_entry_row(entry, name, options, number) for number, entry in enumerate(entries))
-    return list(islice((row for row in rows if _is_held_out(row["prompt"]) == held_out), wanted))
-
-
-def _is_held_out(question: str) -> bool:
-    return zlib.crc32(question.encode()) % HELD_OUT_SHARE == 0
-
-
-def _entry_row(entry: Mapping[str, Any], name: str, options: dict[str, Any], number: int) -> dict[str, Any]:
-    """Makes a row that names its entry; the scorer makes the entry again, because its metadata may not be plain."""
-    origin = {"name": name, "options": plain(options, "task.options"), "index": number}
-    return {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": origin}
+    # A row names its entry; the scorer makes the entry again, because its metadata may not be plain.
+    origin = {"name": name, "options": plain(options, "task.options")}
+    rows = (
+        {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": {**origin, "index": number}}
+        for number, entry in enumerate(entries)
+        if (zlib.crc32(entry["question"].encode()) % HELD_OUT_SHARE == 0) == held_out
+    )
+    return list(islice(rows, wanted))
 
 
 def _function(spec: str, options: dict[str, Any]) -> Rows:
     try:
-        return _made(spec, options)
+        function = resolve(spec, "task.prompts")
+        if not callable(function):
+            raise TaskError(f"task.prompts: {spec} is no function")
+        made = function(**_accepted(function, options, spec))
+        if isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
+            return list(islice(made, options.get("size")))
     except (ConfigError, TaskError):
         raise
     except Exception as error:  # the user's code, which may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}, line {last.lineno}"
         raise TaskError(f"task.prompts: {spec} raised {type(error).__name__}: {error} ({where})") from error
-
-
-def _made(spec: str, options: dict[str, Any]) -> Rows:
-    """Calls the user's function; errors of the user's code are raised as they are."""
-    function = resolve(spec, "task.prompts")
-    if not callable(function):
-        raise TaskError(f"task.prompts: {spec} is no function")
-    made = function(**_accepted(function, options, spec))
-    if isinstance(made, list | tuple):
-        return list(made)
-    if isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
-        return list(islice(made, options.get("size")))
     if isinstance(made, str | bytes | Mapping) or not hasattr(made, "__getitem__"):
         raise TaskError(
             f"task.prompts: {spec} returned {made!r:.80}; a function of prompts returns a list of rows, or yields them"
         )
-    return made  # type: ignore[no-any-return]
+    return list(made) if isinstance(made, list | tuple) else made
 
 
 def _accepted(function: Callable[..., Any], options: dict[str, Any], spec: str) -> dict[str, Any]:
