@@ -10,7 +10,7 @@ BENCHMARKS = {
     "end-to-end": ("end_to_end.benchmark", "trained tokens per second, beside TRL and beside synchronous runs"),
     "generation": ("generation_speed.benchmark", "useful tokens per CPU-second, beside transformers.generate"),
     "overhead": ("overhead.overhead", "runtime added to stages that only sleep, and the CPU time of tracing"),
-    "learning": ("learning.run_grid", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),
+    "learning": ("learning.benchmark", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),
     "start": (
         "overhead.start_cost",
         "a run from its command to its first step, a killed worker, memory; forked, spawned",
