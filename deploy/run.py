@@ -44,7 +44,7 @@ from asyncrl.fleet.fleet import RunningFleet, running_fleet
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.telemetry.run_directory import DirectoryRollback, RunDirectory, open_run_directory
-from asyncrl.telemetry.trace_merge import merge
+from asyncrl.telemetry.trace import merge_traces
 
 
 async def run(request: RunRequest) -> RunDirectory:
@@ -63,7 +63,7 @@ async def run(request: RunRequest) -> RunDirectory:
         with run_lock(directory.path), rollback.again_when_refused(), closing(FileStore(directory.path)) as store:
             await _run_with_advice(request, directory, store, rollback)
         if request.config.telemetry.trace:
-            await asyncio.to_thread(merge, directory.path)
+            await asyncio.to_thread(merge_traces, directory.path)
     except (OSError, RemoteError) as failed:
         if (why := exhausted(failed)) is None:
             raise

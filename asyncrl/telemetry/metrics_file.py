@@ -1,14 +1,14 @@
-"""Reads and writes `metrics.jsonl`, one object per finished step, and describes every metric."""
+"""Computes and describes the metrics of `metrics.jsonl`, one object per finished step, and reads the file."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
 
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Health, StepReport
-from asyncrl.telemetry.jsonl import LineFile, Object, read_lines
+from asyncrl.telemetry.jsonl import Object, read_lines
 from asyncrl.telemetry.state_clock import STATES
 
 Metrics = Mapping[str, float]
@@ -59,14 +59,7 @@ METRICS: dict[str, str] = {
 }
 """Metrics of every line; a line of a step that trained nothing lacks what the trainer measures."""
 
-FURTHER_METRICS: dict[str, str] = {
-    "reward/group_std": "standard deviation of rewards within a group, mean over groups of two or more in the batch",
-    "reward/equal_groups": "share of these groups whose samples all got the same reward",
-    "reward/<term>": "mean of one reward function, or of one of its terms",
-    "policy/logprob_difference_max": "largest |trainer's - engine's log-prob| in what current weights alone sampled",
-    "mismatch/canary": "largest difference of a log-prob between engine and trainer with the same weights, in nats",
-    "policy/kl_reference": "mean of current - reference log-prob, in nats; with a reference",
-    "policy/kl_coefficient": "of the KL term in this step; with a reference",
+CRITIC_METRICS: dict[str, str] = {
     "critic/updates": "optimizer steps of the critic, 0 when the batch taught it nothing; with a critic",
     "critic/loss": "clipped squared error of the values, mean over updates",
     "critic/clip_frac": "share of tokens whose value was held by value_clip",
@@ -76,20 +69,18 @@ FURTHER_METRICS: dict[str, str] = {
     "critic/staleness": "updates of the critic between judging a sample and learning from it, mean over tokens",
     "critic/grad_norm": "norm of its gradient before clipping",
     "critic/learning_rate": "of its last update",
-    **{
-        f"cost_critic/{name}": f"critic/{name} of the cost critic"
-        for name in (
-            "updates",
-            "loss",
-            "clip_frac",
-            "value_mean",
-            "return_mean",
-            "explained_variance",
-            "staleness",
-            "grad_norm",
-            "learning_rate",
-        )
-    },
+}
+
+FURTHER_METRICS: dict[str, str] = {
+    "reward/group_std": "standard deviation of rewards within a group, mean over groups of two or more in the batch",
+    "reward/equal_groups": "share of these groups whose samples all got the same reward",
+    "reward/<term>": "mean of one reward function, or of one of its terms",
+    "policy/logprob_difference_max": "largest |trainer's - engine's log-prob| in what current weights alone sampled",
+    "mismatch/canary": "largest difference of a log-prob between engine and trainer with the same weights, in nats",
+    "policy/kl_reference": "mean of current - reference log-prob, in nats; with a reference",
+    "policy/kl_coefficient": "of the KL term in this step; with a reference",
+    **CRITIC_METRICS,
+    **{f"cost_{name}": f"{name} of the cost critic" for name in CRITIC_METRICS},
     "cost/mean": "mean cost of the samples in the batch; with a cost service",
     "cost/<term>": "mean of one cost function, or of one of its terms",
     "cost/multiplier": "what costs were weighed with in this step",
@@ -112,27 +103,10 @@ FURTHER_METRICS: dict[str, str] = {
 COSTS = "cost/"
 """Prefix of the terms of a sample's cost, among those of its reward."""
 
-SHARES = (*STATES, "unaccounted")
-
-
-class MetricsFile:
-    """Writes `metrics.jsonl`. Lines that a resume made void stay; `read_metrics` skips them."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = LineFile(path)
-
-    def write(self, metrics: Metrics) -> None:
-        assert "step" in metrics
-        assert "incarnation" in metrics
-        self._file.append(metrics)
-
-    def close(self) -> None:
-        self._file.close()
-
 
 def read_metrics(path: Path) -> list[Object]:
     """Returns one object per step, in order. The latest line of a step counts: a resumed run repeats steps after its
-    checkpoint, and a step that trained nothing is tried again with other samples."""
+    checkpoint, and a step that trained nothing is tried again with other samples. The void lines stay in the file."""
     surviving: list[Object] = []
     for line in read_lines(path):
         while surviving and surviving[-1]["step"] >= line["step"]:
@@ -158,7 +132,7 @@ def batch_metrics(batch: BatchRef) -> dict[str, float]:
     costs = [row.cost for row in batch if row.cost is not None]
     return {
         **({"cost/mean": fmean(costs)} if costs else {}),
-        "reward/mean": fmean(rewards) if rewards else float("nan"),
+        "reward/mean": _mean(rewards),
         "reward/std": pstdev(rewards) if rewards else float("nan"),
         **_within_groups(batch),
         "completions/length_mean": _mean([row.tokens for row in batch]),
@@ -175,10 +149,8 @@ def _within_groups(batch: BatchRef) -> dict[str, float]:
     deviations = [pstdev(rewards) for rewards in groups.values() if len(rewards) > 1]
     if not deviations:
         return {}
-    return {
-        "reward/group_std": fmean(deviations),
-        "reward/equal_groups": fmean(deviation == 0 for deviation in deviations),
-    }
+    equal = fmean(deviation == 0 for deviation in deviations)
+    return {"reward/group_std": fmean(deviations), "reward/equal_groups": equal}
 
 
 def term_metric(term: str) -> str:
@@ -199,17 +171,16 @@ def report_metrics(report: StepReport, seconds: float) -> dict[str, float]:
     """
     trained = sum(sample.trained for sample in report.samples)
     total = trained + sum(sample.masked + sample.rejected for sample in report.samples)
+    masked = Counter[str]()
+    for sample in report.samples:
+        masked[sample.reason] += sample.masked
     return {
         **report.metrics,
         "version": report.version,
-        "mask/stale_fraction": _masked(report, "stale") / max(1, total),
-        "mask/truncated_fraction": _masked(report, "truncated") / max(1, total),
+        "mask/stale_fraction": masked["stale"] / max(1, total),
+        "mask/truncated_fraction": masked["truncated"] / max(1, total),
         "perf/tokens_per_s": trained / seconds if seconds > 0 else 0.0,
     }
-
-
-def _masked(report: StepReport, reason: str) -> int:
-    return sum(sample.masked for sample in report.samples if sample.reason == reason)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -231,20 +202,14 @@ class TimeShares:
         return {
             f"time/{service}/{state}": fmean(worker[state] for worker in workers)
             for service, workers in by_service.items()
-            for state in SHARES
+            for state in (*STATES, "unaccounted")
         }
 
     def _shares(self, health: Health) -> dict[str, float]:
         before = self._before.get(health.instance)
-        wall = health.wall - (before.wall if before else 0.0)
-        spent = {
-            state: health.seconds.get(state, 0.0) - (before.seconds.get(state, 0.0) if before else 0.0)
-            for state in STATES
+        wall, seconds = (before.wall, before.seconds) if before else (0.0, {})
+        passed = max(health.wall - wall, 1e-9)
+        shares: dict[str, float] = {
+            state: (health.seconds.get(state, 0.0) - seconds.get(state, 0.0)) / passed for state in STATES
         }
-        shares: dict[str, float] = {state: seconds / max(wall, 1e-9) for state, seconds in spent.items()}
         return {**shares, "unaccounted": 1.0 - sum(shares.values())}
-
-
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the metrics that are numbers, for sinks."""
-    return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}

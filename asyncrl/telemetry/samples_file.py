@@ -1,13 +1,13 @@
-"""Reads and writes `samples.jsonl`: completions with their rewards and what was trained of them."""
+"""Makes, reads and selects the records of `samples.jsonl`: completions, their rewards and what was trained of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import SampleText, TrainedSample
-from asyncrl.telemetry.jsonl import LineFile, read_records
+from asyncrl.telemetry.jsonl import read_records
 
 T = TypeVar("T")
 
@@ -78,29 +78,21 @@ def to_show(samples: Sequence[T], count: int | Literal["all"]) -> list[T]:
     return [samples[index * len(samples) // count] for index in range(count)]
 
 
-class SamplesFile:
-    """Writes `samples.jsonl`."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = LineFile(path)
-
-    def write(self, records: Iterable[SampleRecord]) -> None:
-        for record in records:
-            self._file.append(asdict(record))
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def read_samples(path: Path) -> list[SampleRecord]:
     """Returns the records of the surviving history: a step that a resumed run repeated, or that first trained nothing,
     counts once, as done last."""
     surviving: list[SampleRecord] = []
     for record in read_records(path, _sample_record):
-        while surviving and (surviving[-1].step > record.step or _older(surviving[-1], record)):
+        while surviving and _is_void(surviving[-1], record):
             surviving.pop()
         surviving.append(record)
     return surviving
+
+
+def _is_void(before: SampleRecord, record: SampleRecord) -> bool:
+    """Checks whether `before` is of a later step, or of an earlier attempt at the same step."""
+    other_attempt = before.incarnation < record.incarnation or before.skipped != record.skipped
+    return before.step > record.step or (before.step == record.step and other_attempt)
 
 
 def _sample_record(**fields: Any) -> SampleRecord:
@@ -108,11 +100,6 @@ def _sample_record(**fields: Any) -> SampleRecord:
     if "epoch" in fields:
         fields["incarnation"] = fields.pop("epoch")
     return SampleRecord(**fields)
-
-
-def _older(before: SampleRecord, record: SampleRecord) -> bool:
-    """Returns whether `before` belongs to an earlier attempt at the same step."""
-    return before.step == record.step and (before.incarnation < record.incarnation or before.skipped != record.skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +124,7 @@ class Selection:
             and (self.group is None or record.group == self.group)
             and (not self.masked or record.masked + record.rejected > 0)
         ]
-        return self._sorted(kept)[: self.count]
-
-    def _sorted(self, records: list[SampleRecord]) -> list[SampleRecord]:
-        if self.order is None:
-            return records
-        scored = [record for record in records if record.reward is not None]
-        return sorted(scored, key=lambda record: record.reward or 0.0, reverse=self.order == "best")
+        if self.order is not None:
+            scored = [record for record in kept if record.reward is not None]
+            kept = sorted(scored, key=lambda record: record.reward or 0.0, reverse=self.order == "best")
+        return kept[: self.count]

@@ -39,8 +39,7 @@ from asyncrl.deploy.run_request import RunRequest
 from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
-from asyncrl.telemetry.trace import Tracer
-from asyncrl.telemetry.trace_merge import SUFFIX, merge
+from asyncrl.telemetry.trace import SUFFIX, Tracer, merge_traces
 
 WARM = 4
 """Steps at the start that are not counted, because the pipeline fills."""
@@ -210,7 +209,7 @@ def seconds_of_event(folder: Path) -> float:
         spent += time.perf_counter() - began
     began = time.perf_counter()
     tracer.close()
-    merge(run_dir)
+    merge_traces(run_dir)
     return (spent + time.perf_counter() - began) / (TRACED_CALLS * (1 + ARROWS))
 
 

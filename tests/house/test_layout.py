@@ -23,7 +23,7 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/rewards/execution/function_call.py",
     "asyncrl/rewards/execution/child_main.py",
     "asyncrl/tasks/sources.py",
-    "asyncrl/telemetry/sinks/worker.py",
+    "asyncrl/telemetry/sinks.py",
 }
 PURE = {
     "asyncrl/controller/sample_tracker.py",

@@ -20,7 +20,7 @@ ROWS = [line.strip("|").split(" | ") for line in ALGORITHM.splitlines() if line.
 DOCUMENTED = [row[0].strip(" `") for row in ROWS]
 FOLDERS = ("asyncrl", "protocols", "services", "deploy")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-LISTS = ("METRICS", "FURTHER_METRICS")
+LISTS = ("METRICS", "CRITIC_METRICS", "FURTHER_METRICS")
 FAMILIES = sorted({name.split("/")[0] for name in DOCUMENTED if "/" in name})
 ANYTHING = "<>"
 
