@@ -4,8 +4,7 @@ import pytest
 
 from asyncrl.bench.end_to_end.compared_systems import asyncrl_result, trl_result
 from asyncrl.bench.end_to_end.even_words_reward import share_of_even
-from asyncrl.bench.end_to_end.prescribed_lengths import lognormal
-from asyncrl.bench.end_to_end.workload import SAMPLES, workloads
+from asyncrl.bench.end_to_end.workload import SAMPLES, lognormal, workloads
 from asyncrl.bench.overhead.overhead import bound
 
 
