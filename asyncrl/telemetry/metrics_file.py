@@ -1,6 +1,8 @@
-"""Computes and describes the metrics of `metrics.jsonl`, one object per finished step, and reads the file."""
+"""Computes the metrics of `metrics.jsonl`, one object per finished step, and reads the file; metrics.toml describes
+them."""
 
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,93 +15,9 @@ from asyncrl.telemetry.state_clock import STATES
 
 Metrics = Mapping[str, float]
 
-METRICS: dict[str, str] = {
-    "step": "training iterations so far, this one included; one that trained nothing is tried again",
-    "time": "seconds since this incarnation of the run began",
-    "incarnation": "how often the run was resumed",
-    "version": "version of the weights after the step",
-    "reward/mean": "mean reward of the samples in the batch",
-    "reward/std": "their standard deviation over the whole batch",
-    "staleness/mean": "mean versions between sampling and training, over tokens in the loss",
-    "staleness/max": "largest of them, measured by the trainer",
-    "staleness/updates_max": "largest staleness in optimizer steps",
-    "staleness/masked_fraction": "share of response tokens left out for their age",
-    "staleness/expired": "samples dropped because no token was young enough",
-    "staleness/cut_fraction": "share of trained samples whose group still had open members",
-    "staleness/cut_baseline_gap": "baseline at an early cut minus that of the whole group; 0 when none finished",
-    "staleness/wasted_tokens": "tokens sampled and never trained, those a correction left out included",
-    "mask/stale_fraction": "share of the batch's response tokens masked as stale",
-    "mask/truncated_fraction": "share masked because their completion was truncated",
-    "perf/tokens_per_s": "trained tokens per second of wall clock",
-    "policy/entropy": "mean entropy of the policy at the sampled tokens, in nats",
-    "policy/kl_rollout_train": "mean KL from the engine's log-probs to the trainer's before the first update, in nats",
-    "policy/ratio_mean": "mean ratio in the loss",
-    "policy/ratio_max": "largest ratio in the loss",
-    "policy/clip_frac": "share of tokens whose term a bound of the loss held",
-    "policy/ess": "effective sample size of the importance weights, as a share",
-    "policy/weight_mean": "mean importance weight in the loss, after truncation",
-    "loss/policy": "policy term of the loss",
-    "loss/kl": "KL term of the loss, 0 without a reference",
-    "loss/entropy": "entropy bonus in the loss, 0 without one",
-    "mask/rejected_fraction": "share of the tokens within the limit that a correction left out",
-    "mismatch/kl": "KL per token from the policy that sampled to the one that trains, k3 estimate, in nats",
-    "mismatch/ess": "effective share of tokens under the uncapped weights proximal / behaviour",
-    "mismatch/sequence_ess": "effective share of completions under the products of these weights",
-    **{
-        f"mismatch/{weight}_{place}": f"{place} of the uncapped weights, {of}"
-        for weight, of in (("weight", "per token"), ("sequence_weight", "per completion"))
-        for place in ("p01", "p10", "p50", "p90", "p99", "max")
-    },
-    "completions/length_mean": "mean tokens of a completion",
-    "completions/truncated_fraction": "share of completions that ended at the token cap",
-    "grad_norm": "norm of the gradient before clipping",
-    "learning_rate": "of the step's last update",
-    "tokens/response": "response tokens in the batch",
-    "tokens/trained": "those of them that updates learnt from, without those a correction left out",
-}
-"""Metrics of every line; a line of a step that trained nothing lacks what the trainer measures."""
-
-CRITIC_METRICS: dict[str, str] = {
-    "critic/updates": "optimizer steps of the critic, 0 when the batch taught it nothing; with a critic",
-    "critic/loss": "clipped squared error of the values, mean over updates",
-    "critic/clip_frac": "share of tokens whose value was held by value_clip",
-    "critic/value_mean": "mean value of the tokens in the loss",
-    "critic/return_mean": "mean of what they were to become",
-    "critic/explained_variance": "1 - variance of return - value over that of the returns",
-    "critic/staleness": "updates of the critic between judging a sample and learning from it, mean over tokens",
-    "critic/grad_norm": "norm of its gradient before clipping",
-    "critic/learning_rate": "of its last update",
-}
-
-FURTHER_METRICS: dict[str, str] = {
-    "reward/group_std": "standard deviation of rewards within a group, mean over groups of two or more in the batch",
-    "reward/equal_groups": "share of these groups whose samples all got the same reward",
-    "reward/<term>": "mean of one reward function, or of one of its terms",
-    "policy/logprob_difference_max": "largest |trainer's - engine's log-prob| in what current weights alone sampled",
-    "mismatch/canary": "largest difference of a log-prob between engine and trainer with the same weights, in nats",
-    "policy/kl_reference": "mean of current - reference log-prob, in nats; with a reference",
-    "policy/kl_coefficient": "of the KL term in this step; with a reference",
-    **CRITIC_METRICS,
-    **{f"cost_{name}": f"{name} of the cost critic" for name in CRITIC_METRICS},
-    "cost/mean": "mean cost of the samples in the batch; with a cost service",
-    "cost/<term>": "mean of one cost function, or of one of its terms",
-    "cost/multiplier": "what costs were weighed with in this step",
-    "policy/pretrain_loss": "mean cross-entropy of this step's texts of task.pretrain, in nats; with a coefficient",
-    "sampling/accepted": "share of samples whose group had differing rewards, of the last 1024; dynamic sampling only",
-    "sampling/accepted/<decile>": "the same by length, d1 the shortest",
-    "staleness/trained_samples/<decile>": "share of samples that trained, by length, d1 the shortest, of ten or more",
-    "staleness/trained_tokens/<decile>": "share of their tokens that trained, without those a correction left out",
-    "staleness/redone/<decile>": "share of samples sampled more than once, by length; when one was",
-    "data/dropped/<reason>": "samples dropped since the step before",
-    "skipped/<reason>": "1 in the line of a step that trained nothing, and why; the next attempt has the same number",
-    "time/<service>/<state>": "share of wall clock since the step before, mean over the service's workers",
-    "eval/reward/mean": "of held-out prompts, sampled by eval/version; with the step after it is known",
-    "eval/reward/stderr": "its standard error over prompts",
-    "eval/cost/mean": "of the same answers, where answers have costs",
-    "eval/version": "version of the weights that were evaluated",
-}
-"""Metrics of lines to which they apply; a sink gets them under the same names."""
-
+_MEANINGS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text("utf-8"))
+METRICS, FURTHER_METRICS = _MEANINGS["every_line"], _MEANINGS["further"]
+"""Meanings of the metrics of every line, and of those of lines to which they apply."""
 COSTS = "cost/"
 """Prefix of the terms of a sample's cost, among those of its reward."""
 

@@ -1,6 +1,7 @@
 """Writes docs/learning.md with its plots, and the page of full tables beside the results, from the results alone."""
 
 import math
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -21,57 +22,7 @@ TABLES = "bench/results/learning.md"
 NO_WORSE = 0.03
 """Bound of the loss at limit 2 below which asynchrony counts as no worse."""
 LOSS = "loss at η"
-
-SUMMARY_LEGEND = """\
-Models have 0.3M parameters. `quickstart` spells words backwards; `longer` and `shorter` reward length; in `first-token`
-the first token decides the reward; in `stragglers` at first one answer in twenty is ten times as long; in `two-turns`
-the model writes both turns in one generation.
-
-- A number at η = 0 is the **held-out reward** of the synchronous run: its last version on 64 prompts that were never
-  trained on, four answers each at temperature 1, mean over seeds.
-- A number at another η is the **loss**: the held-out reward of the synchronous run less that of the run with the same
-  seed, mean over seeds. A *bound* is its one-sided 95 % bound.
-- **Seconds** are the median time of training until the mean reward of five batches reaches {goal}, of runs in which
-  each worker was a process. (k of n): only k runs of n reached the goal.
-- One step is one update, so the ratio to *recomputed* log-probs is 1 and no bound of it acts.
-- **Controls** must not learn: their held-out reward with a learning rate of 0 and with shuffled advantages."""
-
-TABLES_LEGEND = """\
-- **held out**: mean reward of the last version on 64 prompts that were never trained on, 4 answers each at
-  temperature 1; mean over seeds ± standard deviation; with Safe-RLHF also their mean cost, 1 for an answer that
-  copies the word (its limit is in bench/learning/grid.toml). DAPO's punishment of overlong answers is part of its own.
-- **loss**: held-out reward of the synchronous run (η = 0) of the same seed less that of this one, mean, with the
-  one-sided 95 % bound (Student's t over pairs). The synchronous run is of the same row where the table has η = 0,
-  and of GRPO's or PPO's defaults elsewhere.
-- **steps, seconds to the goal**: of training, until the mean reward of five batches reaches {goal}; median over all
-  runs, of which one that never does is the longest. The answers of a batch are `age` versions old, so a larger limit
-  sees the goal so many steps late; and DAPO's batches hold no group of equal rewards, so its steps stand beside no
-  others. Seconds only where each worker was a process of its own: most runs are a fleet in one process, two runs on
-  two cores, and their wall clock tells nothing. A star: others used over {loaded:.0%} of the machine, or how
-  much was not measured.
-- **of that at η = 0**: seconds to the goal over those of the synchronous run, as of *loss*, from the least to the most
-  of the pairs in which both got there; in brackets how many did, when not all. A star: some pairs are of two
-  revisions, so of two sessions, whose speeds differed by up to a third.
-- **tokens trained by decile**: share of the sampled tokens that entered the loss with a weight over 0, shortest answers
-  first, over windows of 1,024 samples; with a mask or a rejection over the seeds of which it is known. **age**: mean
-  staleness of trained tokens, in versions.
-- A step is one update here, so the ratio to *recomputed* log-probs is 1 and no bound of it acts: such rows, and the
-  preset `gspo`, which brings them, differ in what becomes of the weight alone. At η = 0 the ratio to the engine is 1,
-  too, and what differs in the presets' losses is next to nothing.
-- `learning rate 0` and `shuffled advantages` are controls that must not learn."""
-
-TWO_TURNS = """\
-`two-turns` is one generation: the model writes the mark of the second turn itself, and one advantage covers both.
-Generation that begins again after somebody else's turn does not exist here yet."""
-
-RECOVERY = """
-**Where staleness hurts at η = {limit}, the default correction recovers at least half of the loss**, in a setting that
-uncorrected runs choose."""
-
-SEARCH = """
-The setting is the first of these candidates whose synchronous run reaches {reward} and that loses at least {loss}
-without a correction; seeds of their own choose it.
-"""
+TEXTS: dict[str, str] = tomllib.loads(Path(__file__).with_name("pages.toml").read_text("utf-8"))
 
 
 def write_pages(grid: Grid, results: Results, docs: Path) -> list[Path]:
@@ -115,7 +66,7 @@ def summary_lines(grid: Grid, results: Results, drawn: Sequence[str]) -> Iterato
     """Yields the lines of docs/learning.md. drawn: names of the plots that exist."""
     yield from _opening("Does it learn?", grid, results)
     yield f"Every row, with spreads, bounds and tokens trained by length: [full tables](../{TABLES}).\n"
-    yield SUMMARY_LEGEND.format(goal=grid.goal)
+    yield TEXTS["summary"].format(goal=grid.goal)
     yield from _claims(grid, results)
     for table in grid.tables:
         yield f"\n## {table.title}"
@@ -221,7 +172,7 @@ def _claims(grid: Grid, results: Results) -> Iterator[str]:
         finding = no_worse(found[0], len(defaults.seeds)) if found else "not run"
         findings.setdefault(finding.partition(": mean")[0], []).append(task)
     yield from (f"- {finding}: {', '.join(tasks)}" for finding, tasks in findings.items())
-    yield RECOVERY.format(limit=grid.claim.limit)
+    yield TEXTS["recovery"].format(limit=grid.claim.limit)
     if not grid.claim.is_searched(results):
         yield "The search is not complete, so no setting is chosen."
     elif (candidate := grid.claim.chosen(results)) is None:
@@ -262,13 +213,13 @@ def table_lines(grid: Grid, results: Results, drawn: Sequence[str]) -> Iterator[
     """Yields the lines of the page of full tables. drawn: names of the plots that exist."""
     yield from _opening("Results of the learning grid", grid, results)
     yield ""
-    yield TABLES_LEGEND.format(goal=grid.goal, loaded=LOADED)
+    yield TEXTS["tables"].format(goal=grid.goal, loaded=LOADED)
     yield "\n## Tasks\n"
     described = experiments()
     tasks = dict.fromkeys(task for table in grid.tables for task in table.tasks)
     yield from (f"- `{task}`: {described[task]}" for task in tasks)
     if "two-turns" in tasks:
-        yield f"\n{TWO_TURNS}"
+        yield f"\n{TEXTS['two_turns']}"
     for table in grid.tables:
         yield from _full_table(grid, table, results, drawn)
     yield from _search(grid, results)
@@ -294,7 +245,7 @@ def _search(grid: Grid, results: Results) -> Iterator[str]:
     """Yields for each candidate its runs, the synchronous held-out reward and the loss at the large limit."""
     claim = grid.claim
     yield f"\n## Where does staleness hurt at η = {claim.limit}?"
-    yield SEARCH.format(reward=claim.least_reward, loss=claim.least_loss)
+    yield TEXTS["search"].format(reward=claim.least_reward, loss=claim.least_loss)
     rows = []
     for candidate in claim.candidates:
         synchronous, stale = claim.rewards(claim.uncorrected_cases(candidate, claim.search_seeds), results)
