@@ -102,29 +102,28 @@ def _sample_record(**fields: Any) -> SampleRecord:
     return SampleRecord(**fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Selects samples to show. masked: only those with tokens left out of the loss."""
+def select_samples(
+    records: Sequence[SampleRecord],
+    step: int | None = None,
+    group: int | None = None,
+    order: Literal["best", "worst"] | None = None,
+    masked: bool = False,
+    count: int = 8,
+) -> list[SampleRecord]:
+    """Returns the records to show; without a step, a group or an order those of the last step.
 
-    step: int | None = None
-    group: int | None = None
-    order: Literal["best", "worst"] | None = None
-    masked: bool = False
-    count: int = 8
-
-    def of(self, records: Sequence[SampleRecord]) -> list[SampleRecord]:
-        """Returns the selected records; without a step, a group or an order those of the last step."""
-        step = self.step
-        if step is None and self.group is None and not self.order and not self.masked:
-            step = records[-1].step if records else None
-        kept = [
-            record
-            for record in records
-            if (step is None or record.step == step)
-            and (self.group is None or record.group == self.group)
-            and (not self.masked or record.masked + record.rejected > 0)
-        ]
-        if self.order is not None:
-            scored = [record for record in kept if record.reward is not None]
-            kept = sorted(scored, key=lambda record: record.reward or 0.0, reverse=self.order == "best")
-        return kept[: self.count]
+    masked: only those with tokens left out of the loss.
+    """
+    if step is None and group is None and not order and not masked:
+        step = records[-1].step if records else None
+    found = [
+        record
+        for record in records
+        if (step is None or record.step == step)
+        and (group is None or record.group == group)
+        and (not masked or record.masked + record.rejected > 0)
+    ]
+    if order is not None:
+        scored = [record for record in found if record.reward is not None]
+        found = sorted(scored, key=lambda record: record.reward or 0.0, reverse=order == "best")
+    return found[:count]

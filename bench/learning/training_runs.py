@@ -57,7 +57,14 @@ class TrainingChild:
         Raises:
             RunFailed: the run failed, or did not end within `deadline` seconds.
         """
-        process = self._process = self._process or self._start()
+        if self._process is None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            pipe, command = subprocess.PIPE, [sys.executable, "-m", __name__]
+            with self._log.open("w") as log:
+                self._process = subprocess.Popen(
+                    command, env=environment(1), stdin=pipe, stdout=pipe, stderr=log, text=True
+                )
+        process = self._process
         assert process.stdin is not None, "a pipe"
         assert process.stdout is not None, "a pipe"
         process.stdin.write(json.dumps(request) + "\n")
@@ -68,14 +75,6 @@ class TrainingChild:
         self.close()
         reason = "the run failed" if done else f"the run did not end within {deadline:.0f} s"
         raise RunFailed(f"{reason}: {self._log.read_text(errors='replace').strip()[-1500:]}")
-
-    def _start(self) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", __name__]
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("w") as log:
-            return subprocess.Popen(
-                command, env=environment(1), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-            )
 
     def close(self) -> None:
         if self._process is not None:

@@ -2,10 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from asyncrl.telemetry.samples_file import Selection
 
 
 def main(arguments: list[str]) -> int:
@@ -13,14 +9,14 @@ def main(arguments: list[str]) -> int:
 
     from asyncrl.errors import ConfigError
     from asyncrl.telemetry.display import sample_panel
-    from asyncrl.telemetry.samples_file import read_samples
+    from asyncrl.telemetry.samples_file import read_samples, select_samples
 
     asked = _parser().parse_args(arguments)
     path = Path(asked.run) / "samples.jsonl"
     if not path.exists():
         raise ConfigError(f"{path} is not there: name a run directory that has trained a step")
     records = read_samples(path)
-    chosen = _selection(asked).of(records)
+    chosen = select_samples(records, asked.step, asked.group, asked.order, asked.masked, asked.count)
     if not chosen:
         raise ConfigError(_nothing(sorted({record.step for record in records})))
     console = Console()
@@ -46,12 +42,6 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"invalid positive number: {text!r}")
     return int(text)
-
-
-def _selection(asked: argparse.Namespace) -> "Selection":
-    from asyncrl.telemetry.samples_file import Selection
-
-    return Selection(asked.step, asked.group, asked.order, asked.masked, asked.count)
 
 
 def _nothing(steps: list[int]) -> str:

@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
-from asyncrl.telemetry.samples_file import SampleRecord, Selection, read_samples, sample_record, to_show
+from asyncrl.telemetry.samples_file import SampleRecord, read_samples, sample_record, select_samples, to_show
 
 ROW = RowRef(3, 1, 0, 0, 5, 12, 6, 7, "stop", (), 0.5, -0.25)
 RECORD = sample_record(8, ROW, SampleText(3, 1, "1+1?", "two"), {"numeric": 0.5}, TrainedSample(3, 1, 0, 8, 4, "stale"))
@@ -70,22 +71,22 @@ def test_the_samples_shown_are_spread_over_the_batch() -> None:
 @pytest.mark.parametrize(
     ("selection", "groups"),
     [
-        (Selection(), [2, 3, 4]),
-        (Selection(step=1), [0, 1]),
-        (Selection(group=1), [1]),
-        (Selection(order="best"), [2, 0, 4, 3]),
-        (Selection(order="worst"), [3, 4, 0, 2]),
-        (Selection(order="best", step=2, count=2), [2, 4]),
-        (Selection(masked=True), [1, 3]),
-        (Selection(step=9), []),
+        ({}, [2, 3, 4]),
+        ({"step": 1}, [0, 1]),
+        ({"group": 1}, [1]),
+        ({"order": "best"}, [2, 0, 4, 3]),
+        ({"order": "worst"}, [3, 4, 0, 2]),
+        ({"order": "best", "step": 2, "count": 2}, [2, 4]),
+        ({"masked": True}, [1, 3]),
+        ({"step": 9}, []),
     ],
 )
-def test_selections(selection: Selection, groups: list[int]) -> None:
-    assert [record.group for record in selection.of(some())] == groups
+def test_selections(selection: dict[str, Any], groups: list[int]) -> None:
+    assert [record.group for record in select_samples(some(), **selection)] == groups
 
 
 def test_nothing_to_select_from() -> None:
-    assert Selection().of([]) == []
+    assert select_samples([]) == []
 
 
 def test_damaged_lines_are_told_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
