@@ -7,7 +7,7 @@ BENCHMARKS = {
     "channels": ("transfer_speed.benchmark", "calls and batches between processes, beside memcpy and other systems"),
     "lanes": ("control_latency.benchmark", "control calls beside queued work, event loop stalls in a message flood"),
     "end-to-end": ("end_to_end.benchmark", "trained tokens per second, beside TRL and beside synchronous runs"),
-    "generation": ("generation_speed", "useful tokens per CPU-second, beside transformers.generate"),
+    "generation": ("generation_speed.benchmark", "useful tokens per CPU-second, beside transformers.generate"),
     "overhead": ("overhead.benchmark", "runtime added to stages that only sleep, and the CPU time of tracing"),
     "learning": ("learning.benchmark", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),
     "start": ("overhead.start_cost", "command to first step, a killed worker, memory; forked, spawned"),

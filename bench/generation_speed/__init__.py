@@ -1,0 +1,1 @@
+"""Measures generation throughput beside transformers."""
