@@ -45,6 +45,8 @@ WARM = 4
 GROUPS, MEMBERS, LIMIT = 8, 8, 2
 SETTINGS = {"200/40/40/200 ms": ((0.2, 0.04, 0.04, 0.2), 0.99), "50/10/10/50 ms": ((0.05, 0.01, 0.01, 0.05), 0.97)}
 TRACING = 0.01
+QUICKSTART_DEADLINE = 600.0
+"""Seconds."""
 EVENT_ROUNDS, TRACED_CALLS, ARROWS = 5, 400, 16
 CACHED_BYTES = 8 << 20
 """More than the private caches of a core hold."""
@@ -184,5 +186,5 @@ def quickstart(steps: int, trace: bool, model: Path, run_dir: Path) -> float:
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir)]
     command += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
     before = sum(os.times()[:4])
-    run_program(command, {**os.environ})
+    run_program(command, {**os.environ}, QUICKSTART_DEADLINE)
     return sum(os.times()[:4]) - before
