@@ -20,7 +20,20 @@ def write_model(folder: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
     torch.manual_seed(0)
-    model = LlamaForCausalLM(_config())
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=SPECIAL.index("<pad>"),
+        bos_token_id=SPECIAL.index("<bos>"),
+        eos_token_id=SPECIAL.index("<eos>"),
+    )
+    model = LlamaForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and "embed" not in name:
@@ -39,20 +52,4 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.WordPiece(prefix="##")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    )
-
-
-def _config() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        pad_token_id=SPECIAL.index("<pad>"),
-        bos_token_id=SPECIAL.index("<bos>"),
-        eos_token_id=SPECIAL.index("<eos>"),
     )

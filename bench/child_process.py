@@ -15,13 +15,13 @@ def environment(threads: int) -> dict[str, str]:
     return {**os.environ, **chosen, "TOKENIZERS_PARALLELISM": "false"}
 
 
-def run_program(command: Sequence[str], variables: dict[str, str]) -> str:
+def run_program(command: Sequence[str], variables: dict[str, str], deadline: float = RUN_DEADLINE) -> str:
     """Returns the standard output of a program.
 
     Raises:
         SystemExit: the program failed; the message holds the end of its output.
     """
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_DEADLINE, check=False, env=variables)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline, check=False, env=variables)
     if done.returncode != 0:
         raise SystemExit(f"{command[:3]} failed\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
     return done.stdout

@@ -1,7 +1,6 @@
 """Runs one measurement: `asyncrl-bench NAME`."""
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 
 BENCHMARKS = {
@@ -9,16 +8,10 @@ BENCHMARKS = {
     "lanes": ("control_latency.benchmark", "control calls beside queued work, event loop stalls in a message flood"),
     "end-to-end": ("end_to_end.benchmark", "trained tokens per second, beside TRL and beside synchronous runs"),
     "generation": ("generation_speed.benchmark", "useful tokens per CPU-second, beside transformers.generate"),
-    "overhead": ("overhead.overhead", "runtime added to stages that only sleep, and the CPU time of tracing"),
-    "learning": ("learning.run_grid", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),
-    "start": (
-        "overhead.start_cost",
-        "a run from its command to its first step, a killed worker, memory; forked, spawned",
-    ),
-    "policies": (
-        "staleness_policies",
-        "staleness policies under the virtual clock: live tokens, idle trainer, masked samples",
-    ),
+    "overhead": ("overhead.benchmark", "runtime added to stages that only sleep, and the CPU time of tracing"),
+    "learning": ("learning.benchmark", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),
+    "start": ("overhead.start_cost", "command to first step, a killed worker, memory; forked, spawned"),
+    "policies": ("staleness_policies", "policies on the virtual clock: live tokens, idle trainer, masked samples"),
 }
 """Each command name with its module and its line of help."""
 
@@ -29,5 +22,8 @@ def main() -> None:
         listed = "\n".join(f"  {key:10} {help_text}" for key, (_, help_text) in BENCHMARKS.items())
         print(f"usage: asyncrl-bench NAME [flags]\n{listed}")
         sys.exit(0 if name in {"", "-h", "--help"} else 2)
-    run: Callable[[list[str]], None] = import_module(f"asyncrl.bench.{BENCHMARKS[name][0]}").main
-    run(sys.argv[2:])
+    import_module(f"asyncrl.bench.{BENCHMARKS[name][0]}").main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

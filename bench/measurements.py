@@ -2,11 +2,11 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -51,10 +51,9 @@ def stage_seconds(lines: Sequence[Mapping[str, float]], warm: int, stages: Itera
 
     lines: records of `metrics.jsonl`; the first `warm` of them are left out.
     """
-    counted = list(zip(lines[warm - 1 :], lines[warm:], strict=False))
+    pairs = list(zip(lines[warm - 1 :], lines[warm:], strict=False))
     return {
-        stage: sum(line[f"time/{stage}/busy"] * (line["time"] - before["time"]) for before, line in counted)
-        / len(counted)
+        stage: fmean(line[f"time/{stage}/busy"] * (line["time"] - before["time"]) for before, line in pairs)
         for stage in stages
     }
 
@@ -76,11 +75,9 @@ def goal_line(label: str, value: float, goal: float, *, at_most: bool = False) -
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligns columns to their widest cell."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
-    ]
-    return "\n".join(f"  {line}" for line in lines)
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in (head, *rows)]
+    return "\n".join(f"  {'  '.join(cells).rstrip()}" for cells in padded)
 
 
 # ---- load of the machine ---------------------------------------------------------------------------------
@@ -119,17 +116,13 @@ def _busy_seconds() -> float:
 
 def own_seconds() -> float:
     """Returns the CPU seconds of this process and of all its descendants, including those that have ended."""
-    processes = dict(_processes())
-    family = {os.getpid()}
-    while born := {pid for pid, (parent, _) in processes.items() if parent in family} - family:
-        family |= born
-    return sum(processes[pid][1] for pid in family)
-
-
-def _processes() -> Iterator[tuple[int, tuple[int, float]]]:
-    """Yields each process id with its parent, and the CPU seconds of it and of its children that have ended."""
+    parents, ticks = dict[int, int](), dict[int, int]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):  # The process has ended meanwhile.
             fields = path.read_text().rpartition(")")[2].split()  # A process name may hold blanks and brackets.
-            seconds = sum(int(ticks) for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")
-            yield int(path.parent.name), (int(fields[1]), seconds)
+            parents[int(path.parent.name)] = int(fields[1])
+            ticks[int(path.parent.name)] = sum(map(int, fields[11:15]))  # With those of children that have ended.
+    family = {os.getpid()}
+    while born := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= born
+    return sum(ticks[pid] for pid in family) / os.sysconf("SC_CLK_TCK")

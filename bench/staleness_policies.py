@@ -6,7 +6,7 @@ because of the policy. `whole groups` is `mask` that never trains a part of a gr
 when one of its samples has its last chance.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
@@ -14,7 +14,7 @@ from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import OPEN, GroupState
 from asyncrl.simulation.fakes.sample_lengths import stragglers
 from asyncrl.simulation.fakes.training import StepCost
-from asyncrl.simulation.scenarios import Scenario, SimulationResult, simulate
+from asyncrl.simulation.scenarios import Scenario, simulate
 
 SHORT, TIMES = 100, 10
 SLOW = SHORT * TIMES
@@ -62,32 +62,21 @@ def outcome(name: str, steps: int, seeds: int) -> PolicyResult:
     scenario = replace(POLICIES[name], steps=steps)
     results = [simulate(replace(scenario, seed=seed)) for seed in range(seeds)]
 
-    def over_seeds(of: Callable[[SimulationResult], float]) -> float:
-        return mean(of(result) for result in results)
-
+    # Live tokens of the samples that were trained or dropped, by seed, and of the long ones among them.
+    ended = [{**dict.fromkeys(result.dropped, 0), **result.live} for result in results]
+    slow = [
+        [tokens for key, tokens in tokens_of.items() if result.lengths.get(key, 0) == SLOW]
+        for tokens_of, result in zip(ended, results, strict=True)
+    ]
     return PolicyResult(
-        live=over_seeds(lambda result: result.live_tokens / result.seconds),
-        over=over_seeds(lambda result: 1 - result.live_tokens / result.in_loss),
-        idle=over_seeds(lambda result: result.idle),
-        slots=over_seeds(lambda result: result.generating / (scenario.slots * result.seconds)),
-        masked=over_seeds(lambda result: mean(result.live.get(key, 0) == 0 for key in _left(result))),
-        slow=over_seeds(lambda result: mean(result.live.get(key, 0) > 0 for key in _left_slow(result))),
-        slow_tokens=over_seeds(lambda result: mean(result.live.get(key, 0) / SLOW for key in _left_slow(result))),
+        live=mean(result.live_tokens / result.seconds for result in results),
+        over=mean(1 - result.live_tokens / result.in_loss for result in results),
+        idle=mean(result.idle for result in results),
+        slots=mean(result.generating / (scenario.slots * result.seconds) for result in results),
+        masked=mean(mean(tokens == 0 for tokens in tokens_of.values()) for tokens_of in ended),
+        slow=mean(mean(tokens > 0 for tokens in of_seed) for of_seed in slow),
+        slow_tokens=mean(mean(tokens / SLOW for tokens in of_seed) for of_seed in slow),
     )
-
-
-def _left(result: SimulationResult) -> Iterator[tuple[int, int]]:
-    """Yields the samples that were trained or dropped."""
-    return iter(result.live | dict.fromkeys(result.dropped, 0))
-
-
-def _left_slow(result: SimulationResult) -> Iterator[tuple[int, int]]:
-    return (key for key in _left(result) if result.lengths.get(key, 0) == SLOW)
-
-
-def table(steps: int = 40, seeds: int = 5) -> dict[str, PolicyResult]:
-    """Simulates all policies over the same seeds."""
-    return {name: outcome(name, steps, seeds) for name in POLICIES}
 
 
 def lines(outcomes: dict[str, PolicyResult]) -> Iterator[str]:
@@ -103,7 +92,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     """Prints the table."""
     if arguments:
         raise SystemExit("asyncrl-bench policies takes no flags")
-    print("\n".join(lines(table())))
+    print("\n".join(lines({name: outcome(name, steps=40, seeds=5) for name in POLICIES})))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from asyncrl.tasks.prompt_sources import Rows
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import DirectoryRollback, RunDirectory, open_run_directory, replace_text
-from asyncrl.telemetry.trace_merge import merge
+from asyncrl.telemetry.trace import merge_traces
 
 LONGEST = "longest_prompts.jsonl"
 """File in the run's logs with the prompts whose tokens are counted before anything is trained."""
@@ -100,7 +100,7 @@ async def run(request: RunRequest) -> RunDirectory:
             if not nothing_left(request, directory, plan):
                 await _train(request, directory, store, plan, rollback, signals)
         if request.config.telemetry.trace:
-            await asyncio.to_thread(merge, directory.path)
+            await asyncio.to_thread(merge_traces, directory.path)
     except (OSError, RemoteError) as failed:
         if (why := exhausted(failed)) is None:
             raise

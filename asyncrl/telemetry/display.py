@@ -2,11 +2,12 @@
 
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from contextlib import AbstractContextManager
+from typing import Any, Self, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -39,32 +40,26 @@ SHOWN_CHARACTERS = 600
 """Characters shown of a sample's prompt and of its text, so that all fits on a screen of 24 lines."""
 
 
-class Display(Protocol):
+class Display(AbstractContextManager["Display", None]):
     """Shows a run. Methods may be called from any thread and never block on the output."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
+    @abstractmethod
     def say(self, text: str) -> None:
         """Prints one line that stays, such as a warning or the place of the results."""
-        ...
 
+    @abstractmethod
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
         """Shows a finished step; `sample` is one of those it trained."""
-        ...
 
 
-def open_display(steps: int, stream: TextIO | None = None) -> "Display":
+def open_display(steps: int, stream: TextIO | None = None) -> Display:
     """Returns the live view if `stream` (standard output) is a terminal, else lines. steps: of the whole run."""
     stream = stream or sys.stdout
     console = Console(file=stream)
     return LiveDisplay(console, steps) if console.is_terminal else LineDisplay(stream, steps)
 
 
-class LineDisplay:
+class LineDisplay(Display):
     """Prints one line per step."""
 
     def __init__(self, stream: TextIO, steps: int) -> None:
@@ -73,12 +68,7 @@ class LineDisplay:
         self._first: tuple[int, float] | None = None
         self._reader_gone = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._reader_gone:
             self._stream.flush()
 
@@ -91,11 +81,10 @@ class LineDisplay:
             self._reader_gone = True
 
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
-        if reason := skipped(metrics):
-            self.say(f"step {metrics['step']}/{self._steps}  {reason}")
-            return
-        numbers = "  ".join(f"{name} {number}" for name, number in shown(metrics))
-        self.say(f"step {metrics['step']}/{self._steps}  {numbers}{self._left(int(metrics['step']))}")
+        if not (text := skipped(metrics)):
+            numbers = "  ".join(f"{name} {number}" for name, number in shown(metrics))
+            text = f"{numbers}{self._left(int(metrics['step']))}"
+        self.say(f"step {metrics['step']}/{self._steps}  {text}")
 
     def _left(self, step: int) -> str:
         """Estimates the time left from the pace since the first step shown, which in a resumed run is not step 1."""
@@ -108,7 +97,7 @@ class LineDisplay:
         return f"  {(now - began) / (step - first) * (self._steps - step):.0f} s left"
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """Redraws a progress bar, the numbers of the last step and one of its samples in place."""
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -129,9 +118,7 @@ class LiveDisplay:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def say(self, text: str) -> None:
@@ -141,10 +128,12 @@ class LiveDisplay:
         self._progress.update(self._bar, completed=int(metrics["version"]))
         if reason := skipped(metrics):
             self.say(f"step {metrics['step']}: {reason}")
-        parts: list[RenderableType] = [self._progress, _table(metrics)]
-        if sample is not None:
-            parts.append(sample_panel(sample, SHOWN_CHARACTERS))
-        self._live.update(Group(*parts))
+        table = Table.grid(padding=(0, 2), expand=True)
+        pairs = [Text.assemble((f"{name} ", "dim"), number) for name, number in shown(metrics)]
+        for start in range(0, len(pairs), 4):
+            table.add_row(*pairs[start : start + 4])
+        panels = [] if sample is None else [sample_panel(sample, SHOWN_CHARACTERS)]
+        self._live.update(Group(self._progress, table, *panels))
 
 
 def skipped(metrics: Metrics) -> str:
@@ -160,14 +149,6 @@ def shown(metrics: Metrics) -> list[tuple[str, str]]:
         for metric, name, form in SHOWN
         if isinstance(metrics.get(metric), float | int)
     ]
-
-
-def _table(metrics: Metrics) -> Table:
-    table = Table.grid(padding=(0, 2), expand=True)
-    pairs = shown(metrics)
-    for start in range(0, len(pairs), 4):
-        table.add_row(*(Text.assemble((f"{name} ", "dim"), number) for name, number in pairs[start : start + 4]))
-    return table
 
 
 def sample_panel(sample: SampleRecord, characters: int | None = None) -> Panel:
@@ -187,7 +168,9 @@ def _summary(sample: SampleRecord) -> str:
     parts = [f"{reward} ({terms})" if terms else reward]
     if sample.advantage is not None:
         parts.append(f"advantage {sample.advantage:+.3g}")
-    parts += [f"ended by {sample.finish}", _versions(sample), f"{sample.trained} tokens trained"]
+    single = sample.first == sample.last
+    versions = f"version {sample.first}" if single else f"versions {sample.first} to {sample.last}"
+    parts += [f"ended by {sample.finish}", versions, f"{sample.trained} tokens trained"]
     if sample.masked:
         parts.append(f"{sample.masked} masked ({sample.reason})")
     if sample.rejected:
@@ -195,18 +178,10 @@ def _summary(sample: SampleRecord) -> str:
     return " · ".join(parts)
 
 
-def _versions(sample: SampleRecord) -> str:
-    return f"version {sample.first}" if sample.first == sample.last else f"versions {sample.first} to {sample.last}"
-
-
 def _short(text: str, characters: int | None) -> str:
-    text = "".join(_visible(character) for character in text)
+    # Without control characters: a model may write escape sequences, which a terminal would execute.
+    text = "".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text)
     if characters is None or len(text) <= characters:
         return text
     half = characters // 2
     return f"{text[:half]} … {text[-half:]}"
-
-
-def _visible(character: str) -> str:
-    """Replaces control characters: a model may write escape sequences, which a terminal would execute."""
-    return character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"

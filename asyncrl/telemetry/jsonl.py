@@ -21,7 +21,8 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_tail(path)
+        if path.exists():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("ab", buffering=0)
 
     def append(self, values: Mapping[str, Any]) -> None:
@@ -51,12 +52,6 @@ def read_records(path: Path, record: Callable[..., T]) -> Iterator[T]:
                     sys.stderr.write(f"asyncrl: {path}, line {number} is damaged and left out: {error}\n")
                 else:
                     yield found
-
-
-def _cut_torn_tail(path: Path) -> None:
-    if path.exists():
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def _to_json(value: Any) -> Any:

@@ -11,17 +11,12 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.telemetry.jsonl import LineFile
 
-EventDict = dict[str, Any]
 
-
-class _LogFile:
+class _LogFile(LineFile):
     """Takes finished events from structlog's last processor."""
 
-    def __init__(self, file: LineFile) -> None:
-        self._file = file
-
     def msg(self, **event: Any) -> None:
-        self._file.append(event)
+        self.append(event)
 
     debug = info = warning = error = critical = msg
 
@@ -32,15 +27,14 @@ def open_log(path: Path, **bound: Any) -> Iterator[FilteringBoundLogger]:
 
     Ids bound with `structlog.contextvars.bound_contextvars(group=..., call=...)` are added to the lines inside.
     """
-    file = LineFile(path)
+    file = _LogFile(path)
     log: FilteringBoundLogger = structlog.wrap_logger(
-        _LogFile(file),
+        file,
         processors=[
             merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            _as_keywords,
         ],
         wrapper_class=structlog.make_filtering_bound_logger("INFO"),
         cache_logger_on_first_use=True,
@@ -49,7 +43,3 @@ def open_log(path: Path, **bound: Any) -> Iterator[FilteringBoundLogger]:
         yield log.bind(**bound)
     finally:
         file.close()
-
-
-def _as_keywords(_: Any, __: str, event: Any) -> tuple[tuple[()], EventDict]:
-    return (), dict(event)

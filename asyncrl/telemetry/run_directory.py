@@ -5,7 +5,6 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from asyncrl.errors import ConfigError, TaskError
 RUN_FILES = ("config.toml", "journal", "run.id")
 
 
-@dataclass(frozen=True, slots=True)
 class RunDirectory:
     """Paths of one run.
 
@@ -23,43 +21,17 @@ class RunDirectory:
     keep; run.start: name of the last start (fleet/leftover_cleanup.py).
     """
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def start(self) -> Path:
-        return self.path / "run.start"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.journal = path / "journal"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.evaluations = path / "evaluations.jsonl"
+        self.start = path / "run.start"
+        self.logs = path / "logs"
 
     @property
     def started_before(self) -> bool:
@@ -82,14 +54,25 @@ def open_run_directory(path: Path) -> RunDirectory:
     directory = RunDirectory(path.absolute())
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
-        if not _ours_or_empty(directory):
+        entries = {entry.name for entry in directory.path.iterdir()}
+        if not (entries <= {"logs", "run.lock"} or entries & set(RUN_FILES)):
             raise ConfigError(f"{path} is not empty and holds no run of asyncrl; name another with --run-dir")
         directory.logs.mkdir(exist_ok=True)
     except OSError as error:
         raise _unusable(path, error) from error
-    if read_only := [each for each in _existing_files(directory) if not os.access(each, os.W_OK, effective_ids=True)]:
+    written = [directory.path, directory.logs, directory.checkpoints, directory.config, directory.journal]
+    written += [
+        directory.metrics,
+        directory.samples,
+        directory.evaluations,
+        directory.start,
+        directory.path / "run.lock",
+    ]
+    for each in written:
+        if not each.exists() or os.access(each, os.W_OK, effective_ids=True):
+            continue
         raise ConfigError(
-            f"{read_only[0]} cannot be written: give yourself the right to (chmod -R u+w {path}), or go on in a copy: "
+            f"{each} cannot be written: give yourself the right to (chmod -R u+w {path}), or go on in a copy: "
             f"cp -r it and name the copy with --run-dir"
         )
     return directory
@@ -105,7 +88,11 @@ def new_run_directory(parent: Path, name: str) -> Iterator[Path]:
     parent_is_new = not parent.exists()
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        path = _make_unique(parent, name)
+        for number in count(1):  # Two runs of the same second get two directories.
+            path = parent / (name if number == 1 else f"{name}-{number}")
+            with suppress(FileExistsError):
+                path.mkdir()
+                break
     except OSError as error:
         raise _unusable(parent / name, error) from error
     try:
@@ -117,25 +104,15 @@ def new_run_directory(parent: Path, name: str) -> Iterator[Path]:
                 parent.rmdir()
 
 
-def _make_unique(parent: Path, name: str) -> Path:
-    """Makes a directory that did not exist, so that two runs of the same second get two."""
-    for number in count(1):
-        path = parent / (name if number == 1 else f"{name}-{number}")
-        with suppress(FileExistsError):
-            path.mkdir()
-            return path
-    raise AssertionError("counting does not end")
-
-
 class DirectoryRollback:
     """Restores what was at `path` when a run is refused. begun: set once the run has begun; then all files stay."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
+        self._config_path = RunDirectory(self._path).config
         self._missing = [folder for folder in (self._path, *self._path.parents) if not folder.exists()]
         self._entries = {entry.name for entry in self._path.iterdir()} if self._path.is_dir() else set()
-        config = RunDirectory(self._path).config
-        self._config = config.read_bytes() if config.is_file() else None
+        self._config = self._config_path.read_bytes() if self._config_path.is_file() else None
         self.begun = False
 
     @contextmanager
@@ -152,7 +129,7 @@ class DirectoryRollback:
         for entry in [entry for entry in self._path.iterdir() if entry.name not in self._entries]:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         if self._config is not None:
-            RunDirectory(self._path).config.write_bytes(self._config)
+            self._config_path.write_bytes(self._config)
         for folder in self._missing:
             folder.rmdir()
 
@@ -166,16 +143,3 @@ def replace_text(path: Path, text: str) -> None:
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"cannot use {path} as run directory: {error.strerror}; name another with --run-dir")
-
-
-def _existing_files(directory: RunDirectory) -> list[Path]:
-    """Returns the paths that a run writes to and that exist."""
-    files = [directory.config, directory.journal, directory.metrics, directory.samples, directory.evaluations]
-    folders = [directory.path, directory.logs, directory.checkpoints]
-    marks = [directory.start, directory.path / "run.lock"]
-    return [path for path in (*folders, *files, *marks) if path.exists()]
-
-
-def _ours_or_empty(directory: RunDirectory) -> bool:
-    entries = {entry.name for entry in directory.path.iterdir()}
-    return entries <= {"logs", "run.lock"} or bool(entries & set(RUN_FILES))

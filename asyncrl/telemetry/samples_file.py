@@ -1,13 +1,13 @@
-"""Reads and writes `samples.jsonl`: completions with their rewards and what was trained of them."""
+"""Makes, reads and selects the records of `samples.jsonl`: completions, their rewards and what was trained of them."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import SampleText, TrainedSample
-from asyncrl.telemetry.jsonl import LineFile, read_records
+from asyncrl.telemetry.jsonl import read_records
 
 T = TypeVar("T")
 
@@ -78,29 +78,21 @@ def to_show(samples: Sequence[T], count: int | Literal["all"]) -> list[T]:
     return [samples[index * len(samples) // count] for index in range(count)]
 
 
-class SamplesFile:
-    """Writes `samples.jsonl`."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = LineFile(path)
-
-    def write(self, records: Iterable[SampleRecord]) -> None:
-        for record in records:
-            self._file.append(asdict(record))
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def read_samples(path: Path) -> list[SampleRecord]:
     """Returns the records of the surviving history: a step that a resumed run repeated, or that first trained nothing,
     counts once, as done last."""
     surviving: list[SampleRecord] = []
     for record in read_records(path, _sample_record):
-        while surviving and (surviving[-1].step > record.step or _older(surviving[-1], record)):
+        while surviving and _is_void(surviving[-1], record):
             surviving.pop()
         surviving.append(record)
     return surviving
+
+
+def _is_void(before: SampleRecord, record: SampleRecord) -> bool:
+    """Checks whether `before` is of a later step, or of an earlier attempt at the same step."""
+    other_attempt = before.incarnation < record.incarnation or before.skipped != record.skipped
+    return before.step > record.step or (before.step == record.step and other_attempt)
 
 
 def _sample_record(**fields: Any) -> SampleRecord:
@@ -110,37 +102,28 @@ def _sample_record(**fields: Any) -> SampleRecord:
     return SampleRecord(**fields)
 
 
-def _older(before: SampleRecord, record: SampleRecord) -> bool:
-    """Returns whether `before` belongs to an earlier attempt at the same step."""
-    return before.step == record.step and (before.incarnation < record.incarnation or before.skipped != record.skipped)
+def select_samples(
+    records: Sequence[SampleRecord],
+    step: int | None = None,
+    group: int | None = None,
+    order: Literal["best", "worst"] | None = None,
+    masked: bool = False,
+    count: int = 8,
+) -> list[SampleRecord]:
+    """Returns the records to show; without a step, a group or an order those of the last step.
 
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Selects samples to show. masked: only those with tokens left out of the loss."""
-
-    step: int | None = None
-    group: int | None = None
-    order: Literal["best", "worst"] | None = None
-    masked: bool = False
-    count: int = 8
-
-    def of(self, records: Sequence[SampleRecord]) -> list[SampleRecord]:
-        """Returns the selected records; without a step, a group or an order those of the last step."""
-        step = self.step
-        if step is None and self.group is None and not self.order and not self.masked:
-            step = records[-1].step if records else None
-        kept = [
-            record
-            for record in records
-            if (step is None or record.step == step)
-            and (self.group is None or record.group == self.group)
-            and (not self.masked or record.masked + record.rejected > 0)
-        ]
-        return self._sorted(kept)[: self.count]
-
-    def _sorted(self, records: list[SampleRecord]) -> list[SampleRecord]:
-        if self.order is None:
-            return records
-        scored = [record for record in records if record.reward is not None]
-        return sorted(scored, key=lambda record: record.reward or 0.0, reverse=self.order == "best")
+    masked: only those with tokens left out of the loss.
+    """
+    if step is None and group is None and not order and not masked:
+        step = records[-1].step if records else None
+    found = [
+        record
+        for record in records
+        if (step is None or record.step == step)
+        and (group is None or record.group == group)
+        and (not masked or record.masked + record.rejected > 0)
+    ]
+    if order is not None:
+        scored = [record for record in found if record.reward is not None]
+        found = sorted(scored, key=lambda record: record.reward or 0.0, reverse=order == "best")
+    return found[:count]

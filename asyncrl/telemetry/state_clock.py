@@ -3,25 +3,10 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 State = Literal["busy", "starved", "blocked", "sync", "overhead"]
 STATES: tuple[State, ...] = get_args(State)
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """The time of a clock so far. wall: seconds since the clock was made. seconds: by state, read at the same instant,
-    because a thread that is descheduled between two readings would appear as unaccounted time."""
-
-    wall: float
-    seconds: dict[str, float]
-
-    @property
-    def unaccounted(self) -> float:
-        """Seconds booked under no state."""
-        return self.wall - sum(self.seconds.values())
 
 
 class StateClock:
@@ -41,13 +26,9 @@ class StateClock:
         self._seconds: dict[State, float] = dict.fromkeys(STATES, 0.0)
         self._started = now()
         self._since = self._started
-        self._state: State | None = None
+        self.current: State | None = None
         self._idle_state: State = "starved"
         self._idle = False
-
-    @property
-    def current(self) -> State | None:
-        return self._state
 
     def enter(self, state: State) -> None:
         """Books time from now on as `state`."""
@@ -59,7 +40,7 @@ class StateClock:
     def state(self, state: State) -> Iterator[None]:
         """Books the block as `state`, and time after it as the state before."""
         with self._lock:
-            before = self._state
+            before = self.current
             was_idle = self._idle
             self._switch(state)
             self._idle = False
@@ -83,22 +64,20 @@ class StateClock:
             if self._idle:
                 self._switch(state)
 
-    def spent(self) -> Spent:
-        """Returns the time so far, the present state included."""
-        with self._lock:
-            self._switch(self._state)
-            seconds = {str(state): seconds for state, seconds in self._seconds.items()}
-            return Spent(self._since - self._started, seconds)
+    def spent(self) -> tuple[float, dict[str, float]]:
+        """Returns the seconds since the clock was made, and those by state, the present state included.
 
-    def seconds(self) -> dict[str, float]:
-        """Returns the seconds by state so far, the present state included."""
-        return self.spent().seconds
+        They are read at the same instant: a thread that is descheduled in between would appear as unaccounted time.
+        """
+        with self._lock:
+            self._switch(self.current)
+            return self._since - self._started, {str(state): seconds for state, seconds in self._seconds.items()}
 
     def _switch(self, state: State | None) -> None:
         if state is not None and state not in self._seconds:
             raise ValueError(f"{state!r} is no state of a worker's time; the states are {', '.join(STATES)}")
         now = self._now()
-        if self._state is not None:
-            self._seconds[self._state] += now - self._since
+        if self.current is not None:
+            self._seconds[self.current] += now - self._since
         self._since = now
-        self._state = state
+        self.current = state

@@ -1,4 +1,4 @@
-"""Writes the spans of one process as lines of `logs/NAME.trace.jsonl`; `trace_merge.merge` joins them for Perfetto.
+"""Writes the spans of one process as lines of `logs/NAME.trace.jsonl`, and merges all of them for ui.perfetto.dev.
 
 Each line is an event of the Chrome trace format, in the form that the merged file has, so that no line is parsed again.
 Therefore the row in which a span is drawn is chosen when the span begins: the row of the span around it in the same
@@ -6,19 +6,25 @@ task, else the first free row of its track.
 """
 
 import asyncio
+import gzip
 import json
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from itertools import count
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+SUFFIX = ".trace.jsonl"
+COMPRESSION = 1
+"""Level of gzip: the next levels take half as long again and save a tenth."""
 BUFFERED_EVENTS = 256
 """Events per write, about 30 kB; a killed process loses no more than these."""
 CALLS = "calls"
@@ -72,11 +78,6 @@ class Tracer:
         """Ends the arrow `flow` here."""
         self._flow("f", flow)
 
-    def counter(self, name: str, **values: float) -> None:
-        """Adds a point to the graph `name`, one line for each value."""
-        if self._path is not None:
-            self._record(("C", 0, name, self._now(), 0.0, values))
-
     def flush(self) -> None:
         """Writes what was recorded."""
         if self._path is None:
@@ -108,10 +109,15 @@ class Tracer:
         """Returns the track of this thread."""
         thread = threading.get_ident()
         if thread not in self._tracks:
-            self._tracks[thread] = _Track(_name_of_track(), self._make_row)
+            try:
+                asyncio.get_running_loop()
+                name = CALLS
+            except RuntimeError:
+                name = threading.current_thread().name
+            self._tracks[thread] = _Track(name, self._make_tid)
         return self._tracks[thread]
 
-    def _make_row(self, track: str, number: int) -> int:
+    def _make_tid(self, track: str, number: int) -> int:
         """Describes a new row; threads are drawn above calls, and calls in the order of their rows."""
         tid = next(self._tids)
         self._describe("thread_name", tid, name=f"{track} {number}" if track == CALLS or number > 1 else track)
@@ -136,38 +142,33 @@ class Tracer:
         if kind == "M":
             return f'{head},"name":"{name}"{tail}'
         head = f'{head},"ts":{1e6 * (self._wall + at):.3f}'
-        match kind:
-            case "X":
-                return f'{head},"cat":"asyncrl","name":{quoted(name)},"dur":{1e6 * took:.3f}{tail}'
-            case "C":
-                return f'{head},"name":{quoted(name)}{tail}'
+        if kind == "X":
+            return f'{head},"cat":"asyncrl","name":{quoted(name)},"dur":{1e6 * took:.3f}{tail}'
         binding = ',"bp":"e"' if kind == "f" else ""
         return f'{head}{binding},"cat":"sample","name":"sample","id":{quoted(name)}{tail}'
 
 
 _Event = tuple[str, int, str, float, float, dict[str, Any] | None]
-"""Kind ("X" slice, "s", "f" ends of an arrow, "C" counter, "M" name of a track), thread, name, begin, length, args."""
+"""Kind ("X" slice, "s", "f" ends of an arrow, "M" name of a track), thread, name, begin, length, args."""
 
 _NO_SPAN = nullcontext()
 
 
+@dataclass(slots=True)
 class _Row:
     """A row of a track. open: spans drawn here that have not ended, outermost first."""
 
-    __slots__ = ("open", "tid")
-
-    def __init__(self, tid: int) -> None:
-        self.tid = tid
-        self.open: list[_Span] = []
+    tid: int
+    open: "list[_Span]" = field(default_factory=list)
 
 
+@dataclass(slots=True)
 class _Track:
     """The rows of one thread."""
 
-    def __init__(self, name: str, make_tid: Callable[[str, int], int]) -> None:
-        self.name = name
-        self._make_tid = make_tid
-        self._rows: list[_Row] = []
+    name: str
+    make_tid: Callable[[str, int], int]
+    rows: list[_Row] = field(default_factory=list)
 
     def row_in(self, outer: "_Span | None", task: object) -> _Row:
         """Returns the row of the span around, when no other open span can outlive it, else a free one."""
@@ -178,12 +179,11 @@ class _Track:
         return self.free_row()
 
     def free_row(self) -> _Row:
-        for row in self._rows:
+        for row in self.rows:
             if not row.open:
                 return row
-        row = _Row(self._make_tid(self.name, len(self._rows) + 1))
-        self._rows.append(row)
-        return row
+        self.rows.append(_Row(self.make_tid(self.name, len(self.rows) + 1)))
+        return self.rows[-1]
 
 
 class _Span:
@@ -217,9 +217,21 @@ class _Span:
         self._tracer._record(("X", row.tid, self._name, self._start, max(took, SHORTEST), self._args))
 
 
-def _name_of_track() -> str:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return threading.current_thread().name
-    return CALLS
+def merge_traces(run_dir: Path) -> Path:
+    """Writes `RUN_DIR/trace.json.gz` from `RUN_DIR/logs/*.trace.jsonl` and returns its path.
+
+    Each worker has a process track, with a track for each thread and as many tracks for calls on its event loop as
+    ran at the same time; "calls 1" is used first.
+    """
+    target, unfinished = run_dir / "trace.json.gz", run_dir / "trace.json.gz.part"
+    with gzip.open(unfinished, "wb", compresslevel=COMPRESSION) as file:
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        separator = b""
+        for path in sorted((run_dir / "logs").glob(f"*{SUFFIX}")):
+            lines, _, _ = path.read_bytes().rpartition(b"\n")  # Without the torn last line of a killed process.
+            if lines:
+                file.write(separator + lines.replace(b"\n", b",\n"))
+                separator = b",\n"
+        file.write(b"\n]}\n")
+    os.replace(unfinished, target)
+    return target

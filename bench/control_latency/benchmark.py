@@ -10,20 +10,19 @@ import argparse
 import asyncio
 import secrets
 import tempfile
+import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from asyncrl.bench.control_latency.busy_service import Busy
-from asyncrl.bench.control_latency.flood_sender import HELLO, start_flood
-from asyncrl.bench.control_latency.loop_stalls import TICK, Ticks, ticking
+from asyncrl.bench.control_latency.message_flood import HELLO, TICK, Ticks, start_flood, ticking
 from asyncrl.bench.measurements import MachineLoad
+from asyncrl.bench.rivals.timed_rounds import seconds_of_async
 from asyncrl.config.sources import load
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.engines.models.model_folder import prepare
@@ -49,9 +48,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--calls", type=int, default=1000, help="work calls that wait at the worker")
     parser.add_argument("--probes", type=int, default=300, help="number of calls of each kind that are timed")
     parser.add_argument("--messages", type=int, default=60_000, help="messages of a flood")
-    parser.add_argument(
-        "--loads", nargs="*", default=["torch", "python"], choices=["torch", "python"], help="work that is queued"
-    )
+    loads = ["torch", "python"]
+    parser.add_argument("--loads", nargs="*", default=loads, choices=loads, help="work that is queued")
     options = parser.parse_args(arguments)
     load_of_machine = MachineLoad()
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
@@ -64,30 +62,7 @@ def main(arguments: Sequence[str]) -> None:
 # ---- control calls beside queued work ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedFleet:
-    """Holds a fleet of one worker, and its launcher, which knows the address of the worker."""
-
-    running: RunningFleet
-    launcher: LocalLauncher
-
-    @property
-    def handle(self) -> Busy:
-        return self.running.handle("loaded", Busy)
-
-
 async def queued_work(folder: Path, kind: str, calls: int, probes: int) -> None:
-    async with _loaded_worker(folder, kind) as fleet, _queued_calls(fleet, calls) as queued:
-        measured = await _time_probes(fleet.handle, probes)
-        print(f"{kind} steps, {queued} work calls queued at the worker, {probes} calls of each kind:")
-        for probe, seconds in measured.items():
-            _show(probe, seconds)
-        steps = (await fleet.handle.pause()).at
-        print(f"  the worker ran {steps} steps meanwhile")
-
-
-@asynccontextmanager
-async def _loaded_worker(folder: Path, kind: str) -> AsyncIterator[LoadedFleet]:
     config = load("quickstart").config
     model = folder / "model"
     if kind == "torch" and not model.exists():
@@ -96,13 +71,19 @@ async def _loaded_worker(folder: Path, kind: str) -> AsyncIterator[LoadedFleet]:
     spec = ServiceSpec("loaded", Busy, "asyncrl.bench.control_latency.busy_service:BusyService", options={"load": kind})
     with LocalLauncher(run=facts.run) as launcher:
         async with running_fleet([spec], facts, launcher=launcher) as running:
-            yield LoadedFleet(running, launcher)
+            handle = running.handle("loaded", Busy)
+            async with _queued_calls(running, launcher, handle, calls) as queued:
+                measured = await _time_probes(handle, probes)
+                print(f"{kind} steps, {queued} work calls queued at the worker, {probes} calls of each kind:")
+                for probe, seconds in measured.items():
+                    _show(probe, seconds)
+                print(f"  the worker ran {(await handle.pause()).at} steps meanwhile")
 
 
 @asynccontextmanager
-async def _queued_calls(fleet: LoadedFleet, calls: int) -> AsyncIterator[int]:
+async def _queued_calls(running: RunningFleet, launcher: LocalLauncher, handle: Busy, calls: int) -> AsyncIterator[int]:
     """Keeps this many calls queued at the worker with additional clients; each client gets CREDIT calls in flight."""
-    facts, instance = fleet.running.facts, fleet.running.workers["loaded"].worker(0, 0).instance
+    facts, instance = running.facts, running.workers["loaded"].worker(0, 0).instance
     async with AsyncExitStack() as scope:
         wire = ZmqWire()
         scope.callback(wire.close)
@@ -110,12 +91,12 @@ async def _queued_calls(fleet: LoadedFleet, calls: int) -> AsyncIterator[int]:
         scope.callback(lambda: [call.cancel() for call in waiting])
         for start in range(0, calls, CREDIT):
             hello = identity(facts, "controller", start, f"caller-{start}")
-            connection = wire.connect(fleet.launcher.addresses(instance).work)
+            connection = wire.connect(launcher.addresses(instance).work)
             client = await scope.enter_async_context(Client(connection, hello, "loaded", instance=instance))
             share = min(CREDIT, calls - start)
             waiting += [asyncio.ensure_future(client.call("step", (), DEADLINE)) for _ in range(share)]
         async with asyncio.timeout(DEADLINE):
-            while (queued := (await fleet.handle.health())[0].queued) < 0.9 * calls:
+            while (queued := (await handle.health())[0].queued) < 0.9 * calls:
                 continue  # Each health call lets the worker receive more of them.
         yield queued
         for call in waiting:
@@ -126,26 +107,16 @@ async def _queued_calls(fleet: LoadedFleet, calls: int) -> AsyncIterator[int]:
 async def _time_probes(handle: Busy, probes: int) -> dict[str, list[float]]:
     measured: dict[str, list[float]] = {"pause": [], "resume": [], "health": [], "abort": []}
     for number in range(probes):
-        measured["pause"].append(await _timed(handle.pause))
-        measured["resume"].append(await _timed(handle.resume))
-        measured["health"].append(await _timed(handle.health))
+        for probe, call in (("pause", handle.pause), ("resume", handle.resume), ("health", handle.health)):
+            measured[probe] += await seconds_of_async(call, 1)
         async with aclosing(cast(Any, handle.samples(number))) as samples:
             await anext(samples)
-            measured["abort"].append(await _timed(partial(_abort, handle, samples, number)))
+            began = time.perf_counter()
+            await samples.aclose()
+            await handle.aborted(number)
+            measured["abort"].append(time.perf_counter() - began)
         await asyncio.sleep(PAUSE_BETWEEN)
     return measured
-
-
-async def _abort(handle: Busy, samples: Any, number: int) -> None:
-    await samples.aclose()
-    await handle.aborted(number)
-
-
-async def _timed(call: Callable[[], Awaitable[Any]]) -> float:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    await call()
-    return loop.time() - began
 
 
 def _show(probe: str, seconds: Sequence[float]) -> None:

@@ -71,27 +71,22 @@ class BusyService(Service, Busy):
         tokens = np.random.default_rng(0).integers(1, 8, (ROWS, PROMPT + RESPONSE))
 
         def step(number: int) -> None:
-            versions = np.full(RESPONSE, number)
+            logprobs, versions = np.full(RESPONSE, -2.0, np.float32), np.full(RESPONSE, number)
             rows = [
-                TrainRow(
-                    *(index, 0, 0, 0, row[:PROMPT], row[PROMPT:]),
-                    logprobs=np.full(RESPONSE, -2.0, np.float32),
-                    versions=versions,
-                    advantage=float(index % 2) - 0.5,
-                )
+                TrainRow(index, 0, 0, 0, row[:PROMPT], row[PROMPT:], logprobs, versions, float(index % 2) - 0.5)
                 for index, row in enumerate(tokens)
             ]
             run_step(engine, rows, 0, number)
 
         return step
 
-    def _step(self) -> None:
-        self._may_run.wait(timeout=10.0)
-        self._work(self._steps)
-        self._steps += 1
-
     async def step(self) -> None:
-        await self.context.compute.run(self._step)
+        def run() -> None:
+            self._may_run.wait(timeout=10.0)
+            self._work(self._steps)
+            self._steps += 1
+
+        await self.context.compute.run(run)
 
     async def samples(self, number: int) -> AsyncIterator[int]:
         closed = self._closed[number] = asyncio.Event()

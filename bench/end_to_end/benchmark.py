@@ -16,11 +16,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from asyncrl.bench.end_to_end.compared_systems import (
     STAGES,
     TRL_DEFAULTS,
-    AsyncrlSettings,
     SideResult,
     TrlSettings,
     run_asyncrl,
@@ -28,7 +28,7 @@ from asyncrl.bench.end_to_end.compared_systems import (
     trl_python,
 )
 from asyncrl.bench.end_to_end.workload import Workload, workloads, write_prompts
-from asyncrl.bench.measurements import MachineLoad, RoundValues, goal_line, in_turn, number, ratios, table
+from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, number, ratios, round_values, table
 
 LIMIT, WARM, TRL_WARM = 2, 3, 1
 BEST = TrlSettings(threads=2, micro_batch=64)
@@ -57,17 +57,13 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(f"{trl_python()} does not exist; run bench/rivals/setup trl, or use --without-trl")
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         folder = Path(name)
-        write_model(folder / "model")
-        write_prompts(folder)
+        # In a process of its own, because this process loads no torch.
+        program = f"from asyncrl.bench.benchmark_model import *; write_model(Path({str(folder / 'model')!r}))"
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+        write_prompts(folder / "prompts.jsonl")
         for key, workload in workloads(options.seats).items():
             if options.workload in (key, "all"):
                 measure(workload, options, folder)
-
-
-def write_model(folder: Path) -> None:
-    """Writes the model in a process of its own, because this process loads no torch."""
-    program = f"from asyncrl.bench.benchmark_model import *; write_model(Path({str(folder)!r}))"
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
 def measure(workload: Workload, options: argparse.Namespace, folder: Path) -> None:
@@ -75,7 +71,7 @@ def measure(workload: Workload, options: argparse.Namespace, folder: Path) -> No
     print(f"{workload.name}: {sum(workload.lengths):,} tokens a step, {options.rounds} rounds", flush=True)
 
     def ours(limit: int, ranks: int) -> Callable[[], SideResult]:
-        return lambda: run_asyncrl(AsyncrlSettings(limit, ranks), workload, 2 * options.steps, WARM, folder)
+        return lambda: run_asyncrl(limit, ranks, workload, 2 * options.steps, WARM, folder)
 
     def theirs(settings: TrlSettings) -> Callable[[], SideResult]:
         return lambda: run_trl(settings, workload, options.steps, TRL_WARM, folder)
@@ -98,7 +94,7 @@ def search(workload: Workload, folder: Path) -> TrlSettings:
 
 
 def report(workload: Workload, found: Mapping[str, Sequence[SideResult]]) -> None:
-    rates = {name: RoundValues(tuple(each.rate for each in results)) for name, results in found.items()}
+    rates = round_values({name: [each.rate for each in results] for name, results in found.items()})
     rows = [(name, str(rates[name]), *_cells(results)) for name, results in found.items()]
     print(table(("", "trained tokens/s", "s a step", *(f"{stage}, s" for stage in STAGES), "reward"), rows))
     best = max((ASYNC, ASYNC_TWO), key=lambda name: rates[name].median)
@@ -113,11 +109,11 @@ def report(workload: Workload, found: Mapping[str, Sequence[SideResult]]) -> Non
 
 def _stage(results: Sequence[SideResult], stage: str) -> float:
     """Returns the median of the seconds that a stage takes."""
-    return RoundValues(tuple(each.stages[stage] for each in results)).median
+    return median(each.stages[stage] for each in results)
 
 
 def _cells(results: Sequence[SideResult]) -> list[str]:
-    seconds = RoundValues(tuple(each.seconds for each in results)).median
+    seconds = median(each.seconds for each in results)
     stages = (_stage(results, stage) for stage in STAGES)
     return [*map(number, (seconds, *stages)), f"{results[-1].reward:.3f}"]
 

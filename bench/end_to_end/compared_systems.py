@@ -1,22 +1,37 @@
-"""Runs one side of the end-to-end measurement in a process of its own: asyncrl, or TRL's GRPOTrainer."""
+"""Runs one side of the end-to-end measurement in a process of its own: asyncrl, or TRL's GRPOTrainer.
 
+    python -m asyncrl.bench.end_to_end.compared_systems JSON
+
+is the process of asyncrl. JSON: `values` of the config, `lengths` of each sample of a batch, and `run_dir`.
+"""
+
+import asyncio
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from asyncrl.bench.child_process import environment, run_program
 from asyncrl.bench.end_to_end.workload import GROUPS, LEARNING_RATE, MEMBERS, PROMPT_TOKENS, Workload
 from asyncrl.bench.measurements import stage_seconds
+from asyncrl.config.sources import load
+from asyncrl.deploy.training_run import RunRequest, run
+from asyncrl.fleet.fleet import ServiceSpec
+from asyncrl.protocols.contracts import Generation
+from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 
 BENCH = Path(__file__).resolve().parents[1]
+SAMPLER = "asyncrl.bench.end_to_end.prescribed_lengths:PrescribedLengths"
 STAGES = ("generation", "reward", "training")
+SLOTS, MICRO_BATCH_TOKENS, THREADS = 256, 1312, 1
+"""How asyncrl runs."""
 TRL_STAGES = {"generation": "generation", "reward": "reward_seconds"}
 
 
@@ -34,51 +49,42 @@ class SideResult:
 # ---- asyncrl ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class AsyncrlSettings:
-    """Holds how asyncrl runs. limit: of staleness, 0 for synchronous runs. ranks: of the trainer."""
-
-    limit: int
-    ranks: int = 1
-    slots: int = 256
-    micro_batch_tokens: int = 1312
-    threads: int = 1
-
-
-def run_asyncrl(settings: AsyncrlSettings, workload: Workload, steps: int, warm: int, folder: Path) -> SideResult:
-    run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    request = {
-        "values": config_values(settings, workload, steps + warm, folder),
-        "lengths": workload.lengths,
-        "run_dir": str(run_dir),
-    }
-    command = [sys.executable, "-m", "asyncrl.bench.end_to_end.asyncrl_run", json.dumps(request)]
-    run_program(command, environment(settings.threads))
-    return asyncrl_result(read_metrics(RunDirectory(run_dir).metrics), warm)
-
-
-def config_values(settings: AsyncrlSettings, workload: Workload, steps: int, folder: Path) -> dict[str, Any]:
+def run_asyncrl(limit: int, ranks: int, workload: Workload, steps: int, warm: int, folder: Path) -> SideResult:
+    """Trains with asyncrl. limit: of staleness, 0 for synchronous runs. ranks: of the trainer."""
     slow = workload.parallel_scores is not None
     reward: dict[str, Any] = {"use": f"asyncrl.bench.end_to_end.even_words_reward:{'slowly' if slow else 'at_once'}"}
     if slow:
         reward["options"] = {"parallel_scores": workload.parallel_scores}
-    return {
-        "steps": steps,
+    values = {
+        "steps": steps + warm,
         "model.name": str(folder / "model"),
         "task.prompts": str(folder / "prompts.jsonl"),
         "task.prompts_per_step": GROUPS,
         "task.samples_per_prompt": MEMBERS,
         "task.max_prompt_tokens": PROMPT_TOKENS,
-        "generation.slots": settings.slots,
+        "generation.slots": SLOTS,
         "generation.max_new_tokens": max(workload.lengths),
         "reward.functions": [reward],
         "training.learning_rate": LEARNING_RATE,
-        "training.micro_batch_tokens": settings.micro_batch_tokens,
+        "training.micro_batch_tokens": MICRO_BATCH_TOKENS,
         "training.checkpoint_every": 0,
-        "training.layout_dp": settings.ranks,
-        "staleness.limit": settings.limit,
-        "fleet.threads": settings.threads,
+        "training.layout_dp": ranks,
+        "staleness.limit": limit,
+        "fleet.threads": THREADS,
     }
+    run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
+    request = {"values": values, "lengths": workload.lengths, "run_dir": str(run_dir)}
+    run_program([sys.executable, "-m", __name__, json.dumps(request)], environment(THREADS))
+    return asyncrl_result(read_metrics(RunDirectory(run_dir).metrics), warm)
+
+
+def train_request(given: dict[str, Any]) -> None:
+    """Trains in this process, which `run_asyncrl` started."""
+    config = load(None, (), values=given["values"]).config
+    services = {"generation": ServiceSpec("generation", Generation, SAMPLER, options={"lengths": given["lengths"]})}
+    display = LineDisplay(StringIO(), config.steps)
+    request = RunRequest(config, Path(given["run_dir"]), display, "asyncrl-bench end-to-end", services=services)
+    asyncio.run(run(request))
 
 
 def asyncrl_result(lines: Sequence[dict[str, Any]], warm: int) -> SideResult:
@@ -145,3 +151,7 @@ def trl_result(lines: Sequence[dict[str, Any]], warm: int) -> SideResult:
     stages["training"] = seconds / len(counted) - sum(stages.values())
     rewards = [line["reward"] for line in counted if line["reward"] is not None]
     return SideResult(sum(line["tokens"] for line in counted) / seconds, seconds / len(counted), stages, rewards[-1])
+
+
+if __name__ == "__main__":
+    train_request(json.loads(sys.argv[1]))

@@ -1,9 +1,7 @@
 """Samples completions of prescribed lengths, so that all compared systems sample the same numbers of tokens."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 
@@ -35,18 +33,3 @@ class PrescribedLengths(GenerationService):
     def _load_engine(self) -> EndlessEngine:
         version = self.context.options.get("own_version", NO_WEIGHTS)
         return EndlessEngine(self.context.model_dir, EngineSettings.of(self.context.config), version)
-
-
-def equal(samples: int, tokens: int) -> list[int]:
-    return [tokens] * samples
-
-
-def lognormal(samples: int, mean: float, sigma: float, cap: int, order: Sequence[int]) -> list[int]:
-    """Returns the quantiles of the distribution in this order, one per sample: a batch always has the same lengths.
-
-    mean: before the cap; mean = exp(mu + sigma^2 / 2).
-    """
-    normal, mu = NormalDist(), float(np.log(mean) - sigma**2 / 2)
-    quantiles = [float(np.exp(mu + sigma * normal.inv_cdf((rank + 0.5) / samples))) for rank in range(samples)]
-    sorted_lengths = [min(cap, max(1, round(tokens))) for tokens in quantiles]
-    return [sorted_lengths[place] for place in order]

@@ -1,9 +1,12 @@
 """Declares the workloads of the end-to-end measurement: prompts, completion lengths, and how fast a reward is."""
 
 import json
+import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 GROUPS, MEMBERS = 64, 8
 SAMPLES = GROUPS * MEMBERS
@@ -27,11 +30,9 @@ class Workload:
 
 
 def workloads(parallel_scores: int) -> dict[str, Workload]:
-    from asyncrl.bench.end_to_end.prescribed_lengths import equal, lognormal
-
     order = list(range(SAMPLES))
     random.Random(0).shuffle(order)
-    same, tailed = tuple(equal(SAMPLES, 32)), tuple(lognormal(SAMPLES, 32, 1.0, 256, order))
+    same, tailed = (32,) * SAMPLES, tuple(lognormal(SAMPLES, 32, 1.0, 256, order))
     slow_reward = f"a reward that takes 200 ms, {parallel_scores or 'all'} samples at a time"
     return {
         "equal": Workload("all completions 32 tokens", same, None, 1.4, 1.3),
@@ -40,8 +41,17 @@ def workloads(parallel_scores: int) -> dict[str, Workload]:
     }
 
 
-def write_prompts(folder: Path) -> Path:
-    source, file = random.Random(0), folder / "prompts.jsonl"
+def lognormal(samples: int, mean: float, sigma: float, cap: int, order: Sequence[int]) -> list[int]:
+    """Returns the quantiles of the distribution in this order, one per sample: a batch always has the same lengths.
+
+    mean: before the cap; mean = exp(mu + sigma^2 / 2).
+    """
+    normal, mu = NormalDist(), math.log(mean) - sigma**2 / 2
+    quantiles = [math.exp(mu + sigma * normal.inv_cdf((rank + 0.5) / samples)) for rank in range(samples)]
+    return [min(cap, max(1, round(quantiles[place]))) for place in order]
+
+
+def write_prompts(file: Path) -> None:
+    source = random.Random(0)
     words = [" ".join(f"w{source.randrange(2000)}" for _ in range(PROMPT_TOKENS)) for _ in range(PROMPTS)]
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in words))
-    return file

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,36 +40,26 @@ class SamplingWork:
     prompts: tuple[NDArray[np.int32], ...]
     lengths: tuple[int, ...]
 
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
     def requests(self) -> list[SampleRequest]:
         pairs = enumerate(zip(self.prompts, self.lengths, strict=True))
         return [SampleRequest((number, 0, 0), prompt, number, 1.0, length) for number, (prompt, length) in pairs]
 
 
-class EngineSampler(EndlessEngine):
+def complete(engine: EndlessEngine, work: SamplingWork) -> list[Completion]:
     """Submits all requests at once and decodes until they are finished."""
-
-    def __init__(self, folder: Path, slots: int) -> None:
-        settings = EngineSettings(slots=slots, max_prompt_tokens=LONGEST_PROMPT, max_new_tokens=MOST)
-        super().__init__(folder, settings, version=0)
-
-    def complete(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        for request in requests:
-            self.submit(request)
-        finished: list[Completion] = []
-        while self.active:
-            finished += self.step()
-        return finished
+    for request in work.requests():
+        engine.submit(request)
+    finished: list[Completion] = []
+    while engine.active:
+        finished += engine.step()
+    return finished
 
 
-class TimedEngine(EngineSampler):
+class TimedEngine(EndlessEngine):
     """Measures the CPU seconds of each stage; bookkeeping is the rest of a step."""
 
-    def __init__(self, folder: Path, slots: int) -> None:
-        super().__init__(folder, slots)
+    def __init__(self, folder: Path, settings: EngineSettings) -> None:
+        super().__init__(folder, settings, version=0)
         self.spent = dict.fromkeys(STAGES, 0.0)
         self.steps = 0
         self._flat.logits = self._timed("forward", self._flat.logits)  # type: ignore[method-assign]
@@ -114,35 +105,32 @@ def work_of(*, equal: bool) -> SamplingWork:
 
 
 def measure(name: str, goal: float, work: SamplingWork, model: Path, slots: int, rounds: int) -> None:
-    load = MachineLoad()
-    engine, plain = EngineSampler(model, slots), load_pretrained(model, dtype=torch.float32).eval()
+    load, tokens = MachineLoad(), sum(work.lengths)
+    settings = EngineSettings(slots=slots, max_prompt_tokens=LONGEST_PROMPT, max_new_tokens=MOST)
+    engine, plain = EndlessEngine(model, settings, 0), load_pretrained(model, dtype=torch.float32).eval()
     plain.generation_config.eos_token_id = None
-    sides = {
-        "asyncrl": lambda: work.tokens / cpu_seconds(lambda: engine.complete(work.requests())),
-        "transformers.generate": lambda: work.tokens / cpu_seconds(lambda: generate_in_batches(plain, work)),
-    }
+
+    def rate(run: Callable[[], object]) -> float:
+        began = time.process_time()
+        run()
+        return tokens / (time.process_time() - began)
+
+    ours, theirs = partial(complete, engine, work), partial(generate_in_batches, plain, work)
+    sides = {"asyncrl": partial(rate, ours), "transformers.generate": partial(rate, theirs)}
     found = round_values(in_turn(sides, rounds))
-    print(f"{name}: {work.tokens:,} useful tokens of {PROMPTS} prompts, {slots} slots, batch {SLOTS}, {rounds} rounds")
+    print(f"{name}: {tokens:,} useful tokens of {PROMPTS} prompts, {slots} slots, batch {SLOTS}, {rounds} rounds")
     print(table(("", "useful tokens per CPU-second"), [(side, str(values)) for side, values in found.items()]))
     ratio = ratios(found["asyncrl"], found["transformers.generate"])
     print(f"  ratio per round: {ratio}")
     print(goal_line("asyncrl over transformers.generate", ratio.median, goal))
-    show_stages(TimedEngine(model, slots), work)
-    print(
-        goal_line(
-            "largest difference of log-probs to transformers",
-            largest_difference(plain, engine, work),
-            1e-4,
-            at_most=True,
-        )
-    )
+    timed = TimedEngine(model, settings)
+    complete(timed, work)
+    whole = sum(timed.spent.values())
+    parts = ", ".join(f"{stage} {each / whole:.0%}" for stage, each in timed.spent.items())
+    print(f"  one step of our engine: {1000 * whole / timed.steps:.2f} ms of CPU: {parts}")
+    largest = largest_difference(plain, complete(engine, work))
+    print(goal_line("largest difference of log-probs to transformers", largest, 1e-4, at_most=True))
     print(f"  {load}\n")
-
-
-def cpu_seconds(work: Callable[[], Any]) -> float:
-    began = time.process_time()
-    work()
-    return time.process_time() - began
 
 
 @torch.inference_mode()
@@ -165,18 +153,11 @@ def generate_in_batches(model: Any, work: SamplingWork) -> None:
         )
 
 
-def show_stages(engine: TimedEngine, work: SamplingWork) -> None:
-    engine.complete(work.requests())
-    whole = sum(engine.spent.values())
-    parts = ", ".join(f"{stage} {each / whole:.0%}" for stage, each in engine.spent.items())
-    print(f"  one step of our engine: {1000 * whole / engine.steps:.2f} ms of CPU: {parts}")
-
-
 @torch.no_grad()
-def largest_difference(model: Any, engine: EngineSampler, work: SamplingWork) -> float:
+def largest_difference(model: Any, completions: Sequence[Completion]) -> float:
     """Returns the largest difference over all sampled tokens; each completion has a forward pass of its own."""
     found = 0.0
-    for done in engine.complete(work.requests()):
+    for done in completions:
         ids = torch.from_numpy(np.concatenate([done.request.prompt, done.tokens]).astype(np.int64))
         logits = model(input_ids=ids[None]).logits[0, len(done.request.prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(-1, ids[len(done.request.prompt) :, None])[:, 0]

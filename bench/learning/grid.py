@@ -1,4 +1,4 @@
-"""Declares the grid of `asyncrl-bench learning`: tables of cases, and the claim about corrections.
+"""Declares the grid of `asyncrl-bench learning`: tables of cases, the claim about corrections, and `--only`.
 
 A case is one run. Its key is a digest of all its settings, its experiment file included, so that a result counts in
 every table that holds the case, and becomes void when a setting changes.
@@ -6,20 +6,23 @@ every table that holds the case, and becomes void when a setting changes.
 
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from statistics import fmean
 from typing import Any
 
-from asyncrl.bench.learning.paired_statistics import UncorrectedRuns, chosen_setting
+from asyncrl.bench.learning.paired_statistics import differences
 from asyncrl.config.presets import PRESETS
 from asyncrl.experiments import experiment_text
 
 Values = Mapping[str, Any]
-Rewards = Mapping[str, float | None]
-"""Final held-out reward by the key of the case; None for a failed run."""
+Line = Mapping[str, Any]
+Results = Mapping[str, Line]
+"""Lines of `learning.jsonl` by the key of their case; the line of a failed run has `failed` and no rewards."""
 SYNCHRONOUS = 0
 COMPARED_WITH = "synchronous"
 """Name of the row that the others are compared with in a table without limit 0."""
@@ -56,6 +59,22 @@ class Case:
         return f"{self.task}, {self.row}, limit {self.limit}, seed {self.seed}"
 
 
+Parts = Mapping[str, Sequence[Case]]
+"""Cases by the name of their table; `search` and `claim` are the parts of the claim."""
+
+
+@cache
+def _experiment(task: str) -> dict[str, Any]:
+    """Returns the settings of an experiment by dotted key: {"training.learning_rate": 2e-4, "steps": 250}."""
+    flat: dict[str, Any] = {}
+    for section, values in tomllib.loads(experiment_text(task)).items():
+        if isinstance(values, Mapping):
+            flat |= {f"{section}.{key}": value for key, value in values.items()}
+        else:
+            flat[section] = values
+    return flat
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Combines every row with every limit, for each task and seed.
@@ -87,6 +106,10 @@ class Table:
         ]
         return compared + own + (self.controls.cases() if self.controls else [])
 
+    def synchronous_of(self, case: Case) -> Case:
+        """Returns the run to compare with: the same setting at limit 0, or the base of a table without limit 0."""
+        return replace(case, limit=SYNCHRONOUS, values=case.values if SYNCHRONOUS in self.limits else self.base)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -103,7 +126,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Holds candidates in order of preference, and the loss and reward that a setting needs to test the correction."""
+    """Holds candidates in order of preference, and the loss and reward that a setting needs to test the correction.
+
+    The order of the candidates was fixed before any of them was run. defaults: settings of every run.
+    """
 
     limit: int
     least_loss: float
@@ -112,6 +138,7 @@ class Claim:
     seeds: tuple[int, ...]
     uncorrected: Values
     candidates: tuple[Candidate, ...]
+    defaults: Values
 
     def search(self) -> list[Case]:
         """Returns the runs without correction that choose the setting."""
@@ -129,24 +156,31 @@ class Claim:
         """Returns the runs that test the claim, with other seeds than the search."""
         return self.uncorrected_cases(candidate, self.seeds) + self.corrected_cases(candidate)
 
-    def is_searched(self, held_out: Rewards, defaults: Values) -> bool:
+    def is_searched(self, results: Results) -> bool:
         """Checks that every run of the search has a result."""
-        return all(case.key(defaults) in held_out for case in self.search())
+        return all(case.key(self.defaults) in results for case in self.search())
 
-    def chosen(self, held_out: Rewards, defaults: Values) -> Candidate | None:
-        """Returns the first candidate that qualifies; None if none does or the search is not complete."""
-        if not self.is_searched(held_out, defaults):
-            return None
-        runs = [self._uncorrected_runs(each, held_out, defaults) for each in self.candidates]
-        name = chosen_setting(runs, self.least_loss, self.least_reward)
-        return next((each for each in self.candidates if each.name == name), None)
+    def chosen(self, results: Results) -> Candidate | None:
+        """Returns the first candidate that learns when synchronous and loses enough when stale.
 
-    def _uncorrected_runs(self, candidate: Candidate, held_out: Rewards, defaults: Values) -> UncorrectedRuns:
-        rewards: dict[int, dict[int, float]] = {SYNCHRONOUS: {}, self.limit: {}}
-        for case in self.uncorrected_cases(candidate, self.search_seeds):
-            if (reward := held_out[case.key(defaults)]) is not None:
-                rewards[case.limit][case.seed] = reward
-        return UncorrectedRuns(candidate.name, rewards[SYNCHRONOUS], rewards[self.limit])
+        The choice uses uncorrected runs only, so that the correction has no influence on the setting in which it is
+        tested. None: no candidate qualifies, or the search is not complete.
+        """
+        for candidate in self.candidates if self.is_searched(results) else ():
+            synchronous, stale = self.rewards(self.uncorrected_cases(candidate, self.search_seeds), results)
+            lost = differences(synchronous, stale)
+            if lost and fmean(lost) >= self.least_loss and fmean(synchronous.values()) >= self.least_reward:
+                return candidate
+        return None
+
+    def rewards(self, cases: Sequence[Case], results: Results) -> tuple[dict[int, float], dict[int, float]]:
+        """Returns held-out rewards of successful runs by seed: synchronous, and at the large limit."""
+        found: dict[int, dict[int, float]] = {SYNCHRONOUS: {}, self.limit: {}}
+        for case in cases:
+            line = results.get(case.key(self.defaults), {})
+            if "held_out" in line:
+                found[case.limit][case.seed] = line["held_out"]
+        return found[SYNCHRONOUS], found[self.limit]
 
     def _cases(self, candidate: Candidate, row: str, values: Values, seeds: Sequence[int]) -> list[Case]:
         row = f"{candidate.name}, {row}"
@@ -164,60 +198,101 @@ class Grid:
     tables: tuple[Table, ...]
     claim: Claim
 
-    def parts(self, held_out: Rewards) -> dict[str, list[Case]]:
+    def parts(self, results: Results) -> dict[str, list[Case]]:
         """Returns the cases by table, with those of the search and, once it chose a setting, of the proof."""
         found = {table.name: table.cases() for table in self.tables}
         found["search"] = self.claim.search()
-        if (candidate := self.claim.chosen(held_out, self.defaults)) is not None:
+        if (candidate := self.claim.chosen(results)) is not None:
             found["claim"] = self.claim.proof(candidate)
         return found
+
+    def possible_parts(self) -> dict[str, list[Case]]:
+        """Returns the cases by table, with the proof of every candidate."""
+        return {**self.parts({}), "claim": [case for each in self.claim.candidates for case in self.claim.proof(each)]}
 
 
 def read_grid(text: str) -> Grid:
     """Reads a grid from TOML."""
     given = tomllib.loads(text)
-    return Grid(
-        goal=given["goal"],
-        defaults=given["defaults"],
-        expected_seconds=given["expected_seconds"],
-        tables=tuple(_table(table, given["controls"]) for table in given["tables"]),
-        claim=_claim(given["claim"]),
-    )
+    tables = tuple(_table(table, given["controls"]) for table in given["tables"])
+    return Grid(given["goal"], given["defaults"], given["expected_seconds"], tables, _claim(given))
 
 
 def _table(given: Mapping[str, Any], controls: Mapping[str, Any]) -> Table:
     def table(name: str, title: str, own: Mapping[str, Any], controls: Table | None) -> Table:
         rows = {row: {**base, **values} for row, values in own["rows"].items()}
-        return Table(name, title, tuple(given["tasks"]), tuple(own["limits"]), _seeds(own), rows, base, controls)
+        seeds = _seeds(own["first_seed"], own["seeds"])
+        return Table(name, title, tuple(given["tasks"]), tuple(own["limits"]), seeds, rows, base, controls)
 
     base: Values = given.get("base", {})
     return table(given["name"], given["title"], given, table("controls", "Controls", controls, None))
 
 
-def _claim(given: Mapping[str, Any]) -> Claim:
+def _claim(grid: Mapping[str, Any]) -> Claim:
+    given = grid["claim"]
     return Claim(
-        limit=given["limit"],
-        least_loss=given["least_loss"],
-        least_reward=given["least_reward"],
-        search_seeds=_seeds({"first_seed": given["search_first_seed"], "seeds": given["search_seeds"]}),
-        seeds=_seeds(given),
-        uncorrected=given["uncorrected"],
+        **{key: given[key] for key in ("limit", "least_loss", "least_reward", "uncorrected")},
+        search_seeds=_seeds(given["search_first_seed"], given["search_seeds"]),
+        seeds=_seeds(given["first_seed"], given["seeds"]),
         candidates=tuple(Candidate(each["task"], each["values"]) for each in given["candidates"]),
+        defaults=grid["defaults"],
     )
 
 
-def _seeds(given: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(range(given["first_seed"], given["first_seed"] + given["seeds"]))
+def _seeds(first: int, count: int) -> tuple[int, ...]:
+    return tuple(range(first, first + count))
 
 
-@cache
-def _experiment(task: str) -> dict[str, Any]:
-    """Returns the settings of an experiment by dotted key: {"training.learning_rate": 2e-4, "steps": 250}."""
-    tables = tomllib.loads(experiment_text(task))
-    flat: dict[str, Any] = {}
-    for section, values in tables.items():
-        if isinstance(values, Mapping):
-            flat |= {f"{section}.{key}": value for key, value in values.items()}
-        else:
-            flat[section] = values
-    return flat
+# ---- selection by --only ---------------------------------------------------------------------------------
+
+FILTERS = ("table", "task", "row", "limit", "seed")
+SEPARATOR = re.compile(r",(?! )")
+"""Separates values; a comma before a space is part of the name of a row."""
+
+CaseFilter = Mapping[str, frozenset[str]]
+"""The wanted values by name of a filter; a filter that is not given selects every case."""
+
+
+def read_filter(written: Sequence[str]) -> CaseFilter:
+    """Reads `task=quickstart,longer`, `row=cap, token,cap, sequence` and the like.
+
+    Raises:
+        ValueError: a name is not one of FILTERS, or a value holds a second name.
+    """
+    wanted: dict[str, frozenset[str]] = {}
+    for each in written:
+        name, _, values = each.partition("=")
+        if name not in FILTERS or not values:
+            raise ValueError(f"--only {each}: write one of {', '.join(FILTERS)}, =, and values with commas")
+        if joined := re.search(rf",({'|'.join(FILTERS)})=", values):
+            separate = f"{name}={values[: joined.start()]} {values[joined.start() + 1 :]}"
+            raise ValueError(f"--only {each}: separate names with a space, not a comma: --only {separate}")
+        wanted[name] = wanted.get(name, frozenset()) | frozenset(SEPARATOR.split(values))
+    return wanted
+
+
+def check_filter(wanted: CaseFilter, grid: Grid, results: Results) -> None:
+    """Raises ValueError for a value that no case of the grid can have, and for values that no case has all of."""
+    known = [_filtered_values(table, case) for table, cases in grid.possible_parts().items() for case in cases]
+    for name, values in wanted.items():
+        choices = list(dict.fromkeys(each[name] for each in known))
+        if unknown := sorted(values.difference(choices)):
+            raise ValueError(f"--only {name}={','.join(unknown)}: choose from {', '.join(choices)}")
+    if not select_cases(grid.parts(results), wanted):
+        written = " ".join(f"{name}={','.join(sorted(values))}" for name, values in wanted.items())
+        raise ValueError(f"--only {written}: no case of the grid has all these values")
+
+
+def select_cases(parts: Parts, wanted: CaseFilter) -> dict[str, list[Case]]:
+    """Returns the selected cases of each part, without parts that have none."""
+    found: dict[str, list[Case]] = {}
+    for table, cases in parts.items():
+        for case in cases:
+            filtered = _filtered_values(table, case)
+            if all(filtered[name] in values for name, values in wanted.items()):
+                found.setdefault(table, []).append(case)
+    return found
+
+
+def _filtered_values(table: str, case: Case) -> dict[str, str]:
+    return {"table": table, "task": case.task, "row": case.row, "limit": str(case.limit), "seed": str(case.seed)}

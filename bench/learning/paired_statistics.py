@@ -52,29 +52,3 @@ def recovered_share(synchronous: BySeed, uncorrected: BySeed, corrected: BySeed)
     lost = sum(synchronous[seed] - uncorrected[seed] for seed in seeds)
     gained = sum(corrected[seed] - uncorrected[seed] for seed in seeds)
     return gained / lost if lost > 0 else math.nan
-
-
-@dataclass(frozen=True, slots=True)
-class UncorrectedRuns:
-    """Holds the held-out rewards of a setting without correction by seed: synchronous, and at the large limit."""
-
-    setting: str
-    synchronous: BySeed
-    stale: BySeed
-
-
-def chosen_setting(candidates: Sequence[UncorrectedRuns], least_loss: float, least_reward: float) -> str | None:
-    """Returns the first candidate that learns when synchronous and loses enough when stale; None if there is none.
-
-    The choice uses uncorrected runs only, so that the correction has no influence on the setting in which it is tested.
-    The order of the candidates was fixed before any of them was run.
-
-    Args:
-        least_loss: smallest mean of synchronous - stale.
-        least_reward: smallest mean held-out reward of the synchronous runs.
-    """
-    for each in candidates:
-        lost = differences(each.synchronous, each.stale)
-        if lost and fmean(lost) >= least_loss and fmean(each.synchronous.values()) >= least_reward:
-            return each.setting
-    return None

@@ -28,14 +28,12 @@ TEXT = np.frombuffer(b"emulated", np.uint8)
 
 def stages(generation: float, reward: float, reference: float, training: float) -> dict[str, ServiceSpec]:
     """Returns the specifications of the services; each argument is the seconds of a step in that service."""
-    here = "asyncrl.bench.overhead.emulated_services"
+    contracts = {Generation: generation, Reward: reward, Reference: reference, Training: training}
     return {
-        "generation": ServiceSpec(
-            "generation", Generation, f"{here}:EmulatedGeneration", options={"seconds": generation}
-        ),
-        "reward": ServiceSpec("reward", Reward, f"{here}:EmulatedReward", options={"seconds": reward}),
-        "reference": ServiceSpec("reference", Reference, f"{here}:EmulatedReference", options={"seconds": reference}),
-        "training": ServiceSpec("training", Training, f"{here}:EmulatedTraining", options={"seconds": training}),
+        (name := contract.__name__.lower()): ServiceSpec(
+            name, contract, f"{__name__}:Emulated{contract.__name__}", options={"seconds": seconds}
+        )
+        for contract, seconds in contracts.items()
     }
 
 
@@ -55,18 +53,18 @@ class EmulatedService(FakeService):
         await super().start()
 
     async def spend(self, seconds: float) -> None:
-        await self.context.compute.run(self._sleep, seconds)
+        def sleep() -> None:
+            began = time.monotonic()
+            time.sleep(seconds)
+            self.counters["slept"] += time.monotonic() - began
+
+        await self.context.compute.run(sleep)
 
     def seconds_for(self, samples: Sized) -> float:
         """Returns the share of these samples in the seconds of a step."""
         task = self.context.config.task
         share = len(samples) / (task.prompts_per_step * task.samples_per_prompt)
         return share * float(self.context.options["seconds"])
-
-    def _sleep(self, seconds: float) -> None:
-        began = time.monotonic()
-        time.sleep(seconds)
-        self.counters["slept"] += time.monotonic() - began
 
 
 class EmulatedGeneration(EmulatedService, FakeGeneration):
@@ -84,14 +82,9 @@ class EmulatedGeneration(EmulatedService, FakeGeneration):
         yield BatchRef(tuple(self.row(member, spans) for member in members))
 
     def columns(self, sequence: Sequence, spans: Spans) -> dict[str, Array]:
-        ids = np.full(TOKENS, sequence.member, np.int32)
-        more: dict[str, Array] = {
-            "prompt_ids": ids,
-            "response_ids": ids,
-            "text": TEXT,
-            "logprobs": np.zeros(TOKENS, np.float32),
-        }
-        return {**super().columns(sequence, spans), **more}
+        ids, logprobs = np.full(TOKENS, sequence.member, np.int32), np.zeros(TOKENS, np.float32)
+        own: dict[str, Array] = {"prompt_ids": ids, "response_ids": ids, "text": TEXT, "logprobs": logprobs}
+        return {**super().columns(sequence, spans), **own}
 
 
 class EmulatedReward(EmulatedService, FakeReward):

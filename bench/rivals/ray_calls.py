@@ -18,7 +18,7 @@ class Sink:
         return payload
 
     def take(self, tensors: timed_rounds.Tensors) -> int:
-        return timed_rounds.last_values(tensors)
+        return timed_rounds.last_values(tensors.values())
 
 
 def main() -> None:
@@ -27,14 +27,15 @@ def main() -> None:
     payload = b"x" * 64
     ray.get([sink.echo.remote(payload), sink.take.remote(batch)])
     for _ in timed_rounds.rounds({"ray": ray.__version__}):
-        results = timed_rounds.percentiles(lambda: ray.get(sink.echo.remote(payload)), 150)
+        results = timed_rounds.percentiles(timed_rounds.seconds_of(lambda: ray.get(sink.echo.remote(payload)), 150))
         start = time.perf_counter()
         ray.get([sink.echo.remote(payload) for _ in range(500)])
         results["calls_per_s"] = 500 / (time.perf_counter() - start)
-        results["batch_ms"] = timed_rounds.milliseconds(lambda: ray.get(sink.take.remote(batch)), 20)
+        seconds = timed_rounds.seconds_of(lambda: ray.get(sink.take.remote(batch)), 20)
+        results["batch_ms"] = timed_rounds.milliseconds(seconds)
         results["piped_gb_s"] = _pipelined(sink, batch)
-        milliseconds = timed_rounds.milliseconds(lambda: ray.get(sink.take.remote(large)), 3)
-        results["large_gb_s"] = timed_rounds.LARGE / milliseconds / 1e6
+        seconds = timed_rounds.seconds_of(lambda: ray.get(sink.take.remote(large)), 3)
+        results["large_gb_s"] = timed_rounds.gigabytes_per_second(seconds)
         timed_rounds.report(results)
 
 

@@ -8,7 +8,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from statistics import median
 from typing import Any
 
@@ -32,8 +32,8 @@ def size(tensors: Tensors) -> int:
     return sum(values.nbytes for values in tensors.values())
 
 
-def last_values(tensors: Tensors) -> int:
-    return sum(int(values[-1]) for values in tensors.values())
+def last_values(arrays: Iterable[Any]) -> int:
+    return sum(int(values[-1]) for values in arrays)
 
 
 def rounds(ready: dict[str, object]) -> Iterator[None]:
@@ -47,25 +47,37 @@ def report(results: dict[str, float]) -> None:
     print(json.dumps({name: round(value, 3) for name, value in results.items()}), flush=True)
 
 
-def percentiles(call: Callable[[], object], count: int) -> dict[str, float]:
-    """Returns p50 and p99 of a call in microseconds."""
-    return _percentiles(sorted(_timed(call) for _ in range(count)))
+def seconds_of(call: Callable[[], object], count: int) -> list[float]:
+    """Times `count` calls, one after the other."""
+    found = []
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return found
 
 
-async def percentiles_async(call: Callable[[], Awaitable[object]], count: int) -> dict[str, float]:
-    return _percentiles(sorted([await _timed_async(call) for _ in range(count)]))
+async def seconds_of_async(call: Callable[[], Awaitable[object]], count: int) -> list[float]:
+    found = []
+    for _ in range(count):
+        start = time.perf_counter()
+        await call()
+        found.append(time.perf_counter() - start)
+    return found
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    return {"rtt_p50_us": seconds[len(seconds) // 2] * 1e6, "rtt_p99_us": seconds[len(seconds) * 99 // 100] * 1e6}
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """Returns p50 and p99 in microseconds."""
+    ranked = sorted(seconds)
+    return {"rtt_p50_us": ranked[len(ranked) // 2] * 1e6, "rtt_p99_us": ranked[len(ranked) * 99 // 100] * 1e6}
 
 
-def milliseconds(call: Callable[[], object], count: int) -> float:
-    return 1e3 * median(_timed(call) for _ in range(count))
+def milliseconds(seconds: list[float]) -> float:
+    return 1e3 * median(seconds)
 
 
-async def milliseconds_async(call: Callable[[], Awaitable[object]], count: int) -> float:
-    return 1e3 * median([await _timed_async(call) for _ in range(count)])
+def gigabytes_per_second(seconds: list[float], size: int = LARGE) -> float:
+    return size / median(seconds) / 1e9
 
 
 async def in_window(call: Callable[[], Awaitable[object]], count: int, width: int = WINDOW) -> float:
@@ -77,16 +89,4 @@ async def in_window(call: Callable[[], Awaitable[object]], count: int, width: in
             await call()
 
     await asyncio.gather(*(caller() for _ in range(width)))
-    return time.perf_counter() - start
-
-
-def _timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-async def _timed_async(call: Callable[[], Awaitable[object]]) -> float:
-    start = time.perf_counter()
-    await call()
     return time.perf_counter() - start

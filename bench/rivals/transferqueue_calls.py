@@ -21,19 +21,13 @@ def main() -> None:
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     transfer_queue.init()
     tensors = {name: torch.from_numpy(values) for name, values in timed_rounds.rollout().items()}
-    batch = TensorDict(
-        {name: values.reshape(SAMPLES, -1) for name, values in tensors.items()},
-        batch_size=SAMPLES,
-    )
-    large = TensorDict(
-        {"data": torch.ones(SAMPLES, LARGE // SAMPLES // 4)},
-        SAMPLES,
-    )
+    batch = TensorDict({name: values.reshape(SAMPLES, -1) for name, values in tensors.items()}, batch_size=SAMPLES)
+    large = TensorDict({"data": torch.ones(SAMPLES, LARGE // SAMPLES // 4)}, batch_size=SAMPLES)
     there_and_back(batch)
     for _ in timed_rounds.rounds({"TransferQueue": "0.1.11"}):
-        results = {"batch_ms": timed_rounds.milliseconds(lambda: there_and_back(batch), 5)}
-        results["large_gb_s"] = LARGE / timed_rounds.milliseconds(lambda: there_and_back(large), 1) / 1e6
-        timed_rounds.report(results)
+        milliseconds = timed_rounds.milliseconds(timed_rounds.seconds_of(lambda: there_and_back(batch), 5))
+        speed = timed_rounds.gigabytes_per_second(timed_rounds.seconds_of(lambda: there_and_back(large), 1))
+        timed_rounds.report({"batch_ms": milliseconds, "large_gb_s": speed})
 
 
 def there_and_back(batch: TensorDict) -> int:

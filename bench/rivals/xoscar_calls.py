@@ -16,13 +16,14 @@ async def main() -> None:
         sink = await xoscar.create_actor(Sink, address=pool.external_address, allocate_strategy=where)
         batch, large, payload = timed_rounds.rollout(), {"data": np.ones(timed_rounds.LARGE, np.uint8)}, b"x" * 64
         for _ in timed_rounds.rounds({"xoscar": version("xoscar")}):
-            results = await timed_rounds.percentiles_async(lambda: sink.echo(payload), 300)
+            results = timed_rounds.percentiles(await timed_rounds.seconds_of_async(lambda: sink.echo(payload), 300))
             results["calls_per_s"] = 960 / await timed_rounds.in_window(lambda: sink.echo(payload), 960, 64)
-            results["batch_ms"] = await timed_rounds.milliseconds_async(lambda: sink.take(batch), 20)
+            one_by_one = await timed_rounds.seconds_of_async(lambda: sink.take(batch), 20)
+            results["batch_ms"] = timed_rounds.milliseconds(one_by_one)
             seconds = await timed_rounds.in_window(lambda: sink.take(batch), timed_rounds.PIPELINED)
             results["piped_gb_s"] = timed_rounds.PIPELINED * timed_rounds.size(batch) / seconds / 1e9
-            milliseconds = await timed_rounds.milliseconds_async(lambda: sink.take(large), 3)
-            results["large_gb_s"] = timed_rounds.LARGE / milliseconds / 1e6
+            of_large = await timed_rounds.seconds_of_async(lambda: sink.take(large), 3)
+            results["large_gb_s"] = timed_rounds.gigabytes_per_second(of_large)
             timed_rounds.report(results)
 
 

@@ -9,4 +9,4 @@ class Sink(xoscar.Actor):
         return payload
 
     async def take(self, tensors: timed_rounds.Tensors) -> int:
-        return timed_rounds.last_values(tensors)
+        return timed_rounds.last_values(tensors.values())

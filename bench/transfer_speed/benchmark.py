@@ -21,7 +21,7 @@ from pathlib import Path
 
 from asyncrl.bench.transfer_speed.asyncrl_calls import asyncrl_calls
 from asyncrl.bench.transfer_speed.goals import Results, Round, goal_lines, result_lines
-from asyncrl.bench.transfer_speed.machine_limits import MachineLimits
+from asyncrl.bench.transfer_speed.machine_limits import machine_limits
 from asyncrl.deploy.process.worker_environment import FRAME_MALLOC
 
 SCRIPTS = {"ray": "ray_calls.py", "xoscar": "xoscar_calls.py", "transferqueue": "transferqueue_calls.py"}
@@ -35,13 +35,8 @@ LINE_BYTES = 2**20
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench channels", description=__doc__)
     parser.add_argument("--rounds", type=int, default=6, help="number of rounds; the first is discarded")
-    parser.add_argument(
-        "--rivals",
-        nargs="*",
-        default=list(SCRIPTS),
-        choices=list(SCRIPTS),
-        help="other systems",
-    )
+    names = list(SCRIPTS)
+    parser.add_argument("--rivals", nargs="*", default=names, choices=names, help="other systems")
     parser.add_argument("--json", type=Path, help="write every round to this file")
     options = parser.parse_args(arguments)
     _with_frame_malloc(arguments)
@@ -66,7 +61,7 @@ async def measure(rounds: int, rivals: Sequence[str]) -> list[Round]:
     async with AsyncExitStack() as scope:
         folder = Path(scope.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-bench-")))
         others = await _start_rivals(scope, rivals)
-        limits = await scope.enter_async_context(MachineLimits(folder, os.environ))
+        limits = await scope.enter_async_context(machine_limits(folder, os.environ))
         calls = await scope.enter_async_context(asyncrl_calls(folder, FRAME_MALLOC))
         for number in range(rounds):
             began = time.perf_counter()

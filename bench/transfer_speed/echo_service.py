@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from asyncrl.bench.rivals.timed_rounds import LARGE, LENGTH
+from asyncrl.bench.rivals.timed_rounds import LARGE, LENGTH, last_values
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef
 from asyncrl.protocols.contracts import Contract, Idempotent, endpoint
 from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL
 
 RANKS = 4
-
 ROW = ("ids", "logp", "mask", "versions")
 """Columns of a rollout batch that hold a value per token; the others hold a value per sample."""
 
@@ -76,11 +75,11 @@ class EchoService(Service, Echo):
         return payload
 
     async def take(self, batch: Batch) -> int:
-        return _last_values([column.values for column in batch.columns.values()])
+        return last_values(column.values for column in batch.columns.values())
 
     async def read_in_place(self, refs: BatchRef, columns: list[str]) -> int:
         async with self.context.reader.views(refs, columns) as rows:
-            return _last_values([values[-1] for values in rows.values()])
+            return last_values(values[-1] for values in rows.values())
 
     async def scatter_frames(self, batch: Batch) -> None:
         await self.take(batch)
@@ -96,7 +95,3 @@ class EchoService(Service, Echo):
         self.rows.free(self._last)
         self._last = [self.rows.put({"data": self._source[:size]})]
         return reference(self._last)
-
-
-def _last_values(arrays: Sequence[Array]) -> int:
-    return sum(int(values[-1]) for values in arrays)

@@ -11,7 +11,7 @@ def main(arguments: list[str]) -> int:
 
     from asyncrl.errors import ConfigError
     from asyncrl.telemetry.display import sample_panel
-    from asyncrl.telemetry.samples_file import Selection, read_samples
+    from asyncrl.telemetry.samples_file import read_samples, select_samples
 
     parser = argparse.ArgumentParser("asyncrl samples", description=DESCRIPTION)
     parser.add_argument("run", type=Path, help="Name the run directory to read.")
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     if not path.exists():
         raise ConfigError(f"{path} does not exist: name a run directory that has trained a step")
     records = read_samples(path)
-    chosen = Selection(asked.step, asked.group, asked.order, asked.masked, asked.count).of(records)
+    chosen = select_samples(records, asked.step, asked.group, asked.order, asked.masked, asked.count)
     if not chosen:
         steps = [record.step for record in records]
         written = f"the file has samples of steps {min(steps)} to {max(steps)}" if steps else "the file has no samples"

@@ -23,7 +23,7 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/rewards/execution/function_call.py",
     "asyncrl/rewards/execution/child_server.py",
     "asyncrl/tasks/prompt_sources.py",
-    "asyncrl/telemetry/sinks/worker.py",
+    "asyncrl/telemetry/sinks.py",
 }
 PURE = {
     "asyncrl/controller/sample_tracker.py",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.bench.overhead.overhead import STAGES, WARM, emulated_run
+from asyncrl.bench.overhead.benchmark import STAGES, WARM, emulated_run
 
 pytestmark = pytest.mark.fleet
 

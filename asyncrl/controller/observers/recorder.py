@@ -19,9 +19,9 @@ from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Health, SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
-from asyncrl.telemetry.metrics_file import MetricsFile, TimeShares, batch_metrics, report_metrics, step_of, term_metric
+from asyncrl.telemetry.metrics_file import TimeShares, batch_metrics, report_metrics, step_of, term_metric
 from asyncrl.telemetry.run_directory import RunDirectory
-from asyncrl.telemetry.samples_file import SampleRecord, SamplesFile, sample_record, to_show
+from asyncrl.telemetry.samples_file import SampleRecord, sample_record, to_show
 
 WAITING_EVENTS = 100_000
 """Bound of the queue: far more than the samples of all groups in flight; reaching it means that the disk hangs."""
@@ -58,8 +58,8 @@ class Recorder:
         self._show = show
         self._send = send
         self._path = directory.path
-        self._metrics = MetricsFile(directory.metrics)
-        self._samples = SamplesFile(directory.samples)
+        self._metrics = LineFile(directory.metrics)
+        self._samples = LineFile(directory.samples)
         self._evaluations = LineFile(directory.evaluations)
         self._events: asyncio.Queue[Event] = asyncio.Queue(WAITING_EVENTS)
         self._terms: dict[Key, Mapping[str, float]] = {}
@@ -137,8 +137,9 @@ class Recorder:
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
         metrics |= self._shares.since_last(await self._poll_health()) | self._evaluated
         records = self._records(done)
-        self._metrics.write(metrics)
-        self._samples.write(records)
+        self._metrics.append(metrics)
+        for record in records:
+            self._samples.append(asdict(record))
         self._forget(row.key for row in done.cuts.batch)
         if not done.report.skipped:  # Else the record of the next step includes these counts.
             self._dropped.clear()

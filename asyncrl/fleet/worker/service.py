@@ -122,7 +122,7 @@ class Service:
 
     async def health(self) -> list[Health]:
         context, now = self.context, asyncio.get_running_loop().time()
-        spent = context.clock.spent()
+        wall, seconds = context.clock.spent()
         doing = [f"{label} for {now - since:.1f} s" for label, since in self.running.values()]
         own = Health(
             service=context.service,
@@ -131,8 +131,8 @@ class Service:
             instance=context.instance,
             doing=tuple(doing if self.ready.done() else ["starting", *doing]),
             queued=self.queued,
-            seconds=spent.seconds,
-            wall=spent.wall,
+            seconds=seconds,
+            wall=wall,
             counters=dict(self.counters),
         )
         return [own]

@@ -20,16 +20,13 @@ ROWS = [line.strip("|").split(" | ") for line in ALGORITHM.splitlines() if line.
 DOCUMENTED = [row[0].strip(" `") for row in ROWS]
 FOLDERS = ("asyncrl", "protocols", "services", "deploy")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-LISTS = ("METRICS", "FURTHER_METRICS")
 FAMILIES = sorted({name.split("/")[0] for name in DOCUMENTED if "/" in name})
 ANYTHING = "<>"
 
 
 def texts(node: ast.AST) -> Iterator[str]:
-    """Strings in the code of a file, what is filled in as <>; the lists of names themselves are left out."""
+    """Strings in the code of a file, what is filled in as <>."""
     match node:
-        case ast.AnnAssign(target=ast.Name(id=name)) if name in LISTS:
-            return
         case ast.Constant(value=str(text)):
             yield text
         case ast.JoinedStr(values=parts):

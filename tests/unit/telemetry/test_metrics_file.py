@@ -8,13 +8,12 @@ import pytest
 
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Health, StepReport, TrainedSample
+from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.metrics_file import (
     METRICS,
-    MetricsFile,
     TimeShares,
     batch_metrics,
     missing_metrics,
-    numbers,
     read_metrics,
     report_metrics,
     step_of,
@@ -31,9 +30,9 @@ def health(instance: str, wall: float, **seconds: float) -> Health:
 
 
 def test_a_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file = LineFile(tmp_path / "metrics.jsonl")
     for incarnation, step in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (1, 4)):
-        file.write({"step": step, "incarnation": incarnation})
+        file.append({"step": step, "incarnation": incarnation})
     file.close()
     assert [(line["incarnation"], line["step"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == [
         (0, 1),
@@ -44,11 +43,11 @@ def test_a_resumed_run_counts_each_step_once(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_tried_again_counts_once_and_leaves_the_one_before_it(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file = LineFile(tmp_path / "metrics.jsonl")
     for report in (StepReport(0, 5, 1, "", "00", {}, (), None), StepReport(0, 5, 0, "not finite", "00", {}, (), None)):
-        file.write({"step": step_of(report), "incarnation": 0})
+        file.append({"step": step_of(report), "incarnation": 0})
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [5, 6]
-    file.write({"step": step_of(StepReport(0, 6, 1, "", "00", {}, (), None)), "incarnation": 0, "grad_norm": 1.0})
+    file.append({"step": step_of(StepReport(0, 6, 1, "", "00", {}, (), None)), "incarnation": 0, "grad_norm": 1.0})
     file.close()
     assert [line.get("grad_norm") for line in read_metrics(tmp_path / "metrics.jsonl")] == [None, 1.0]
 
@@ -105,7 +104,7 @@ def test_a_restarted_worker_is_counted_from_its_own_start() -> None:
     assert found["time/generation/busy"] == pytest.approx(0.5)
 
 
-def test_what_is_missing_is_named_and_what_is_no_number_reaches_no_sink() -> None:
+def test_what_is_missing_and_what_is_unknown_is_named() -> None:
     assert missing_metrics(dict.fromkeys(METRICS, 0.0)) == []
     assert "grad_norm" in missing_metrics({"step": 1})
     known = ("reward/f/term", "time/critic/busy", "data/dropped/not finite", "sampling/accepted/d3", "grad_norm")
@@ -114,4 +113,3 @@ def test_what_is_missing_is_named_and_what_is_no_number_reaches_no_sink() -> Non
         "time/critic",
         "policy/ess2",
     ]
-    assert numbers({"step": 1, "name": "x", "none": None, "share": 0.5}) == {"step": 1.0, "share": 0.5}

@@ -1,16 +1,26 @@
 """What the model wrote, kept and found again."""
 
-from dataclasses import replace
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import SampleText, TrainedSample
-from asyncrl.telemetry.samples_file import SampleRecord, SamplesFile, Selection, read_samples, sample_record, to_show
+from asyncrl.telemetry.jsonl import LineFile
+from asyncrl.telemetry.samples_file import SampleRecord, read_samples, sample_record, select_samples, to_show
 
 ROW = RowRef(3, 1, 0, 0, 5, 12, 6, 7, "stop", (), 0.5, -0.25)
 RECORD = sample_record(8, ROW, SampleText(3, 1, "1+1?", "two"), {"numeric": 0.5}, TrainedSample(3, 1, 0, 8, 4, "stale"))
+
+
+def write(path: Path, records: Iterable[SampleRecord]) -> None:
+    with closing(LineFile(path)) as file:
+        for record in records:
+            file.append(asdict(record))
 
 
 def some() -> list[SampleRecord]:
@@ -30,26 +40,23 @@ def test_records_of_different_samples_are_not_joined() -> None:
 
 
 def test_records_come_back(tmp_path: Path) -> None:
-    file = SamplesFile(tmp_path / "samples.jsonl")
-    file.write(some())
-    file.close()
+    write(tmp_path / "samples.jsonl", some())
     assert read_samples(tmp_path / "samples.jsonl") == some()
 
 
 def test_steps_done_again_after_a_resume_count_once(tmp_path: Path) -> None:
-    file = SamplesFile(tmp_path / "samples.jsonl")
     history = [(1, 0), (1, 0), (2, 0), (3, 0), (2, 1), (2, 1)]
-    file.write([replace(RECORD, step=step, incarnation=incarnation) for step, incarnation in history])
-    file.close()
+    write(
+        tmp_path / "samples.jsonl",
+        [replace(RECORD, step=step, incarnation=incarnation) for step, incarnation in history],
+    )
     kept = [(record.step, record.incarnation) for record in read_samples(tmp_path / "samples.jsonl")]
     assert kept == [(1, 0), (1, 0), (2, 1), (2, 1)]
 
 
 def test_a_try_that_trained_nothing_gives_way_to_the_next_one(tmp_path: Path) -> None:
-    file = SamplesFile(tmp_path / "samples.jsonl")
     history = [(1, ""), (2, "not finite"), (2, "not finite"), (2, ""), (2, ""), (3, "stale")]
-    file.write([replace(RECORD, step=step, skipped=skipped) for step, skipped in history])
-    file.close()
+    write(tmp_path / "samples.jsonl", [replace(RECORD, step=step, skipped=skipped) for step, skipped in history])
     kept = [(record.step, record.skipped) for record in read_samples(tmp_path / "samples.jsonl")]
     assert kept == [(1, ""), (2, ""), (2, ""), (3, "stale")]
 
@@ -64,29 +71,27 @@ def test_the_samples_shown_are_spread_over_the_batch() -> None:
 @pytest.mark.parametrize(
     ("selection", "groups"),
     [
-        (Selection(), [2, 3, 4]),
-        (Selection(step=1), [0, 1]),
-        (Selection(group=1), [1]),
-        (Selection(order="best"), [2, 0, 4, 3]),
-        (Selection(order="worst"), [3, 4, 0, 2]),
-        (Selection(order="best", step=2, count=2), [2, 4]),
-        (Selection(masked=True), [1, 3]),
-        (Selection(step=9), []),
+        ({}, [2, 3, 4]),
+        ({"step": 1}, [0, 1]),
+        ({"group": 1}, [1]),
+        ({"order": "best"}, [2, 0, 4, 3]),
+        ({"order": "worst"}, [3, 4, 0, 2]),
+        ({"order": "best", "step": 2, "count": 2}, [2, 4]),
+        ({"masked": True}, [1, 3]),
+        ({"step": 9}, []),
     ],
 )
-def test_selections(selection: Selection, groups: list[int]) -> None:
-    assert [record.group for record in selection.of(some())] == groups
+def test_selections(selection: dict[str, Any], groups: list[int]) -> None:
+    assert [record.group for record in select_samples(some(), **selection)] == groups
 
 
 def test_nothing_to_select_from() -> None:
-    assert Selection().of([]) == []
+    assert select_samples([]) == []
 
 
 def test_damaged_lines_are_told_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "samples.jsonl"
-    file = SamplesFile(path)
-    file.write(some()[:2])
-    file.close()
+    write(path, some()[:2])
     first, second = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([first, b"{damaged", b"[1]", b'{"step": 1}', b"\xff", second, b""]))
     assert read_samples(path) == some()[:2]

@@ -4,9 +4,8 @@ import pytest
 
 from asyncrl.bench.end_to_end.compared_systems import asyncrl_result, trl_result
 from asyncrl.bench.end_to_end.even_words_reward import share_of_even
-from asyncrl.bench.end_to_end.prescribed_lengths import lognormal
-from asyncrl.bench.end_to_end.workload import SAMPLES, workloads
-from asyncrl.bench.overhead.overhead import bound
+from asyncrl.bench.end_to_end.workload import SAMPLES, lognormal, workloads
+from asyncrl.bench.overhead.benchmark import bound
 
 
 def test_lengths_are_lognormal_and_always_the_same() -> None:

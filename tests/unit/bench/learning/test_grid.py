@@ -5,21 +5,19 @@ from typing import Any
 
 import pytest
 
-from asyncrl.bench.learning import run_grid
-from asyncrl.bench.learning.case_filter import CaseFilter, missing
-from asyncrl.bench.learning.case_run import arguments
-from asyncrl.bench.learning.grid import Case, Grid, read_grid
-from asyncrl.bench.learning.tables import synchronous_of
+from asyncrl.bench.learning import benchmark
+from asyncrl.bench.learning.benchmark import left_to_run
+from asyncrl.bench.learning.grid import Candidate, Case, Claim, Grid, Results, read_filter, read_grid, select_cases
+from asyncrl.bench.learning.training_runs import arguments
 from asyncrl.config.presets import PRESETS
 from asyncrl.config.sources import load
 from asyncrl.experiments import experiments
 
-GRID = read_grid((Path(run_grid.__file__).parent / "grid.toml").read_text())
+GRID = read_grid((Path(benchmark.__file__).parent / "grid.toml").read_text())
 
 
 def every_case(grid: Grid) -> list[Case]:
-    candidates = [case for each in grid.claim.candidates for case in grid.claim.proof(each)]
-    return [case for cases in grid.parts({}).values() for case in cases] + candidates
+    return [case for cases in grid.possible_parts().values() for case in cases]
 
 
 def test_a_row_is_run_at_every_limit_with_every_seed_and_pairs_turn_around(small_grid: Grid) -> None:
@@ -104,7 +102,7 @@ def test_controls_are_in_every_table_for_each_of_its_tasks() -> None:
 def test_what_rows_are_compared_with_is_run_for_every_pair() -> None:
     for table in GRID.tables:
         there = {case.key(GRID.defaults) for case in table.cases()}
-        wanted = [synchronous_of(case, table) for case in table.cases() if case.row in table.rows]
+        wanted = [table.synchronous_of(case) for case in table.cases() if case.row in table.rows]
         assert {case.key(GRID.defaults) for case in wanted} <= there
 
 
@@ -112,7 +110,7 @@ def test_a_base_is_in_all_rows_and_controls_and_is_what_they_are_compared_with()
     (table,) = [table for table in GRID.tables if table.name == "ppo-policies"]
     assert {case.values["algorithm.preset"] for case in table.cases()} == {"ppo"}
     case = Case("quickstart", "drop", 8, 3, table.rows["drop"])
-    assert synchronous_of(case, table) == Case("quickstart", "drop", 0, 3, {"algorithm.preset": "ppo"})
+    assert table.synchronous_of(case) == Case("quickstart", "drop", 0, 3, {"algorithm.preset": "ppo"})
 
 
 def test_a_mapping_among_the_defaults_is_of_the_task_of_that_name() -> None:
@@ -124,37 +122,43 @@ def test_a_mapping_among_the_defaults_is_of_the_task_of_that_name() -> None:
 
 def test_filters_let_through_what_they_name(small_grid: Grid) -> None:
     parts = small_grid.parts({})
-    found = CaseFilter.of(["task=quickstart,longer", "limit=0", "table=defaults", "row=grpo,rloo"]).of_parts(parts)
+    wanted = read_filter(["task=quickstart,longer", "limit=0", "table=defaults", "row=grpo,rloo"])
+    found = select_cases(parts, wanted)
     assert [(case.row, case.limit) for case in found["defaults"]] == [("grpo", 0), ("rloo", 0)] * 2
     assert set(found) == {"defaults"}
-    assert CaseFilter.of(["seed=7"]).of_parts(parts) == {}
-    assert CaseFilter.of([]).of_parts(parts) == parts
+    assert select_cases(parts, read_filter(["seed=7"])) == {}
+    assert select_cases(parts, read_filter([])) == parts
 
 
 @pytest.mark.parametrize("row", sorted({case.row for case in every_case(GRID)}))
 def test_each_row_can_be_asked_for_by_its_name(row: str) -> None:
-    assert CaseFilter.of([f"row={row},grpo"]).wanted == {"row": {row, "grpo"}}
+    assert read_filter([f"row={row},grpo"]) == {"row": {row, "grpo"}}
 
 
 @pytest.mark.parametrize("written", ["tasks=quickstart", "task", "task="])
 def test_a_filter_that_is_none_is_refused(written: str) -> None:
     with pytest.raises(ValueError, match="write one of table, task, row, limit, seed"):
-        CaseFilter.of([written])
+        read_filter([written])
 
 
-def test_what_has_a_result_is_not_run_again_and_nothing_is_run_twice() -> None:
+def test_what_has_a_result_is_not_run_again_and_nothing_is_run_twice(small_grid: Grid) -> None:
     cases = [Case("quickstart", row, limit, 0, {}) for row in ("grpo", "mask") for limit in (0, 2)]
-    left = dict(missing(cases, {}, {cases[0].key({})}))
+    results = {cases[0].key(small_grid.defaults): {"held_out": 0.9}}
+    left = left_to_run(small_grid, {"table": cases}, results, again=False)
     assert [(case.row, case.limit) for case in left.values()] == [("grpo", 2)]
 
 
 # ---- the setting of the claim ----------------------------------------------------------------------------
 
 
-def rewards_of_search(grid: Grid, by_candidate: dict[str, tuple[float | None, float]]) -> dict[str, float | None]:
-    """Held-out rewards by key: what each candidate gets when synchronous, and at the large limit."""
+def results_of_search(grid: Grid, by_candidate: dict[str, tuple[float | None, float]]) -> Results:
+    """Results by key: what each candidate gets when synchronous, and at the large limit; None for a failed run."""
+
+    def line(reward: float | None) -> dict[str, Any]:
+        return {"failed": "it died"} if reward is None else {"held_out": reward}
+
     return {
-        case.key(grid.defaults): by_candidate[candidate.name][case.limit != 0]
+        case.key(grid.defaults): line(by_candidate[candidate.name][case.limit != 0])
         for candidate in grid.claim.candidates
         for case in grid.claim.uncorrected_cases(candidate, grid.claim.search_seeds)
     }
@@ -164,8 +168,8 @@ GENTLE, ROUGH = "quickstart, as it is", "quickstart, learning_rate 0.001"
 
 
 def test_the_setting_is_the_first_that_loses_enough_without_a_correction(small_grid: Grid) -> None:
-    found = rewards_of_search(small_grid, {GENTLE: (1.0, 0.95), ROUGH: (0.95, 0.7)})
-    chosen = small_grid.claim.chosen(found, small_grid.defaults)
+    found = results_of_search(small_grid, {GENTLE: (1.0, 0.95), ROUGH: (0.95, 0.7)})
+    chosen = small_grid.claim.chosen(found)
     assert chosen is not None
     assert chosen.name == ROUGH
     proof = small_grid.parts(found)["claim"]
@@ -180,22 +184,56 @@ def test_the_setting_is_the_first_that_loses_enough_without_a_correction(small_g
 
 def test_no_corrected_run_can_choose_the_setting(small_grid: Grid) -> None:
     claim, defaults = small_grid.claim, small_grid.defaults
-    found: dict[str, Any] = rewards_of_search(small_grid, {GENTLE: (1.0, 0.95), ROUGH: (0.95, 0.7)})
-    corrected = {case.key(defaults): 0.0 for each in claim.candidates for case in claim.proof(each)}
+    found = results_of_search(small_grid, {GENTLE: (1.0, 0.95), ROUGH: (0.95, 0.7)})
+    corrected = {case.key(defaults): {"held_out": 0.0} for each in claim.candidates for case in claim.proof(each)}
     assert not corrected.keys() & found.keys()
-    assert claim.chosen(found | corrected, defaults) == claim.chosen(found, defaults)
+    assert claim.chosen({**found, **corrected}) == claim.chosen(found)
 
 
 def test_nothing_is_chosen_before_the_search_is_complete_or_when_none_qualifies(small_grid: Grid) -> None:
-    found = rewards_of_search(small_grid, {GENTLE: (1.0, 0.95), ROUGH: (0.95, 0.7)})
-    assert small_grid.claim.chosen(dict(list(found.items())[:-1]), small_grid.defaults) is None
-    gentle = rewards_of_search(small_grid, {GENTLE: (1.0, 0.95), ROUGH: (1.0, 0.92)})
-    assert small_grid.claim.chosen(gentle, small_grid.defaults) is None
+    found = results_of_search(small_grid, {GENTLE: (1.0, 0.95), ROUGH: (0.95, 0.7)})
+    assert small_grid.claim.chosen(dict(list(found.items())[:-1])) is None
+    gentle = results_of_search(small_grid, {GENTLE: (1.0, 0.95), ROUGH: (1.0, 0.92)})
+    assert small_grid.claim.chosen(gentle) is None
     assert "claim" not in small_grid.parts(gentle)
 
 
 def test_a_candidate_whose_synchronous_runs_failed_is_not_chosen(small_grid: Grid) -> None:
-    found = rewards_of_search(small_grid, {GENTLE: (None, 0.0), ROUGH: (0.95, 0.7)})
-    chosen = small_grid.claim.chosen(found, small_grid.defaults)
+    found = results_of_search(small_grid, {GENTLE: (None, 0.0), ROUGH: (0.95, 0.7)})
+    chosen = small_grid.claim.chosen(found)
     assert chosen is not None
     assert chosen.name == ROUGH
+
+
+def claim_of(*candidates: tuple[str, float, float]) -> tuple[Claim, Results]:
+    """Returns a claim whose candidates have these names and got these rewards, synchronous and stale."""
+    made = tuple(Candidate("quickstart", {name: number}) for number, (name, _, _) in enumerate(candidates))
+    claim = Claim(8, 0.1, 0.8, (100, 101), (0, 1), {"algorithm.old_logprobs": "recomputed"}, made, {})
+    results = {
+        case.key({}): {"held_out": rewards[case.limit != 0]}
+        for candidate, (_, *rewards) in zip(made, candidates, strict=True)
+        for case in claim.uncorrected_cases(candidate, claim.search_seeds)
+    }
+    return claim, results
+
+
+def name_of_chosen(*candidates: tuple[str, float, float]) -> str | None:
+    claim, results = claim_of(*candidates)
+    chosen = claim.chosen(results)
+    return None if chosen is None else next(iter(chosen.values))
+
+
+def test_the_first_candidate_that_learns_and_loses_is_chosen() -> None:
+    gentle, rough, rougher = ("gentle", 1.0, 0.95), ("rough", 0.95, 0.8), ("all", 0.9, 0.2)
+    assert name_of_chosen(gentle, rough, rougher) == "rough"
+    assert name_of_chosen(rougher, rough, gentle) == "all"
+
+
+def test_no_setting_is_chosen_where_none_loses_or_the_synchronous_run_does_not_learn() -> None:
+    assert name_of_chosen(("gentle", 1.0, 0.95)) is None
+    assert name_of_chosen(("never learns", 0.5, 0.1)) is None
+    claim, results = claim_of(("other seeds", 1.0, 0.0))
+    keys = {(case.limit, case.seed): case.key({}) for case in claim.search()}
+    failed: dict[str, dict[str, Any]] = {keys[0, 100]: {"failed": ""}, keys[8, 101]: {"failed": ""}}
+    assert claim.chosen({**results, **failed}) is None
+    assert claim.chosen({key: {"failed": ""} for key in results}) is None

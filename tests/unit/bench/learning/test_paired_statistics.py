@@ -4,8 +4,6 @@ import pytest
 
 from asyncrl.bench.learning.paired_statistics import (
     T_95,
-    UncorrectedRuns,
-    chosen_setting,
     differences,
     recovered_share,
     spread,
@@ -51,20 +49,3 @@ def test_a_share_is_taken_over_the_seeds_of_all_three() -> None:
 def test_where_nothing_was_lost_nothing_is_recovered() -> None:
     assert math.isnan(recovered_share({0: 0.5}, {0: 0.5}, {0: 0.9}))
     assert math.isnan(recovered_share({0: 0.5}, {0: 0.6}, {0: 0.9}))
-
-
-def candidate(setting: str, synchronous: float, stale: float) -> UncorrectedRuns:
-    return UncorrectedRuns(setting, {100: synchronous, 101: synchronous}, {100: stale, 101: stale})
-
-
-def test_the_first_candidate_that_learns_and_loses_is_chosen() -> None:
-    gentle, rough, rougher = candidate("gentle", 1.0, 0.95), candidate("rough", 0.95, 0.8), candidate("all", 0.9, 0.2)
-    assert chosen_setting([gentle, rough, rougher], 0.1, 0.8) == "rough"
-    assert chosen_setting([rougher, rough, gentle], 0.1, 0.8) == "all"
-
-
-def test_no_setting_is_chosen_where_none_loses_or_the_synchronous_run_does_not_learn() -> None:
-    assert chosen_setting([candidate("gentle", 1.0, 0.95)], 0.1, 0.8) is None
-    assert chosen_setting([candidate("never learns", 0.5, 0.1)], 0.1, 0.8) is None
-    assert chosen_setting([UncorrectedRuns("other seeds", {0: 1.0}, {1: 0.0})], 0.1, 0.8) is None
-    assert chosen_setting([UncorrectedRuns("not run", {}, {})], 0.1, 0.8) is None

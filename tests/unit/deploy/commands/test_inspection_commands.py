@@ -1,13 +1,15 @@
 """The commands that look at something: samples, keys, experiments, graph, audit, export, evaluate."""
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.presets import PRESETS
 from asyncrl.deploy import cli
-from asyncrl.telemetry.samples_file import SampleRecord, SamplesFile
+from asyncrl.telemetry.jsonl import LineFile
+from asyncrl.telemetry.samples_file import SampleRecord
 
 TOML = """\
 [model]
@@ -27,8 +29,9 @@ def record(step: int, group: int, reward: float, masked: int = 0) -> SampleRecor
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    file = SamplesFile(tmp_path / "samples.jsonl")
-    file.write([record(1, 10, 0.5), record(1, 11, 1.0), record(2, 20, 0.0, masked=2), record(2, 21, 0.25)])
+    file = LineFile(tmp_path / "samples.jsonl")
+    for each in (record(1, 10, 0.5), record(1, 11, 1.0), record(2, 20, 0.0, masked=2), record(2, 21, 0.25)):
+        file.append(asdict(each))
     file.close()
     return tmp_path
 

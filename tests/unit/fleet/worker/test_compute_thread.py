@@ -30,7 +30,7 @@ def test_time_is_booked_by_what_runs() -> None:
             hand.time = 7  # four seconds of computing, whatever the calls do
         hand.time = 8
     hand.time = 10
-    assert clock.seconds() == {"busy": 4, "starved": 3, "blocked": 0, "sync": 0, "overhead": 3}
+    assert clock.spent()[1] == {"busy": 4, "starved": 3, "blocked": 0, "sync": 0, "overhead": 3}
 
 
 def test_a_call_that_ends_while_its_function_computes_leaves_the_thread_busy() -> None:
@@ -44,7 +44,7 @@ def test_a_call_that_ends_while_its_function_computes_leaves_the_thread_busy() -
     hand.time = 5
     job.__exit__(None, None, None)
     hand.time = 6
-    assert (clock.seconds()["busy"], clock.seconds()["starved"]) == (5, 1)
+    assert (clock.spent()[1]["busy"], clock.spent()[1]["starved"]) == (5, 1)
 
 
 async def test_functions_run_one_after_the_other_beside_the_loop() -> None:

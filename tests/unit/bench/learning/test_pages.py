@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.bench.learning import run_grid
+from asyncrl.bench.learning import benchmark
+from asyncrl.bench.learning.cells import cells, ranking
 from asyncrl.bench.learning.grid import Case, Grid, read_grid
-from asyncrl.bench.learning.report import summary_lines, table_lines, write_report
-from asyncrl.bench.learning.svg_chart import Chart, Point, steps_of
-from asyncrl.bench.learning.tables import cells, columns, no_worse, ranking, recovery
+from asyncrl.bench.learning.pages import columns, no_worse, recovery, summary_lines, table_lines, write_pages
+from asyncrl.bench.learning.plots import Chart, Point, ticks_to
 
 Lines = dict[str, dict[str, Any]]
 
@@ -207,13 +207,13 @@ def test_the_summary_shows_losses_below_the_limits_and_seconds_of_processes(smal
 
 
 def test_the_committed_pages_are_what_the_committed_results_give(tmp_path: Path) -> None:
-    bench = Path(run_grid.__file__).resolve().parents[1]
+    bench = Path(benchmark.__file__).resolve().parents[1]
     grid, results = (
         read_grid((bench / "learning/grid.toml").read_text()),
-        run_grid.read_results(bench / "results/learning.jsonl"),
+        benchmark.read_results(bench / "results/learning.jsonl"),
     )
     docs, tables = tmp_path / "docs", tmp_path / "bench/results/learning.md"
-    write_report(grid, results, docs)
+    write_pages(grid, results, docs)
     assert (docs / "learning.md").read_text() == (bench.parent / "docs/learning.md").read_text()
     assert tables.read_text() == (bench / "results/learning.md").read_text()
     assert len((docs / "learning.md").read_text().split()) <= 1500
@@ -224,7 +224,7 @@ def test_what_was_written_can_be_read_and_every_plot_is_beside_the_full_tables(
 ) -> None:
     only_grpo = read_grid(GRID_OF_ONE_ROW)
     rewards = {("grpo", limit, seed): 0.9 - 0.05 * limit for limit in (0, 2, 8) for seed in (0, 1)}
-    paths = write_report(only_grpo, results_of(only_grpo, rewards), tmp_path / "docs")
+    paths = write_pages(only_grpo, results_of(only_grpo, rewards), tmp_path / "docs")
     names = sorted(path.stem for path in paths if path.suffix == ".svg")
     assert names == [f"defaults-quickstart-{what}" for what in ("curves", "deciles-2", "deciles-8", "reward")]
     summary, tables = ((tmp_path / name).read_text() for name in ("docs/learning.md", "bench/results/learning.md"))
@@ -268,7 +268,7 @@ candidates = []
 
 
 def test_points_lie_where_their_values_are() -> None:
-    chart = Chart("a < b", "x", "y", [(0, "0"), (10, "10")], [(0, "0"), (1, "1")], {"it": [Point(5, 0.5, 0.25, 1.0)]})
+    chart = Chart("a < b", "x", "y", [(0, "0"), (10, "10")], {"it": [Point(5, 0.5, (0.25, 1.0))]})
     drawn = ElementTree.fromstring(chart.svg())
     (circle,) = drawn.findall("{http://www.w3.org/2000/svg}circle")
     # Half way across the plot of 56 to 464, and half way up that of 316 to 34.
@@ -277,8 +277,8 @@ def test_points_lie_where_their_values_are() -> None:
 
 
 def test_ticks_hold_both_ends_between_them() -> None:
-    assert steps_of(0, 25, 10) == [(0, "0"), (10, "10"), (20, "20"), (30, "30")]
-    assert [value for value, _ in steps_of(0, 0, 5)] == [0, 5]
+    assert ticks_to(25, 10) == [(0, "0"), (10, "10"), (20, "20"), (30, "30")]
+    assert [value for value, _ in ticks_to(0, 5)] == [0, 5]
 
 
 # ---- how long it takes -----------------------------------------------------------------------------------
@@ -286,10 +286,10 @@ def test_ticks_hold_both_ends_between_them() -> None:
 
 def test_the_estimate_counts_each_run_once_and_takes_what_was_seen(small_grid: Grid) -> None:
     case = Case("quickstart", "grpo", 2, 1, {})
-    assert run_grid.expected_seconds(small_grid, case, {}) == 40
+    assert benchmark.expected_seconds(small_grid, case, {}) == 40
     seen = results_of(small_grid, {("grpo", 0, 0): 0.9, ("grpo", 2, 0): 0.9}, took=72.0)
-    assert run_grid.expected_seconds(small_grid, case, seen) == 72
-    lines = "\n".join(run_grid.estimate_lines(small_grid, small_grid.parts({}), seen)).splitlines()
+    assert benchmark.expected_seconds(small_grid, case, seen) == 72
+    lines = benchmark.estimate(small_grid, small_grid.parts({}), seen).splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["defaults", "9", "7", "0.1"],
         ["search", "8", "8", "0.2"],
@@ -301,5 +301,5 @@ def test_what_failed_is_run_again_only_when_asked(small_grid: Grid) -> None:
     parts = {"defaults": small_grid.tables[0].cases()}
     key = parts["defaults"][0].key(small_grid.defaults)
     failed = {key: {"failed": "it died"}}
-    assert key not in dict(run_grid.left_to_run(small_grid, parts, failed, again=False))
-    assert key in dict(run_grid.left_to_run(small_grid, parts, failed, again=True))
+    assert key not in dict(benchmark.left_to_run(small_grid, parts, failed, again=False))
+    assert key in dict(benchmark.left_to_run(small_grid, parts, failed, again=True))

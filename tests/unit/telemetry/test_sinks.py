@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.sinks import open_sinks, worker
-from asyncrl.telemetry.sinks.worker import QUEUED_STEPS, SinkWorker
+from asyncrl.telemetry.sinks import CLOSE_DEADLINE, QUEUED_STEPS, SinkWorker, open_sinks
 
 
 class Notes:
@@ -36,7 +35,7 @@ def test_everything_arrives_in_order_and_the_sink_is_closed() -> None:
     notes, said = Notes(), []
     sink = SinkWorker("notes", lambda: notes, said.append)
     for step in range(10):
-        sink.write(step, {"reward/mean": 0.5, "name": "x"})
+        sink.write(step, {"reward/mean": 0.5, "name": "x", "none": None})
     sink.close()
     assert notes.written == [(step, {"reward/mean": 0.5}) for step in range(10)]
     assert notes.closed
@@ -92,4 +91,31 @@ def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_close_deadline_leaves_room_in_the_ten_seconds_of_a_ctrl_c() -> None:
-    assert worker.CLOSE_DEADLINE <= 5
+    assert CLOSE_DEADLINE <= 5
+
+
+def test_scalars_come_back_from_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    said: list[str] = []
+    (sink,) = open_sinks(["tensorboard"], tmp_path, "run", {}, said.append)
+    sink.write(1, {"reward/mean": 0.25})
+    sink.write(2, {"reward/mean": 0.5})
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    assert said == []
+
+
+def test_an_offline_run_of_wandb_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    said: list[str] = []
+    (sink,) = open_sinks(["wandb"], tmp_path, "run", {"seed": 1}, said.append)
+    sink.write(1, {"reward/mean": 0.25})
+    sink.close(deadline=60)
+    wandb.teardown()  # its own process serves all runs of this one
+    assert said == []
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

@@ -7,19 +7,19 @@ weights. Stages share out their time over the groups of a step, so C is the time
 import argparse
 import asyncio
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from io import StringIO
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from asyncrl.bench.child_process import run_program
 from asyncrl.bench.measurements import (
     MachineLoad,
     RoundValues,
@@ -32,34 +32,26 @@ from asyncrl.bench.measurements import (
     table,
 )
 from asyncrl.bench.overhead.emulated_services import stages
-from asyncrl.config.schema import Config
 from asyncrl.config.sources import load as load_config
 from asyncrl.deploy.training_run import RunRequest, run
 from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
-from asyncrl.telemetry.trace import Tracer
-from asyncrl.telemetry.trace_merge import SUFFIX, merge
+from asyncrl.telemetry.trace import SUFFIX, Tracer, merge_traces
 
 WARM = 4
 """Steps at the start that are not counted, because the pipeline fills."""
 GROUPS, MEMBERS, LIMIT = 8, 8, 2
 SETTINGS = {"200/40/40/200 ms": ((0.2, 0.04, 0.04, 0.2), 0.99), "50/10/10/50 ms": ((0.05, 0.01, 0.01, 0.05), 0.97)}
 TRACING = 0.01
+QUICKSTART_DEADLINE = 600.0
+"""Seconds."""
 EVENT_ROUNDS, TRACED_CALLS, ARROWS = 5, 400, 16
 CACHED_BYTES = 8 << 20
 """More than the private caches of a core hold."""
 
 STAGES = ("generation", "reward", "reference", "training")
-
-
-@dataclass(frozen=True, slots=True)
-class Emulated:
-    """Holds the seconds of a step without warm-up, the sleep of each stage in a step, and the CPU of all processes."""
-
-    seconds: float
-    slept: Mapping[str, float]
-    cpu: float
+StageSeconds = tuple[float, float, float, float]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -77,27 +69,30 @@ def main(arguments: Sequence[str]) -> None:
 # ---- emulated stages -------------------------------------------------------------------------------------
 
 
-def emulate(
-    name: str, seconds: tuple[float, float, float, float], goal: float, steps: int, rounds: int, folder: Path
-) -> None:
+class EmulatedStep(NamedTuple):
+    """Holds the seconds of a step, and the sleep of each stage in it, means without warm-up."""
+
+    seconds: float
+    slept: dict[str, float]
+
+    @property
+    def bound(self) -> float:
+        return bound(self.slept.values())
+
+
+def emulate(name: str, seconds: StageSeconds, goal: float, steps: int, rounds: int, folder: Path) -> None:
     watched = MachineLoad()
     found = [emulated_run(seconds, steps, folder) for _ in range(rounds)]
-    rows = [
-        (
-            f"round {turn}",
-            number(1000 * each.seconds),
-            number(1000 * bound(each.slept.values())),
-            _percent(each),
-            _sleeps(each),
-        )
-        for turn, each in enumerate(found, 1)
-    ]
+    rows = []
+    for turn, each in enumerate(found, 1):
+        slept = " / ".join(number(1000 * stage) for stage in each.slept.values())
+        milliseconds = [number(1000 * each.seconds), number(1000 * each.bound)]
+        rows.append((f"round {turn}", *milliseconds, f"{each.bound / each.seconds:.3f}", slept))
     print(f"{name} (generation/reward/reference/training), {GROUPS} x {MEMBERS} samples, limit {LIMIT}, {steps} steps")
     print(table(("", "step, ms", "bound, ms", "bound / step", "slept a step, ms"), rows))
     nominal = RoundValues(tuple(bound(seconds) / each.seconds for each in found))
-    true = RoundValues(tuple(bound(each.slept.values()) / each.seconds for each in found))
     print(f"  bound of the nominal sleeps / step: {nominal}")
-    print(goal_line("bound of the true sleeps / step", true.median, goal))
+    print(goal_line("bound of the true sleeps / step", median(each.bound / each.seconds for each in found), goal))
     print(f"  {watched}\n")
 
 
@@ -108,25 +103,9 @@ def bound(seconds: Iterable[float]) -> float:
     return max(generation, reward, reference, training, cycle / (LIMIT + 1))
 
 
-def _percent(each: Emulated) -> str:
-    return f"{bound(each.slept.values()) / each.seconds:.3f}"
-
-
-def _sleeps(each: Emulated) -> str:
-    return " / ".join(number(1000 * seconds) for seconds in each.slept.values())
-
-
-def emulated_run(seconds: tuple[float, float, float, float], steps: int, folder: Path) -> Emulated:
+def emulated_run(seconds: StageSeconds, steps: int, folder: Path) -> EmulatedStep:
     run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    before = _cpu()
-    asyncio.run(run(_request(_config(steps, folder), run_dir, seconds)))
-    cpu = _cpu() - before
-    return _measured(run_dir, cpu)
-
-
-def _config(steps: int, folder: Path) -> Config:
-    """Makes a configuration whose model is an empty folder, because the stages load none."""
-    model = folder / "nothing"
+    model = folder / "nothing"  # An empty model, because the stages load none.
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
     save_file({}, model / "model.safetensors")
@@ -140,23 +119,12 @@ def _config(steps: int, folder: Path) -> Config:
         "algorithm.kl": 0.1,
         "training.checkpoint_every": 0,
     }
-    return load_config(None, (), values=values).config
-
-
-def _request(config: Config, run_dir: Path, seconds: tuple[float, float, float, float]) -> RunRequest:
+    config = load_config(None, (), values=values).config
     display = LineDisplay(StringIO(), config.steps)
-    return RunRequest(config, run_dir, display, "asyncrl-bench overhead", services=stages(*seconds))
-
-
-def _measured(run_dir: Path, cpu: float) -> Emulated:
-    steps = read_metrics(RunDirectory(run_dir).metrics)
-    seconds = (steps[-1]["time"] - steps[WARM - 1]["time"]) / len(steps[WARM:])
-    return Emulated(seconds, stage_seconds(steps, WARM, STAGES), cpu)
-
-
-def _cpu() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    asyncio.run(run(RunRequest(config, run_dir, display, "asyncrl-bench overhead", services=stages(*seconds))))
+    lines = read_metrics(RunDirectory(run_dir).metrics)
+    step = (lines[-1]["time"] - lines[WARM - 1]["time"]) / len(lines[WARM:])
+    return EmulatedStep(step, stage_seconds(lines, WARM, STAGES))
 
 
 # ---- tracing ---------------------------------------------------------------------------------------------
@@ -165,33 +133,31 @@ def _cpu() -> float:
 def cost_of_tracing(steps: int, rounds: int, folder: Path) -> None:
     """Measures the same runs with and without `telemetry.trace`, whole process trees. Two equal runs differ by more
     than tracing may cost, so the cost of one event times the number of events is measured too."""
+    from asyncrl.engines.models.model_folder import prepare
+
     watched = MachineLoad()
-    model = _warmed_model(folder)
+    model = asyncio.run(prepare(load_config("quickstart", ()).config, folder / "quickstart", lambda text: None))
     events: list[int] = []
 
-    def cpu_of(*, trace: bool) -> float:
+    def traced() -> float:
         run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
-        seconds = quickstart(steps, trace, model, run_dir)
-        if trace:
-            events.append(events_in(run_dir))
+        seconds = quickstart(steps, True, model, run_dir)
+        events.append(sum(path.read_bytes().count(b"\n") for path in (run_dir / "logs").glob(f"*{SUFFIX}")))
         return seconds
 
-    found = round_values(
-        in_turn({"traced": lambda: cpu_of(trace=True), "untraced": lambda: cpu_of(trace=False)}, rounds)
-    )
+    def untraced() -> float:
+        return quickstart(steps, False, model, Path(tempfile.mkdtemp(dir=folder)) / "run")
+
+    found = round_values(in_turn({"traced": traced, "untraced": untraced}, rounds))
     print(f"tracing the quickstart, {steps} steps: CPU-seconds of all processes, start included, {rounds} rounds")
     print(table(("", "CPU-seconds"), [(side, str(values)) for side, values in found.items()]))
-    difference = RoundValues(tuple(traced - 1 for traced in ratios(found["traced"], found["untraced"]).values))
+    difference = RoundValues(tuple(ratio - 1 for ratio in ratios(found["traced"], found["untraced"]).values))
     print(f"  difference of each round: {difference}, which includes the noise between equal runs")
-    cost = RoundValues(tuple(seconds_of_event(folder) for _ in range(EVENT_ROUNDS)))
-    print(f"  {median(events):,.0f} events of {number(1e6 * cost.median)} µs each")
-    share = median(events) * cost.median / found["untraced"].median
+    cost = median(seconds_of_event(folder) for _ in range(EVENT_ROUNDS))
+    print(f"  {median(events):,.0f} events of {number(1e6 * cost)} µs each")
+    share = median(events) * cost / found["untraced"].median
     print(goal_line("tracing's share of CPU, counted", share, TRACING, at_most=True))
     print(f"  {watched}")
-
-
-def events_in(run_dir: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in (run_dir / "logs").glob(f"*{SUFFIX}"))
 
 
 def seconds_of_event(folder: Path) -> float:
@@ -209,23 +175,15 @@ def seconds_of_event(folder: Path) -> float:
         spent += time.perf_counter() - began
     began = time.perf_counter()
     tracer.close()
-    merge(run_dir)
+    merge_traces(run_dir)
     return (spent + time.perf_counter() - began) / (TRACED_CALLS * (1 + ARROWS))
 
 
-def _warmed_model(folder: Path) -> Path:
-    from asyncrl.engines.models.model_folder import prepare
-
-    return asyncio.run(prepare(load_config("quickstart", ()).config, folder / "quickstart", lambda text: None))
-
-
 def quickstart(steps: int, trace: bool, model: Path, run_dir: Path) -> float:
+    """Returns the CPU seconds of a run and of all its processes."""
     flags = {"steps": steps, "telemetry.trace": str(trace).lower(), "model.name": model, "evaluate.prompts": ""}
-    command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart"]
-    command += ["--run-dir", str(run_dir)]
+    command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir)]
     command += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
-    before = _cpu()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return _cpu() - before
+    before = sum(os.times()[:4])
+    run_program(command, {**os.environ}, QUICKSTART_DEADLINE)
+    return sum(os.times()[:4]) - before

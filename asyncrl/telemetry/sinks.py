@@ -1,0 +1,163 @@
+"""Sends metrics to places besides `metrics.jsonl`: TensorBoard and Weights & Biases, each an optional extra.
+
+A sink runs on a thread of its own, so that a step never waits for one that hangs, fails or is slow.
+"""
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.config.install_hints import install_extra
+from asyncrl.config.problems import Problem, refuse
+
+QUEUED_STEPS = 64
+"""Steps that a sink may lag behind; at seconds per step a sink that lags for minutes does not catch up."""
+CLOSE_DEADLINE = 5.0
+"""Seconds that the end of a run waits for a sink; a run has to end within 10 s."""
+
+
+class Sink(Protocol):
+    """A place for metrics. Its methods may block and raise any error, because they run on a thread of their own."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorboardSink:
+    """Writes scalars to `RUN_DIR/tensorboard`, named as in `metrics.jsonl`, through TensorBoard's own package, without
+    torch or TensorFlow."""
+
+    def __init__(self, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(run_dir / "tensorboard"), flush_secs=10)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Writes to one wandb run per run directory; a resumed run resumes it. wandb reads WANDB_PROJECT, WANDB_MODE and
+    its other environment variables."""
+
+    def __init__(self, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        named = run_dir / "run.id"
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "asyncrl"),
+            dir=str(run_dir),
+            name=name,
+            config=dict(config),
+            id=f"asyncrl-{named.read_text().strip()}" if named.exists() else None,
+            resume="allow",
+        )
+        # An evaluation of version v may arrive after later steps; wandb's own step could not go back.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+SINKS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
+    "tensorboard": TensorboardSink,
+    "wandb": WandbSink,
+}
+
+
+def sink_problems(names: Sequence[str]) -> Iterator[Problem]:
+    """Yields a problem for each sink whose package is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            text = f"the package of {name!r} is not installed; run: {install_extra(name)}"
+            yield Problem("telemetry.sinks", "", text)
+
+
+def open_sinks(
+    names: Sequence[str], run_dir: Path, run_name: str, config: Mapping[str, Any], say: Callable[[str], None]
+) -> "list[SinkWorker]":
+    """Starts the named sinks; they open on their own threads. `say` gets one line for each that is left out.
+
+    Raises:
+        ConfigError: the package of a sink is not installed.
+    """
+    refuse(sink_problems(names))
+    return [SinkWorker(name, partial(SINKS[name], run_dir, run_name, config), say) for name in names]
+
+
+class SinkWorker:
+    """Feeds one sink through a bounded queue; leaves it out, with one warning, when it is down or too slow.
+
+    Args:
+        open_sink: makes the sink; called on the thread.
+        say: gets the warning; called from either thread.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[], Sink], say: Callable[[str], None]) -> None:
+        self._name = name
+        self._open = open_sink
+        self._say = say
+        self._queue: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(QUEUED_STEPS)
+        self._left_out = threading.Event()
+        self._leaving = threading.Lock()
+        # A daemon thread, because a sink that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._feed, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def left_out(self) -> bool:
+        return self._left_out.is_set()
+
+    def write(self, step: int, metrics: Mapping[str, object]) -> None:
+        """Queues the metrics of one step that are numbers; returns at once."""
+        if self.left_out:
+            return
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        try:
+            self._queue.put_nowait((step, numbers))
+        except queue.Full:
+            self._leave_out(f"is {QUEUED_STEPS} steps behind at step {step}")
+
+    def close(self, deadline: float = CLOSE_DEADLINE) -> None:
+        """Lets the sink finish, and waits for it at most `deadline` seconds."""
+        if not self.left_out:
+            try:
+                self._queue.put(None, timeout=deadline)
+            except queue.Full:
+                self._leave_out(f"did not take its last points within {deadline:g} s")
+        self._thread.join(0.0 if self.left_out else deadline)
+        if self._thread.is_alive():
+            self._leave_out(f"did not close within {deadline:g} s; its last points may be missing")
+
+    def _feed(self) -> None:
+        try:
+            sink = self._open()
+            while not self.left_out and (item := self._queue.get()) is not None:
+                sink.write(*item)
+            sink.close()
+        except Exception as error:  # foreign code: none of its errors may end the run
+            self._leave_out(f"failed with {type(error).__name__}: {error}")
+
+    def _leave_out(self, why: str) -> None:
+        with self._leaving:
+            first = not self.left_out
+            self._left_out.set()
+        if first:
+            self._say(f"the sink {self._name} {why}: it is left out; metrics.jsonl has everything")
