@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import WireError
 from asyncrl.lanes.control import message_codec
 from asyncrl.lanes.control.message_codec import DTYPES, INLINE_BYTES, MAX_DEPTH, MAX_PLANS, decode, encode
-from asyncrl.protocols.batch import Batch, BatchRef, Cuts, Place, RowRef
+from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, Place, RowRef
 from asyncrl.protocols.messages import WIRE_TYPES, Call, Hello, PromptGroup, Reply, Score
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.binary()
@@ -70,7 +70,7 @@ def test_every_message_of_a_training_call_comes_back() -> None:
 
 
 def test_a_batch_comes_back() -> None:
-    batch = Batch.of(tokens=[np.arange(300, dtype=np.int32), np.arange(2, dtype=np.int32)])
+    batch = Batch({"tokens": Column.of([np.arange(300, dtype=np.int32), np.arange(2, dtype=np.int32)])})
     again = decode(encode(batch))
     assert [list(r) for r in again["tokens"]] == [list(r) for r in batch["tokens"]]
 
