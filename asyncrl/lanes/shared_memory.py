@@ -9,7 +9,6 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -117,14 +116,6 @@ class Segment:
     def unlink(self) -> None:
         """Removes the name; processes that have it mapped keep the memory."""
         self.path.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def copy_in_two_threads(target: NDArray[Any], source: NDArray[Any]) -> None:
