@@ -12,8 +12,7 @@ from collections.abc import Mapping
 
 import zmq
 
-from asyncrl.lanes.control.message_codec import encode
-from asyncrl.lanes.control.message_sequence import numbered
+from asyncrl.lanes.control.message_codec import encode, numbered
 from asyncrl.lanes.control.wire import CREDIT, HIGH_WATER
 from asyncrl.protocols.messages import PROTOCOL, Call, Hello
 

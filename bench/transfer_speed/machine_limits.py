@@ -20,7 +20,6 @@ from asyncrl.bench.control_latency.loop_stalls import TICK, ticking
 from asyncrl.bench.rivals import timed_rounds
 from asyncrl.bench.transfer_speed.limit_process import CHUNK, LARGE, BareSocket
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.lanes.control.wire import pump_messages
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 
 ECHOES = 1000
@@ -189,9 +188,9 @@ async def _receive_ours(address: str) -> float:
         if left == 0:
             done.set_result(message[0])
 
-    receiving = asyncio.ensure_future(pump_messages(listener, count))
+    receiving = asyncio.ensure_future(listener.pump(count))
     try:
-        await listener.send(await done, [b"all received"])
+        listener.offer(await done, [b"all received"])
         await asyncio.sleep(2 * TICK)
     finally:
         receiving.cancel()

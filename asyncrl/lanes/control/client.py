@@ -1,16 +1,15 @@
 """The caller's side of a connection: calls and streams with deadlines, which all fail when the peer is lost."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from types import TracebackType
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from typing import Any, Self
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WireError
-from asyncrl.lanes.control.deadlines import Deadlines
-from asyncrl.lanes.control.message_sequence import MessageSequence
+from asyncrl.lanes.control.deadlines import Deadline, Deadlines
+from asyncrl.lanes.control.message_codec import MessageSequence
 from asyncrl.lanes.control.pending_calls import PendingReply, PendingStream, error_from
-from asyncrl.lanes.control.wire import Caller, Frame, Wakeup, pump_messages
+from asyncrl.lanes.control.wire import Caller, Frame, Wakeup
 from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
 
 HELLO_DEADLINE = 10.0
@@ -49,7 +48,7 @@ class Client:
         self._hello = hello
         self._instance = instance
         self._heartbeat = heartbeat
-        self._sequence = MessageSequence(caller.offer, caller.send)
+        self._sequence = MessageSequence(caller.offer, caller.room, caller.address)
         self._pending: dict[int, PendingReply | PendingStream] = {}
         self._deadlines = Deadlines()
         self._abandoned: list[int] = []
@@ -71,12 +70,7 @@ class Client:
             undo.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
         await self._group.__aexit__(None, None, None)
 
@@ -85,7 +79,7 @@ class Client:
         self._check()
         self._welcome = PendingReply()
         self._tasks.append(tasks.create_task(self._listen(), name=f"connection to {self.peer}"))
-        async with self._until(asyncio.get_running_loop().time() + deadline, "hello", deadline):
+        with self._until(asyncio.get_running_loop().time() + deadline, "hello", deadline):
             await self._sequence.send(self._hello)
             await self._welcome.future
         if self._heartbeat is not None:
@@ -128,15 +122,11 @@ class Client:
             AsyncrlError: what the worker raised: the class of asyncrl.errors by that name, or RemoteError.
         """
         pending, call = PendingReply(), self._new_call(method, args, deadline)
-        end = asyncio.get_running_loop().time() + deadline
-        self._deadlines.add(call.call, end, lambda: pending.expire(self._deadline_error(method, deadline)))
         try:
-            if not self._send_at_once(call, pending):
-                async with self._until(end, method, deadline):
-                    await self._send_call(call, pending)
-            return await pending.future
+            with self._until(asyncio.get_running_loop().time() + deadline, method, deadline):
+                await self._send_call(call, pending)
+                return await pending.future
         finally:
-            self._deadlines.discard(call.call)
             self._finish(call.call, pending)
 
     async def stream(self, method: str, args: tuple[Any, ...], deadline: float) -> AsyncGenerator[Any, None]:
@@ -148,7 +138,7 @@ class Client:
         pending, call = PendingStream(), self._new_call(method, args, deadline)
         end = asyncio.get_running_loop().time() + deadline
         try:
-            async with self._until(end, method, deadline):
+            with self._until(end, method, deadline):
                 await self._send_call(call, pending)
             while await self._has_item(pending, call, end):
                 yield pending.take_item()
@@ -161,38 +151,15 @@ class Client:
         self._calls += 1
         return Call(self._calls - 1, method, args, deadline)
 
-    @asynccontextmanager
-    async def _until(self, end: float, method: str, seconds: float) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout_at(end) as scope:
-                yield
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise self._deadline_error(method, seconds) from error
+    def _until(self, end: float, method: str, seconds: float) -> Deadline:
+        def overdue() -> str:
+            return f"{self.peer} did not answer {method} within {seconds:g} s; {len(self._pending)} calls wait there"
 
-    def _deadline_error(self, method: str, seconds: float) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"{self.peer} did not answer {method} within {seconds:g} s; {len(self._pending)} calls wait there"
-        )
-
-    def _send_at_once(self, call: Call, pending: PendingReply) -> bool:
-        """Sends without waiting, which is the common case; returns False when credit or room is missing."""
-        if self._abandoned or self._credit == 0 or self.lost.is_set():
-            return False
-        self._credit -= 1
-        self._pending[call.call] = pending
-        sent = False
-        try:
-            sent = self._sequence.offer(call)
-        finally:
-            if not sent:
-                del self._pending[call.call]
-                self._return_credit()
-        return sent
+        return self._deadlines.until(end, overdue)
 
     async def _send_call(self, call: Call, pending: PendingReply | PendingStream) -> None:
-        self._cancel_abandoned()
+        if self._abandoned:
+            self._cancel_abandoned()
         while self._credit == 0 and not self.lost.is_set():
             await self._credit_returned.wait()
         self._check()
@@ -201,7 +168,7 @@ class Client:
         await self._sequence.send(call)
 
     async def _has_item(self, pending: PendingStream, call: Call, end: float) -> bool:
-        async with self._until(end, call.method, call.deadline):
+        with self._until(end, call.method, call.deadline):
             if pending.grant_due and not pending.settled:
                 await self._sequence.send(More(call.call, pending.grant()))
             return await pending.has_item()
@@ -232,7 +199,7 @@ class Client:
 
     async def _listen(self) -> None:
         try:
-            await pump_messages(self._caller, self._receive)
+            await self._caller.pump(self._receive)
         except (PeerLost, WireError) as error:
             self.fail(str(error))
         finally:

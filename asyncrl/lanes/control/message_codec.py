@@ -1,6 +1,6 @@
-"""Encodes values as frames, and decodes them.
+"""Encodes values as frames, decodes them, and numbers those of a connection.
 
-    frame 0        MessagePack [sizes of all other frames, value]
+    frame 0        number of the message | MessagePack [sizes of all other frames, value]
     frames 1..n    the bytes of arrays of INLINE_BYTES or more, untouched
 
 In the value a list stands for everything that is not a plain scalar or a mapping: [tag, ...], where the tag says list,
@@ -9,7 +9,10 @@ yields only these, of declared types and sizes; any other bytes raise WireError.
 their frame.
 """
 
+import asyncio
+import struct
 from collections.abc import Callable, Sequence
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -17,9 +20,9 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import WireError
+from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.lanes.control.field_checks import field_checks
-from asyncrl.lanes.control.wire import LIMIT_BYTES, Frame
+from asyncrl.lanes.control.wire import HIGH_WATER, LIMIT_BYTES, SEND_DEADLINE, Frame, Frames, Wakeup
 from asyncrl.protocols.messages import WIRE_TYPES
 
 INLINE_BYTES = 256
@@ -173,7 +176,7 @@ class _Reader:
         if depth >= MAX_DEPTH:
             raise WireError(f"a value nested deeper than {MAX_DEPTH}")
         if type(node) is dict:
-            return self._mapping(node, depth)
+            return {_key(key): self.read(item, depth + 1) for key, item in node.items()}
         if type(node) is not list or not node or type(node[0]) is not int:
             raise WireError("a value without a tag")
         tag = node[0]
@@ -187,9 +190,6 @@ class _Reader:
         if not _FIRST_TYPE <= tag < _FIRST_TYPE + len(WIRE_TYPES):
             raise WireError(f"an unknown tag {tag}")
         return self._message(tag - _FIRST_TYPE, node, depth)
-
-    def _mapping(self, node: dict[Any, Any], depth: int) -> dict[str, Any]:
-        return {_key(key): self.read(item, depth + 1) for key, item in node.items()}
 
     def _message(self, index: int, node: list[Any], depth: int) -> Any:
         """Builds a message. A plain field is valid by its type alone once a valid message had the same types."""
@@ -222,25 +222,11 @@ class _Reader:
     def _array(self, node: list[Any]) -> NDArray[Any]:
         if len(node) != 4 or type(node[1]) is not int or not 0 <= node[1] < len(DTYPES):
             raise WireError("an array of an unknown dtype")
-        dtype, shape, where = DTYPES[node[1]], node[2], node[3]
+        dtype, shape = DTYPES[node[1]], node[2]
         if type(shape) is not list or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
             raise WireError(f"an array of shape {shape!r:.100}")
-        return self._shaped(self._bytes(where), dtype, shape)
-
-    def _bytes(self, where: Any) -> Frame:
-        if type(where) is bytes:
-            return where
-        if type(where) is not int or where != self.expected or where >= len(self._frames):
-            raise WireError(f"an array in frame {where!r:.100}, where {self.expected} is next")
-        self.expected += 1
-        return self._frames[where]
-
-    @staticmethod
-    def _shaped(data: Frame, dtype: np.dtype[Any], shape: list[int]) -> NDArray[Any]:
-        count = 1
-        for extent in shape:
-            count *= extent
-        if count * dtype.itemsize != len(data):
+        data = self._bytes(node[3])
+        if prod(shape) * dtype.itemsize != len(data):
             raise WireError(f"an array of shape {shape} and {dtype} in {len(data)} bytes")
         try:
             array = np.frombuffer(data, dtype).reshape(shape)
@@ -250,3 +236,74 @@ class _Reader:
             raise WireError("an array of bool with other bytes than 0 and 1")
         array.flags.writeable = False
         return array
+
+    def _bytes(self, where: Any) -> Frame:
+        if type(where) is bytes:
+            return where
+        if type(where) is not int or where != self.expected or where >= len(self._frames):
+            raise WireError(f"an array in frame {where!r:.100}, where {self.expected} is next")
+        self.expected += 1
+        return self._frames[where]
+
+
+# ---- the numbers of a connection's messages ----------------------------------------------------------------------
+
+_NUMBER = struct.Struct("<Q")
+"""In the frame of the header, because a frame of its own costs the I/O threads of ZeroMQ more than its content."""
+
+
+def numbered(number: int, frames: list[Frame]) -> list[Frame]:
+    return [b"".join((_NUMBER.pack(number), frames[0])), *frames[1:]]
+
+
+class MessageSequence:
+    """Encodes and numbers what one side sends, and checks the numbers of what it receives, each from 0.
+
+    A message that was lost, repeated or overtaken is thus detected and breaks the connection; the caller asks again in
+    a new attempt. offer, room: of the endpoint; receiver: names it when it does not read.
+    """
+
+    def __init__(self, offer: Callable[[Frames], bool], room: Wakeup, receiver: str) -> None:
+        self.sent = 0
+        self.received = 0
+        self._offer = offer
+        self._room = room
+        self._receiver = receiver
+        self._order = asyncio.Lock()
+
+    async def send(self, message: Any) -> None:
+        """Sends, waiting for room. Raises WireError (nothing was sent), PeerLost, DeadlineExceeded."""
+        frames = encode(message)
+        if self._offer_frames(frames):
+            return
+        async with self._order:
+            try:
+                async with asyncio.timeout(SEND_DEADLINE):
+                    while not self._offer(numbered(self.sent, frames)):
+                        await self._room.wait()
+            except TimeoutError as error:
+                raise DeadlineExceeded(
+                    f"{self._receiver} has not read for {SEND_DEADLINE:g} s: its queue of {HIGH_WATER} messages is full"
+                ) from error
+            self.sent += 1
+
+    def offer(self, message: Any) -> bool:
+        """Sends without waiting; returns False when the queue is full or others wait for it."""
+        return not self._order.locked() and self._offer_frames(encode(message))
+
+    def _offer_frames(self, frames: list[Frame]) -> bool:
+        if self._order.locked() or not self._offer(numbered(self.sent, frames)):
+            return False
+        self.sent += 1
+        return True
+
+    def accept(self, frames: list[Frame], limit_bytes: int = LIMIT_BYTES) -> Any:
+        """Returns the message in these frames. Raises WireError for invalid bytes and for a gap in the numbers."""
+        if not frames or len(frames[0]) < _NUMBER.size:
+            raise WireError("a message without a number")
+        (number,) = _NUMBER.unpack_from(frames[0])
+        if number != self.received:
+            raise WireError(f"a gap: message {number} came where {self.received} was next")
+        self.received += 1
+        frames[0] = frames[0][_NUMBER.size :]
+        return decode(frames, limit_bytes)

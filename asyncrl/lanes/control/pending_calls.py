@@ -30,10 +30,6 @@ class PendingReply:
 
     def fail(self, error: AsyncrlError) -> None:
         self.settled = True
-        self.expire(error)
-
-    def expire(self, error: AsyncrlError) -> None:
-        """Ends the caller's wait with this error, while the worker may still answer."""
         if not self.future.done():
             self.future.set_exception(error)
             self.future.exception()  # Marks it as retrieved: a caller that is cancelled now never reads it.

@@ -1,7 +1,6 @@
 """The worker's side of connections: welcomes callers, runs one task per call, answers with its result or error."""
 
 import asyncio
-import itertools
 import math
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -12,9 +11,9 @@ from typing import Any
 from asyncrl.errors import DeadlineExceeded, PeerLost, WireError, unwrap
 from asyncrl.lanes.control.client import LIVENESS
 from asyncrl.lanes.control.deadlines import Deadlines
-from asyncrl.lanes.control.message_sequence import MessageSequence
+from asyncrl.lanes.control.message_codec import MessageSequence
 from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
-from asyncrl.lanes.control.wire import CREDIT, Frame, Listener, Wakeup, pump_messages
+from asyncrl.lanes.control.wire import CREDIT, Frame, Listener, Wakeup
 from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
 
 Dispatch = Callable[[Call], Awaitable[Any] | AsyncIterator[Any]]
@@ -51,37 +50,6 @@ class StreamWindow:
             )
         self._room += items
         self._widened.wake()
-
-
-class CallTimeout:
-    """Cancels the task inside at `end`, in loop time, and raises TimeoutError there.
-
-    Replaces asyncio.timeout, at a fraction of its cost, because every call has one. reached: whether that happened.
-    """
-
-    __slots__ = ("_before", "_deadlines", "_end", "_number", "_task", "reached")
-
-    def __init__(self, deadlines: Deadlines, number: int, end: float) -> None:
-        self._deadlines = deadlines
-        self._number = number
-        self._end = end
-        self.reached = False
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "calls are served by tasks"
-        self._task = task
-        self._before = task.cancelling()
-        self._deadlines.add(self._number, self._end, self._reach)
-
-    def _reach(self) -> None:
-        self.reached = True
-        self._task.cancel()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._deadlines.discard(self._number)
-        if self.reached and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
-            raise TimeoutError from error
 
 
 @dataclass(eq=False, slots=True)
@@ -127,7 +95,6 @@ class Server:
         self._heartbeat = heartbeat
         self._sessions: dict[bytes, CallerSession] = {}
         self._deadlines = Deadlines()
-        self._numbers = itertools.count()
 
     @property
     def running(self) -> int:
@@ -147,7 +114,7 @@ class Server:
 
     async def _receive(self, tasks: asyncio.TaskGroup) -> None:
         try:
-            await pump_messages(self._listener, lambda message: self._take(tasks, *message))
+            await self._listener.pump(lambda message: self._take(tasks, *message))
         except PeerLost:
             for session in list(self._sessions.values()):
                 self._forget(session)
@@ -166,7 +133,7 @@ class Server:
             _send_soon(session.sequence, Rejected(f"{_name(self._identity)} closes the connection: {error}"))
 
     def _handshake(self, peer: bytes, frames: list[Frame]) -> None:
-        sequence = MessageSequence(partial(self._listener.offer, peer), partial(self._listener.send, peer))
+        sequence = MessageSequence(partial(self._listener.offer, peer), self._listener.room, f"caller {peer.hex()}")
         try:
             hello = sequence.accept(frames, HELLO_BYTES)
             reason = self._objection(hello)
@@ -255,14 +222,15 @@ class Server:
 
     async def _outcome(self, session: CallerSession, call: Call) -> Reply | Failure:
         """Runs a call; every error that it raises becomes its answer, which makes this a supervised boundary."""
-        end = asyncio.get_running_loop().time() + call.deadline
-        timeout = CallTimeout(self._deadlines, next(self._numbers), end)
+
+        def overdue() -> str:
+            return f"{call.method} was still running after {call.deadline:g} s"
+
         try:
-            with timeout:
+            with self._deadlines.until(asyncio.get_running_loop().time() + call.deadline, overdue):
                 return Reply(call.call, await self._result(session, call))
         except Exception as error:  # every error of a call is handled by its caller
-            overdue = DeadlineExceeded(f"{call.method} was still running after {call.deadline:g} s")
-            return self._failure(call, overdue if timeout.reached else error)
+            return self._failure(call, error)
         except asyncio.CancelledError as error:
             if _being_cancelled():
                 raise
