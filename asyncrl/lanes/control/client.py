@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WireError
@@ -19,36 +20,35 @@ LIVENESS = 3
 """Consecutive heartbeats that a remote peer may miss."""
 
 
+@dataclass(eq=False)
 class Client:
     """A connection to one worker.
 
     `async with client:` says hello and listens until the block ends. `open` does so inside the caller's TaskGroup; call
     `close` before leaving that group.
 
-    Args:
+    Attributes:
         hello: identity of the caller.
         peer: name of the worker in messages ("generation0[1]").
         instance: the only instance that may answer; None: any.
         heartbeat: seconds between heartbeats, for peers on other hosts; None for local ones, whose death the kernel
             reports to the supervisor, which calls `fail`.
-
-    Attributes:
         lost: set once the connection is broken or closed, with the reason in `reason`.
         late_replies: answers that came for calls given up before.
     """
 
-    def __init__(
-        self, caller: Caller, hello: Hello, peer: str, *, instance: str | None = None, heartbeat: float | None = None
-    ) -> None:
-        self.peer = peer
-        self.lost = asyncio.Event()
-        self.reason = ""
-        self.late_replies = 0
-        self._caller = caller
-        self._hello = hello
-        self._instance = instance
-        self._heartbeat = heartbeat
-        self._sequence = MessageSequence(caller.offer, caller.room, caller.address)
+    caller: Caller
+    hello: Hello
+    peer: str
+    _: KW_ONLY
+    instance: str | None = None
+    heartbeat: float | None = None
+    lost: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    reason: str = field(default="", init=False)
+    late_replies: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._sequence = MessageSequence(self.caller.offer, self.caller.room, self.caller.address)
         self._pending: dict[int, PendingReply | PendingStream] = {}
         self._deadlines = Deadlines()
         self._abandoned: list[int] = []
@@ -59,8 +59,6 @@ class Client:
         self._missed_heartbeats = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._group = asyncio.TaskGroup()
-
-    # ---- opening and closing -----------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
@@ -80,11 +78,11 @@ class Client:
         self._welcome = PendingReply()
         self._tasks.append(tasks.create_task(self._listen(), name=f"connection to {self.peer}"))
         with self._until(asyncio.get_running_loop().time() + deadline, "hello", deadline):
-            await self._sequence.send(self._hello)
+            await self._sequence.send(self.hello)
             await self._welcome.future
-        if self._heartbeat is not None:
+        if self.heartbeat is not None:
             self._tasks.append(
-                tasks.create_task(self._send_heartbeats(self._heartbeat), name=f"heartbeat to {self.peer}")
+                tasks.create_task(self._send_heartbeats(self.heartbeat), name=f"heartbeat to {self.peer}")
             )
 
     def fail(self, reason: str) -> None:
@@ -104,13 +102,11 @@ class Client:
         for task in self._tasks:
             task.cancel()
         self._deadlines.close()
-        self._caller.close()
+        self.caller.close()
 
     def _check(self) -> None:
         if self.lost.is_set():
             raise PeerLost(self.reason)
-
-    # ---- calls -------------------------------------------------------------------------------------------
 
     async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> Any:
         """Returns the worker's reply.
@@ -195,11 +191,9 @@ class Client:
         except PeerLost as error:
             self.fail(str(error))
 
-    # ---- incoming messages -------------------------------------------------------------------------------
-
     async def _listen(self) -> None:
         try:
-            await self._caller.pump(self._receive)
+            await self.caller.pump(self._receive)
         except (PeerLost, WireError) as error:
             self.fail(str(error))
         finally:
@@ -242,8 +236,8 @@ class Client:
     def _accept_welcome(self, welcome: Welcome) -> None:
         if self._welcome is None or self._welcome.settled or welcome.credit < 1:
             raise WireError(f"an unexpected {welcome}")
-        if self._instance not in (None, welcome.instance):
-            raise PeerLost(f"instance {welcome.instance} answers in place of {self._instance}")
+        if self.instance not in (None, welcome.instance):
+            raise PeerLost(f"instance {welcome.instance} answers in place of {self.instance}")
         self._credit = welcome.credit
         self._welcome.complete(welcome)
 

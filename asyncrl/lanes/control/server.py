@@ -4,7 +4,7 @@ import asyncio
 import math
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -64,37 +64,28 @@ class CallerSession:
     missed_heartbeats: int = 0
 
 
+@dataclass(eq=False)
 class Server:
     """Serves calls of callers of the same run, incarnation and protocol.
 
-    Args:
+    Attributes:
         listener: where calls arrive.
         dispatch: runs a call.
         identity: of the worker that answers.
         credit: calls that each caller may have outstanding.
         heartbeat: seconds between the heartbeats of remote callers; the calls of a silent caller are cancelled.
-
-    Attributes:
-        refused: peers that were refused.
+        refused: number of peers that were refused.
     """
 
-    def __init__(
-        self,
-        listener: Listener,
-        dispatch: Dispatch,
-        identity: Hello,
-        *,
-        credit: int = CREDIT,
-        heartbeat: float | None = None,
-    ) -> None:
-        self.refused = 0
-        self._listener = listener
-        self._dispatch = dispatch
-        self._identity = identity
-        self._credit = credit
-        self._heartbeat = heartbeat
-        self._sessions: dict[bytes, CallerSession] = {}
-        self._deadlines = Deadlines()
+    listener: Listener
+    dispatch: Dispatch
+    identity: Hello
+    _: KW_ONLY
+    credit: int = CREDIT
+    heartbeat: float | None = None
+    refused: int = field(default=0, init=False)
+    _sessions: dict[bytes, CallerSession] = field(default_factory=dict, init=False)
+    _deadlines: Deadlines = field(default_factory=Deadlines, init=False)
 
     @property
     def running(self) -> int:
@@ -106,20 +97,15 @@ class Server:
         try:
             async with asyncio.TaskGroup() as tasks:
                 heartbeats = tasks.create_task(self._watch_heartbeats(), name="heartbeats of callers")
-                await self._receive(tasks)
+                try:
+                    await self.listener.pump(lambda message: self._take(tasks, *message))
+                except PeerLost:
+                    for session in list(self._sessions.values()):
+                        self._forget(session)
                 heartbeats.cancel()
         finally:
             self._deadlines.close()
-            self._listener.close()
-
-    async def _receive(self, tasks: asyncio.TaskGroup) -> None:
-        try:
-            await self._listener.pump(lambda message: self._take(tasks, *message))
-        except PeerLost:
-            for session in list(self._sessions.values()):
-                self._forget(session)
-
-    # ---- callers -----------------------------------------------------------------------------------------
+            self.listener.close()
 
     def _take(self, tasks: asyncio.TaskGroup, peer: bytes, frames: list[Frame]) -> None:
         session = self._sessions.get(peer)
@@ -130,34 +116,34 @@ class Server:
             self._handle(tasks, session, session.sequence.accept(frames))
         except WireError as error:
             self._forget(session)
-            _send_soon(session.sequence, Rejected(f"{_name(self._identity)} closes the connection: {error}"))
+            _send_soon(session.sequence, Rejected(f"{_name(self.identity)} closes the connection: {error}"))
 
     def _handshake(self, peer: bytes, frames: list[Frame]) -> None:
-        sequence = MessageSequence(partial(self._listener.offer, peer), self._listener.room, f"caller {peer.hex()}")
+        sequence = MessageSequence(partial(self.listener.offer, peer), self.listener.room, f"caller {peer.hex()}")
         try:
             hello = sequence.accept(frames, HELLO_BYTES)
             reason = self._objection(hello)
         except WireError as error:
-            reason = f"{_name(self._identity)} expected a hello: {error}"
+            reason = f"{_name(self.identity)} expected a hello: {error}"
         if reason:
             self.refused += 1
             return _send_soon(sequence, Rejected(reason))
         self._sessions[peer] = CallerSession(peer, sequence, _name(hello))
-        _send_soon(sequence, Welcome(self._identity.instance, self._credit))
+        _send_soon(sequence, Welcome(self.identity.instance, self.credit))
 
     def _objection(self, hello: Any) -> str:
         """Returns why this caller is refused, "" when it is welcome."""
         if not isinstance(hello, Hello):
             received = type(hello).__name__
-            return f"{_name(self._identity)} expected a hello, not a {received}; was the connection broken in between?"
+            return f"{_name(self.identity)} expected a hello, not a {received}; was the connection broken in between?"
         wrong = [
-            name for name in ("run", "incarnation", "protocol") if getattr(hello, name) != getattr(self._identity, name)
+            name for name in ("run", "incarnation", "protocol") if getattr(hello, name) != getattr(self.identity, name)
         ]
         if wrong:
-            return f"{_described(self._identity)} refuses {_described(hello)}: another {' and '.join(wrong)}"
+            return f"{_described(self.identity)} refuses {_described(hello)}: another {' and '.join(wrong)}"
         self._forget_gone()
         if len(self._sessions) >= MAX_CALLERS:
-            return f"{_name(self._identity)} has {MAX_CALLERS} callers already"
+            return f"{_name(self.identity)} has {MAX_CALLERS} callers already"
         return ""
 
     def _forget_gone(self) -> None:
@@ -174,14 +160,12 @@ class Server:
             task.cancel()
 
     async def _watch_heartbeats(self) -> None:
-        while self._heartbeat is not None:
-            await asyncio.sleep(self._heartbeat)
+        while self.heartbeat is not None:
+            await asyncio.sleep(self.heartbeat)
             for session in list(self._sessions.values()):
                 session.missed_heartbeats += 1
                 if session.missed_heartbeats > LIVENESS:
                     self._forget(session)
-
-    # ---- calls -------------------------------------------------------------------------------------------
 
     def _handle(self, tasks: asyncio.TaskGroup, session: CallerSession, message: Any) -> None:
         match message:
@@ -204,8 +188,8 @@ class Server:
         if call.call in session.tasks:
             raise WireError(f"call {call.call} came twice")
         # A cancelled call gives its credit back at once, while its task may need a moment to end.
-        if len(session.tasks) >= 2 * self._credit:
-            raise WireError(f"{len(session.tasks)} calls are running, {self._credit} are allowed")
+        if len(session.tasks) >= 2 * self.credit:
+            raise WireError(f"{len(session.tasks)} calls are running, {self.credit} are allowed")
         task = tasks.create_task(self._serve_call(session, call), name=f"{call.method} for {session.name}")
         session.tasks[call.call] = task
         task.add_done_callback(lambda _: session.tasks.pop(call.call))
@@ -232,12 +216,13 @@ class Server:
         except Exception as error:  # every error of a call is handled by its caller
             return self._failure(call, error)
         except asyncio.CancelledError as error:
-            if _being_cancelled():
+            task = asyncio.current_task()
+            if task is None or task.cancelling() > 0:
                 raise
             return self._failure(call, error)
 
     async def _result(self, session: CallerSession, call: Call) -> Any:
-        running = self._dispatch(call)
+        running = self.dispatch(call)
         if isinstance(running, AsyncIterator):
             return await self._send_items(session, call.call, running)
         return await running
@@ -260,15 +245,10 @@ class Server:
             call=call.call,
             kind=type(error).__name__,
             message=_sendable(str(error)[:MESSAGE_CHARACTERS]),
-            service=self._identity.service,
-            rank=self._identity.rank,
+            service=self.identity.service,
+            rank=self.identity.rank,
             traceback=_sendable(trace),
         )
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _sendable(text: str) -> str:

@@ -28,7 +28,7 @@ async def test_garbage_from_strangers_leaves_the_others_alone(site: Any, eventua
 
 async def test_garbage_from_a_known_caller_ends_its_link_only(site: Any) -> None:
     async with site.serving() as worker, site.link(worker) as link, site.link(worker) as other:
-        assert link._caller.offer([b"junk"])
+        assert link.caller.offer([b"junk"])
         await link.lost.wait()
         assert "closes the connection: a message without a number" in link.reason
         assert await other.call("echo", (1,), 5.0) == (1,)
