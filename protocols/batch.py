@@ -41,8 +41,8 @@ class Divisible(Protocol):
 
 
 def is_divisible(value: Any) -> TypeGuard[Divisible]:
-    """Returns whether a transfer protocol splits this argument; a hundred times faster than `isinstance` with the
-    protocol."""
+    """Returns whether a transfer protocol splits this argument. `isinstance` with the protocol takes a hundred times as
+    long."""
     return hasattr(type(value), "row_weights")
 
 
@@ -64,10 +64,14 @@ class Column:
 
     @classmethod
     def of(cls, rows: Sequence[Array], dtype: Any = None) -> Self:
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum([len(row) for row in rows], out=offsets[1:])
         values = np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.zeros(0, dtype)
-        return cls(values, offsets)
+        return cls(values, np.cumsum([0, *map(len, rows)], dtype=np.int64))
+
+    @classmethod
+    def join(cls, parts: Sequence["Column"]) -> Self:
+        """Returns the rows of all parts, in order."""
+        lengths = np.concatenate([[0], *[part.lengths() for part in parts]])
+        return cls(np.concatenate([part.values for part in parts]), np.cumsum(lengths, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -126,14 +130,7 @@ class Batch:
         names = list(parts[0].columns)
         if any(list(part.columns) != names for part in parts):
             raise ValueError(f"batches to join must have the same columns: {[list(p.columns) for p in parts]}")
-        return cls({name: _join_columns([part.columns[name] for part in parts]) for name in names})
-
-
-def _join_columns(columns: Sequence[Column]) -> Column:
-    lengths = np.concatenate([column.lengths() for column in columns])
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return Column(np.concatenate([column.values for column in columns]), offsets)
+        return cls({name: Column.join([part.columns[name] for part in parts]) for name in names})
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ How a handle uses one:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -105,7 +105,13 @@ def fan_out(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fa
     there are ranks.
     """
     if transfer.per_rank:
-        return _per_rank(transfer, args, layout)
+        if any(len(argument) != layout.size for argument in args):
+            given = [len(argument) for argument in args]
+            raise ValueError(
+                f"{transfer.name} wants one value for each of {layout.size} ranks in every argument, not {given}"
+            )
+        fan = Fan(((),) * layout.size, tuple(transfer.collect(layout)), None, gather=True)
+        return fan, [tuple(argument[rank] for argument in args) for rank in range(layout.size)]
     divisible = [argument for argument in args if is_divisible(argument)]
     if len(divisible) > 1 and len({len(argument) for argument in divisible}) > 1:
         raise ValueError(f"arguments to split differ in their rows: {[len(argument) for argument in divisible]}")
@@ -126,16 +132,6 @@ def _fan(transfer: Transfer, weights: Sequence[int], layout: Layout, count: int 
 def _undivided(transfer: Transfer, layout: Layout) -> Fan:
     """Returns the fan of a call that is not split; cached, one for each protocol and layout in use."""
     return _fan(transfer, (), layout, None)
-
-
-def _per_rank(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fan, list[tuple[Any, ...]]]:
-    if any(len(argument) != layout.size for argument in args):
-        given = [len(argument) for argument in args]
-        raise ValueError(
-            f"{transfer.name} wants one value for each of {layout.size} ranks in every argument, not {given}"
-        )
-    fan = Fan(((),) * layout.size, tuple(transfer.collect(layout)), None, gather=True)
-    return fan, [tuple(argument[rank] for argument in args) for rank in range(layout.size)]
 
 
 def _part(argument: Any, rows: Rows) -> Any:
@@ -182,7 +178,7 @@ def balanced(transfer: Transfer) -> Transfer:
         split = balanced_parts(weights, len(parts))
         return [split[parts.index(rows)] for rows in probe]
 
-    return Transfer(f"balanced {transfer.name}", distribute, transfer.collect, transfer.one_of, transfer.per_rank)
+    return replace(transfer, name=f"balanced {transfer.name}", distribute=distribute)
 
 
 # ---- the protocols of Table 3 ----------------------------------------------------------------------------
@@ -197,10 +193,6 @@ def _by_data_index(weights: Sequence[int], layout: Layout) -> list[Rows]:
     return [parts[layout.place(rank).dp] for rank in range(layout.size)]
 
 
-def _by_rank(weights: Sequence[int], layout: Layout) -> list[Rows]:
-    return even_parts(weights, layout.size)
-
-
 def _by_generation_replica(weights: Sequence[int], layout: Layout) -> list[Rows]:
     replicas = layout.generation_replicas()
     parts = even_parts(weights, len(replicas))
@@ -212,39 +204,31 @@ def _all_ranks(layout: Layout) -> list[int]:
     return list(range(layout.size))
 
 
-def _one_rank(layout: Layout) -> list[int]:
-    return [layout.rank(pp=-1)]
-
-
-def _last_stages(layout: Layout) -> list[int]:
-    return [layout.rank(pp=-1, dp=index) for index in range(layout.dp)]
-
-
-def _every_stage(layout: Layout) -> list[int]:
-    return [layout.rank(pp=index) for index in range(layout.pp)]
-
-
-def _first_of_generation_replicas(layout: Layout) -> list[int]:
-    return [ranks[0] for ranks in layout.generation_replicas()]
-
-
 ONE_TO_ALL = Transfer("ONE_TO_ALL", _to_everyone, _all_ranks)
-"""ONE_TO_ALL sends the same input to all ranks and keeps the answers of all."""
+"""The same input to all ranks, the answers of all."""
 
-ONE_OF = Transfer("ONE_OF", _to_everyone, _one_rank, one_of=True)
+ONE_OF = Transfer("ONE_OF", _to_everyone, lambda layout: [layout.rank(pp=-1)], one_of=True)
 """The whole call to one replica, the answer of its last pipeline stage. Not in Table 3."""
 
-THREE_D_PROTO = Transfer("THREE_D_PROTO", _by_data_index, _last_stages)
+THREE_D_PROTO = Transfer(
+    "THREE_D_PROTO", _by_data_index, lambda layout: [layout.rank(pp=-1, dp=index) for index in range(layout.dp)]
+)
 """Split over data groups, the same rows inside each; the answers of each group's last stage, first tensor rank."""
 
-THREE_D_ALL_MICRO_DP = Transfer("THREE_D_ALL_MICRO_DP", _by_generation_replica, _first_of_generation_replicas)
+THREE_D_ALL_MICRO_DP = Transfer(
+    "THREE_D_ALL_MICRO_DP",
+    _by_generation_replica,
+    lambda layout: [ranks[0] for ranks in layout.generation_replicas()],
+)
 """Split over the micro-data-parallel replicas of generation, the same rows inside each; the answers of each one's
 first rank. The table's "micro DP group" is read as the ranks that generate together: they must see the same rows."""
 
-THREE_D_PP_ONLY = Transfer("THREE_D_PP_ONLY", _to_everyone, _every_stage)
+THREE_D_PP_ONLY = Transfer(
+    "THREE_D_PP_ONLY", _to_everyone, lambda layout: [layout.rank(pp=index) for index in range(layout.pp)]
+)
 """The same input to all ranks; the answers of each pipeline stage's first tensor and data rank."""
 
-DP_PROTO = Transfer("DP_PROTO", _by_rank, _all_ranks)
+DP_PROTO = Transfer("DP_PROTO", lambda weights, layout: even_parts(weights, layout.size), _all_ranks)
 """Split over all ranks, each a data-parallel one; the answers of all."""
 
 ALL_TO_ALL = Transfer("ALL_TO_ALL", _to_everyone, _all_ranks, per_rank=True)

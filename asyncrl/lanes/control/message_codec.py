@@ -34,10 +34,7 @@ MAX_DEPTH = 64
 MAX_DIMENSIONS = 8
 DTYPES: tuple[np.dtype[Any], ...] = tuple(np.dtype(name) for name in ("?", "u1", "<i4", "<i8", "<f4", "<f8"))
 _LIST, _TUPLE, _ARRAY, _FIRST_TYPE = 0, 1, 2, 3
-_SCALARS = (type(None), bool, int, float, str, bytes)
-_CHECKS = tuple(field_checks(cls) for cls in WIRE_TYPES)
-_TAG_OF = {cls: _FIRST_TYPE + index for index, cls in enumerate(WIRE_TYPES)}
-_PLAIN = frozenset(_SCALARS)
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _pack = msgpack.Packer(strict_types=True).pack
 """One packer for all messages, because making a packer costs more than packing a small message."""
 
@@ -68,8 +65,8 @@ def _lower(value: Any, frames: list[Frame], depth: int) -> Any:
         return value
     if depth >= MAX_DEPTH:
         raise WireError(f"a value nested deeper than {MAX_DEPTH} cannot be sent")
-    if cls in _LOWERERS:
-        return _LOWERERS[cls].lower(value, frames, depth + 1)
+    if cls in _CODEC_OF:
+        return _CODEC_OF[cls].lower(value, frames, depth + 1)
     if cls is list or cls is tuple:
         tag = _LIST if cls is list else _TUPLE
         if _PLAIN.issuperset(map(type, value)):
@@ -82,34 +79,6 @@ def _lower(value: Any, frames: list[Frame], depth: int) -> Any:
     if isinstance(value, np.generic):
         return _lower(value.item(), frames, depth + 1)
     raise WireError(f"a value of type {cls.__module__}.{cls.__qualname__} cannot be sent: {value!r:.100}")
-
-
-class _Lowerer:
-    """Lowers messages of one type. Which fields need more than a copy depends on their types alone; a run has few
-    combinations of types, which are remembered."""
-
-    def __init__(self, cls: type) -> None:
-        self._tag = _TAG_OF[cls]
-        names = tuple(name for name, _ in _CHECKS[self._tag - _FIRST_TYPE])
-        self._fields: Callable[[Any], Any] = attrgetter(*names)
-        self._single = len(names) == 1
-        self._plans: dict[tuple[type, ...], tuple[int, ...]] = {}
-
-    def lower(self, message: Any, frames: list[Frame], depth: int) -> list[Any]:
-        fields = self._fields(message)
-        tree = [self._tag, fields] if self._single else [self._tag, *fields]
-        types = tuple(map(type, tree))
-        plan = self._plans.get(types)
-        if plan is None:
-            plan = tuple(place for place, cls in enumerate(types) if cls not in _PLAIN)
-            if len(self._plans) < MAX_PLANS:
-                self._plans[types] = plan
-        for place in plan:
-            tree[place] = _lower(tree[place], frames, depth)
-        return tree
-
-
-_LOWERERS = {cls: _Lowerer(cls) for cls in WIRE_TYPES}
 
 
 def _key(key: Any) -> str:
@@ -158,11 +127,6 @@ def _unpack(header: Frame) -> tuple[Any, Any]:
     return top[0], top[1]
 
 
-_KNOWN: tuple[dict[tuple[type, ...], tuple[int, ...]], ...] = tuple({} for _ in WIRE_TYPES)
-"""For each type of message: types of the nodes of a valid message, its tag first -> fields that differ from their node,
-because they have parts or are an int for a float. Only valid messages are remembered, so entries are few."""
-
-
 class _Reader:
     """Builds the value of one message. expected: the next frame that an array may name; each is used once, in order."""
 
@@ -181,43 +145,15 @@ class _Reader:
             raise WireError("a value without a tag")
         tag = node[0]
         if tag in (_LIST, _TUPLE):
-            # A new object: `_message` then knows that this field has to be read each time.
+            # A new object: `build` then knows that this field has to be read each time.
             plain = _PLAIN.issuperset(map(type, node))
             items = node[1:] if plain else [self.read(item, depth + 1) for item in node[1:]]
             return items if tag == _LIST else tuple(items)
         if tag == _ARRAY:
             return self._array(node)
-        if not _FIRST_TYPE <= tag < _FIRST_TYPE + len(WIRE_TYPES):
+        if not _FIRST_TYPE <= tag < _FIRST_TYPE + len(_CODECS):
             raise WireError(f"an unknown tag {tag}")
-        return self._message(tag - _FIRST_TYPE, node, depth)
-
-    def _message(self, index: int, node: list[Any], depth: int) -> Any:
-        """Builds a message. A plain field is valid by its type alone once a valid message had the same types."""
-        cls, known = WIRE_TYPES[index], _KNOWN[index]
-        types = tuple(map(type, node))
-        checked = known.get(types)
-        del node[0]
-        if checked is None:
-            raw = list(node)
-            self._read_fields(index, node, range(len(_CHECKS[index])), depth)
-            known[types] = tuple(place for place, value in enumerate(node) if value is not raw[place])
-        else:
-            self._read_fields(index, node, checked, depth)
-        try:
-            return cls(*node)
-        except ValueError as error:
-            raise WireError(f"{cls.__name__}: {error}") from error
-
-    def _read_fields(self, index: int, values: list[Any], places: Sequence[int], depth: int) -> None:
-        """Replaces these nodes by their values."""
-        checks = _CHECKS[index]
-        if len(values) != len(checks):
-            raise WireError(f"a {WIRE_TYPES[index].__name__} with {len(values)} fields; it has {len(checks)}")
-        try:
-            for place in places:
-                values[place] = checks[place][1](self.read(values[place], depth + 1))
-        except WireError as error:
-            raise WireError(f"{WIRE_TYPES[index].__name__}.{checks[place][0]}: {error}") from error
+        return _CODECS[tag - _FIRST_TYPE].build(self, node, depth)
 
     def _array(self, node: list[Any]) -> NDArray[Any]:
         if len(node) != 4 or type(node[1]) is not int or not 0 <= node[1] < len(DTYPES):
@@ -244,6 +180,58 @@ class _Reader:
             raise WireError(f"an array in frame {where!r:.100}, where {self.expected} is next")
         self.expected += 1
         return self._frames[where]
+
+
+class _MessageCodec:
+    """Lowers and builds the messages of one type. Which fields need more than a copy depends on the types of all fields
+    alone; a run has few combinations of types, which are remembered (docs/decisions.md)."""
+
+    def __init__(self, tag: int, cls: type) -> None:
+        self._tag = tag
+        self._cls = cls
+        self._checks = field_checks(cls)
+        self._fields: Callable[[Any], Any] = attrgetter(*[name for name, _ in self._checks])
+        self._to_lower: dict[tuple[type, ...], tuple[int, ...]] = {}
+        self._to_read: dict[tuple[type, ...], tuple[int, ...]] = {}
+        """Types of the nodes of a valid message, its tag first -> fields that differ from their node, because they have
+        parts or are an int for a float. Only valid messages are remembered, so entries are few."""
+
+    def lower(self, message: Any, frames: list[Frame], depth: int) -> list[Any]:
+        fields = self._fields(message)
+        tree = [self._tag, fields] if len(self._checks) == 1 else [self._tag, *fields]
+        types = tuple(map(type, tree))
+        plan = self._to_lower.get(types)
+        if plan is None:
+            plan = tuple(place for place, cls in enumerate(types) if cls not in _PLAIN)
+            if len(self._to_lower) < MAX_PLANS:
+                self._to_lower[types] = plan
+        for place in plan:
+            tree[place] = _lower(tree[place], frames, depth)
+        return tree
+
+    def build(self, reader: _Reader, node: list[Any], depth: int) -> Any:
+        """A plain field is valid by its type alone once a valid message had the same types."""
+        types = tuple(map(type, node))
+        plan = self._to_read.get(types)
+        values = node[1:]
+        if len(values) != len(self._checks):
+            raise WireError(f"a {self._cls.__name__} with {len(values)} fields; it has {len(self._checks)}")
+        place = 0
+        try:
+            for place in range(len(values)) if plan is None else plan:
+                values[place] = self._checks[place][1](reader.read(values[place], depth + 1))
+        except WireError as error:
+            raise WireError(f"{self._cls.__name__}.{self._checks[place][0]}: {error}") from error
+        if plan is None:
+            self._to_read[types] = tuple(place for place, value in enumerate(values) if value is not node[place + 1])
+        try:
+            return self._cls(*values)
+        except ValueError as error:
+            raise WireError(f"{self._cls.__name__}: {error}") from error
+
+
+_CODECS = tuple(_MessageCodec(_FIRST_TYPE + index, cls) for index, cls in enumerate(WIRE_TYPES))
+_CODEC_OF = dict(zip(WIRE_TYPES, _CODECS, strict=True))
 
 
 # ---- the numbers of a connection's messages ----------------------------------------------------------------------

@@ -232,8 +232,8 @@ def test_what_is_remembered_of_strange_messages_is_bounded() -> None:
         value = Reply(1, kinds[0]), RowRef(*kinds, *kinds, "a", (), *kinds[:2])  # type: ignore[arg-type]
         with contextlib.suppress(WireError):
             decode(encode(value))
-    assert max(len(known) for known in message_codec._KNOWN) < 100
-    assert len(message_codec._LOWERERS[RowRef]._plans) == MAX_PLANS
+    assert max(len(codec._to_read) for codec in message_codec._CODECS) < 100
+    assert len(message_codec._CODEC_OF[RowRef]._to_lower) == MAX_PLANS
 
 
 @pytest.mark.parametrize("value", [[1, 2], ["a"], [], (1, 2), {"a": 1}, [[1], [2]], {"a": [1]}])
