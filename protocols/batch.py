@@ -219,10 +219,8 @@ class BatchRef:
 
     def also_at(self, other: "BatchRef") -> "BatchRef":
         """Adds the places of row i of `other` to row i: the same samples, of which two services made columns."""
-        pairs = zip(self.rows, other.rows, strict=True)
-        return BatchRef(
-            tuple([row.stored_at(tuple(dict.fromkeys((*row.places, *same.places)))) for row, same in pairs])
-        )
+        places = [dict.fromkeys(row.places + same.places) for row, same in zip(self.rows, other.rows, strict=True)]
+        return BatchRef(tuple(row.stored_at(tuple(known)) for row, known in zip(self.rows, places, strict=True)))
 
     @property
     def only(self) -> RowRef:

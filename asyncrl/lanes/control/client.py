@@ -81,9 +81,8 @@ class Client:
             await self._sequence.send(self.hello)
             await self._welcome.future
         if self.heartbeat is not None:
-            self._tasks.append(
-                tasks.create_task(self._send_heartbeats(self.heartbeat), name=f"heartbeat to {self.peer}")
-            )
+            heartbeats = self._send_heartbeats(self.heartbeat)
+            self._tasks.append(tasks.create_task(heartbeats, name=f"heartbeat to {self.peer}"))
 
     def fail(self, reason: str) -> None:
         """Makes every outstanding call raise PeerLost now, and every later one at once."""
@@ -128,15 +127,20 @@ class Client:
     async def stream(self, method: str, args: tuple[Any, ...], deadline: float) -> AsyncGenerator[Any, None]:
         """Yields the worker's items as they come, at most STREAM_WINDOW ahead of the consumer.
 
-        Closing the generator cancels the call. The last item is due `deadline` seconds after the first was requested.
-        Raises what `call` raises.
+        Closing the generator cancels the call. The last item is due `deadline` seconds after the call. Raises what
+        `call` raises.
         """
         pending, call = PendingStream(), self._new_call(method, args, deadline)
         end = asyncio.get_running_loop().time() + deadline
         try:
             with self._until(end, method, deadline):
                 await self._send_call(call, pending)
-            while await self._has_item(pending, call, end):
+            while True:
+                with self._until(end, method, deadline):
+                    if items := pending.grant():
+                        await self._sequence.send(More(call.call, items))
+                    if not await pending.has_item():
+                        return
                 yield pending.take_item()
         finally:
             self._finish(call.call, pending)
@@ -162,12 +166,6 @@ class Client:
         self._credit -= 1
         self._pending[call.call] = pending
         await self._sequence.send(call)
-
-    async def _has_item(self, pending: PendingStream, call: Call, end: float) -> bool:
-        with self._until(end, call.method, call.deadline):
-            if pending.grant_due and not pending.settled:
-                await self._sequence.send(More(call.call, pending.grant()))
-            return await pending.has_item()
 
     def _finish(self, number: int, pending: PendingReply | PendingStream) -> None:
         if self._pending.pop(number, None) is None:
@@ -220,7 +218,9 @@ class Client:
             case Welcome():
                 self._accept_welcome(message)
             case Rejected(reason):
-                self._accept_rejection(reason)
+                if self._welcome is not None:
+                    self._welcome.fail(Refused(f"{self.peer}: {reason}"))
+                self.fail(reason)
             case Ping():
                 pass
             case _:
@@ -240,11 +240,6 @@ class Client:
             raise PeerLost(f"instance {welcome.instance} answers in place of {self.instance}")
         self._credit = welcome.credit
         self._welcome.complete(welcome)
-
-    def _accept_rejection(self, reason: str) -> None:
-        if self._welcome is not None:
-            self._welcome.fail(Refused(f"{self.peer}: {reason}"))
-        self.fail(reason)
 
     async def _send_heartbeats(self, seconds: float) -> None:
         """Counts heartbeats in place of seconds, so that a stall of our own loop is no silence of the peer."""

@@ -61,8 +61,7 @@ class PendingStream:
 
     def fail(self, error: AsyncrlError) -> None:
         self._error = error
-        self.settled = True
-        self._changed.wake()
+        self.complete(None)
 
     def lose_peer(self, reason: str) -> None:
         self._items.clear()
@@ -80,15 +79,10 @@ class PendingStream:
         self._taken += 1
         return self._items.popleft()
 
-    @property
-    def grant_due(self) -> bool:
-        """Returns whether half a window was consumed since the last grant, so that the worker should get another."""
-        return self._taken >= STREAM_WINDOW // 2
-
     def grant(self) -> int:
-        """Returns how many more items the worker may send."""
-        granted = self._taken
-        self._taken = 0
+        """Returns how many more items the worker may send: 0 until half a window was consumed since the last grant."""
+        granted = 0 if self.settled or self._taken < STREAM_WINDOW // 2 else self._taken
+        self._taken -= granted
         return granted
 
 

@@ -212,7 +212,10 @@ class Server:
 
         try:
             with self._deadlines.until(asyncio.get_running_loop().time() + call.deadline, overdue):
-                return Reply(call.call, await self._result(session, call))
+                running = self.dispatch(call)
+                if isinstance(running, AsyncIterator):
+                    running = self._send_items(session, call.call, running)
+                return Reply(call.call, await running)
         except Exception as error:  # every error of a call is handled by its caller
             return self._failure(call, error)
         except asyncio.CancelledError as error:
@@ -220,12 +223,6 @@ class Server:
             if task is None or task.cancelling() > 0:
                 raise
             return self._failure(call, error)
-
-    async def _result(self, session: CallerSession, call: Call) -> Any:
-        running = self.dispatch(call)
-        if isinstance(running, AsyncIterator):
-            return await self._send_items(session, call.call, running)
-        return await running
 
     async def _send_items(self, session: CallerSession, number: int, items: AsyncIterator[Any]) -> None:
         window = session.windows[number] = StreamWindow()

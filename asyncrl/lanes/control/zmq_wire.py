@@ -102,7 +102,7 @@ class _ZmqEndpoint:
         return True
 
     def _schedule_receive(self) -> None:
-        """Receives soon, not now: the receiver may be our caller."""
+        """Receives soon, not now: whoever receives may be calling."""
         if self._pump is not None and not self._pump.scheduled:
             self._pump.scheduled = True
             self._loop.call_soon(self._pump_messages)
