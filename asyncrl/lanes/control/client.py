@@ -155,7 +155,7 @@ class Client:
         def overdue() -> str:
             return f"{self.peer} did not answer {method} within {seconds:g} s; {len(self._pending)} calls wait there"
 
-        return self._deadlines.until(end, overdue)
+        return Deadline(self._deadlines, end, overdue)
 
     async def _send_call(self, call: Call, pending: PendingReply | PendingStream) -> None:
         if self._abandoned:

@@ -16,10 +16,6 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
         self._earliest = inf
 
-    def until(self, end: float, overdue: Callable[[], str]) -> "Deadline":
-        """Returns a context manager which ends at `end`, in loop time, with a DeadlineExceeded of this text."""
-        return Deadline(self, end, overdue)
-
     def add(self, deadline: "Deadline") -> None:
         self._open[deadline] = None
         if deadline.end < self._earliest:
@@ -52,7 +48,7 @@ class Deadlines:
 
 @dataclass(eq=False, slots=True)
 class Deadline:
-    """Cancels the task inside at `end` and raises DeadlineExceeded there, in place of what the task then raises.
+    """Cancels the task inside at `end`, in loop time, and raises DeadlineExceeded there with the text of `overdue`.
 
     Replaces asyncio.timeout, at half its cost, because every call has one on either side.
     """

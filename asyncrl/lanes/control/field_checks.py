@@ -47,7 +47,7 @@ def _exactly(cls: type, value: Any) -> Any:
 
 def _number(value: Any) -> float:
     """Accepts an int as a float."""
-    return float(value) if type(value) is int else _exactly(float, value)  # type: ignore[no-any-return]
+    return float(value) if type(value) is int else _exactly(float, value)
 
 
 def _union(options: list[Check], value: Any) -> Any:

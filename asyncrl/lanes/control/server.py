@@ -10,10 +10,10 @@ from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, WireError, unwrap
 from asyncrl.lanes.control.client import LIVENESS
-from asyncrl.lanes.control.deadlines import Deadlines
+from asyncrl.lanes.control.deadlines import Deadline, Deadlines
 from asyncrl.lanes.control.message_codec import MessageSequence
 from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
-from asyncrl.lanes.control.wire import CREDIT, Frame, Listener, Wakeup
+from asyncrl.lanes.control.wire import CREDIT, Frame, Listener
 from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
 
 Dispatch = Callable[[Call], Awaitable[Any] | AsyncIterator[Any]]
@@ -29,38 +29,16 @@ TRACEBACK_CHARACTERS = 16_384
 MESSAGE_CHARACTERS = 4_096
 
 
-class StreamWindow:
-    """Counts how many items a stream may send before its consumer asks for more."""
-
-    def __init__(self) -> None:
-        self._room = STREAM_WINDOW
-        self._widened = Wakeup()
-
-    async def enter(self) -> None:
-        """Takes the place of one item, waiting for it."""
-        while self._room == 0:
-            await self._widened.wait()
-        self._room -= 1
-
-    def widen(self, items: int) -> None:
-        """Adds the places that the consumer granted."""
-        if not 0 < items <= STREAM_WINDOW - self._room:
-            raise WireError(
-                f"{items} more items of a stream were granted while {self._room} of {STREAM_WINDOW} were unused"
-            )
-        self._room += items
-        self._widened.wake()
-
-
 @dataclass(eq=False, slots=True)
 class CallerSession:
-    """The state of one welcomed caller. name: for messages. missed_heartbeats: since its last message."""
+    """The state of one welcomed caller. name: for messages. windows: how many items each stream may send before its
+    consumer asks for more. missed_heartbeats: since its last message."""
 
     peer: bytes
     sequence: MessageSequence
     name: str
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    windows: dict[int, StreamWindow] = field(default_factory=dict)
+    windows: dict[int, asyncio.BoundedSemaphore] = field(default_factory=dict)
     missed_heartbeats: int = 0
 
 
@@ -176,7 +154,7 @@ class Server:
                     session.tasks[number].cancel()
             case More(number, items):
                 if number in session.windows:
-                    session.windows[number].widen(items)
+                    _widen(session.windows[number], items)
             case Ping():
                 _send_soon(session.sequence, message)
             case _:
@@ -211,7 +189,7 @@ class Server:
             return f"{call.method} was still running after {call.deadline:g} s"
 
         try:
-            with self._deadlines.until(asyncio.get_running_loop().time() + call.deadline, overdue):
+            with Deadline(self._deadlines, asyncio.get_running_loop().time() + call.deadline, overdue):
                 running = self.dispatch(call)
                 if isinstance(running, AsyncIterator):
                     running = self._send_items(session, call.call, running)
@@ -225,10 +203,10 @@ class Server:
             return self._failure(call, error)
 
     async def _send_items(self, session: CallerSession, number: int, items: AsyncIterator[Any]) -> None:
-        window = session.windows[number] = StreamWindow()
+        window = session.windows[number] = asyncio.BoundedSemaphore(STREAM_WINDOW)
         try:
             async for item in items:
-                await window.enter()
+                await window.acquire()
                 await session.sequence.send(Item(number, item))
         finally:
             del session.windows[number]
@@ -246,6 +224,17 @@ class Server:
             rank=self.identity.rank,
             traceback=_sendable(trace),
         )
+
+
+def _widen(window: asyncio.BoundedSemaphore, items: int) -> None:
+    """Adds the places that the consumer of a stream granted."""
+    try:
+        if items < 1:
+            raise ValueError
+        for _ in range(items):
+            window.release()
+    except ValueError:
+        raise WireError(f"{items} more items of a stream were granted than {STREAM_WINDOW} unused ones allow") from None
 
 
 def _sendable(text: str) -> str:

@@ -30,24 +30,12 @@ ZERO_COPY_BYTES = 256 * 1024
 sender must not change such an array afterwards."""
 
 
-class Wakeup:
+class Wakeup(asyncio.Event):
     """Wakes all tasks that wait at that moment; a later `wait` does not see an earlier `wake`."""
 
-    def __init__(self) -> None:
-        self._waiting: list[asyncio.Future[None]] = []
-
-    async def wait(self) -> None:
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
-        try:
-            await future
-        finally:
-            self._waiting.remove(future)
-
     def wake(self) -> None:
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
+        self.set()
+        self.clear()
 
 
 class Caller(Protocol):

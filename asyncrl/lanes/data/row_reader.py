@@ -4,7 +4,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 from weakref import WeakValueDictionary
@@ -53,19 +53,12 @@ def _is_list_of(kind: type, values: object, most: int) -> bool:
     return type(values) is list and len(values) <= most and all(type(value) is kind for value in values)
 
 
-@dataclass(slots=True)
-class _OwnerRows:
-    """The part of a read that one owner stores: the same columns of each row. numbers: of the rows in the read."""
-
-    owner: str
-    columns: tuple[str, ...]
-    numbers: list[int] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
-
-
 _EMPTY: Array = np.empty(0, np.uint8)
 Cells = dict[str, list[Array]]
 """Column -> its values in each row of the read."""
+
+Stored = list[tuple[int, Place]]
+"""Rows that one owner stores, with the same columns: number of the row in the read, and its place."""
 
 Open = TypeVar("Open", SharedTable, Client)
 
@@ -94,8 +87,10 @@ class RowReader:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for opened in (*self._tables.values(), *self._clients.values()):
-            opened.close()
+        for table in self._tables.values():
+            table.close()
+        for client in self._clients.values():
+            client.close()
         await self._group.__aexit__(None, None, None)
 
     async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
@@ -117,20 +112,23 @@ class RowReader:
         """
         cells: Cells = {name: [_EMPTY] * len(refs) for name in columns}
         shares = _shares(refs, columns)
-        for share in shares:
-            if not share.owner.startswith(SHARED_SCHEME):
-                await self._fetch(share, cells)
+        for (owner, names), stored in shares.items():
+            if not owner.startswith(SHARED_SCHEME):
+                await self._fetch(owner, names, stored, cells)
         self._close_unlinked()
-        shared = [(self._table(share.owner), share) for share in shares if share.owner.startswith(SHARED_SCHEME)]
-        for table, share in shared:
-            for number, place in zip(share.numbers, share.places, strict=True):
-                for name, view in zip(share.columns, table.views(place, share.columns), strict=True):
-                    cells[name][number] = view
+        checks: list[tuple[SharedTable, Stored]] = []
+        for (owner, names), stored in shares.items():
+            if owner.startswith(SHARED_SCHEME):
+                table = self._table(owner)
+                checks.append((table, stored))
+                for number, place in stored:
+                    for name, view in zip(names, table.views(place, names), strict=True):
+                        cells[name][number] = view
         try:
             yield cells
         finally:
-            for table, share in shared:
-                for place in share.places:
+            for table, stored in checks:
+                for _, place in stored:
                     table.check(place)
 
     def _close_unlinked(self) -> None:
@@ -147,15 +145,20 @@ class RowReader:
                 raise LostRows(f"the owner of {owner} is gone: {error}") from error
         return _used(self._tables, owner)
 
-    async def _fetch(self, share: _OwnerRows, cells: Cells) -> None:
+    async def _fetch(self, owner: str, columns: Sequence[str], stored: Stored, cells: Cells) -> None:
         try:
-            client = await self._client(share.owner)
-            for start in range(0, len(share.places), ROWS_PER_FETCH):
-                part = slice(start, start + ROWS_PER_FETCH)
-                rows = await client.call(FETCH, (share.places[part], list(share.columns)), FETCH_DEADLINE)
-                _fill(rows, share, part, cells)
+            client = await self._client(owner)
+            for start in range(0, len(stored), ROWS_PER_FETCH):
+                part = stored[start : start + ROWS_PER_FETCH]
+                places = [place for _, place in part]
+                rows = await client.call(FETCH, (places, list(columns)), FETCH_DEADLINE)
+                if set(rows.columns) != set(columns) or len(rows) != len(part):
+                    raise WireError(f"{len(rows)} rows of {sorted(rows.columns)} came for {len(part)} of {columns}")
+                for name in columns:
+                    for (number, _), values in zip(part, rows[name], strict=True):
+                        cells[name][number] = values
         except (PeerLost, DeadlineExceeded, Refused) as error:
-            raise LostRows(f"the owner of {share.owner} is gone: {error}") from error
+            raise LostRows(f"the owner of {owner} is gone: {error}") from error
 
     async def _client(self, owner: str) -> Client:
         async with self._opening.setdefault(owner, asyncio.Lock()):
@@ -184,9 +187,9 @@ def _used(opened: OrderedDict[str, Open], owner: str) -> Open:
     return opened[owner]
 
 
-def _shares(refs: BatchRef, columns: Sequence[str]) -> list[_OwnerRows]:
+def _shares(refs: BatchRef, columns: Sequence[str]) -> dict[tuple[str, tuple[str, ...]], Stored]:
     """Groups the rows by owner and by the columns stored there. Rows with the same columns are split alike."""
-    shares: dict[tuple[str, tuple[str, ...]], _OwnerRows] = {}
+    shares: dict[tuple[str, tuple[str, ...]], Stored] = {}
     splits: dict[tuple[tuple[str, ...], ...], list[tuple[int, tuple[str, ...]]]] = {}
     for number, row in enumerate(refs):
         kind = tuple([place.columns for place in row.places])
@@ -194,12 +197,8 @@ def _shares(refs: BatchRef, columns: Sequence[str]) -> list[_OwnerRows]:
             splits[kind] = _split(row, columns)
         for index, names in splits[kind]:
             place = row.places[index]
-            share = shares.get((place.owner, names))
-            if share is None:
-                share = shares[place.owner, names] = _OwnerRows(place.owner, names)
-            share.numbers.append(number)
-            share.places.append(place)
-    return list(shares.values())
+            shares.setdefault((place.owner, names), []).append((number, place))
+    return shares
 
 
 def _split(row: RowRef, columns: Sequence[str]) -> list[tuple[int, tuple[str, ...]]]:
@@ -208,16 +207,6 @@ def _split(row: RowRef, columns: Sequence[str]) -> list[tuple[int, tuple[str, ..
     for name in columns:
         wanted.setdefault(row.places.index(row.place_of(name)), []).append(name)
     return [(index, tuple(names)) for index, names in wanted.items()]
-
-
-def _fill(rows: Batch, share: _OwnerRows, part: slice, cells: Cells) -> None:
-    if set(rows.columns) != set(share.columns) or len(rows) != len(share.places[part]):
-        raise WireError(
-            f"{len(rows)} rows of {sorted(rows.columns)} came for {len(share.places[part])} of {share.columns}"
-        )
-    for name in share.columns:
-        for number, values in zip(share.numbers[part], rows[name], strict=True):
-            cells[name][number] = values
 
 
 class RowPrefetch:

@@ -4,13 +4,16 @@ from functools import partial
 import pytest
 
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.lanes.control.deadlines import Deadlines
+from asyncrl.lanes.control.deadlines import Deadline, Deadlines
 from asyncrl.simulation import virtual_loop
 
 
 async def wait(deadlines: Deadlines, end: float, seconds: float = 1e6) -> float:
     """Waits within a deadline; returns when it ended the wait."""
-    with pytest.raises(DeadlineExceeded, match=f"not before {end}"), deadlines.until(end, lambda: f"not before {end}"):
+    with (
+        pytest.raises(DeadlineExceeded, match=f"not before {end}"),
+        Deadline(deadlines, end, lambda: f"not before {end}"),
+    ):
         await asyncio.sleep(seconds)
     return asyncio.get_running_loop().time()
 
@@ -26,7 +29,7 @@ def test_each_is_reached_in_its_time_unless_it_was_discarded() -> None:
             waiting = [tasks.create_task(wait(deadlines, end)) for end in (30.0, 10.0, 20.0, 10.0)]
             for number, task in enumerate(waiting):
                 task.add_done_callback(partial(note, number))
-            with deadlines.until(15.0, lambda: "discarded"):
+            with Deadline(deadlines, 15.0, lambda: "discarded"):
                 await asyncio.sleep(5)
             await asyncio.sleep(35)
             waiting.append(tasks.create_task(wait(deadlines, 50.0)))
@@ -41,7 +44,7 @@ def test_each_is_reached_in_its_time_unless_it_was_discarded() -> None:
 def test_none_is_reached_after_the_end() -> None:
     async def main() -> None:
         deadlines = Deadlines()
-        with deadlines.until(10.0, lambda: "closed"):
+        with Deadline(deadlines, 10.0, lambda: "closed"):
             deadlines.close()
             await asyncio.sleep(20)
 
@@ -50,7 +53,7 @@ def test_none_is_reached_after_the_end() -> None:
 
 def test_what_a_task_raises_at_its_deadline_gives_way_and_a_cancellation_does_not() -> None:
     async def stubborn(deadlines: Deadlines) -> None:
-        with deadlines.until(10.0, lambda: "overdue"):
+        with Deadline(deadlines, 10.0, lambda: "overdue"):
             try:
                 await asyncio.sleep(20)
             except asyncio.CancelledError:
@@ -74,7 +77,7 @@ def test_calls_that_follow_each_other_set_one_timer() -> None:
         call_at = loop.call_at
         loop.call_at = lambda when, *rest, **named: timers.append(when) or call_at(when, *rest, **named)  # type: ignore
         for number in range(100):
-            with deadlines.until(600.0 + number, lambda: ""):
+            with Deadline(deadlines, 600.0 + number, lambda: ""):
                 pass
         deadlines.close()
         return len(timers)
