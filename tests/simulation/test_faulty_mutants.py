@@ -205,7 +205,7 @@ MUTANTS: Mapping[Callable[[Patch], None], int] = {
     a_broken_link_fails_no_call: 0,
     a_late_answer_is_given_to_another_call: 100,
     a_call_that_may_not_be_repeated_is: 39,
-    a_restarted_worker_has_the_name_of_the_dead_one: 181,
+    a_restarted_worker_has_the_name_of_the_dead_one: 229,
     a_dead_reader_keeps_its_lease: 172,
     readers_are_not_attached_before_they_are_told: 734,
     a_reader_that_holds_on_is_not_evicted: 1,
