@@ -41,8 +41,8 @@ class Divisible(Protocol):
 
 
 def is_divisible(value: Any) -> TypeGuard[Divisible]:
-    """Returns whether a transfer protocol splits this argument; a hundred times faster than `isinstance` with the
-    protocol."""
+    """Returns whether a transfer protocol splits this argument. `isinstance` with the protocol takes a hundred times as
+    long."""
     return hasattr(type(value), "row_weights")
 
 
@@ -64,10 +64,14 @@ class Column:
 
     @classmethod
     def of(cls, rows: Sequence[Array], dtype: Any = None) -> Self:
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum([len(row) for row in rows], out=offsets[1:])
         values = np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.zeros(0, dtype)
-        return cls(values, offsets)
+        return cls(values, np.cumsum([0, *map(len, rows)], dtype=np.int64))
+
+    @classmethod
+    def join(cls, parts: Sequence["Column"]) -> Self:
+        """Returns the rows of all parts, in order."""
+        lengths = np.concatenate([[0], *[part.lengths() for part in parts]])
+        return cls(np.concatenate([part.values for part in parts]), np.cumsum(lengths, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -101,10 +105,6 @@ class Batch:
             sizes = {name: len(column) for name, column in self.columns.items()}
             raise ValueError(f"columns of one batch differ in their number of rows: {sizes}")
 
-    @classmethod
-    def of(cls, **columns: Sequence[Array]) -> Self:
-        return cls({name: Column.of(list(rows)) for name, rows in columns.items()})
-
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
@@ -123,9 +123,6 @@ class Batch:
         """Returns these rows, without a copy where they follow each other."""
         return Batch({name: column.take(rows) for name, column in self.columns.items()})
 
-    def with_columns(self, **columns: Column) -> "Batch":
-        return Batch({**self.columns, **columns})
-
     @classmethod
     def join(cls, parts: Sequence["Batch"]) -> "Batch":
         if not parts:
@@ -133,14 +130,7 @@ class Batch:
         names = list(parts[0].columns)
         if any(list(part.columns) != names for part in parts):
             raise ValueError(f"batches to join must have the same columns: {[list(p.columns) for p in parts]}")
-        return cls({name: _join_columns([part.columns[name] for part in parts]) for name in names})
-
-
-def _join_columns(columns: Sequence[Column]) -> Column:
-    lengths = np.concatenate([column.lengths() for column in columns])
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return Column(np.concatenate([column.values for column in columns]), offsets)
+        return cls({name: Column.join([part.columns[name] for part in parts]) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,31 +180,13 @@ class RowRef:
         return (self.group, self.member, self.attempt)
 
     def stored_at(self, places: tuple[Place, ...]) -> "RowRef":
-        return self._but(places, self.reward, self.advantage, self.cost)
+        return replace(self, places=places)
 
     def with_reward(self, reward: float | None, cost: float | None = None) -> "RowRef":
-        return self._but(self.places, reward, self.advantage, cost)
+        return replace(self, reward=reward, cost=cost)
 
     def with_advantage(self, advantage: float) -> "RowRef":
-        return self._but(self.places, self.reward, advantage, self.cost)
-
-    def _but(
-        self, places: tuple[Place, ...], reward: float | None, advantage: float | None, cost: float | None
-    ) -> "RowRef":
-        """Returns a copy with these values, in less than half the time of `dataclasses.replace`."""
-        stamps = (self.prompt_tokens, self.tokens, self.first, self.last)
-        return RowRef(
-            self.group,
-            self.member,
-            self.attempt,
-            self.incarnation,
-            *stamps,
-            self.finish,
-            places,
-            reward,
-            advantage,
-            cost,
-        )
+        return replace(self, advantage=advantage)
 
     def place_of(self, column: str) -> Place:
         for place in self.places:
@@ -247,10 +219,8 @@ class BatchRef:
 
     def also_at(self, other: "BatchRef") -> "BatchRef":
         """Adds the places of row i of `other` to row i: the same samples, of which two services made columns."""
-        pairs = zip(self.rows, other.rows, strict=True)
-        return BatchRef(
-            tuple([row.stored_at(tuple(dict.fromkeys((*row.places, *same.places)))) for row, same in pairs])
-        )
+        places = [dict.fromkeys(row.places + same.places) for row, same in zip(self.rows, other.rows, strict=True)]
+        return BatchRef(tuple(row.stored_at(tuple(known)) for row, known in zip(self.rows, places, strict=True)))
 
     @property
     def only(self) -> RowRef:

@@ -5,12 +5,10 @@ groups at stride pp x tp. For generation the same ranks are regrouped into small
 becomes `micro_dp` generation replicas.
 """
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Grouping = Literal["zero-redundancy", "vanilla"]
-Groups = list[list[int]]
 
 
 class Place3D(NamedTuple):
@@ -94,33 +92,10 @@ class Layout:
         micro = at.pp % every_pp * every_tp + at.tp % every_tp
         return GenerationPlace(at.pp // every_pp, at.tp // every_tp, micro, at.dp)
 
-    def tp_groups(self) -> Groups:
-        return self._grouped(lambda rank: (self.place(rank).pp, self.place(rank).dp))
-
-    def pp_groups(self) -> Groups:
-        return self._grouped(lambda rank: (self.place(rank).tp, self.place(rank).dp))
-
-    def dp_groups(self) -> Groups:
-        return self._grouped(lambda rank: (self.place(rank).pp, self.place(rank).tp))
-
-    def generation_tp_groups(self) -> Groups:
-        return self._grouped(lambda rank: self.generation_place(rank)._replace(tp=0))
-
-    def micro_dp_groups(self) -> Groups:
-        """Returns the ranks of one training replica that hold the same part of the model in generation."""
-        return self._grouped(lambda rank: self.generation_place(rank)._replace(micro_dp=0))
-
-    def generation_replicas(self) -> Groups:
+    def generation_replicas(self) -> list[list[int]]:
         """Returns the ranks that generate together: dp x micro_dp groups of p_g x t_g ranks."""
-        groups = self._grouped(lambda rank: self.generation_place(rank)._replace(pp=0, tp=0))
-        return sorted(groups, key=lambda group: (self.generation_place(group[0]).dp, self.micro_index(group[0])))
-
-    def micro_index(self, rank: int) -> int:
-        return self.generation_place(rank).micro_dp
-
-    def _grouped(self, key: Callable[[int], Hashable]) -> Groups:
-        """Returns the ranks with the same key, rising, groups in the order of their first rank."""
-        groups: dict[Hashable, list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         for rank in range(self.size):
-            groups.setdefault(key(rank), []).append(rank)
-        return list(groups.values())
+            at = self.generation_place(rank)
+            groups.setdefault((at.dp, at.micro_dp), []).append(rank)
+        return [groups[key] for key in sorted(groups)]

@@ -3,12 +3,10 @@
 `WIRE_TYPES` is the closed list of what the codec encodes and decodes; nothing else is ever built from bytes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, Place, RowRef
-
-# ---- link ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +97,6 @@ class Ping:
     number: int
 
 
-# ---- control ---------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Health:
     """The health of a worker. doing: what each running call does; seconds: by state since start, see telemetry."""
@@ -127,9 +122,6 @@ class Boundary:
     @classmethod
     def merge(cls, parts: "list[Boundary]") -> "Boundary":
         return max(parts, key=lambda part: part.at)
-
-
-# ---- generation, reward ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +172,6 @@ def with_cost(score: Score, cost: Score) -> Score:
     terms = score.terms | {f"cost/{name}": value for name, value in cost.terms.items()}
     error = "\n".join(each for each in (score.error, cost.error) if each)
     return Score(None if cost.reward is None else score.reward, terms, error)
-
-
-# ---- weights ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +230,6 @@ class Using:
         return cls(readers, version, max((part.canary for part in parts if part.canary is not None), default=None))
 
 
-# ---- training --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class TrainedSample:
     """The trainer's account of one sample. trained, masked: response tokens in the loss, and left out.
@@ -282,20 +268,10 @@ class StepReport:
     @classmethod
     def merge(cls, parts: "list[StepReport]") -> "StepReport":
         """Joins the samples of all ranks; the ranks agree on everything else, and the first one published."""
-        head = parts[0]
         facts = {(part.incarnation, part.version, part.updates, part.skipped, part.chain) for part in parts}
         assert len(facts) == 1, f"ranks that trained together report different steps: {sorted(facts)}"
         samples = tuple(sorted((s for p in parts for s in p.samples), key=lambda s: (s.group, s.member)))
-        return cls(
-            head.incarnation,
-            head.version,
-            head.updates,
-            head.skipped,
-            head.chain,
-            head.metrics,
-            samples,
-            head.published,
-        )
+        return replace(parts[0], samples=samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,33 +307,9 @@ class Checkpointed:
 
 
 PROTOCOL = 8
-WIRE_TYPES: tuple[type, ...] = (
-    Hello,
-    Welcome,
-    Rejected,
-    Call,
-    Item,
-    More,
-    Reply,
-    Failure,
-    Cancel,
-    Ping,
-    Health,
-    Boundary,
-    PromptGroup,
-    SampleText,
-    Score,
-    Canary,
-    Published,
-    Using,
-    TrainedSample,
-    StepReport,
-    ValueReport,
-    Checkpointed,
-    Place,
-    RowRef,
-    BatchRef,
-    Cuts,
-    Column,
-    Batch,
-)
+_CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping)
+_SERVICES = (Health, Boundary, PromptGroup, SampleText, Score, Canary, Published, Using)
+_TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)
+_ROWS = (Place, RowRef, BatchRef, Cuts, Column, Batch)
+WIRE_TYPES: tuple[type, ...] = (*_CONNECTION, *_SERVICES, *_TRAINING, *_ROWS)
+"""The place of a type in this list is its tag on the wire."""

@@ -17,11 +17,10 @@ How a handle uses one:
   replicas of one rank each is a fan over `Layout(dp=replicas)`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from operator import eq
 from typing import Any
 
 from asyncrl.protocols.batch import is_divisible
@@ -80,19 +79,20 @@ class Fan:
         if hasattr(type(first), "merge"):
             return type(first).merge(list(answers))
         if isinstance(first, list):
-            return self._in_order([row for answer in answers for row in answer], answers, _take_from_list)
+            return self._in_order([row for answer in answers for row in answer], answers)
         if is_divisible(first):
-            return self._in_order(type(first).join(answers), answers, type(first).take)
+            return self._in_order(type(first).join(answers), answers)
         raise TypeError(f"answers of type {type(first).__name__} cannot be joined: give it a class method `merge`")
 
-    def _in_order(self, joined: Any, answers: Sequence[Any], take: Callable[[Any, Rows], Any]) -> Any:
+    def _in_order(self, joined: Any, answers: Sequence[Any]) -> Any:
         sent = [row for rank in self.kept for row in self.rows[rank]]
         split = self.count is not None and len(self.kept) > 1 and sorted(sent) == list(range(self.count))
         if not split:
             return joined
         sizes = {rank: (len(self.rows[rank]), len(answer)) for rank, answer in zip(self.kept, answers, strict=True)}
         if all(given == answered for given, answered in sizes.values()):
-            return take(joined, _inverse(sent))
+            order = sorted(range(len(sent)), key=sent.__getitem__)
+            return [joined[place] for place in order] if isinstance(joined, list) else joined.take(order)
         if isinstance(joined, list):
             return joined
         raise ValueError(f"rows given and answered differ, by rank: {sizes}; answer every row, in the order given")
@@ -105,7 +105,13 @@ def fan_out(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fa
     there are ranks.
     """
     if transfer.per_rank:
-        return _per_rank(transfer, args, layout)
+        if any(len(argument) != layout.size for argument in args):
+            given = [len(argument) for argument in args]
+            raise ValueError(
+                f"{transfer.name} wants one value for each of {layout.size} ranks in every argument, not {given}"
+            )
+        fan = Fan(((),) * layout.size, tuple(transfer.collect(layout)), None, gather=True)
+        return fan, [tuple(argument[rank] for argument in args) for rank in range(layout.size)]
     divisible = [argument for argument in args if is_divisible(argument)]
     if len(divisible) > 1 and len({len(argument) for argument in divisible}) > 1:
         raise ValueError(f"arguments to split differ in their rows: {[len(argument) for argument in divisible]}")
@@ -128,36 +134,11 @@ def _undivided(transfer: Transfer, layout: Layout) -> Fan:
     return _fan(transfer, (), layout, None)
 
 
-def _per_rank(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fan, list[tuple[Any, ...]]]:
-    if any(len(argument) != layout.size for argument in args):
-        given = [len(argument) for argument in args]
-        raise ValueError(
-            f"{transfer.name} wants one value for each of {layout.size} ranks in every argument, not {given}"
-        )
-    fan = Fan(((),) * layout.size, tuple(transfer.collect(layout)), None, gather=True)
-    return fan, [tuple(argument[rank] for argument in args) for rank in range(layout.size)]
-
-
 def _part(argument: Any, rows: Rows) -> Any:
     """Takes rows of an argument; all rows in order are the argument itself, without a copy."""
-    if not is_divisible(argument) or _all_in_order(rows, len(argument)):
+    if not is_divisible(argument) or list(rows) == list(range(len(argument))):
         return argument
     return argument.take(rows)
-
-
-def _all_in_order(rows: Rows, size: int) -> bool:
-    return len(rows) == size and all(map(eq, rows, range(size)))
-
-
-def _take_from_list(values: list[Any], rows: Rows) -> list[Any]:
-    return [values[row] for row in rows]
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    positions = [0] * len(order)
-    for position, row in enumerate(order):
-        positions[row] = position
-    return positions
 
 
 # ---- splitting rows --------------------------------------------------------------------------------------
@@ -197,7 +178,7 @@ def balanced(transfer: Transfer) -> Transfer:
         split = balanced_parts(weights, len(parts))
         return [split[parts.index(rows)] for rows in probe]
 
-    return Transfer(f"balanced {transfer.name}", distribute, transfer.collect, transfer.one_of, transfer.per_rank)
+    return replace(transfer, name=f"balanced {transfer.name}", distribute=distribute)
 
 
 # ---- the protocols of Table 3 ----------------------------------------------------------------------------
@@ -212,10 +193,6 @@ def _by_data_index(weights: Sequence[int], layout: Layout) -> list[Rows]:
     return [parts[layout.place(rank).dp] for rank in range(layout.size)]
 
 
-def _by_rank(weights: Sequence[int], layout: Layout) -> list[Rows]:
-    return even_parts(weights, layout.size)
-
-
 def _by_generation_replica(weights: Sequence[int], layout: Layout) -> list[Rows]:
     replicas = layout.generation_replicas()
     parts = even_parts(weights, len(replicas))
@@ -227,55 +204,32 @@ def _all_ranks(layout: Layout) -> list[int]:
     return list(range(layout.size))
 
 
-def _one_rank(layout: Layout) -> list[int]:
-    return [layout.rank(pp=-1)]
-
-
-def _last_stages(layout: Layout) -> list[int]:
-    return [layout.rank(pp=-1, dp=index) for index in range(layout.dp)]
-
-
-def _every_stage(layout: Layout) -> list[int]:
-    return [layout.rank(pp=index) for index in range(layout.pp)]
-
-
-def _first_of_each(groups: Iterable[Sequence[int]]) -> list[int]:
-    return [group[0] for group in groups]
-
-
 ONE_TO_ALL = Transfer("ONE_TO_ALL", _to_everyone, _all_ranks)
-"""ONE_TO_ALL sends the same input to all ranks and keeps the answers of all."""
+"""The same input to all ranks, the answers of all."""
 
-ONE_OF = Transfer("ONE_OF", _to_everyone, _one_rank, one_of=True)
+ONE_OF = Transfer("ONE_OF", _to_everyone, lambda layout: [layout.rank(pp=-1)], one_of=True)
 """The whole call to one replica, the answer of its last pipeline stage. Not in Table 3."""
 
-THREE_D_PROTO = Transfer("THREE_D_PROTO", _by_data_index, _last_stages)
+THREE_D_PROTO = Transfer(
+    "THREE_D_PROTO", _by_data_index, lambda layout: [layout.rank(pp=-1, dp=index) for index in range(layout.dp)]
+)
 """Split over data groups, the same rows inside each; the answers of each group's last stage, first tensor rank."""
 
 THREE_D_ALL_MICRO_DP = Transfer(
-    "THREE_D_ALL_MICRO_DP", _by_generation_replica, lambda layout: _first_of_each(layout.generation_replicas())
+    "THREE_D_ALL_MICRO_DP",
+    _by_generation_replica,
+    lambda layout: [ranks[0] for ranks in layout.generation_replicas()],
 )
 """Split over the micro-data-parallel replicas of generation, the same rows inside each; the answers of each one's
 first rank. The table's "micro DP group" is read as the ranks that generate together: they must see the same rows."""
 
-THREE_D_PP_ONLY = Transfer("THREE_D_PP_ONLY", _to_everyone, _every_stage)
+THREE_D_PP_ONLY = Transfer(
+    "THREE_D_PP_ONLY", _to_everyone, lambda layout: [layout.rank(pp=index) for index in range(layout.pp)]
+)
 """The same input to all ranks; the answers of each pipeline stage's first tensor and data rank."""
 
-DP_PROTO = Transfer("DP_PROTO", _by_rank, _all_ranks)
+DP_PROTO = Transfer("DP_PROTO", lambda weights, layout: even_parts(weights, layout.size), _all_ranks)
 """Split over all ranks, each a data-parallel one; the answers of all."""
 
 ALL_TO_ALL = Transfer("ALL_TO_ALL", _to_everyone, _all_ranks, per_rank=True)
 """One input of the caller's for each rank; the list of all answers. For debugging."""
-
-PROTOCOLS: dict[str, Transfer] = {
-    transfer.name: transfer
-    for transfer in (
-        ONE_TO_ALL,
-        ONE_OF,
-        THREE_D_PROTO,
-        THREE_D_ALL_MICRO_DP,
-        THREE_D_PP_ONLY,
-        DP_PROTO,
-        ALL_TO_ALL,
-    )
-}

@@ -17,7 +17,7 @@ from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.replicas import DEATH_NOTICE
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.lanes.data.row_prefetch import RowPrefetch
+from asyncrl.lanes.data.row_reader import RowPrefetch
 from asyncrl.lanes.weights.arena import Writer, open_writer
 from asyncrl.lanes.weights.leases import slot_of
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec

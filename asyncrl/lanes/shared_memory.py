@@ -7,9 +7,10 @@ multiprocessing.shared_memory would not do: its resource tracker unlinks what ot
 import mmap
 import os
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -70,8 +71,9 @@ class Segment:
         except OSError as error:
             os.close(descriptor)
             path.unlink()
+            free = shutil.disk_usage(directory).free
             raise ArenaFull(
-                f"{directory} has no room for {size / 2**20:.1f} MB ({free_bytes(directory) / 2**20:.1f} MB are free): "
+                f"{directory} has no room for {size / 2**20:.1f} MB ({free / 2**20:.1f} MB are free): "
                 f"{error.strerror}. In docker, give it more with --shm-size"
             ) from error
 
@@ -109,22 +111,12 @@ class Segment:
             return
         os.close(self._descriptor)
         self._descriptor = -1
-        try:
+        with suppress(BufferError):
             self._map.close()
-        except BufferError:
-            return
 
     def unlink(self) -> None:
         """Removes the name; processes that have it mapped keep the memory."""
         self.path.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def copy_in_two_threads(target: NDArray[Any], source: NDArray[Any]) -> None:
@@ -135,11 +127,6 @@ def copy_in_two_threads(target: NDArray[Any], source: NDArray[Any]) -> None:
         np.copyto(target[half:], source[half:])
     finally:
         other.result(COPY_DEADLINE)
-
-
-def free_bytes(directory: Path = SHARED_MEMORY) -> int:
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
 
 
 def unlink_run_segments(run: str, directory: Path = SHARED_MEMORY) -> list[str]:

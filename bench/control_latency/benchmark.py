@@ -145,12 +145,21 @@ async def floods(folder: Path, messages: int) -> None:
 
 
 async def _receive(listener: Listener, messages: int, sender: Process) -> None:
-    await listener.receive()  # The sender has started.
+    arrived, received = asyncio.Queue[bytes](), 0
+
+    def take(message: tuple[bytes, Any]) -> None:
+        nonlocal received
+        received += 1
+        if received in (1, messages):
+            arrived.put_nowait(message[0])
+
+    receiving = asyncio.ensure_future(listener.pump(take))
+    await arrived.get()  # The sender has started.
     with ticking() as drain:
-        for _ in range(messages - 1):
-            peer, _ = await listener.receive()
-    await listener.send(peer, [b"all received"])
+        peer = await arrived.get()
+    listener.offer(peer, [b"all received"])
     await sender.wait()
+    receiving.cancel()
     await _compare("messages", messages, drain)
 
 

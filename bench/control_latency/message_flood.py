@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from asyncrl.lanes.control.message_codec import encode
-from asyncrl.lanes.control.message_sequence import numbered
+from asyncrl.lanes.control.message_codec import encode, numbered
 from asyncrl.lanes.control.wire import CREDIT, HIGH_WATER
 from asyncrl.protocols.messages import PROTOCOL, Call, Hello
 

@@ -30,7 +30,6 @@ from asyncrl.bench.rivals.timed_rounds import (
     seconds_of_async,
 )
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.lanes.control.wire import pump_messages
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 
 ECHOES = 1000
@@ -266,9 +265,9 @@ async def _receive_ours(address: str) -> float:
         if left == 0:
             done.set_result(message[0])
 
-    receiving = asyncio.ensure_future(pump_messages(listener, count))
+    receiving = asyncio.ensure_future(listener.pump(count))
     try:
-        await listener.send(await done, [b"all received"])
+        listener.offer(await done, [b"all received"])
         await asyncio.sleep(2 * TICK)
     finally:
         receiving.cancel()

@@ -24,6 +24,7 @@ from asyncrl.lanes.control import message_codec
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.server import Server
+from asyncrl.lanes.control.wire import Wakeup
 from asyncrl.lanes.data.row_reader import FETCH, serve_rows
 from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.protocols.batch import BatchRef, Cuts, Place, RowRef
@@ -225,19 +226,18 @@ class Deaf:
 
     def __init__(self, messages: Sequence[Frames]) -> None:
         self._messages = list(reversed(messages))
+        self.room = Wakeup()
 
     def offer(self, frames: Any) -> bool:
         return True
 
-    async def send(self, frames: Any) -> None:
-        await asyncio.sleep(0)
-
-    async def receive(self) -> Any:
-        for _ in range(4):
-            await asyncio.sleep(0)
-        if not self._messages:
-            raise PeerLost("no more")
-        return self._messages.pop()
+    async def pump(self, handle: Any) -> None:
+        while True:
+            for _ in range(4):
+                await asyncio.sleep(0)
+            if not self._messages:
+                raise PeerLost("no more")
+            handle(self._messages.pop())
 
     def close(self) -> None:
         """There is nothing to close."""

@@ -43,7 +43,7 @@ PURE = {
     "asyncrl/lanes/control/pending_calls.py",
     "asyncrl/lanes/control/deadlines.py",
     "asyncrl/lanes/control/server.py",
-    "asyncrl/lanes/control/message_sequence.py",
+    "asyncrl/lanes/control/message_codec.py",
     "asyncrl/lanes/control/client.py",
 }
 FORBIDDEN_IN_PURE = {"time", "random", "uuid", "threading", "secrets", "torch"}

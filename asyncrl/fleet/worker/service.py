@@ -11,7 +11,7 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config.schema import Config
 from asyncrl.fleet.worker.compute_thread import Compute, Occupancy
-from asyncrl.lanes.data.row_retention import RowRetention
+from asyncrl.lanes.data.row_store import RowRetention, RowStore
 from asyncrl.protocols.batch import Array, Place, SampleName
 from asyncrl.protocols.contracts import EndpointSpec
 from asyncrl.protocols.layout import Layout
@@ -21,7 +21,6 @@ from asyncrl.telemetry.trace import Tracer
 
 if TYPE_CHECKING:
     from asyncrl.lanes.data.row_reader import RowReader
-    from asyncrl.lanes.data.row_store import RowStore
 
 
 @dataclass(frozen=True, slots=True)

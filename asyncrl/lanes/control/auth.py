@@ -7,7 +7,7 @@ send message parts without end, all of which ZeroMQ keeps until the last one com
 
 import asyncio
 import hmac
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Self
 
@@ -16,11 +16,10 @@ from zmq.utils import z85
 
 from asyncrl.lanes.control.wire import DRAIN_BUDGET
 
+ENCRYPTED = "tcp://"
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"asyncrl"
 USER = b"asyncrl"
-_REQUEST_FRAMES = 7
-"""version, request id, domain, address, identity, mechanism, credentials (RFC 27)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,42 +27,34 @@ class CurveKeys:
     """One key pair in Z85 for all processes of a run. Without the secret key there is no connection."""
 
     public: str
-    secret: str
+    secret: str = field(repr=False)
 
     @classmethod
     def fresh(cls) -> Self:
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
-    def __repr__(self) -> str:
-        return f"CurveKeys(public={self.public!r})"
-
-    def _apply(self, socket: zmq.Socket[Any]) -> None:
-        socket.curve_publickey = self.public.encode()
-        socket.curve_secretkey = self.secret.encode()
-
-    def encrypt_client(self, socket: zmq.Socket[Any]) -> None:
-        self._apply(socket)
-        socket.curve_serverkey = self.public.encode()
-
-    def encrypt_server(self, socket: zmq.Socket[Any]) -> None:
-        self._apply(socket)
-        socket.curve_server = 1
-        socket.zap_domain = ZAP_DOMAIN
-
     @property
     def password(self) -> bytes:
         return sha256(self.secret.encode()).hexdigest().encode()
 
-    def send_password(self, socket: zmq.Socket[Any]) -> None:
-        """Sets up the caller's side of an ipc:// socket."""
-        socket.plain_username = USER
-        socket.plain_password = self.password
+    def set_up_caller(self, socket: zmq.Socket[Any], address: str) -> None:
+        if address.startswith(ENCRYPTED):
+            socket.curve_publickey = self.public.encode()
+            socket.curve_secretkey = self.secret.encode()
+            socket.curve_serverkey = self.public.encode()
+        else:
+            socket.plain_username = USER
+            socket.plain_password = self.password
 
-    def require_password(self, socket: zmq.Socket[Any]) -> None:
-        """Sets up the listener's side of an ipc:// socket."""
-        socket.plain_server = 1
+    def set_up_listener(self, socket: zmq.Socket[Any], address: str) -> None:
         socket.zap_domain = ZAP_DOMAIN
+        if address.startswith(ENCRYPTED):
+            socket.curve_publickey = self.public.encode()
+            socket.curve_secretkey = self.secret.encode()
+            socket.curve_server = 1
+        else:
+            socket.plain_server = 1
 
 
 class Authenticator:
@@ -93,8 +84,8 @@ class Authenticator:
         self._next_pass = self._loop.call_soon(self._answer_all)
 
     def _answer(self, request: list[bytes]) -> None:
-        version, number, domain, _address, _identity, mechanism = request[: _REQUEST_FRAMES - 1]
-        accepted = domain == ZAP_DOMAIN and self._has_keys(mechanism, request[_REQUEST_FRAMES - 1 :])
+        version, number, domain, _address, _identity, mechanism, *credentials = request
+        accepted = domain == ZAP_DOMAIN and self._has_keys(mechanism, credentials)
         self.refused += not accepted
         status, text = (b"200", b"OK") if accepted else (b"400", b"not a key of this run")
         self._socket.send_multipart([version, number, status, text, b"", b""], zmq.NOBLOCK)

@@ -1,16 +1,16 @@
 """The caller's side of a connection: calls and streams with deadlines, which all fail when the peer is lost."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from types import TracebackType
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WireError
-from asyncrl.lanes.control.deadlines import Deadlines
-from asyncrl.lanes.control.message_sequence import MessageSequence
+from asyncrl.lanes.control.deadlines import Deadline, Deadlines
+from asyncrl.lanes.control.message_codec import MessageSequence
 from asyncrl.lanes.control.pending_calls import PendingReply, PendingStream, error_from
-from asyncrl.lanes.control.wire import Caller, Frame, Wakeup, pump_messages
+from asyncrl.lanes.control.wire import Caller, Frame, Wakeup
 from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
 
 HELLO_DEADLINE = 10.0
@@ -20,36 +20,35 @@ LIVENESS = 3
 """Consecutive heartbeats that a remote peer may miss."""
 
 
+@dataclass(eq=False)
 class Client:
     """A connection to one worker.
 
     `async with client:` says hello and listens until the block ends. `open` does so inside the caller's TaskGroup; call
     `close` before leaving that group.
 
-    Args:
+    Attributes:
         hello: identity of the caller.
         peer: name of the worker in messages ("generation0[1]").
         instance: the only instance that may answer; None: any.
         heartbeat: seconds between heartbeats, for peers on other hosts; None for local ones, whose death the kernel
             reports to the supervisor, which calls `fail`.
-
-    Attributes:
         lost: set once the connection is broken or closed, with the reason in `reason`.
         late_replies: answers that came for calls given up before.
     """
 
-    def __init__(
-        self, caller: Caller, hello: Hello, peer: str, *, instance: str | None = None, heartbeat: float | None = None
-    ) -> None:
-        self.peer = peer
-        self.lost = asyncio.Event()
-        self.reason = ""
-        self.late_replies = 0
-        self._caller = caller
-        self._hello = hello
-        self._instance = instance
-        self._heartbeat = heartbeat
-        self._sequence = MessageSequence(caller.offer, caller.send)
+    caller: Caller
+    hello: Hello
+    peer: str
+    _: KW_ONLY
+    instance: str | None = None
+    heartbeat: float | None = None
+    lost: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    reason: str = field(default="", init=False)
+    late_replies: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._sequence = MessageSequence(self.caller.offer, self.caller.room, self.caller.address)
         self._pending: dict[int, PendingReply | PendingStream] = {}
         self._deadlines = Deadlines()
         self._abandoned: list[int] = []
@@ -61,8 +60,6 @@ class Client:
         self._tasks: list[asyncio.Task[None]] = []
         self._group = asyncio.TaskGroup()
 
-    # ---- opening and closing -----------------------------------------------------------------------------
-
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
         async with AsyncExitStack() as undo:
@@ -71,12 +68,7 @@ class Client:
             undo.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
         await self._group.__aexit__(None, None, None)
 
@@ -85,13 +77,12 @@ class Client:
         self._check()
         self._welcome = PendingReply()
         self._tasks.append(tasks.create_task(self._listen(), name=f"connection to {self.peer}"))
-        async with self._until(asyncio.get_running_loop().time() + deadline, "hello", deadline):
-            await self._sequence.send(self._hello)
+        with self._until(asyncio.get_running_loop().time() + deadline, "hello", deadline):
+            await self._sequence.send(self.hello)
             await self._welcome.future
-        if self._heartbeat is not None:
-            self._tasks.append(
-                tasks.create_task(self._send_heartbeats(self._heartbeat), name=f"heartbeat to {self.peer}")
-            )
+        if self.heartbeat is not None:
+            heartbeats = self._send_heartbeats(self.heartbeat)
+            self._tasks.append(tasks.create_task(heartbeats, name=f"heartbeat to {self.peer}"))
 
     def fail(self, reason: str) -> None:
         """Makes every outstanding call raise PeerLost now, and every later one at once."""
@@ -110,13 +101,11 @@ class Client:
         for task in self._tasks:
             task.cancel()
         self._deadlines.close()
-        self._caller.close()
+        self.caller.close()
 
     def _check(self) -> None:
         if self.lost.is_set():
             raise PeerLost(self.reason)
-
-    # ---- calls -------------------------------------------------------------------------------------------
 
     async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> Any:
         """Returns the worker's reply.
@@ -128,29 +117,30 @@ class Client:
             AsyncrlError: what the worker raised: the class of asyncrl.errors by that name, or RemoteError.
         """
         pending, call = PendingReply(), self._new_call(method, args, deadline)
-        end = asyncio.get_running_loop().time() + deadline
-        self._deadlines.add(call.call, end, lambda: pending.expire(self._deadline_error(method, deadline)))
         try:
-            if not self._send_at_once(call, pending):
-                async with self._until(end, method, deadline):
-                    await self._send_call(call, pending)
-            return await pending.future
+            with self._until(asyncio.get_running_loop().time() + deadline, method, deadline):
+                await self._send_call(call, pending)
+                return await pending.future
         finally:
-            self._deadlines.discard(call.call)
             self._finish(call.call, pending)
 
     async def stream(self, method: str, args: tuple[Any, ...], deadline: float) -> AsyncGenerator[Any, None]:
         """Yields the worker's items as they come, at most STREAM_WINDOW ahead of the consumer.
 
-        Closing the generator cancels the call. The last item is due `deadline` seconds after the first was requested.
-        Raises what `call` raises.
+        Closing the generator cancels the call. The last item is due `deadline` seconds after the call. Raises what
+        `call` raises.
         """
         pending, call = PendingStream(), self._new_call(method, args, deadline)
         end = asyncio.get_running_loop().time() + deadline
         try:
-            async with self._until(end, method, deadline):
+            with self._until(end, method, deadline):
                 await self._send_call(call, pending)
-            while await self._has_item(pending, call, end):
+            while True:
+                with self._until(end, method, deadline):
+                    if items := pending.grant():
+                        await self._sequence.send(More(call.call, items))
+                    if not await pending.has_item():
+                        return
                 yield pending.take_item()
         finally:
             self._finish(call.call, pending)
@@ -161,50 +151,21 @@ class Client:
         self._calls += 1
         return Call(self._calls - 1, method, args, deadline)
 
-    @asynccontextmanager
-    async def _until(self, end: float, method: str, seconds: float) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout_at(end) as scope:
-                yield
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise self._deadline_error(method, seconds) from error
+    def _until(self, end: float, method: str, seconds: float) -> Deadline:
+        def overdue() -> str:
+            return f"{self.peer} did not answer {method} within {seconds:g} s; {len(self._pending)} calls wait there"
 
-    def _deadline_error(self, method: str, seconds: float) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"{self.peer} did not answer {method} within {seconds:g} s; {len(self._pending)} calls wait there"
-        )
-
-    def _send_at_once(self, call: Call, pending: PendingReply) -> bool:
-        """Sends without waiting, which is the common case; returns False when credit or room is missing."""
-        if self._abandoned or self._credit == 0 or self.lost.is_set():
-            return False
-        self._credit -= 1
-        self._pending[call.call] = pending
-        sent = False
-        try:
-            sent = self._sequence.offer(call)
-        finally:
-            if not sent:
-                del self._pending[call.call]
-                self._return_credit()
-        return sent
+        return Deadline(self._deadlines, end, overdue)
 
     async def _send_call(self, call: Call, pending: PendingReply | PendingStream) -> None:
-        self._cancel_abandoned()
+        if self._abandoned:
+            self._cancel_abandoned()
         while self._credit == 0 and not self.lost.is_set():
             await self._credit_returned.wait()
         self._check()
         self._credit -= 1
         self._pending[call.call] = pending
         await self._sequence.send(call)
-
-    async def _has_item(self, pending: PendingStream, call: Call, end: float) -> bool:
-        async with self._until(end, call.method, call.deadline):
-            if pending.grant_due and not pending.settled:
-                await self._sequence.send(More(call.call, pending.grant()))
-            return await pending.has_item()
 
     def _finish(self, number: int, pending: PendingReply | PendingStream) -> None:
         if self._pending.pop(number, None) is None:
@@ -228,11 +189,9 @@ class Client:
         except PeerLost as error:
             self.fail(str(error))
 
-    # ---- incoming messages -------------------------------------------------------------------------------
-
     async def _listen(self) -> None:
         try:
-            await pump_messages(self._caller, self._receive)
+            await self.caller.pump(self._receive)
         except (PeerLost, WireError) as error:
             self.fail(str(error))
         finally:
@@ -259,7 +218,9 @@ class Client:
             case Welcome():
                 self._accept_welcome(message)
             case Rejected(reason):
-                self._accept_rejection(reason)
+                if self._welcome is not None:
+                    self._welcome.fail(Refused(f"{self.peer}: {reason}"))
+                self.fail(reason)
             case Ping():
                 pass
             case _:
@@ -275,15 +236,10 @@ class Client:
     def _accept_welcome(self, welcome: Welcome) -> None:
         if self._welcome is None or self._welcome.settled or welcome.credit < 1:
             raise WireError(f"an unexpected {welcome}")
-        if self._instance not in (None, welcome.instance):
-            raise PeerLost(f"instance {welcome.instance} answers in place of {self._instance}")
+        if self.instance not in (None, welcome.instance):
+            raise PeerLost(f"instance {welcome.instance} answers in place of {self.instance}")
         self._credit = welcome.credit
         self._welcome.complete(welcome)
-
-    def _accept_rejection(self, reason: str) -> None:
-        if self._welcome is not None:
-            self._welcome.fail(Refused(f"{self.peer}: {reason}"))
-        self.fail(reason)
 
     async def _send_heartbeats(self, seconds: float) -> None:
         """Counts heartbeats in place of seconds, so that a stall of our own loop is no silence of the peer."""

@@ -3,6 +3,7 @@
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -23,109 +24,60 @@ def check_for(hint: Any) -> Check:
     """Returns the check for an annotation: a plain type, a message, an array, a union or a container of these."""
     if hint is Any:
         return lambda value: value
-    origin = get_origin(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _union([check_for(option) for option in get_args(hint)])
+        return partial(_union, [check_for(option) for option in arguments])
     if origin is np.ndarray:
-        return _array(get_args(hint))
-    if origin is tuple and get_args(hint)[-1] is not Ellipsis:
-        return _record([check_for(item) for item in get_args(hint)])
+        return partial(_array, get_args(arguments[1])[0])
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return partial(_record, [check_for(item) for item in arguments])
     if origin in (list, tuple):
-        item = get_args(hint)[0]
-        if item is Any:
-            return _exactly(origin)
-        if isinstance(item, type) and item is not float:
-            return _uniform(origin, item)
-        return _sequence(origin, check_for(item))
+        return partial(_sequence, origin, check_for(arguments[0]))
     if origin in (dict, Mapping):
-        return _mapping(check_for(get_args(hint)[1]))
+        return partial(_mapping, check_for(arguments[1]))
     assert isinstance(hint, type), f"no rule for a field of type {hint}"
-    return _number if hint is float else _exactly(hint)
+    return _number if hint is float else partial(_exactly, hint)
 
 
-def _exactly(cls: type) -> Check:
-    def check(value: Any) -> Any:
-        if type(value) is not cls:
-            raise WireError(f"expected {cls.__name__}, got {type(value).__name__}")
-        return value
-
-    return check
+def _exactly(cls: type, value: Any) -> Any:
+    if type(value) is not cls:
+        raise WireError(f"expected {cls.__name__}, got {type(value).__name__}")
+    return value
 
 
 def _number(value: Any) -> float:
     """Accepts an int as a float."""
-    if type(value) is float:
-        return value
-    if type(value) is int:
-        return float(value)
-    raise WireError(f"expected float, got {type(value).__name__}")
+    return float(value) if type(value) is int else _exactly(float, value)
 
 
-def _union(options: list[Check]) -> Check:
-    def check(value: Any) -> Any:
-        for option in options:
-            try:
-                return option(value)
-            except WireError as error:
-                refused = error
-        raise refused
-
-    return check
+def _union(options: list[Check], value: Any) -> Any:
+    for option in options:
+        try:
+            return option(value)
+        except WireError as error:
+            refused = error
+    raise refused
 
 
-def _sequence(cls: type[list[Any]] | type[tuple[Any, ...]], item: Check) -> Check:
-    def check(value: Any) -> Any:
-        if type(value) is not cls:
-            raise WireError(f"expected {cls.__name__}, got {type(value).__name__}")
-        return cls(item(element) for element in value)
-
-    return check
+def _sequence(cls: type[list[Any]] | type[tuple[Any, ...]], item: Check, value: Any) -> Any:
+    return cls(map(item, _exactly(cls, value)))
 
 
-def _uniform(cls: type[list[Any]] | type[tuple[Any, ...]], item: type) -> Check:
-    """Checks a sequence of values of one plain type or message, without a copy."""
-    allowed = frozenset((item,))
-
-    def check(value: Any) -> Any:
-        if type(value) is not cls:
-            raise WireError(f"expected {cls.__name__}, got {type(value).__name__}")
-        if not allowed.issuperset(map(type, value)):
-            wrong = next(type(element) for element in value if type(element) is not item)
-            raise WireError(f"expected {item.__name__}, got {wrong.__name__}")
-        return value
-
-    return check
-
-
-def _record(items: list[Check]) -> Check:
+def _record(items: list[Check], value: Any) -> tuple[Any, ...]:
     """Checks a tuple of fixed length, each value with its own check."""
-
-    def check(value: Any) -> Any:
-        if type(value) is not tuple or len(value) != len(items):
-            raise WireError(f"expected {len(items)} values, got {value!r:.100}")
-        return tuple(item(element) for item, element in zip(items, value, strict=True))
-
-    return check
+    if type(value) is not tuple or len(value) != len(items):
+        raise WireError(f"expected {len(items)} values, got {value!r:.100}")
+    return tuple(item(element) for item, element in zip(items, value, strict=True))
 
 
-def _mapping(item: Check) -> Check:
-    def check(value: Any) -> Any:
-        if type(value) is not dict:
-            raise WireError(f"expected dict, got {type(value).__name__}")
-        return {key: item(element) for key, element in value.items()}
-
-    return check
+def _mapping(item: Check, value: Any) -> dict[Any, Any]:
+    return {key: item(element) for key, element in _exactly(dict, value).items()}
 
 
-def _array(arguments: tuple[Any, ...]) -> Check:
+def _array(scalar: Any, value: Any) -> Any:
     """Checks an array: NDArray[np.int64] requires that dtype, NDArray[Any] allows every dtype."""
-    scalar = get_args(arguments[1])[0]
-
-    def check(value: Any) -> Any:
-        if type(value) is not np.ndarray:
-            raise WireError(f"expected an array, got {type(value).__name__}")
-        if scalar is not Any and value.dtype != np.dtype(scalar):
-            raise WireError(f"expected an array of {scalar.__name__}, got {value.dtype}")
-        return value
-
-    return check
+    if type(value) is not np.ndarray:
+        raise WireError(f"expected an array, got {type(value).__name__}")
+    if scalar is not Any and value.dtype != np.dtype(scalar):
+        raise WireError(f"expected an array of {scalar.__name__}, got {value.dtype}")
+    return value

@@ -1,11 +1,13 @@
 """The wire inside one process: the twin of the ZeroMQ sockets, for tests, simulation and single-process fleets."""
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from asyncrl.errors import PeerLost
-from asyncrl.lanes.control.wire import HIGH_WATER, ZERO_COPY_BYTES, DrainLimit, Frame, Frames, Wakeup, send_when_room
+from asyncrl.lanes.control.wire import DRAIN_BUDGET, HIGH_WATER, ZERO_COPY_BYTES, Frame, Frames, Wakeup
 
 T = TypeVar("T")
 
@@ -19,7 +21,6 @@ class Pipe(Generic[T]):
         self.room = Wakeup()
         self._items: deque[T] = deque()
         self._arrived = Wakeup()
-        self._drain = DrainLimit()
 
     def put(self, item: T) -> bool:
         if self.closed:
@@ -30,15 +31,22 @@ class Pipe(Generic[T]):
         self._arrived.wake()
         return True
 
-    async def take(self) -> T:
-        await self._drain.next()
-        while not self._items:
-            if self.closed:
-                raise PeerLost(f"{self.name} is closed")
-            self._drain.reset()
-            await self._arrived.wait()
-        self.room.wake()
-        return self._items.popleft()
+    async def pump(self, handle: Callable[[T], None]) -> None:
+        """Implements `pump` of wire.Caller."""
+        in_a_row = 0
+        while True:
+            if not self._items:
+                if self.closed:
+                    raise PeerLost(f"{self.name} is closed")
+                in_a_row = 0
+                await self._arrived.wait()
+            elif in_a_row == DRAIN_BUDGET:
+                in_a_row = 0
+                await asyncio.sleep(0)
+            else:
+                in_a_row += 1
+                self.room.wake()
+                handle(self._items.popleft())
 
     def close(self) -> None:
         self.closed = True
@@ -59,28 +67,23 @@ def _owned(frames: Frames) -> list[Frame]:
     return [bytes(frame) if len(frame) < ZERO_COPY_BYTES else frame for frame in frames]
 
 
+@dataclass(eq=False, slots=True)
 class InprocCaller:
     """The connecting endpoint; see wire.Caller."""
 
-    def __init__(
-        self, address: str, peer: bytes, inbox: Pipe[tuple[bytes, list[Frame]]], replies: Pipe[list[Frame]]
-    ) -> None:
-        self.address = address
-        self.replies = replies
-        self._peer = peer
-        self._out = inbox
+    address: str
+    room: Wakeup
+    peer: bytes
+    inbox: Pipe[tuple[bytes, list[Frame]]]
+    replies: Pipe[list[Frame]]
 
     def offer(self, frames: Frames) -> bool:
         if self.replies.closed:
             raise PeerLost(f"{self.address} is closed")
-        return self._out.put((self._peer, _owned(frames)))
+        return self.inbox.put((self.peer, _owned(frames)))
 
-    async def send(self, frames: Frames) -> None:
-        if not self.offer(frames):
-            await send_when_room(lambda: self.offer(frames), self._out.room, self.address)
-
-    async def receive(self) -> list[Frame]:
-        return await self.replies.take()
+    async def pump(self, handle: Callable[[list[Frame]], None]) -> None:
+        await self.replies.pump(handle)
 
     def close(self) -> None:
         self.replies.close()
@@ -91,31 +94,27 @@ class InprocListener:
 
     def __init__(self, address: str, make_pipe: MakePipe = Pipe) -> None:
         self.address = address
-        self._make_pipe = make_pipe
-        self.inbox: Pipe[tuple[bytes, list[Frame]]] = make_pipe(address)
+        self.room = Wakeup()
         self.bound = False
+        self.inbox: Pipe[tuple[bytes, list[Frame]]] = make_pipe(address)
+        self._make_pipe = make_pipe
         self._callers: dict[bytes, InprocCaller] = {}
 
     def caller(self, peer: bytes) -> InprocCaller:
         self._callers = {peer: caller for peer, caller in self._callers.items() if not caller.replies.closed}
-        self._callers[peer] = InprocCaller(self.address, peer, self.inbox, self._make_pipe(self.address))
+        replies = self._make_pipe(self.address)
+        replies.room = self.room
+        self._callers[peer] = InprocCaller(self.address, self.inbox.room, peer, self.inbox, replies)
         return self._callers[peer]
 
-    def _replies(self, peer: bytes) -> Pipe[list[Frame]]:
+    def offer(self, peer: bytes, frames: Frames) -> bool:
         if peer not in self._callers or self._callers[peer].replies.closed:
             self._callers.pop(peer, None)
             raise PeerLost(f"caller {peer.hex()} of {self.address} is gone")
-        return self._callers[peer].replies
+        return self._callers[peer].replies.put(_owned(frames))
 
-    def offer(self, peer: bytes, frames: Frames) -> bool:
-        return self._replies(peer).put(_owned(frames))
-
-    async def send(self, peer: bytes, frames: Frames) -> None:
-        if not self.offer(peer, frames):
-            await send_when_room(lambda: self.offer(peer, frames), self._replies(peer).room, f"caller {peer.hex()}")
-
-    async def receive(self) -> tuple[bytes, list[Frame]]:
-        return await self.inbox.take()
+    async def pump(self, handle: Callable[[tuple[bytes, list[Frame]]], None]) -> None:
+        await self.inbox.pump(handle)
 
     def cut(self, peer: bytes) -> None:
         """Breaks the connection of this caller; both endpoints stay open."""

@@ -1,6 +1,6 @@
-"""Encodes values as frames, and decodes them.
+"""Encodes values as frames, decodes them, and numbers those of a connection.
 
-    frame 0        MessagePack [sizes of all other frames, value]
+    frame 0        number of the message | MessagePack [sizes of all other frames, value]
     frames 1..n    the bytes of arrays of INLINE_BYTES or more, untouched
 
 In the value a list stands for everything that is not a plain scalar or a mapping: [tag, ...], where the tag says list,
@@ -9,7 +9,10 @@ yields only these, of declared types and sizes; any other bytes raise WireError.
 their frame.
 """
 
+import asyncio
+import struct
 from collections.abc import Callable, Sequence
+from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -17,9 +20,9 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import WireError
+from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.lanes.control.field_checks import field_checks
-from asyncrl.lanes.control.wire import LIMIT_BYTES, Frame
+from asyncrl.lanes.control.wire import HIGH_WATER, LIMIT_BYTES, SEND_DEADLINE, Frame, Frames, Wakeup
 from asyncrl.protocols.messages import WIRE_TYPES
 
 INLINE_BYTES = 256
@@ -31,10 +34,7 @@ MAX_DEPTH = 64
 MAX_DIMENSIONS = 8
 DTYPES: tuple[np.dtype[Any], ...] = tuple(np.dtype(name) for name in ("?", "u1", "<i4", "<i8", "<f4", "<f8"))
 _LIST, _TUPLE, _ARRAY, _FIRST_TYPE = 0, 1, 2, 3
-_SCALARS = (type(None), bool, int, float, str, bytes)
-_CHECKS = tuple(field_checks(cls) for cls in WIRE_TYPES)
-_TAG_OF = {cls: _FIRST_TYPE + index for index, cls in enumerate(WIRE_TYPES)}
-_PLAIN = frozenset(_SCALARS)
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _pack = msgpack.Packer(strict_types=True).pack
 """One packer for all messages, because making a packer costs more than packing a small message."""
 
@@ -65,8 +65,8 @@ def _lower(value: Any, frames: list[Frame], depth: int) -> Any:
         return value
     if depth >= MAX_DEPTH:
         raise WireError(f"a value nested deeper than {MAX_DEPTH} cannot be sent")
-    if cls in _LOWERERS:
-        return _LOWERERS[cls].lower(value, frames, depth + 1)
+    if cls in _CODEC_OF:
+        return _CODEC_OF[cls].lower(value, frames, depth + 1)
     if cls is list or cls is tuple:
         tag = _LIST if cls is list else _TUPLE
         if _PLAIN.issuperset(map(type, value)):
@@ -79,34 +79,6 @@ def _lower(value: Any, frames: list[Frame], depth: int) -> Any:
     if isinstance(value, np.generic):
         return _lower(value.item(), frames, depth + 1)
     raise WireError(f"a value of type {cls.__module__}.{cls.__qualname__} cannot be sent: {value!r:.100}")
-
-
-class _Lowerer:
-    """Lowers messages of one type. Which fields need more than a copy depends on their types alone; a run has few
-    combinations of types, which are remembered."""
-
-    def __init__(self, cls: type) -> None:
-        self._tag = _TAG_OF[cls]
-        names = tuple(name for name, _ in _CHECKS[self._tag - _FIRST_TYPE])
-        self._fields: Callable[[Any], Any] = attrgetter(*names)
-        self._single = len(names) == 1
-        self._plans: dict[tuple[type, ...], tuple[int, ...]] = {}
-
-    def lower(self, message: Any, frames: list[Frame], depth: int) -> list[Any]:
-        fields = self._fields(message)
-        tree = [self._tag, fields] if self._single else [self._tag, *fields]
-        types = tuple(map(type, tree))
-        plan = self._plans.get(types)
-        if plan is None:
-            plan = tuple(place for place, cls in enumerate(types) if cls not in _PLAIN)
-            if len(self._plans) < MAX_PLANS:
-                self._plans[types] = plan
-        for place in plan:
-            tree[place] = _lower(tree[place], frames, depth)
-        return tree
-
-
-_LOWERERS = {cls: _Lowerer(cls) for cls in WIRE_TYPES}
 
 
 def _key(key: Any) -> str:
@@ -155,11 +127,6 @@ def _unpack(header: Frame) -> tuple[Any, Any]:
     return top[0], top[1]
 
 
-_KNOWN: tuple[dict[tuple[type, ...], tuple[int, ...]], ...] = tuple({} for _ in WIRE_TYPES)
-"""For each type of message: types of the nodes of a valid message, its tag first -> fields that differ from their node,
-because they have parts or are an int for a float. Only valid messages are remembered, so entries are few."""
-
-
 class _Reader:
     """Builds the value of one message. expected: the next frame that an array may name; each is used once, in order."""
 
@@ -173,74 +140,29 @@ class _Reader:
         if depth >= MAX_DEPTH:
             raise WireError(f"a value nested deeper than {MAX_DEPTH}")
         if type(node) is dict:
-            return self._mapping(node, depth)
+            return {_key(key): self.read(item, depth + 1) for key, item in node.items()}
         if type(node) is not list or not node or type(node[0]) is not int:
             raise WireError("a value without a tag")
         tag = node[0]
         if tag in (_LIST, _TUPLE):
-            # A new object: `_message` then knows that this field has to be read each time.
+            # A new object: `build` then knows that this field has to be read each time.
             plain = _PLAIN.issuperset(map(type, node))
             items = node[1:] if plain else [self.read(item, depth + 1) for item in node[1:]]
             return items if tag == _LIST else tuple(items)
         if tag == _ARRAY:
             return self._array(node)
-        if not _FIRST_TYPE <= tag < _FIRST_TYPE + len(WIRE_TYPES):
+        if not _FIRST_TYPE <= tag < _FIRST_TYPE + len(_CODECS):
             raise WireError(f"an unknown tag {tag}")
-        return self._message(tag - _FIRST_TYPE, node, depth)
-
-    def _mapping(self, node: dict[Any, Any], depth: int) -> dict[str, Any]:
-        return {_key(key): self.read(item, depth + 1) for key, item in node.items()}
-
-    def _message(self, index: int, node: list[Any], depth: int) -> Any:
-        """Builds a message. A plain field is valid by its type alone once a valid message had the same types."""
-        cls, known = WIRE_TYPES[index], _KNOWN[index]
-        types = tuple(map(type, node))
-        checked = known.get(types)
-        del node[0]
-        if checked is None:
-            raw = list(node)
-            self._read_fields(index, node, range(len(_CHECKS[index])), depth)
-            known[types] = tuple(place for place, value in enumerate(node) if value is not raw[place])
-        else:
-            self._read_fields(index, node, checked, depth)
-        try:
-            return cls(*node)
-        except ValueError as error:
-            raise WireError(f"{cls.__name__}: {error}") from error
-
-    def _read_fields(self, index: int, values: list[Any], places: Sequence[int], depth: int) -> None:
-        """Replaces these nodes by their values."""
-        checks = _CHECKS[index]
-        if len(values) != len(checks):
-            raise WireError(f"a {WIRE_TYPES[index].__name__} with {len(values)} fields; it has {len(checks)}")
-        try:
-            for place in places:
-                values[place] = checks[place][1](self.read(values[place], depth + 1))
-        except WireError as error:
-            raise WireError(f"{WIRE_TYPES[index].__name__}.{checks[place][0]}: {error}") from error
+        return _CODECS[tag - _FIRST_TYPE].build(self, node, depth)
 
     def _array(self, node: list[Any]) -> NDArray[Any]:
         if len(node) != 4 or type(node[1]) is not int or not 0 <= node[1] < len(DTYPES):
             raise WireError("an array of an unknown dtype")
-        dtype, shape, where = DTYPES[node[1]], node[2], node[3]
+        dtype, shape = DTYPES[node[1]], node[2]
         if type(shape) is not list or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
             raise WireError(f"an array of shape {shape!r:.100}")
-        return self._shaped(self._bytes(where), dtype, shape)
-
-    def _bytes(self, where: Any) -> Frame:
-        if type(where) is bytes:
-            return where
-        if type(where) is not int or where != self.expected or where >= len(self._frames):
-            raise WireError(f"an array in frame {where!r:.100}, where {self.expected} is next")
-        self.expected += 1
-        return self._frames[where]
-
-    @staticmethod
-    def _shaped(data: Frame, dtype: np.dtype[Any], shape: list[int]) -> NDArray[Any]:
-        count = 1
-        for extent in shape:
-            count *= extent
-        if count * dtype.itemsize != len(data):
+        data = self._bytes(node[3])
+        if prod(shape) * dtype.itemsize != len(data):
             raise WireError(f"an array of shape {shape} and {dtype} in {len(data)} bytes")
         try:
             array = np.frombuffer(data, dtype).reshape(shape)
@@ -250,3 +172,126 @@ class _Reader:
             raise WireError("an array of bool with other bytes than 0 and 1")
         array.flags.writeable = False
         return array
+
+    def _bytes(self, where: Any) -> Frame:
+        if type(where) is bytes:
+            return where
+        if type(where) is not int or where != self.expected or where >= len(self._frames):
+            raise WireError(f"an array in frame {where!r:.100}, where {self.expected} is next")
+        self.expected += 1
+        return self._frames[where]
+
+
+class _MessageCodec:
+    """Lowers and builds the messages of one type. Which fields need more than a copy depends on the types of all fields
+    alone; a run has few combinations of types, which are remembered (docs/decisions.md)."""
+
+    def __init__(self, tag: int, cls: type) -> None:
+        self._tag = tag
+        self._cls = cls
+        self._checks = field_checks(cls)
+        self._fields: Callable[[Any], Any] = attrgetter(*[name for name, _ in self._checks])
+        self._to_lower: dict[tuple[type, ...], tuple[int, ...]] = {}
+        self._to_read: dict[tuple[type, ...], tuple[int, ...]] = {}
+        """Types of the nodes of a valid message, its tag first -> fields that differ from their node, because they have
+        parts or are an int for a float. Only valid messages are remembered, so entries are few."""
+
+    def lower(self, message: Any, frames: list[Frame], depth: int) -> list[Any]:
+        fields = self._fields(message)
+        tree = [self._tag, fields] if len(self._checks) == 1 else [self._tag, *fields]
+        types = tuple(map(type, tree))
+        plan = self._to_lower.get(types)
+        if plan is None:
+            plan = tuple(place for place, cls in enumerate(types) if cls not in _PLAIN)
+            if len(self._to_lower) < MAX_PLANS:
+                self._to_lower[types] = plan
+        for place in plan:
+            tree[place] = _lower(tree[place], frames, depth)
+        return tree
+
+    def build(self, reader: _Reader, node: list[Any], depth: int) -> Any:
+        """A plain field is valid by its type alone once a valid message had the same types."""
+        types = tuple(map(type, node))
+        plan = self._to_read.get(types)
+        values = node[1:]
+        if len(values) != len(self._checks):
+            raise WireError(f"a {self._cls.__name__} with {len(values)} fields; it has {len(self._checks)}")
+        place = 0
+        try:
+            for place in range(len(values)) if plan is None else plan:
+                values[place] = self._checks[place][1](reader.read(values[place], depth + 1))
+        except WireError as error:
+            raise WireError(f"{self._cls.__name__}.{self._checks[place][0]}: {error}") from error
+        if plan is None:
+            self._to_read[types] = tuple(place for place, value in enumerate(values) if value is not node[place + 1])
+        try:
+            return self._cls(*values)
+        except ValueError as error:
+            raise WireError(f"{self._cls.__name__}: {error}") from error
+
+
+_CODECS = tuple(_MessageCodec(_FIRST_TYPE + index, cls) for index, cls in enumerate(WIRE_TYPES))
+_CODEC_OF = dict(zip(WIRE_TYPES, _CODECS, strict=True))
+
+
+# ---- the numbers of a connection's messages ----------------------------------------------------------------------
+
+_NUMBER = struct.Struct("<Q")
+"""In the frame of the header, because a frame of its own costs the I/O threads of ZeroMQ more than its content."""
+
+
+def numbered(number: int, frames: list[Frame]) -> list[Frame]:
+    return [b"".join((_NUMBER.pack(number), frames[0])), *frames[1:]]
+
+
+class MessageSequence:
+    """Encodes and numbers what one side sends, and checks the numbers of what it receives, each from 0.
+
+    A message that was lost, repeated or overtaken is thus detected and breaks the connection; the caller asks again in
+    a new attempt. offer, room: of the endpoint; receiver: names it when it does not read.
+    """
+
+    def __init__(self, offer: Callable[[Frames], bool], room: Wakeup, receiver: str) -> None:
+        self.sent = 0
+        self.received = 0
+        self._offer = offer
+        self._room = room
+        self._receiver = receiver
+        self._order = asyncio.Lock()
+
+    async def send(self, message: Any) -> None:
+        """Sends, waiting for room. Raises WireError (nothing was sent), PeerLost, DeadlineExceeded."""
+        frames = encode(message)
+        if self._offer_frames(frames):
+            return
+        async with self._order:
+            try:
+                async with asyncio.timeout(SEND_DEADLINE):
+                    while not self._offer(numbered(self.sent, frames)):
+                        await self._room.wait()
+            except TimeoutError as error:
+                raise DeadlineExceeded(
+                    f"{self._receiver} has not read for {SEND_DEADLINE:g} s: its queue of {HIGH_WATER} messages is full"
+                ) from error
+            self.sent += 1
+
+    def offer(self, message: Any) -> bool:
+        """Sends without waiting; returns False when the queue is full or others wait for it."""
+        return not self._order.locked() and self._offer_frames(encode(message))
+
+    def _offer_frames(self, frames: list[Frame]) -> bool:
+        if self._order.locked() or not self._offer(numbered(self.sent, frames)):
+            return False
+        self.sent += 1
+        return True
+
+    def accept(self, frames: list[Frame], limit_bytes: int = LIMIT_BYTES) -> Any:
+        """Returns the message in these frames. Raises WireError for invalid bytes and for a gap in the numbers."""
+        if not frames or len(frames[0]) < _NUMBER.size:
+            raise WireError("a message without a number")
+        (number,) = _NUMBER.unpack_from(frames[0])
+        if number != self.received:
+            raise WireError(f"a gap: message {number} came where {self.received} was next")
+        self.received += 1
+        frames[0] = frames[0][_NUMBER.size :]
+        return decode(frames, limit_bytes)

@@ -30,10 +30,6 @@ class PendingReply:
 
     def fail(self, error: AsyncrlError) -> None:
         self.settled = True
-        self.expire(error)
-
-    def expire(self, error: AsyncrlError) -> None:
-        """Ends the caller's wait with this error, while the worker may still answer."""
         if not self.future.done():
             self.future.set_exception(error)
             self.future.exception()  # Marks it as retrieved: a caller that is cancelled now never reads it.
@@ -65,8 +61,7 @@ class PendingStream:
 
     def fail(self, error: AsyncrlError) -> None:
         self._error = error
-        self.settled = True
-        self._changed.wake()
+        self.complete(None)
 
     def lose_peer(self, reason: str) -> None:
         self._items.clear()
@@ -84,15 +79,10 @@ class PendingStream:
         self._taken += 1
         return self._items.popleft()
 
-    @property
-    def grant_due(self) -> bool:
-        """Returns whether half a window was consumed since the last grant, so that the worker should get another."""
-        return self._taken >= STREAM_WINDOW // 2
-
     def grant(self) -> int:
-        """Returns how many more items the worker may send."""
-        granted = self._taken
-        self._taken = 0
+        """Returns how many more items the worker may send: 0 until half a window was consumed since the last grant."""
+        granted = 0 if self.settled or self._taken < STREAM_WINDOW // 2 else self._taken
+        self._taken -= granted
         return granted
 
 

@@ -1,20 +1,19 @@
 """The worker's side of connections: welcomes callers, runs one task per call, answers with its result or error."""
 
 import asyncio
-import itertools
 import math
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, WireError, unwrap
 from asyncrl.lanes.control.client import LIVENESS
-from asyncrl.lanes.control.deadlines import Deadlines
-from asyncrl.lanes.control.message_sequence import MessageSequence
+from asyncrl.lanes.control.deadlines import Deadline, Deadlines
+from asyncrl.lanes.control.message_codec import MessageSequence
 from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
-from asyncrl.lanes.control.wire import CREDIT, Frame, Listener, Wakeup, pump_messages
+from asyncrl.lanes.control.wire import CREDIT, Frame, Listener
 from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
 
 Dispatch = Callable[[Call], Awaitable[Any] | AsyncIterator[Any]]
@@ -30,104 +29,41 @@ TRACEBACK_CHARACTERS = 16_384
 MESSAGE_CHARACTERS = 4_096
 
 
-class StreamWindow:
-    """Counts how many items a stream may send before its consumer asks for more."""
-
-    def __init__(self) -> None:
-        self._room = STREAM_WINDOW
-        self._widened = Wakeup()
-
-    async def enter(self) -> None:
-        """Takes the place of one item, waiting for it."""
-        while self._room == 0:
-            await self._widened.wait()
-        self._room -= 1
-
-    def widen(self, items: int) -> None:
-        """Adds the places that the consumer granted."""
-        if not 0 < items <= STREAM_WINDOW - self._room:
-            raise WireError(
-                f"{items} more items of a stream were granted while {self._room} of {STREAM_WINDOW} were unused"
-            )
-        self._room += items
-        self._widened.wake()
-
-
-class CallTimeout:
-    """Cancels the task inside at `end`, in loop time, and raises TimeoutError there.
-
-    Replaces asyncio.timeout, at a fraction of its cost, because every call has one. reached: whether that happened.
-    """
-
-    __slots__ = ("_before", "_deadlines", "_end", "_number", "_task", "reached")
-
-    def __init__(self, deadlines: Deadlines, number: int, end: float) -> None:
-        self._deadlines = deadlines
-        self._number = number
-        self._end = end
-        self.reached = False
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "calls are served by tasks"
-        self._task = task
-        self._before = task.cancelling()
-        self._deadlines.add(self._number, self._end, self._reach)
-
-    def _reach(self) -> None:
-        self.reached = True
-        self._task.cancel()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._deadlines.discard(self._number)
-        if self.reached and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
-            raise TimeoutError from error
-
-
 @dataclass(eq=False, slots=True)
 class CallerSession:
-    """The state of one welcomed caller. name: for messages. missed_heartbeats: since its last message."""
+    """The state of one welcomed caller. name: for messages. windows: how many items each stream may send before its
+    consumer asks for more. missed_heartbeats: since its last message."""
 
     peer: bytes
     sequence: MessageSequence
     name: str
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    windows: dict[int, StreamWindow] = field(default_factory=dict)
+    windows: dict[int, asyncio.BoundedSemaphore] = field(default_factory=dict)
     missed_heartbeats: int = 0
 
 
+@dataclass(eq=False)
 class Server:
     """Serves calls of callers of the same run, incarnation and protocol.
 
-    Args:
+    Attributes:
         listener: where calls arrive.
         dispatch: runs a call.
         identity: of the worker that answers.
         credit: calls that each caller may have outstanding.
         heartbeat: seconds between the heartbeats of remote callers; the calls of a silent caller are cancelled.
-
-    Attributes:
-        refused: peers that were refused.
+        refused: number of peers that were refused.
     """
 
-    def __init__(
-        self,
-        listener: Listener,
-        dispatch: Dispatch,
-        identity: Hello,
-        *,
-        credit: int = CREDIT,
-        heartbeat: float | None = None,
-    ) -> None:
-        self.refused = 0
-        self._listener = listener
-        self._dispatch = dispatch
-        self._identity = identity
-        self._credit = credit
-        self._heartbeat = heartbeat
-        self._sessions: dict[bytes, CallerSession] = {}
-        self._deadlines = Deadlines()
-        self._numbers = itertools.count()
+    listener: Listener
+    dispatch: Dispatch
+    identity: Hello
+    _: KW_ONLY
+    credit: int = CREDIT
+    heartbeat: float | None = None
+    refused: int = field(default=0, init=False)
+    _sessions: dict[bytes, CallerSession] = field(default_factory=dict, init=False)
+    _deadlines: Deadlines = field(default_factory=Deadlines, init=False)
 
     @property
     def running(self) -> int:
@@ -139,20 +75,15 @@ class Server:
         try:
             async with asyncio.TaskGroup() as tasks:
                 heartbeats = tasks.create_task(self._watch_heartbeats(), name="heartbeats of callers")
-                await self._receive(tasks)
+                try:
+                    await self.listener.pump(lambda message: self._take(tasks, *message))
+                except PeerLost:
+                    for session in list(self._sessions.values()):
+                        self._forget(session)
                 heartbeats.cancel()
         finally:
             self._deadlines.close()
-            self._listener.close()
-
-    async def _receive(self, tasks: asyncio.TaskGroup) -> None:
-        try:
-            await pump_messages(self._listener, lambda message: self._take(tasks, *message))
-        except PeerLost:
-            for session in list(self._sessions.values()):
-                self._forget(session)
-
-    # ---- callers -----------------------------------------------------------------------------------------
+            self.listener.close()
 
     def _take(self, tasks: asyncio.TaskGroup, peer: bytes, frames: list[Frame]) -> None:
         session = self._sessions.get(peer)
@@ -163,34 +94,34 @@ class Server:
             self._handle(tasks, session, session.sequence.accept(frames))
         except WireError as error:
             self._forget(session)
-            _send_soon(session.sequence, Rejected(f"{_name(self._identity)} closes the connection: {error}"))
+            _send_soon(session.sequence, Rejected(f"{_name(self.identity)} closes the connection: {error}"))
 
     def _handshake(self, peer: bytes, frames: list[Frame]) -> None:
-        sequence = MessageSequence(partial(self._listener.offer, peer), partial(self._listener.send, peer))
+        sequence = MessageSequence(partial(self.listener.offer, peer), self.listener.room, f"caller {peer.hex()}")
         try:
             hello = sequence.accept(frames, HELLO_BYTES)
             reason = self._objection(hello)
         except WireError as error:
-            reason = f"{_name(self._identity)} expected a hello: {error}"
+            reason = f"{_name(self.identity)} expected a hello: {error}"
         if reason:
             self.refused += 1
             return _send_soon(sequence, Rejected(reason))
         self._sessions[peer] = CallerSession(peer, sequence, _name(hello))
-        _send_soon(sequence, Welcome(self._identity.instance, self._credit))
+        _send_soon(sequence, Welcome(self.identity.instance, self.credit))
 
     def _objection(self, hello: Any) -> str:
         """Returns why this caller is refused, "" when it is welcome."""
         if not isinstance(hello, Hello):
             received = type(hello).__name__
-            return f"{_name(self._identity)} expected a hello, not a {received}; was the connection broken in between?"
+            return f"{_name(self.identity)} expected a hello, not a {received}; was the connection broken in between?"
         wrong = [
-            name for name in ("run", "incarnation", "protocol") if getattr(hello, name) != getattr(self._identity, name)
+            name for name in ("run", "incarnation", "protocol") if getattr(hello, name) != getattr(self.identity, name)
         ]
         if wrong:
-            return f"{_described(self._identity)} refuses {_described(hello)}: another {' and '.join(wrong)}"
+            return f"{_described(self.identity)} refuses {_described(hello)}: another {' and '.join(wrong)}"
         self._forget_gone()
         if len(self._sessions) >= MAX_CALLERS:
-            return f"{_name(self._identity)} has {MAX_CALLERS} callers already"
+            return f"{_name(self.identity)} has {MAX_CALLERS} callers already"
         return ""
 
     def _forget_gone(self) -> None:
@@ -207,14 +138,12 @@ class Server:
             task.cancel()
 
     async def _watch_heartbeats(self) -> None:
-        while self._heartbeat is not None:
-            await asyncio.sleep(self._heartbeat)
+        while self.heartbeat is not None:
+            await asyncio.sleep(self.heartbeat)
             for session in list(self._sessions.values()):
                 session.missed_heartbeats += 1
                 if session.missed_heartbeats > LIVENESS:
                     self._forget(session)
-
-    # ---- calls -------------------------------------------------------------------------------------------
 
     def _handle(self, tasks: asyncio.TaskGroup, session: CallerSession, message: Any) -> None:
         match message:
@@ -225,7 +154,7 @@ class Server:
                     session.tasks[number].cancel()
             case More(number, items):
                 if number in session.windows:
-                    session.windows[number].widen(items)
+                    _widen(session.windows[number], items)
             case Ping():
                 _send_soon(session.sequence, message)
             case _:
@@ -237,8 +166,8 @@ class Server:
         if call.call in session.tasks:
             raise WireError(f"call {call.call} came twice")
         # A cancelled call gives its credit back at once, while its task may need a moment to end.
-        if len(session.tasks) >= 2 * self._credit:
-            raise WireError(f"{len(session.tasks)} calls are running, {self._credit} are allowed")
+        if len(session.tasks) >= 2 * self.credit:
+            raise WireError(f"{len(session.tasks)} calls are running, {self.credit} are allowed")
         task = tasks.create_task(self._serve_call(session, call), name=f"{call.method} for {session.name}")
         session.tasks[call.call] = task
         task.add_done_callback(lambda _: session.tasks.pop(call.call))
@@ -255,30 +184,29 @@ class Server:
 
     async def _outcome(self, session: CallerSession, call: Call) -> Reply | Failure:
         """Runs a call; every error that it raises becomes its answer, which makes this a supervised boundary."""
-        end = asyncio.get_running_loop().time() + call.deadline
-        timeout = CallTimeout(self._deadlines, next(self._numbers), end)
+
+        def overdue() -> str:
+            return f"{call.method} was still running after {call.deadline:g} s"
+
         try:
-            with timeout:
-                return Reply(call.call, await self._result(session, call))
+            with Deadline(self._deadlines, asyncio.get_running_loop().time() + call.deadline, overdue):
+                running = self.dispatch(call)
+                if isinstance(running, AsyncIterator):
+                    running = self._send_items(session, call.call, running)
+                return Reply(call.call, await running)
         except Exception as error:  # every error of a call is handled by its caller
-            overdue = DeadlineExceeded(f"{call.method} was still running after {call.deadline:g} s")
-            return self._failure(call, overdue if timeout.reached else error)
+            return self._failure(call, error)
         except asyncio.CancelledError as error:
-            if _being_cancelled():
+            task = asyncio.current_task()
+            if task is None or task.cancelling() > 0:
                 raise
             return self._failure(call, error)
 
-    async def _result(self, session: CallerSession, call: Call) -> Any:
-        running = self._dispatch(call)
-        if isinstance(running, AsyncIterator):
-            return await self._send_items(session, call.call, running)
-        return await running
-
     async def _send_items(self, session: CallerSession, number: int, items: AsyncIterator[Any]) -> None:
-        window = session.windows[number] = StreamWindow()
+        window = session.windows[number] = asyncio.BoundedSemaphore(STREAM_WINDOW)
         try:
             async for item in items:
-                await window.enter()
+                await window.acquire()
                 await session.sequence.send(Item(number, item))
         finally:
             del session.windows[number]
@@ -292,15 +220,21 @@ class Server:
             call=call.call,
             kind=type(error).__name__,
             message=_sendable(str(error)[:MESSAGE_CHARACTERS]),
-            service=self._identity.service,
-            rank=self._identity.rank,
+            service=self.identity.service,
+            rank=self.identity.rank,
             traceback=_sendable(trace),
         )
 
 
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+def _widen(window: asyncio.BoundedSemaphore, items: int) -> None:
+    """Adds the places that the consumer of a stream granted."""
+    try:
+        if items < 1:
+            raise ValueError
+        for _ in range(items):
+            window.release()
+    except ValueError:
+        raise WireError(f"{items} more items of a stream were granted than {STREAM_WINDOW} unused ones allow") from None
 
 
 def _sendable(text: str) -> str:

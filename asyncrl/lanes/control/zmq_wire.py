@@ -8,31 +8,19 @@ receive until there is nothing, read EVENTS after each send, and once a second i
 import asyncio
 import struct
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import zmq
 
 from asyncrl.errors import ConfigError, PeerLost
-from asyncrl.lanes.control.auth import Authenticator, CurveKeys
-from asyncrl.lanes.control.wire import (
-    DRAIN_BUDGET,
-    HIGH_WATER,
-    LIMIT_BYTES,
-    ZERO_COPY_BYTES,
-    DrainLimit,
-    Frame,
-    Frames,
-    Wakeup,
-    send_when_room,
-)
+from asyncrl.lanes.control.auth import ENCRYPTED, Authenticator, CurveKeys
+from asyncrl.lanes.control.wire import DRAIN_BUDGET, HIGH_WATER, LIMIT_BYTES, ZERO_COPY_BYTES, Frame, Frames, Wakeup
 
 WATCHDOG_SECONDS = 1.0
 MAX_FRAMES = 65_536
 """Frames of one message; ours have a few dozen. More are discarded, and the codec then finds them missing."""
 
 RECONNECT_MILLISECONDS = 50
-ENCRYPTED = "tcp://"
 _LOST_EVENTS = (
     zmq.Event.DISCONNECTED
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -77,29 +65,24 @@ class _Pump:
 
 
 class _ZmqEndpoint:
-    """The common part of both kinds of socket: waits until the loop reports that it can read or write."""
+    """The common part of both kinds of socket: hands messages over when the loop reports input, and notes the end."""
 
     def __init__(self, socket: RawSocket, address: str) -> None:
         self.address = address
+        self.room = Wakeup()
+        self.closed = False
         self._socket = socket
         self._loop = asyncio.get_running_loop()
-        self._readable = Wakeup()
-        self._writable = Wakeup()
-        self._drain = DrainLimit()
         self._lost_reason = ""
-        self._closed = False
         self._pump: _Pump | None = None
         self._loop.add_reader(socket.fileno(), self._check_socket)
         self._timer = self._loop.call_later(WATCHDOG_SECONDS, self._check_regularly)
 
     def _check_socket(self) -> None:
-        """Wakes readers when there is input, and writers in any case: POLLOUT of a ROUTER does not name the peer."""
-        if self._pump is not None:
-            if not self._pump.scheduled:
-                self._pump_messages()
-        elif _has_input(self._socket):
-            self._readable.wake()
-        self._writable.wake()
+        """Receives, and wakes senders in any case: POLLOUT of a ROUTER does not name the peer."""
+        if self._pump is not None and not self._pump.scheduled:
+            self._pump_messages()
+        self.room.wake()
 
     def _check_regularly(self) -> None:
         self._timer = self._loop.call_later(WATCHDOG_SECONDS, self._check_regularly)
@@ -119,15 +102,13 @@ class _ZmqEndpoint:
         return True
 
     def _schedule_receive(self) -> None:
-        """Receives soon, not now: the receiver may be our caller."""
-        if self._pump is None:
-            self._readable.wake()
-        elif not self._pump.scheduled:
+        """Receives soon, not now: whoever receives may be calling."""
+        if self._pump is not None and not self._pump.scheduled:
             self._pump.scheduled = True
             self._loop.call_soon(self._pump_messages)
 
     async def pump(self, handle: Callable[[Any], None]) -> None:
-        """Implements wire.MessagePump. A flood lets other tasks run every DRAIN_BUDGET messages."""
+        """Implements `pump` of wire.Caller."""
         self._pump = _Pump(handle)
         try:
             self._schedule_receive()
@@ -144,10 +125,10 @@ class _ZmqEndpoint:
             for received in range(DRAIN_BUDGET):
                 # A receive that finds nothing costs three reads of EVENTS, each of which costs as much as a message:
                 # read EVENTS once after the first message, and not at all in a flood.
-                if self._closed or (received == 1 and not _has_input(self._socket)):
+                if self.closed or (received == 1 and not _has_input(self._socket)):
                     break
                 try:
-                    message = self._message()
+                    message = self._receive()
                 except zmq.Again:
                     break
                 pump.handle(message)
@@ -156,24 +137,9 @@ class _ZmqEndpoint:
             if self._lost_reason:
                 raise PeerLost(self._lost_reason)
 
-    def _message(self) -> Any:
-        """Returns what `receive` returns."""
-        return self._receive_frames()
-
-    async def _receive(self) -> Any:
-        await self._drain.next()
-        while True:
-            if self._closed:
-                raise PeerLost(self._lost_reason)
-            if _has_input(self._socket):
-                return self._message()
-            if self._lost_reason:
-                raise PeerLost(self._lost_reason)
-            self._drain.reset()
-            await self._readable.wait()
-
-    def _receive_frames(self) -> list[Frame]:
-        """Returns small frames as copies and large ones as views. Raises zmq.Again when there is no message."""
+    def _receive(self) -> Any:
+        """Returns the frames of a message, small ones as copies and large ones as views. Raises zmq.Again when there is
+        none."""
         frames: list[Frame] = []
         more = True
         while more:
@@ -186,12 +152,12 @@ class _ZmqEndpoint:
     def _lose(self, reason: str) -> None:
         self._lost_reason = self._lost_reason or reason
         self._schedule_receive()
-        self._writable.wake()
+        self.room.wake()
 
     def close(self) -> None:
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._timer.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close(linger=0)
@@ -224,16 +190,8 @@ class ZmqCaller(_ZmqEndpoint):
     def offer(self, frames: Frames) -> bool:
         return self._offer(frames)
 
-    async def send(self, frames: Frames) -> None:
-        if not self._offer(frames):
-            await send_when_room(partial(self._offer, frames), self._writable, self.address)
-
-    async def receive(self) -> list[Frame]:
-        frames: list[Frame] = await self._receive()
-        return frames
-
     def close(self) -> None:
-        if not self._closed:
+        if not self.closed:
             self._loop.remove_reader(self._monitor.fileno())
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
@@ -251,17 +209,9 @@ class ZmqListener(_ZmqEndpoint):
                 raise
             raise PeerLost(f"caller {peer.hex()} of {self.address} is gone") from error
 
-    async def send(self, peer: bytes, frames: Frames) -> None:
-        if not self.offer(peer, frames):
-            await send_when_room(partial(self.offer, peer, frames), self._writable, f"caller {peer.hex()}")
-
-    async def receive(self) -> tuple[bytes, list[Frame]]:
-        message: tuple[bytes, list[Frame]] = await self._receive()
-        return message
-
-    def _message(self) -> tuple[bytes, list[Frame]]:
+    def _receive(self) -> tuple[bytes, list[Frame]]:
         """Returns the sender, which ROUTER puts into the first frame, and the other frames."""
-        return _recv(self._socket, _NOBLOCK), self._receive_frames()
+        return _recv(self._socket, _NOBLOCK), super()._receive()
 
 
 class ZmqWire:
@@ -277,17 +227,11 @@ class ZmqWire:
         self._authenticator: Authenticator | None = None
         self._endpoints: list[ZmqCaller | ZmqListener] = []
 
-    @property
-    def open_endpoints(self) -> int:
-        return sum(not endpoint._closed for endpoint in self._endpoints)
-
     def connect(self, address: str) -> ZmqCaller:
         keys = self._keys_for(address)
         socket = self._socket(zmq.DEALER)
-        if keys is not None and address.startswith(ENCRYPTED):
-            keys.encrypt_client(socket)
-        elif keys is not None:
-            keys.send_password(socket)
+        if keys is not None:
+            keys.set_up_caller(socket, address)
         return self._register(ZmqCaller(socket, address))
 
     def listen(self, address: str) -> ZmqListener:
@@ -297,7 +241,7 @@ class ZmqWire:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if keys is not None:
             self._authenticator = self._authenticator or Authenticator(self._context, keys)
-            (keys.encrypt_server if address.startswith(ENCRYPTED) else keys.require_password)(socket)
+            keys.set_up_listener(socket, address)
         try:
             socket.bind(address)
         except zmq.ZMQError:
@@ -320,7 +264,7 @@ class ZmqWire:
         return self._keys
 
     def _register(self, endpoint: Endpoint) -> Endpoint:
-        self._endpoints = [other for other in self._endpoints if not other._closed]
+        self._endpoints = [other for other in self._endpoints if not other.closed]
         self._endpoints.append(endpoint)
         return endpoint
 

@@ -1,13 +1,12 @@
-"""Reads rows by reference, from shared memory or over the data lane of their owner."""
+"""Reads rows by reference, from shared memory or over the data lane of their owner, when or before they are needed."""
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -16,9 +15,9 @@ from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, WireEr
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.server import Dispatch
 from asyncrl.lanes.control.wire import Wire
-from asyncrl.lanes.data.row_store import MAX_COLUMNS, SHARED_SCHEME, RowStore, SharedTable, fetch
+from asyncrl.lanes.data.row_store import MAX_COLUMNS, SHARED_SCHEME, RowStore, SharedTable
 from asyncrl.lanes.shared_memory import SHARED_MEMORY, Segment
-from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef
+from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef, SampleName
 from asyncrl.protocols.messages import Call, Hello
 
 FETCH = "fetch_rows"
@@ -44,7 +43,8 @@ def serve_rows(store: RowStore) -> Dispatch:
         places, columns = call.args
         if not (_is_list_of(Place, places, ROWS_PER_FETCH) and _is_list_of(str, columns, MAX_COLUMNS)):
             raise Refused(f"{FETCH} takes a list of at most {ROWS_PER_FETCH} places, and one of column names")
-        return fetch(store, places, columns)
+        rows = [store.read(place, columns) for place in places]
+        return Batch({name: Column.of([row[index] for row in rows]) for index, name in enumerate(columns)})
 
     return answer
 
@@ -53,33 +53,30 @@ def _is_list_of(kind: type, values: object, most: int) -> bool:
     return type(values) is list and len(values) <= most and all(type(value) is kind for value in values)
 
 
-@dataclass(slots=True)
-class _OwnerRows:
-    """The part of a read that one owner stores: the same columns of each row. numbers: of the rows in the read."""
-
-    columns: tuple[str, ...]
-    numbers: list[int] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
-
-
 _EMPTY: Array = np.empty(0, np.uint8)
 Cells = dict[str, list[Array]]
 """Column -> its values in each row of the read."""
 
+Stored = list[tuple[int, Place]]
+"""Rows that one owner stores, with the same columns: number of the row in the read, and its place."""
 
+Open = TypeVar("Open", SharedTable, Client)
+
+
+@dataclass(eq=False)
 class RowReader:
     """Reads rows from any number of owners. As a context manager it owns the connections to remote owners.
 
     hello: identity of the reader. heartbeat: seconds between heartbeats, for owners on other hosts.
     """
 
-    def __init__(
-        self, wire: Wire, hello: Hello, *, heartbeat: float | None = None, directory: Path = SHARED_MEMORY
-    ) -> None:
-        self._wire = wire
-        self._hello = hello
-        self._heartbeat = heartbeat
-        self._directory = directory
+    wire: Wire
+    hello: Hello
+    _: KW_ONLY
+    heartbeat: float | None = None
+    directory: Path = SHARED_MEMORY
+
+    def __post_init__(self) -> None:
         self._tables: OrderedDict[str, SharedTable] = OrderedDict()
         self._clients: OrderedDict[str, Client] = OrderedDict()
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -89,9 +86,7 @@ class RowReader:
         await self._group.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for table in self._tables.values():
             table.close()
         for client in self._clients.values():
@@ -117,20 +112,23 @@ class RowReader:
         """
         cells: Cells = {name: [_EMPTY] * len(refs) for name in columns}
         shares = _shares(refs, columns)
-        for owner, share in shares:
+        for (owner, names), stored in shares.items():
             if not owner.startswith(SHARED_SCHEME):
-                await self._fetch(owner, share, cells)
+                await self._fetch(owner, names, stored, cells)
         self._close_unlinked()
-        shared = [(self._table(owner), share) for owner, share in shares if owner.startswith(SHARED_SCHEME)]
-        for table, share in shared:
-            for number, place in zip(share.numbers, share.places, strict=True):
-                for name, view in zip(share.columns, table.views(place, share.columns), strict=True):
-                    cells[name][number] = view
+        checks: list[tuple[SharedTable, Stored]] = []
+        for (owner, names), stored in shares.items():
+            if owner.startswith(SHARED_SCHEME):
+                table = self._table(owner)
+                checks.append((table, stored))
+                for number, place in stored:
+                    for name, view in zip(names, table.views(place, names), strict=True):
+                        cells[name][number] = view
         try:
             yield cells
         finally:
-            for table, share in shared:
-                for place in share.places:
+            for table, stored in checks:
+                for _, place in stored:
                     table.check(place)
 
     def _close_unlinked(self) -> None:
@@ -140,25 +138,25 @@ class RowReader:
 
     def _table(self, owner: str) -> SharedTable:
         if owner not in self._tables:
-            self._tables[owner] = self._open_table(owner)
-        self._tables.move_to_end(owner)
-        if len(self._tables) > MAX_OPEN_OWNERS:
-            self._tables.popitem(last=False)[1].close()
-        return self._tables[owner]
+            try:
+                segment = Segment.open(owner.removeprefix(SHARED_SCHEME), directory=self.directory)
+                self._tables[owner] = SharedTable(segment)
+            except (OSError, ValueError) as error:
+                raise LostRows(f"the owner of {owner} is gone: {error}") from error
+        return _used(self._tables, owner)
 
-    def _open_table(self, owner: str) -> SharedTable:
-        try:
-            return SharedTable(Segment.open(owner.removeprefix(SHARED_SCHEME), directory=self._directory))
-        except (OSError, ValueError) as error:
-            raise LostRows(f"the owner of {owner} is gone: {error}") from error
-
-    async def _fetch(self, owner: str, share: _OwnerRows, cells: Cells) -> None:
+    async def _fetch(self, owner: str, columns: Sequence[str], stored: Stored, cells: Cells) -> None:
         try:
             client = await self._client(owner)
-            for start in range(0, len(share.places), ROWS_PER_FETCH):
-                part = slice(start, start + ROWS_PER_FETCH)
-                rows = await client.call(FETCH, (share.places[part], list(share.columns)), FETCH_DEADLINE)
-                _fill(rows, share, part, cells)
+            for start in range(0, len(stored), ROWS_PER_FETCH):
+                part = stored[start : start + ROWS_PER_FETCH]
+                places = [place for _, place in part]
+                rows = await client.call(FETCH, (places, list(columns)), FETCH_DEADLINE)
+                if set(rows.columns) != set(columns) or len(rows) != len(part):
+                    raise WireError(f"{len(rows)} rows of {sorted(rows.columns)} came for {len(part)} of {columns}")
+                for name in columns:
+                    for (number, _), values in zip(part, rows[name], strict=True):
+                        cells[name][number] = values
         except (PeerLost, DeadlineExceeded, Refused) as error:
             raise LostRows(f"the owner of {owner} is gone: {error}") from error
 
@@ -168,16 +166,12 @@ class RowReader:
                 self._clients.pop(owner).close()
             if owner not in self._clients:
                 self._clients[owner] = await self._open_client(owner)
-        self._clients.move_to_end(owner)
-        if len(self._clients) > MAX_OPEN_OWNERS:
-            self._clients.popitem(last=False)[1].close()
-        return self._clients[owner]
+        return _used(self._clients, owner)
 
     async def _open_client(self, owner: str) -> Client:
         address, _, instance = owner.partition("#")
-        client = Client(
-            self._wire.connect(address), self._hello, owner, instance=instance or None, heartbeat=self._heartbeat
-        )
+        caller = self.wire.connect(address)
+        client = Client(caller, self.hello, owner, instance=instance or None, heartbeat=self.heartbeat)
         with ExitStack() as undo:
             undo.callback(client.close)
             await client.open(self._group, OWNER_DEADLINE)
@@ -185,9 +179,17 @@ class RowReader:
         return client
 
 
-def _shares(refs: BatchRef, columns: Sequence[str]) -> list[tuple[str, _OwnerRows]]:
-    """Groups the rows by owner and by the columns stored there."""
-    shares: dict[tuple[str, tuple[str, ...]], _OwnerRows] = {}
+def _used(opened: OrderedDict[str, Open], owner: str) -> Open:
+    """Notes that this owner is read now; closes the one that was not read for longest when too many are open."""
+    opened.move_to_end(owner)
+    if len(opened) > MAX_OPEN_OWNERS:
+        opened.popitem(last=False)[1].close()
+    return opened[owner]
+
+
+def _shares(refs: BatchRef, columns: Sequence[str]) -> dict[tuple[str, tuple[str, ...]], Stored]:
+    """Groups the rows by owner and by the columns stored there. Rows with the same columns are split alike."""
+    shares: dict[tuple[str, tuple[str, ...]], Stored] = {}
     splits: dict[tuple[tuple[str, ...], ...], list[tuple[int, tuple[str, ...]]]] = {}
     for number, row in enumerate(refs):
         kind = tuple([place.columns for place in row.places])
@@ -195,12 +197,8 @@ def _shares(refs: BatchRef, columns: Sequence[str]) -> list[tuple[str, _OwnerRow
             splits[kind] = _split(row, columns)
         for index, names in splits[kind]:
             place = row.places[index]
-            share = shares.get((place.owner, names))
-            if share is None:
-                share = shares[place.owner, names] = _OwnerRows(names)
-            share.numbers.append(number)
-            share.places.append(place)
-    return [(owner, share) for (owner, _), share in shares.items()]
+            shares.setdefault((place.owner, names), []).append((number, place))
+    return shares
 
 
 def _split(row: RowRef, columns: Sequence[str]) -> list[tuple[int, tuple[str, ...]]]:
@@ -211,11 +209,32 @@ def _split(row: RowRef, columns: Sequence[str]) -> list[tuple[int, tuple[str, ..
     return [(index, tuple(names)) for index, names in wanted.items()]
 
 
-def _fill(rows: Batch, share: _OwnerRows, part: slice, cells: Cells) -> None:
-    if set(rows.columns) != set(share.columns) or len(rows) != len(share.places[part]):
-        raise WireError(
-            f"{len(rows)} rows of {sorted(rows.columns)} came for {len(share.places[part])} of {share.columns}"
-        )
-    for name in share.columns:
-        for number, values in zip(share.numbers[part], rows[name], strict=True):
-            cells[name][number] = values
+class RowPrefetch:
+    """Reads the rows of the next batch before a step asks for them: these columns, until the next `prefetch`."""
+
+    def __init__(self, reader: RowReader, columns: Sequence[str]) -> None:
+        self._reader = reader
+        self._columns = columns
+        self._numbers: dict[SampleName, int] = {}
+        self._rows = Batch({})
+        self._reading = asyncio.Lock()
+
+    async def prefetch(self, samples: BatchRef) -> list[bool]:
+        """Reads these rows. Returns for each sample whether it is held now, which is true of all or of none."""
+        async with self._reading:
+            self._numbers = {}
+            self._rows = Batch({})
+            try:
+                self._rows = await self._reader.read(samples, self._columns)
+            except LostRows:
+                return [False] * len(samples)
+            self._numbers = {row.name: number for number, row in enumerate(samples)}
+            return [True] * len(samples)
+
+    async def read(self, samples: BatchRef) -> Batch:
+        """Returns copies in the order of `samples`. Raises LostRows when a row is gone."""
+        async with self._reading:
+            numbers = [self._numbers.get(row.name, -1) for row in samples]
+            if numbers and -1 not in numbers:
+                return self._rows if numbers == list(range(len(self._rows))) else self._rows.take(numbers)
+        return await self._reader.read(samples, self._columns)

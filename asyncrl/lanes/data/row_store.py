@@ -13,11 +13,12 @@ its bytes change that readers need no memory barrier to see it.
 """
 
 import struct
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import structlog
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ArenaFull, LostRows
 from asyncrl.lanes.shared_memory import SHARED_MEMORY, TWO_THREAD_BYTES, Segment, copy_in_two_threads
-from asyncrl.protocols.batch import Array, Batch, Column, Place
+from asyncrl.protocols.batch import Array, Place, SampleName
 
 ROW_DTYPES = tuple(np.dtype(name) for name in ("<f4", "<i4", "u1", "<i8"))
 MAX_COLUMNS = 16
@@ -42,50 +43,9 @@ _SLOT_WORDS = 2 + 2 * MAX_COLUMNS
 log = structlog.get_logger(__name__)
 
 
-class RowStore(Protocol):
-    """Stores rows on the owner's side, in a fixed number of slots."""
-
-    address: str
-
-    @property
-    def exhausted(self) -> int:
-        """Number of rows refused because every slot was in use."""
-        ...
-
-    def put(self, columns: Mapping[str, Array]) -> Place:
-        """Stores one row, [length] values per column, dtypes of ROW_DTYPES. Raises ArenaFull (see `exhausted`)."""
-        ...
-
-    def free(self, places: Iterable[Place]) -> None:
-        """Frees these slots; ignores places of other owners and places that were freed before."""
-        ...
-
-    def read(self, place: Place, columns: Sequence[str]) -> list[Array]:
-        """Returns these columns in memory that no later row overwrites. Raises LostRows when the row was freed."""
-        ...
-
-    @property
-    def used(self) -> int:
-        """Number of slots in use."""
-        ...
-
-    def close(self) -> None: ...
-
-
 def bytes_of_slot(columns: Mapping[str, tuple[np.dtype[Any], int]]) -> int:
     """Returns the bytes of the longest row. columns: dtype and greatest length of each."""
     return sum(_aligned(np.dtype(dtype).itemsize * length) for dtype, length in columns.values())
-
-
-def open_rows(
-    name: str, slots: int, slot_bytes: int, heap_address: str, directory: Path = SHARED_MEMORY
-) -> "SharedRows | HeapRows":
-    """Opens rows in the new segment `name`, or in the heap when there is too little shared memory (see HeapRows)."""
-    try:
-        return SharedRows(name, slots, slot_bytes, directory)
-    except ArenaFull as error:
-        log.warning("rows are sent as frames, which is slower than shared memory", reason=str(error))
-        return HeapRows(heap_address, slots, slot_bytes)
 
 
 def _lost(place: Place) -> LostRows:
@@ -94,33 +54,6 @@ def _lost(place: Place) -> LostRows:
 
 def _aligned(size: int) -> int:
     return -(-size // 8) * 8
-
-
-def _check_row(columns: Mapping[str, Array], slot_bytes: int) -> None:
-    for name, values in columns.items():
-        if values.ndim != 1 or values.dtype not in _CODES:
-            allowed = ", ".join(str(dtype) for dtype in ROW_DTYPES)
-            raise ValueError(
-                f"column {name!r} is {values.dtype} {list(values.shape)}; rows are one of {allowed}, [length]"
-            )
-    size = sum([_aligned(values.nbytes) for values in columns.values()])
-    if size > slot_bytes or len(columns) > MAX_COLUMNS:
-        raise ValueError(f"a row of {size} bytes in {len(columns)} columns; a slot takes {slot_bytes} in {MAX_COLUMNS}")
-
-
-class _Slots:
-    """Free slots, reused in the order in which they were freed, so that late readers find their rows for longest."""
-
-    def __init__(self, slots: int) -> None:
-        self.count = slots
-        self.free: deque[int] = deque(range(slots))
-        self.exhausted = 0
-
-    def take(self, address: str) -> int:
-        if not self.free:
-            self.exhausted += 1
-            raise ArenaFull(f"all {self.count} row slots of {address} are in use: more rows were admitted than fit")
-        return self.free.popleft()
 
 
 class SharedTable:
@@ -158,7 +91,7 @@ class SharedTable:
     def _write_count(self, slot: int) -> int:
         return _WORD.unpack_from(self._bytes, self._start(slot))[0]  # type: ignore[no-any-return]
 
-    def write(self, slot: int, columns: Sequence[Array]) -> int:
+    def write(self, slot: int, columns: Collection[Array]) -> int:
         """Fills a free slot; returns its new write_count."""
         start = self._start(slot)
         offset, table = start + 8 * _SLOT_WORDS, [len(columns)]
@@ -204,94 +137,174 @@ class SharedTable:
         self.segment.close()
 
 
-class SharedRows:
-    """Stores rows in a segment of shared memory that every process of this user can map. See RowStore.
+class RowStore(ABC):
+    """Stores rows on the owner's side, in a fixed number of slots.
+
+    exhausted: number of rows refused because every slot was in use.
+    """
+
+    def __init__(self, address: str, slots: int, slot_bytes: int) -> None:
+        self.address = address
+        self.exhausted = 0
+        self._slots = slots
+        self._slot_bytes = slot_bytes
+        self._free = deque(range(slots))
+        """Slots are reused in the order in which they were freed, so that late readers find their rows for longest."""
+
+    @property
+    def used(self) -> int:
+        """Number of slots in use."""
+        return self._slots - len(self._free)
+
+    def put(self, columns: Mapping[str, Array]) -> Place:
+        """Stores one row, [length] values per column, dtypes of ROW_DTYPES. Raises ArenaFull (see `exhausted`)."""
+        self._check(columns)
+        if not self._free:
+            self.exhausted += 1
+            raise ArenaFull(
+                f"all {self._slots} row slots of {self.address} are in use: more rows were admitted than fit"
+            )
+        slot = self._free.popleft()
+        return Place(self.address, slot, self._write(slot, columns), tuple(columns))
+
+    def free(self, places: Iterable[Place]) -> None:
+        """Frees these slots; ignores places of other owners and places that were freed before."""
+        for place in places:
+            if place.owner == self.address and self._holds(place):
+                self._erase(place.slot)
+                self._free.append(place.slot)
+
+    def _check(self, columns: Mapping[str, Array]) -> None:
+        for name, values in columns.items():
+            if values.ndim != 1 or values.dtype not in _CODES:
+                allowed = ", ".join(str(dtype) for dtype in ROW_DTYPES)
+                raise ValueError(
+                    f"column {name!r} is {values.dtype} {list(values.shape)}; rows are one of {allowed}, [length]"
+                )
+        size = sum([_aligned(values.nbytes) for values in columns.values()])
+        if size > self._slot_bytes or len(columns) > MAX_COLUMNS:
+            raise ValueError(
+                f"a row of {size} bytes in {len(columns)} columns; a slot takes {self._slot_bytes} in {MAX_COLUMNS}"
+            )
+
+    @abstractmethod
+    def read(self, place: Place, columns: Sequence[str]) -> list[Array]:
+        """Returns these columns in memory that no later row overwrites. Raises LostRows when the row was freed."""
+
+    @abstractmethod
+    def _write(self, slot: int, columns: Mapping[str, Array]) -> int:
+        """Fills a free slot; returns its new write_count."""
+
+    @abstractmethod
+    def _holds(self, place: Place) -> bool: ...
+
+    @abstractmethod
+    def _erase(self, slot: int) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class SharedRows(RowStore):
+    """Stores rows in a segment of shared memory that every process of this user can map.
 
     Raises ArenaFull when there is too little shared memory.
     """
 
     def __init__(self, name: str, slots: int, slot_bytes: int, directory: Path = SHARED_MEMORY) -> None:
-        self._table = SharedTable.create(name, slots, _aligned(slot_bytes), directory)
-        self._slots = _Slots(slots)
-        self.address = SHARED_SCHEME + name
-
-    @property
-    def exhausted(self) -> int:
-        return self._slots.exhausted
-
-    @property
-    def used(self) -> int:
-        return self._slots.count - len(self._slots.free)
-
-    def put(self, columns: Mapping[str, Array]) -> Place:
-        _check_row(columns, self._table.slot_bytes)
-        slot = self._slots.take(self.address)
-        write_count = self._table.write(slot, list(columns.values()))
-        return Place(self.address, slot, write_count, tuple(columns))
-
-    def free(self, places: Iterable[Place]) -> None:
-        for place in places:
-            if place.owner == self.address and self._table.holds(place):
-                self._table.words(place.slot)[0] += 1
-                self._slots.free.append(place.slot)
+        super().__init__(SHARED_SCHEME + name, slots, _aligned(slot_bytes))
+        self._table = SharedTable.create(name, slots, self._slot_bytes, directory)
 
     def read(self, place: Place, columns: Sequence[str]) -> list[Array]:
         copies = [view.copy() for view in self._table.views(place, columns)]
         self._table.check(place)
         return copies
 
+    def _write(self, slot: int, columns: Mapping[str, Array]) -> int:
+        return self._table.write(slot, columns.values())
+
+    def _holds(self, place: Place) -> bool:
+        return self._table.holds(place)
+
+    def _erase(self, slot: int) -> None:
+        self._table.words(slot)[0] += 1
+
     def close(self) -> None:
         self._table.segment.unlink()
         self._table.close()
 
 
-class HeapRows:
-    """Stores rows in the owner's memory, with the bounds of SharedRows; the data lane serves them. See RowStore.
+class HeapRows(RowStore):
+    """Stores rows in the owner's memory, with the bounds of SharedRows; the data lane serves them.
 
     address: of the data lane, then `#` and the owner's instance, so that readers never ask a successor for these rows.
     """
 
     def __init__(self, address: str, slots: int, slot_bytes: int) -> None:
-        self.address = address
-        self._slots = _Slots(slots)
-        self._slot_bytes = slot_bytes
+        super().__init__(address, slots, slot_bytes)
         self._rows: dict[int, dict[str, Array]] = {}
         self._write_counts = [0] * slots
-
-    @property
-    def exhausted(self) -> int:
-        return self._slots.exhausted
-
-    @property
-    def used(self) -> int:
-        return len(self._rows)
-
-    def put(self, columns: Mapping[str, Array]) -> Place:
-        _check_row(columns, self._slot_bytes)
-        slot = self._slots.take(self.address)
-        self._write_counts[slot] += 1
-        self._rows[slot] = {name: values.copy() for name, values in columns.items()}
-        return Place(self.address, slot, self._write_counts[slot], tuple(columns))
-
-    def _holds(self, place: Place) -> bool:
-        return place.slot in self._rows and self._write_counts[place.slot] == place.write_count
-
-    def free(self, places: Iterable[Place]) -> None:
-        for place in places:
-            if place.owner == self.address and self._holds(place):
-                del self._rows[place.slot]
-                self._slots.free.append(place.slot)
 
     def read(self, place: Place, columns: Sequence[str]) -> list[Array]:
         if not self._holds(place):
             raise _lost(place)
         return [self._rows[place.slot][name] for name in columns]
 
+    def _write(self, slot: int, columns: Mapping[str, Array]) -> int:
+        self._write_counts[slot] += 1
+        self._rows[slot] = {name: values.copy() for name, values in columns.items()}
+        return self._write_counts[slot]
+
+    def _holds(self, place: Place) -> bool:
+        return place.slot in self._rows and self._write_counts[place.slot] == place.write_count
+
+    def _erase(self, slot: int) -> None:
+        del self._rows[slot]
+
     def close(self) -> None:
         self._rows.clear()
 
 
-def fetch(store: RowStore, places: Sequence[Place], columns: Sequence[str]) -> Batch:
-    """Returns these rows in this order, for the owner's data lane. Raises LostRows."""
-    rows = [store.read(place, columns) for place in places]
-    return Batch({name: Column.of([row[index] for row in rows]) for index, name in enumerate(columns)})
+def open_rows(name: str, slots: int, slot_bytes: int, heap_address: str, directory: Path = SHARED_MEMORY) -> RowStore:
+    """Opens rows in the new segment `name`, or in the heap when there is too little shared memory (see HeapRows)."""
+    try:
+        return SharedRows(name, slots, slot_bytes, directory)
+    except ArenaFull as error:
+        log.warning("rows are sent as frames, which is slower than shared memory", reason=str(error))
+        return HeapRows(heap_address, slots, slot_bytes)
+
+
+class RowRetention:
+    """Keeps the place of one row of each sample until the sample is released.
+
+    Rows are freed by sample, because no caller may know a place: an answer can cross the end of its call.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, int], tuple[int, Place]] = {}
+
+    def add(self, sample: SampleName, place: Place) -> list[Place]:
+        """Returns the places to free: the row of an earlier attempt or call, or the new row itself when a later attempt
+        has one."""
+        group, member, attempt = sample
+        newest, before = self._places.get((group, member), (attempt, None))
+        if newest > attempt:
+            return [place]
+        self._places[group, member] = attempt, place
+        return [] if before is None else [before]
+
+    def release(self, samples: Iterable[SampleName], oldest: int) -> list[Place]:
+        """Forgets these samples in these and earlier attempts, and all groups from 0 up to, without, `oldest`.
+
+        Returns their places, to be freed.
+        """
+        keys = [(group, member) for group, member, attempt in samples if self._attempt(group, member) <= attempt]
+        keys += [(group, member) for group, member in self._places if 0 <= group < oldest]
+        return [self._places.pop(key)[1] for key in dict.fromkeys(keys) if key in self._places]
+
+    def attempts(self) -> dict[tuple[int, int], int]:
+        """Returns the attempt of each (group, member) that has a row here."""
+        return {key: attempt for key, (attempt, _) in self._places.items()}
+
+    def _attempt(self, group: int, member: int) -> int:
+        return self._places[group, member][0] if (group, member) in self._places else 0

@@ -19,47 +19,56 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
+from asyncrl.lanes.weights.arena_memory import ArenaMemory
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
-from asyncrl.lanes.weights.tensor_spec import TensorSpec, WeightsSpec
-from asyncrl.lanes.weights.transports import Memory, host_memory, process_memory
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.messages import Published
 
 MAGIC = b"ARLWGHT1"
 HEADER = 4096  # one page, so that slots begin page-aligned
 STAMP = struct.Struct("<qq")
 BEING_WRITTEN = -1
-FULL_DIGEST_BYTES = 64 << 20  # crc32 runs at about 4 GB/s: at most 16 ms a side and version
+FULL_DIGEST_BYTES = 64 << 20  # crc32 runs at about 4 GB/s: at most 16 ms a side and version; else a tensor in turn
 
 
-def open_writer(arena_name: str, spec: WeightsSpec, wire: str) -> "Writer":
-    """Makes an arena. wire: `fleet.wire`; "inproc" keeps it in this process, the others in shared memory.
+class _Slots:
+    """The layout of an arena, for both sides."""
 
-    Raises:
-        ArenaFull: there is too little memory for two slots.
-    """
-    create = process_memory.create if wire == "inproc" else host_memory.create
-    return Writer(create(arena_name, HEADER + SLOTS * _stride(spec)), spec)
-
-
-def open_reader(published: Published, spec: WeightsSpec) -> "Reader":
-    """Attaches to the arena of `published`.
-
-    Raises:
-        PeerLost: the arena is gone with its trainer.
-        WeightsError: trainer and reader have different models.
-    """
-    attach = process_memory.attach if published.arena.startswith(process_memory.SCHEME) else host_memory.attach
-    return Reader(attach(published.arena), spec)
-
-
-class Writer:
-    """Writes versions on the trainer's side. leases: when a version may be written."""
-
-    def __init__(self, memory: Memory, spec: WeightsSpec) -> None:
-        self.leases = Leases()
+    def __init__(self, memory: ArenaMemory, spec: WeightsSpec) -> None:
         self._memory = memory
         self._spec = spec
-        self._slots = [_views(memory, spec, slot) for slot in range(SLOTS)]
+        self._stride = _stride(spec)
+
+    def _views(self, slot: int) -> dict[str, Tensor]:
+        block, start, dtype = _block(self._memory), HEADER + slot * self._stride, self._spec.torch_dtype
+        return {
+            tensor.name: torch.frombuffer(
+                block, dtype=dtype, count=tensor.bytes // dtype.itemsize, offset=start + tensor.offset
+            ).view(tensor.shape)
+            for tensor in self._spec.tensors
+        }
+
+    def _digest(self, slot: int, name: str) -> str:
+        """Computes a crc32, which finds torn and stray writes; forgery is no concern on one host. name: of the tensor,
+        "" for the whole slot."""
+        start, size = HEADER + slot * self._stride, self._spec.size
+        if name:
+            tensor = next(tensor for tensor in self._spec.tensors if tensor.name == name)
+            start, size = start + tensor.offset, tensor.bytes
+        return f"{zlib.crc32(self._memory.buffer[start : start + size]):08x}"
+
+    def close(self) -> None:
+        """Removes the arena (its writer) or unmaps it (readers); views that were returned stay valid."""
+        self._memory.close()
+
+
+class Writer(_Slots):
+    """Writes versions on the trainer's side. leases: when a version may be written."""
+
+    def __init__(self, memory: ArenaMemory, spec: WeightsSpec) -> None:
+        super().__init__(memory, spec)
+        self.leases = Leases()
+        self._tensors = [self._views(slot) for slot in range(SLOTS)]
         for slot in range(SLOTS):
             self._stamp(slot, BEING_WRITTEN, BEING_WRITTEN)
         memory.buffer[: len(MAGIC) + len(spec.digest)] = MAGIC + spec.digest
@@ -82,30 +91,30 @@ class Writer:
         self.leases.begin_write(version)
         self._stamp(slot, incarnation, BEING_WRITTEN)
         with torch.no_grad():
-            for name, view in self._slots[slot].items():
+            for name, view in self._tensors[slot].items():
                 view.copy_(tensors[name])
         self._stamp(slot, incarnation, version)
         self.leases.end_write(version)
-        digest_of = _digest_of(self._spec, version)
-        digest = _digest(self._memory, self._spec, slot, digest_of)
-        return Published(incarnation, version, self.address, slot, digest, digest_of)
+        digested = (
+            "" if self._spec.size <= FULL_DIGEST_BYTES else self._spec.tensors[version % len(self._spec.tensors)].name
+        )
+        return Published(incarnation, version, self.address, slot, self._digest(slot, digested), digested)
 
     def close(self) -> None:
-        self._slots = []
-        self._memory.close()
+        self._tensors = []
+        super().close()
 
     def _stamp(self, slot: int, incarnation: int, version: int) -> None:
         STAMP.pack_into(self._memory.buffer, 64 * (1 + slot), incarnation, version)
 
 
-class Reader:
+class Reader(_Slots):
     """Reads versions on an engine's side."""
 
-    def __init__(self, memory: Memory, spec: WeightsSpec) -> None:
-        self._memory = memory
-        self._spec = spec
+    def __init__(self, memory: ArenaMemory, spec: WeightsSpec) -> None:
+        super().__init__(memory, spec)
         expected = MAGIC + spec.digest
-        if len(memory.buffer) < HEADER + SLOTS * _stride(spec) or memory.buffer[: len(expected)] != expected:
+        if len(memory.buffer) < HEADER + SLOTS * self._stride or memory.buffer[: len(expected)] != expected:
             raise WeightsError(
                 f"weight arena {memory.address} was made for another model or dtype than this reader's: start trainer "
                 "and engine with the same model folder and model.dtype"
@@ -118,64 +127,49 @@ class Reader:
             WeightsError: the slot does not hold that version, or its bytes do not match the digest.
         """
         self.check(published)
-        found = _digest(self._memory, self._spec, published.slot, published.digest_of)
+        found = self._digest(published.slot, published.digest_of)
         if found != published.digest:
             what = published.digest_of or "the slot"
             raise WeightsError(
                 f"weights of version {published.version} in {published.arena} are damaged: {what} has digest {found}, "
                 f"published was {published.digest}"
             )
-        views = _views(self._memory, self._spec, published.slot)
+        views = self._views(published.slot)
         return views | {alias: views[name] for alias, name in self._spec.aliases}
 
     def check(self, published: Published) -> None:
         """Raises WeightsError unless the slot holds that version completely. A reader that copies checks again."""
-        stamp = STAMP.unpack_from(self._memory.buffer, 64 * (1 + published.slot))
-        if stamp != (published.incarnation, published.version):
-            state = (
-                "is being written"
-                if stamp[1] == BEING_WRITTEN
-                else f"holds version {stamp[1]} of incarnation {stamp[0]}"
-            )
+        incarnation, version = STAMP.unpack_from(self._memory.buffer, 64 * (1 + published.slot))
+        if (incarnation, version) != (published.incarnation, published.version):
+            held = f"holds version {version} of incarnation {incarnation}"
             raise WeightsError(
-                f"slot {published.slot} of {published.arena} {state}, not version {published.version} of incarnation "
-                f"{published.incarnation}: it was overwritten without this reader's lease"
+                f"slot {published.slot} of {published.arena} {'is being written' if version == BEING_WRITTEN else held}"
+                f", not version {published.version} of incarnation {published.incarnation}: it was overwritten without "
+                "this reader's lease"
             )
 
-    def close(self) -> None:
-        """Unmaps the arena; views that were returned stay valid."""
-        self._memory.close()
+
+def open_writer(arena_name: str, spec: WeightsSpec, wire: str) -> Writer:
+    """Makes an arena. wire: `fleet.wire`; "inproc" keeps it in this process, the others in shared memory.
+
+    Raises:
+        ArenaFull: there is too little memory for two slots.
+    """
+    return Writer(ArenaMemory.create(arena_name, HEADER + SLOTS * _stride(spec), wire), spec)
+
+
+def open_reader(published: Published, spec: WeightsSpec) -> Reader:
+    """Attaches to the arena of `published`.
+
+    Raises:
+        PeerLost: the arena is gone with its trainer.
+        WeightsError: trainer and reader have different models.
+    """
+    return Reader(ArenaMemory.attach(published.arena), spec)
 
 
 def _stride(spec: WeightsSpec) -> int:
     return -(-spec.size // HEADER) * HEADER
-
-
-def _views(memory: Memory, spec: WeightsSpec, slot: int) -> dict[str, Tensor]:
-    block = _block(memory)
-    start = HEADER + slot * _stride(spec)
-    return {tensor.name: _view(block, spec, tensor, start + tensor.offset) for tensor in spec.tensors}
-
-
-def _view(block: Any, spec: WeightsSpec, tensor: TensorSpec, offset: int) -> Tensor:
-    count = tensor.bytes // spec.torch_dtype.itemsize
-    return torch.frombuffer(block, dtype=spec.torch_dtype, count=count, offset=offset).view(tensor.shape)
-
-
-def _digest_of(spec: WeightsSpec, version: int) -> str:
-    """Returns "" for the whole slot, or one tensor's name in turn when the whole slot takes too long."""
-    if spec.size <= FULL_DIGEST_BYTES:
-        return ""
-    return spec.tensors[version % len(spec.tensors)].name
-
-
-def _digest(memory: Memory, spec: WeightsSpec, slot: int, name: str) -> str:
-    """Computes a crc32, which finds torn and stray writes; forgery is no concern on one host."""
-    start, size = HEADER + slot * _stride(spec), spec.size
-    if name:
-        tensor = next(tensor for tensor in spec.tensors if tensor.name == name)
-        start, size = start + tensor.offset, tensor.bytes
-    return f"{zlib.crc32(memory.buffer[start : start + size]):08x}"
 
 
 def _checked(named: Mapping[str, Tensor], spec: WeightsSpec) -> Mapping[str, Tensor]:
@@ -194,7 +188,7 @@ def _checked(named: Mapping[str, Tensor], spec: WeightsSpec) -> Mapping[str, Ten
     return named
 
 
-def _block(memory: Memory) -> Any:
+def _block(memory: ArenaMemory) -> Any:
     """Wraps mapped memory for torch, which has no read-only tensors and warns about read-only buffers.
 
     The pages stay read-only: a stray write to one of these tensors ends the process instead of changing the weights of

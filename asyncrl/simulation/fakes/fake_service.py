@@ -9,8 +9,7 @@ from typing import cast
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.errors import LostRows, PeerLost
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.lanes.data.row_retention import RowRetention
-from asyncrl.lanes.data.row_store import HeapRows, RowStore
+from asyncrl.lanes.data.row_store import HeapRows, RowRetention, RowStore
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef, SampleName
 from asyncrl.telemetry.state_clock import StateClock
 

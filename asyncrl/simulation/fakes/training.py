@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, Refused
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data.row_prefetch import RowPrefetch
+from asyncrl.lanes.data.row_reader import RowPrefetch
 from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.contracts import Training

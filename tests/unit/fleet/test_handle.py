@@ -11,7 +11,7 @@ import pytest
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, UnknownEndpoint
 from asyncrl.fleet.handle import GROUP_MARGIN, make_handle
 from asyncrl.fleet.replicas import Replicas
-from asyncrl.protocols.batch import Batch, BatchRef, RowRef
+from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
 from asyncrl.protocols.contracts import Contract, Idempotent, Lane, endpoint
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup
@@ -85,7 +85,7 @@ def answering(value: Any) -> ScriptedChannel:
 
 
 def numbers(*values: int) -> Batch:
-    return Batch.of(number=[np.array([value], np.int64) for value in values])
+    return Batch({"number": Column.of([np.array([value], np.int64) for value in values])})
 
 
 async def test_an_unknown_endpoint_names_the_nearest() -> None:

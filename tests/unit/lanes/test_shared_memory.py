@@ -1,6 +1,7 @@
 import errno
 import os
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from asyncrl.lanes.shared_memory import (
 
 
 def test_what_one_maps_the_other_sees(tmp_path: Path) -> None:
-    with Segment.create("asyncrl-a-1-x.rows", 4096, tmp_path) as made:
+    with closing(Segment.create("asyncrl-a-1-x.rows", 4096, tmp_path)) as made:
         made.array(8, np.int32, 3)[:] = (1, 2, 3)
-        with Segment.open("asyncrl-a-1-x.rows", directory=tmp_path) as seen:
+        with closing(Segment.open("asyncrl-a-1-x.rows", directory=tmp_path)) as seen:
             assert seen.array(8, np.int32, 3).tolist() == [1, 2, 3]
             assert seen.size == 4096
             assert not seen.array(0, np.uint8, 1).flags.writeable
@@ -29,12 +30,12 @@ def test_what_one_maps_the_other_sees(tmp_path: Path) -> None:
 
 
 def test_only_this_user_may_look(tmp_path: Path) -> None:
-    with Segment.create("asyncrl-a", 10, tmp_path) as segment:
+    with closing(Segment.create("asyncrl-a", 10, tmp_path)) as segment:
         assert stat.S_IMODE(segment.path.stat().st_mode) == 0o600
 
 
 def test_a_taken_name_is_refused(tmp_path: Path) -> None:
-    with Segment.create("asyncrl-a", 10, tmp_path), pytest.raises(FileExistsError):
+    with closing(Segment.create("asyncrl-a", 10, tmp_path)), pytest.raises(FileExistsError):
         Segment.create("asyncrl-a", 10, tmp_path)
 
 
@@ -69,7 +70,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_views_outside_the_segment_are_refused(tmp_path: Path) -> None:
-    with Segment.create("asyncrl-a", 16, tmp_path) as segment, pytest.raises(ValueError, match="buffer"):
+    with closing(Segment.create("asyncrl-a", 16, tmp_path)) as segment, pytest.raises(ValueError, match="buffer"):
         segment.array(8, np.int64, 2)
 
 
@@ -82,7 +83,10 @@ def test_closing_is_harmless_while_somebody_still_looks(tmp_path: Path) -> None:
 
 
 def test_an_unlinked_segment_says_so(tmp_path: Path) -> None:
-    with Segment.create("asyncrl-a", 16, tmp_path) as made, Segment.open("asyncrl-a", directory=tmp_path) as seen:
+    with (
+        closing(Segment.create("asyncrl-a", 16, tmp_path)) as made,
+        closing(Segment.open("asyncrl-a", directory=tmp_path)) as seen,
+    ):
         assert not seen.unlinked
         made.unlink()
         assert seen.unlinked

@@ -1,13 +1,24 @@
 """Rank arithmetic: the paper's printed example, and what holds for every layout of up to 64 ranks."""
 
+import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from asyncrl.protocols.layout import Layout, Place3D
-from asyncrl.protocols.resharding_cost import formula, generation_cells, measured, training_cells
+
+sys.path.insert(0, str(Path(__file__).parent))
+from resharding_cost import (
+    formula,
+    generation_cells,
+    generation_groups,
+    measured,
+    training_cells,
+    training_groups,
+)
 
 
 def divisors(number: int) -> list[int]:
@@ -29,18 +40,18 @@ def one_based(groups: list[list[int]]) -> list[list[int]]:
 
 def test_figure_8_vanilla_comes_out_as_printed() -> None:
     layout = Layout(1, 4, 2, 1, 2, "vanilla")
-    assert one_based(layout.generation_tp_groups()) == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    assert one_based(layout.micro_dp_groups()) == [[1, 3], [2, 4], [5, 7], [6, 8]]
+    assert one_based(generation_groups(layout, "tp")) == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert one_based(generation_groups(layout, "micro_dp")) == [[1, 3], [2, 4], [5, 7], [6, 8]]
     apart = [rank + 1 for rank in range(8) if not training_cells(layout, rank) & generation_cells(layout, rank)]
     assert apart == [2, 3, 6, 7]
 
 
 def test_figure_8_without_redundancy_comes_out_as_printed() -> None:
     layout = Layout(1, 4, 2, 1, 2)
-    assert one_based(layout.generation_tp_groups()) == [[1, 3], [2, 4], [5, 7], [6, 8]]
-    assert one_based(layout.micro_dp_groups()) == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    assert one_based(layout.tp_groups()) == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    assert one_based(layout.dp_groups()) == [[1, 5], [2, 6], [3, 7], [4, 8]]
+    assert one_based(generation_groups(layout, "tp")) == [[1, 3], [2, 4], [5, 7], [6, 8]]
+    assert one_based(generation_groups(layout, "micro_dp")) == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert one_based(training_groups(layout, "tp")) == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert one_based(training_groups(layout, "dp")) == [[1, 5], [2, 6], [3, 7], [4, 8]]
 
 
 def test_table_2_holds_for_every_layout_of_up_to_64_ranks() -> None:
@@ -79,11 +90,11 @@ def test_groups_partition_the_ranks_and_places_are_unique(grouping: str) -> None
         layout = Layout(*sizes, grouping)  # type: ignore[arg-type]
         ranks = list(range(layout.size))
         for groups, size in (
-            (layout.tp_groups(), layout.tp),
-            (layout.pp_groups(), layout.pp),
-            (layout.dp_groups(), layout.dp),
-            (layout.generation_tp_groups(), layout.gtp),
-            (layout.micro_dp_groups(), layout.micro_dp),
+            (training_groups(layout, "tp"), layout.tp),
+            (training_groups(layout, "pp"), layout.pp),
+            (training_groups(layout, "dp"), layout.dp),
+            (generation_groups(layout, "tp"), layout.gtp),
+            (generation_groups(layout, "micro_dp"), layout.micro_dp),
             (layout.generation_replicas(), layout.gpp * layout.gtp),
         ):
             assert sorted(rank for group in groups for rank in group) == ranks

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.protocols.batch import Batch, BatchRef, Cuts, RowRef
+from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, RowRef
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.transfer import (
     ALL_TO_ALL,
     DP_PROTO,
     ONE_OF,
     ONE_TO_ALL,
-    PROTOCOLS,
     THREE_D_ALL_MICRO_DP,
     THREE_D_PP_ONLY,
     THREE_D_PROTO,
@@ -100,7 +99,7 @@ def test_names_of_stages_come_from_each_stage_once() -> None:
 @given(layouts(), LENGTHS, st.sampled_from(EVERY_SPLIT))
 def test_ragged_columns_come_back_in_their_order(layout: Layout, lengths: list[int], transfer: Transfer) -> None:
     tokens = [np.arange(length, dtype=np.int32) + row for row, length in enumerate(lengths)]
-    batch = answered(transfer, layout, Batch.of(tokens=tokens))
+    batch = answered(transfer, layout, Batch({"tokens": Column.of(tokens)}))
     assert [row.tolist() for row in batch["tokens"]] == [row.tolist() for row in tokens]
 
 
@@ -183,7 +182,5 @@ def test_balanced_parts_differ_by_no_more_than_a_row(weights: list[int], parts: 
     assert max(loads) - min(loads) <= max(weights, default=0)
 
 
-def test_each_protocol_is_found_by_its_name() -> None:
-    assert PROTOCOLS["THREE_D_PROTO"] is THREE_D_PROTO
-    assert len(PROTOCOLS) == 7
+def test_a_balanced_protocol_says_so_in_its_name() -> None:
     assert balanced(THREE_D_PROTO).name == "balanced THREE_D_PROTO"

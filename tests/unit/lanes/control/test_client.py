@@ -174,7 +174,7 @@ async def test_what_may_not_travel_fails_that_call_only(site: Any) -> None:
 @pytest.mark.parametrize("field", ["run", "incarnation", "protocol"])
 async def test_a_stranger_is_refused_with_both_sides_named(site: Any, field: str) -> None:
     async with site.serving() as worker, site.link(worker) as known:
-        stranger = replace(known._hello, **{field: CONTROLLER_HELLO[field]})
+        stranger = replace(known.hello, **{field: CONTROLLER_HELLO[field]})
         with pytest.raises(Refused, match=f"refuses controller.*{CONTROLLER_HELLO[field]}.*another {field}"):
             async with site.link(worker, stranger):
                 pass
@@ -237,7 +237,7 @@ async def test_a_dead_process_fails_every_outstanding_call(site: Any, eventually
 @EVERY_WIRE
 async def test_a_broken_connection_fails_every_outstanding_call(site: Any, eventually: Eventually) -> None:
     async with site.serving() as worker, site.link(worker) as link:
-        reasons = await outstanding(site, link, worker, eventually, worker.server._listener.close)
+        reasons = await outstanding(site, link, worker, eventually, worker.server.listener.close)
         assert len(set(reasons)) == 1
         assert link.lost.is_set()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import WireError
 from asyncrl.lanes.control import message_codec
 from asyncrl.lanes.control.message_codec import DTYPES, INLINE_BYTES, MAX_DEPTH, MAX_PLANS, decode, encode
-from asyncrl.protocols.batch import Batch, BatchRef, Cuts, Place, RowRef
+from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, Place, RowRef
 from asyncrl.protocols.messages import WIRE_TYPES, Call, Hello, PromptGroup, Reply, Score
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.binary()
@@ -70,7 +70,7 @@ def test_every_message_of_a_training_call_comes_back() -> None:
 
 
 def test_a_batch_comes_back() -> None:
-    batch = Batch.of(tokens=[np.arange(300, dtype=np.int32), np.arange(2, dtype=np.int32)])
+    batch = Batch({"tokens": Column.of([np.arange(300, dtype=np.int32), np.arange(2, dtype=np.int32)])})
     again = decode(encode(batch))
     assert [list(r) for r in again["tokens"]] == [list(r) for r in batch["tokens"]]
 
@@ -232,8 +232,8 @@ def test_what_is_remembered_of_strange_messages_is_bounded() -> None:
         value = Reply(1, kinds[0]), RowRef(*kinds, *kinds, "a", (), *kinds[:2])  # type: ignore[arg-type]
         with contextlib.suppress(WireError):
             decode(encode(value))
-    assert max(len(known) for known in message_codec._KNOWN) < 100
-    assert len(message_codec._LOWERERS[RowRef]._plans) == MAX_PLANS
+    assert max(len(codec._to_read) for codec in message_codec._CODECS) < 100
+    assert len(message_codec._CODEC_OF[RowRef]._to_lower) == MAX_PLANS
 
 
 @pytest.mark.parametrize("value", [[1, 2], ["a"], [], (1, 2), {"a": 1}, [[1], [2]], {"a": [1]}])

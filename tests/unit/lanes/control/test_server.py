@@ -19,7 +19,7 @@ async def test_garbage_from_strangers_leaves_the_others_alone(site: Any, eventua
         junk: list[list[bytes]] = [[b""], [b"x" * 8], [b"\0" * 8, b"\xdd\xff\xff\xff\xff"], [b"\0" * 8, b"x" * 100_000]]
         junk.append([b"\0" * 8, *map(bytes, encode(Call(0, "echo", (), 1.0)))])
         for frames in junk:
-            await stranger.send(frames)
+            assert stranger.offer(frames)
         await eventually(lambda: worker.server.refused == len(junk))
         assert await link.call("echo", (1,), 5.0) == (1,)
         assert worker.server.running == 0
@@ -28,7 +28,7 @@ async def test_garbage_from_strangers_leaves_the_others_alone(site: Any, eventua
 
 async def test_garbage_from_a_known_caller_ends_its_link_only(site: Any) -> None:
     async with site.serving() as worker, site.link(worker) as link, site.link(worker) as other:
-        await link._caller.send([b"junk"])
+        assert link.caller.offer([b"junk"])
         await link.lost.wait()
         assert "closes the connection: a message without a number" in link.reason
         assert await other.call("echo", (1,), 5.0) == (1,)

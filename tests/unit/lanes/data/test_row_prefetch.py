@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import LostRows
-from asyncrl.lanes.data.row_prefetch import RowPrefetch
+from asyncrl.lanes.data.row_reader import RowPrefetch
 from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
 
@@ -48,10 +48,6 @@ def samples(store: HeapRows, *members: int, attempt: int = 0) -> BatchRef:
     )
 
 
-def named(refs: BatchRef) -> BatchRef:
-    return BatchRef(tuple(row.stored_at(()) for row in refs))
-
-
 def tokens(batch: Batch) -> list[list[int]]:
     return [row.tolist() for row in batch["tokens"]]
 
@@ -62,8 +58,8 @@ async def test_rows_that_were_foreseen_are_read_once_and_outlive_their_owner(
     refs = samples(store, 0, 1, 2)
     assert await ahead.prefetch(refs) == [True] * 3
     store.close()
-    assert tokens(await ahead.read(named(refs))) == [[0], [1, 1], [2, 2, 2]]
-    assert tokens(await ahead.read(named(refs.take([2, 0])))) == [[2, 2, 2], [0]]
+    assert tokens(await ahead.read(refs)) == [[0], [1, 1], [2, 2, 2]]
+    assert tokens(await ahead.read(refs.take([2, 0]))) == [[2, 2, 2], [0]]
     assert tokens(await ahead.read(refs)) == [[0], [1, 1], [2, 2, 2]]
     assert reader.reads == [3]
 
@@ -75,22 +71,12 @@ async def test_other_rows_are_read_where_they_lie(store: HeapRows, reader: Reade
     assert reader.reads == [2, 2, 2]
 
 
-async def test_rows_without_a_place_that_are_not_held_are_lost(store: HeapRows, ahead: RowPrefetch) -> None:
-    old, new = samples(store, 0, 1), samples(store, 2, 3)
-    await ahead.prefetch(old)
-    await ahead.prefetch(new)
-    with pytest.raises(LostRows, match=r"\(0, 0\) came without a place"):
-        await ahead.read(named(old))
-    with pytest.raises(LostRows):
-        await ahead.read(named(samples(store, 2, 3, attempt=1)))
-
-
 async def test_rows_that_are_gone_when_they_are_foreseen_are_not_held(store: HeapRows, ahead: RowPrefetch) -> None:
     refs = samples(store, 0, 1)
     store.free(refs.rows[1].places)
     assert await ahead.prefetch(refs) == [False, False]
     with pytest.raises(LostRows):
-        await ahead.read(named(refs))
+        await ahead.read(refs)
 
 
 async def test_a_step_waits_for_rows_that_are_just_being_read(

@@ -54,7 +54,7 @@ async def owners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         yield made
         for host in made.hosts:
             host.cancel()
-    assert getattr(wire, "open_endpoints", 0) == 0
+    assert all(end.closed for end in getattr(wire, "_endpoints", ()))
     wire.close()
 
 

@@ -136,7 +136,7 @@ def test_damaged_bytes_are_found(
     published = writer.write(0, 1, named(1.0))
     assert published.digest_of == ("" if limit else "bias")
     reader = open_reader(published, spec)
-    writer._slots[1]["bias"][3] = 1.5
+    writer._tensors[1]["bias"][3] = 1.5
     with pytest.raises(WeightsError, match="damaged"):
         reader.tensors(published)
 

@@ -4,6 +4,7 @@ All numbers are per rank, as fractions of the bytes of the whole model. `formula
 moves the shards of every rank and counts, so that the table can be checked.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -36,6 +37,24 @@ def formula(system: System, layout: Layout) -> Transition:
     return Transition(Fraction(model - generation, generation * model), Fraction(1, generation), Fraction(0))
 
 
+def training_groups(layout: Layout, within: str) -> list[list[int]]:
+    """Returns the ranks that differ in this index of their place ("pp", "tp" or "dp") only, rising."""
+    return _groups(layout, lambda rank: layout.place(rank)._replace(**{within: 0}))
+
+
+def generation_groups(layout: Layout, within: str) -> list[list[int]]:
+    """Returns the ranks that differ in this index of their place in generation only; "micro_dp": the ranks of one
+    training replica that hold the same part of the model in generation."""
+    return _groups(layout, lambda rank: layout.generation_place(rank)._replace(**{within: 0}))
+
+
+def _groups(layout: Layout, key: Callable[[int], Hashable]) -> list[list[int]]:
+    groups: dict[Hashable, list[int]] = {}
+    for rank in range(layout.size):
+        groups.setdefault(key(rank), []).append(rank)
+    return list(groups.values())
+
+
 def training_cells(layout: Layout, rank: int) -> Cells:
     """Returns the part of a model cut into pp x tp cells that a rank holds in training."""
     place = layout.place(rank)
@@ -58,7 +77,7 @@ def measured(layout: Layout) -> list[Transition]:
     zero-redundancy: all-gather inside each micro-data group, which is just what the rank needs. vanilla: all-gather of
     the whole model inside each training replica, of which the rank keeps its generation shard.
     """
-    groups = _training_replicas(layout) if layout.grouping == "vanilla" else layout.micro_dp_groups()
+    groups = _training_replicas(layout) if layout.grouping == "vanilla" else generation_groups(layout, "micro_dp")
     gathered = {
         rank: frozenset().union(*(training_cells(layout, r) for r in group)) for group in groups for rank in group
     }
