@@ -10,16 +10,10 @@ from numpy.typing import NDArray
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.training.batch.rows_from_columns import (
-    batch_digest,
-    columns_of,
-    forward_passes,
-    token_ids,
-    train_rows,
-)
-from asyncrl.engines.training.batch.value_targets import VALUE_TARGETS
-from asyncrl.engines.training.state.saved_state import file_digests
-from asyncrl.engines.training.trainers.critic_trainer import CriticTrainer
+from asyncrl.engines.training.batch.micro_batches import forward_passes, token_ids
+from asyncrl.engines.training.batch.train_rows import VALUE_TARGETS, batch_digest, columns_of, train_rows
+from asyncrl.engines.training.critic_trainer import CriticTrainer
+from asyncrl.engines.training.trainer_checkpoint import file_digests
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_slot
@@ -158,7 +152,7 @@ class CriticService(Service, Critic):
 
     def _forward(self, rows: Batch) -> tuple[list[NDArray[np.float32]], int]:
         """Runs one forward pass; returns its values and the updates taken before it."""
-        return self._engine.values(*token_ids(rows)), self._engine.updates
+        return self._engine.values(*token_ids(rows)), self._engine.optimizer.updates
 
     def _save(self, directory: Path, version: int) -> dict[str, str]:
         directory.mkdir(parents=True, exist_ok=True)

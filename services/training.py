@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.training.batch.rows_from_columns import batch_digest, columns_of, train_rows
-from asyncrl.engines.training.interface import StepOutcome, TrainingEngine, TrainRow
-from asyncrl.engines.training.state.data_parallel import DistributedRanks, Ranks, Rendezvous, SingleRank
-from asyncrl.engines.training.state.saved_state import file_digests
-from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.batch.train_rows import TrainRow, batch_digest, columns_of, train_rows
+from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks, Rendezvous
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.trainer_checkpoint import file_digests
+from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.replicas import DEATH_NOTICE
 from asyncrl.fleet.worker.service import Service, WorkerContext
@@ -62,7 +62,7 @@ class TrainingService(Service, Training):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._engine: TrainingEngine
+        self._engine: PolicyTrainer
         self._ranks: Ranks
         self._writer: Writer | None = None
         self._published: Published
@@ -293,12 +293,12 @@ class TrainingService(Service, Training):
         """Connects the ranks. options: `meeting`: the file of their rendezvous."""
         context, fleet = self.context, self.context.config.fleet
         if context.layout.size == 1:
-            return SingleRank()
+            return Ranks()
         meeting = Rendezvous(Path(context.options["meeting"]), fleet.start_deadline, fleet.call_deadline)
         waiting = partial(context.clock.state, "sync")
         return DistributedRanks(meeting, context.rank, context.layout.size, context.config.training.device, waiting)
 
-    def open_engine(self, ranks: Ranks) -> tuple[TrainingEngine, dict[str, Any]]:
+    def open_engine(self, ranks: Ranks) -> tuple[PolicyTrainer, dict[str, Any]]:
         """Makes the engine; returns it with the values saved beside its state, none at the first start.
 
         options: `pretrain`: the file of texts for the pretraining loss.

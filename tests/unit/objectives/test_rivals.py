@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.training.loss.token_advantages import _moments
-from asyncrl.engines.training.state.data_parallel import SingleRank
+from asyncrl.engines.training.data_parallel import Ranks
+from asyncrl.engines.training.token_advantages import _moments
 from asyncrl.objectives import corrections, surrogate_losses
 from asyncrl.objectives.advantages import (
     STD_EPSILON,
@@ -259,7 +259,7 @@ def test_advantages_of_tokens_and_their_returns_are_those_of_verl() -> None:
         found.append(generalized_advantages(rewards, values, settings["gamma"], settings["gae_lambda"]))
     advantages = np.concatenate(found)
     np.testing.assert_allclose(advantages + judged, flat(verl["returns"]).numpy(), atol=1e-12)
-    mean, scale = _moments(np.split(advantages, np.cumsum(LENGTHS)[:-1]), SingleRank())
+    mean, scale = _moments(np.split(advantages, np.cumsum(LENGTHS)[:-1]), Ranks())
     rescaled = (advantages - mean) / np.sqrt((scale - STD_EPSILON) ** 2 + 1e-8)
     np.testing.assert_allclose(rescaled, flat(verl["advantages"]).numpy(), atol=1e-12)
 

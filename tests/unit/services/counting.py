@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.interface import SampleTokenCounts, StepOutcome, TrainingEngine, TrainRow
-from asyncrl.engines.training.state.data_parallel import Ranks, SingleRank
-from asyncrl.engines.training.trainers.batch_step import gather_keys
+from asyncrl.engines.training.batch.masking import SampleTokenCounts
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.data_parallel import Ranks
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.training_step import StepOutcome, gather_keys
 from asyncrl.fleet.worker.compute_thread import InlineCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import HeapRows
@@ -74,14 +76,14 @@ class CountingEngine:
 
 
 class CountingService(TrainingService):
-    def open_engine(self, ranks: Ranks) -> tuple[TrainingEngine, dict[str, Any]]:
+    def open_engine(self, ranks: Ranks) -> tuple[PolicyTrainer, dict[str, Any]]:
         if self.context.checkpoint_dir is None:
             return CountingEngine(ranks), {}
         state = json.loads((self.context.checkpoint_dir / "state").read_text())
         return CountingEngine(ranks, state["weight"]), state["extra"]
 
     def open_ranks(self) -> Ranks:
-        return cast(Ranks, self.context.options.get("ranks", SingleRank()))
+        return cast(Ranks, self.context.options.get("ranks", Ranks()))
 
 
 class PatientCompute(InlineCompute):

@@ -1,37 +1,40 @@
 """Models with their heads, for trainer, reference, critic and reward model: logits, or one number per token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier
 from asyncrl.engines.models.scoring_models import another_tokenizer
-from asyncrl.engines.training.batch.packing import PaddedRows, PaddedSequences
+from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows
 from asyncrl.errors import ConfigError
+
+Precision = Literal["float32", "bfloat16"]
 
 HEAD_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """Holds a transformers model split into body and head.
+    """Holds a transformers model. Its body maps ids to hidden states, its head maps these to the output.
 
-    whole: the model with float32 weights. body: maps ids [rows, length] to hidden states. head: maps hidden states to
-    the output. source_config, tokenizer: as loaded, for checkpoints. precision: of the computation.
+    whole: the model with float32 weights. source_config, tokenizer: as loaded, for checkpoints. precision: of the
+    computation; bfloat16 is autocast over the float32 weights.
     """
 
     whole: Any
-    body: nn.Module
     head: Callable[[Tensor], Tensor]
     source_config: Any
     tokenizer: Any
     device: torch.device
-    precision: Literal["float32", "bfloat16"]
+    precision: Precision
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Computes hidden states [rows, length, width] of ids [rows, length].
@@ -39,7 +42,7 @@ class LoadedModel:
         Rows are right-padded: under causal attention no real token sees the padding, so no mask is needed.
         """
         with self._autocast():
-            states: Tensor = self.body(input_ids=ids, use_cache=False).last_hidden_state
+            states: Tensor = self.whole.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return states
 
     def _autocast(self) -> torch.autocast:
@@ -69,41 +72,35 @@ class ValueModel(LoadedModel):
     """A model with one output number per token: a critic or a reward model."""
 
     def values(self, rows: PaddedRows) -> Tensor:
-        """Returns the value of the state before each response token is sampled, float32 [tokens]."""
-        return self._numbers(rows.ids, rows.positions)
+        """Returns the value of the state before each response token, float32 [tokens].
 
-    def scores(self, rows: PaddedSequences) -> Tensor:
+        The head computes in float32, because bfloat16 would round close scores to the same number.
+        """
+        return self.head(self.hidden(rows.ids).flatten(0, 1)[rows.positions].float()).squeeze(-1)
+
+    def scores(self, prompts: Sequence[NDArray[np.int64]], responses: Sequence[NDArray[np.int64]]) -> Tensor:
         """Returns the score of each row at its last token, float32 [rows]; the row length tells which token is last."""
-        return self._numbers(rows.ids, rows.last)
-
-    def _numbers(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Applies the head in float32, because bfloat16 would round close scores to the same number."""
-        return self.head(self.hidden(ids).flatten(0, 1)[positions].float()).squeeze(-1)
+        rows = [np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]
+        following = [np.zeros(1, np.int64)] * len(rows)  # The state before a further token is that of the last one.
+        return self.values(pad_rows(rows, following, 1.0, self.device))
 
 
 def load_causal_model(
-    folder: Path, device: str, precision: Literal["float32", "bfloat16"] = "float32", *, float32_head: bool = False
+    folder: Path, device: str, precision: Precision = "float32", *, float32_head: bool = False
 ) -> CausalModel:
     """Loads a language model in float32 and without dropout from a `save_pretrained` folder.
-
-    precision: bfloat16 is autocast over the float32 weights, except for the head with `float32_head`.
 
     Raises:
         ConfigError: the logits of the model are not its output layer applied to its last hidden states.
     """
-    config = AutoConfig.from_pretrained(folder)
-    whole = load_pretrained(
-        folder, config=_without_dropout(folder), dtype=torch.float32, attn_implementation="sdpa"
-    ).to(device)
+    whole = load_pretrained(folder, **_options(folder)).to(device)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    known = min(len(tokenizer), whole.get_output_embeddings().weight.shape[0])
     model = CausalModel(
         whole=whole,
-        body=whole.base_model,
         head=whole.get_output_embeddings(),
-        vocabulary=known,
+        vocabulary=min(len(tokenizer), whole.get_output_embeddings().weight.shape[0]),
         float32_head=float32_head,
-        source_config=config,
+        source_config=AutoConfig.from_pretrained(folder),
         tokenizer=tokenizer,
         device=torch.device(device),
         precision=precision,
@@ -112,7 +109,7 @@ def load_causal_model(
     return model
 
 
-def load_value_model(folder: Path, device: str, precision: Literal["float32", "bfloat16"] = "float32") -> ValueModel:
+def load_value_model(folder: Path, device: str, precision: Precision = "float32") -> ValueModel:
     """Loads a critic with transformers' token classification head and one label.
 
     Head parameters that the folder lacks are set to 0, so that a new head outputs 0 until it is trained.
@@ -120,17 +117,14 @@ def load_value_model(folder: Path, device: str, precision: Literal["float32", "b
     Raises:
         ConfigError: transformers has no such head for the model, or the head has another number of labels.
     """
-    whole, missing = load_pretrained_classifier(
-        folder, AutoModelForTokenClassification, "critic", **_classifier_options(folder)
-    )
+    options = _options(folder, num_labels=1)
+    whole, missing = load_pretrained_classifier(folder, AutoModelForTokenClassification, "critic", **options)
     for name in missing:
         nn.init.zeros_(whole.get_parameter(name))
-    model = _value_model(whole, folder, device, precision)
-    _check_head(model, folder)
-    return model
+    return _value_model(whole, folder, device, precision)
 
 
-def load_score_model(folder: Path, device: str, precision: Literal["float32", "bfloat16"] = "float32") -> ValueModel:
+def load_score_model(folder: Path, device: str, precision: Precision = "float32") -> ValueModel:
     """Loads a frozen reward model without dropout, which scores the last token of a row.
 
     The head is transformers' sequence classification head with one label, or the token classification head of a critic.
@@ -139,9 +133,10 @@ def load_score_model(folder: Path, device: str, precision: Literal["float32", "b
         ConfigError: transformers has no such head for the model, the folder holds no head, the head has another number
             of labels, or it reads something else than the last hidden state of the last token.
     """
-    token_head = any(name.endswith("ForTokenClassification") for name in _architectures(folder))
+    architectures = AutoConfig.from_pretrained(folder).architectures or []
+    token_head = any(name.endswith("ForTokenClassification") for name in architectures)
     kind = AutoModelForTokenClassification if token_head else AutoModelForSequenceClassification
-    whole, missing = load_pretrained_classifier(folder, kind, "reward model", **_classifier_options(folder))
+    whole, missing = load_pretrained_classifier(folder, kind, "reward model", **_options(folder, num_labels=1))
     if missing:
         raise ConfigError(
             f"model {folder} cannot be a reward model: it holds no {', '.join(missing)}, so its scores would be noise; "
@@ -153,9 +148,8 @@ def load_score_model(folder: Path, device: str, precision: Literal["float32", "b
             "token; use a Llama, Qwen2 or Qwen3 model"
         )
     whole.config.pad_token_id = None  # Its own forward only ever gets one row, which has no padding.
-    model = _value_model(whole.eval().requires_grad_(False), folder, device, precision)
-    _check_head(model, folder, slice(None) if token_head else slice(-1, None))
-    return model
+    tokens = slice(None) if token_head else slice(-1, None)
+    return _value_model(whole.eval().requires_grad_(False), folder, device, precision, tokens)
 
 
 def refuse_another_tokenizer(model: LoadedModel, policy: Path, key: str) -> None:
@@ -164,36 +158,31 @@ def refuse_another_tokenizer(model: LoadedModel, policy: Path, key: str) -> None
         raise ConfigError(another_tokenizer(key))
 
 
-def _value_model(whole: Any, folder: Path, device: str, precision: Literal["float32", "bfloat16"]) -> ValueModel:
+def _value_model(
+    whole: Any, folder: Path, device: str, precision: Precision, tokens: slice = slice(None)
+) -> ValueModel:
     config = AutoConfig.from_pretrained(folder, num_labels=1)
     config.architectures = [type(whole).__name__]
-    return ValueModel(
+    model = ValueModel(
         whole=whole.to(device),
-        body=whole.base_model,
         head=whole.score if hasattr(whole, "score") else whole.classifier,
         source_config=config,
         tokenizer=AutoTokenizer.from_pretrained(folder),
         device=torch.device(device),
         precision=precision,
     )
+    _check_head(model, folder, tokens)
+    return model
 
 
-def _classifier_options(folder: Path) -> dict[str, Any]:
-    config = _without_dropout(folder, num_labels=1)
-    return {"config": config, "dtype": torch.float32, "attn_implementation": "sdpa"}
-
-
-def _architectures(folder: Path) -> list[str]:
-    return AutoConfig.from_pretrained(folder).architectures or []
-
-
-def _without_dropout(folder: Path, **changes: Any) -> Any:
-    """Reads the config with all dropout set to 0: dropout would make the ratio of an unchanged policy differ from 1."""
+def _options(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Returns the options of loading; all dropout is 0, because it would make the ratio of an unchanged policy differ
+    from 1."""
     config = AutoConfig.from_pretrained(folder, **changes)
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    return config
+    return {"config": config, "dtype": torch.float32, "attn_implementation": "sdpa"}
 
 
 @torch.no_grad()
@@ -204,8 +193,8 @@ def _check_head(model: LoadedModel, folder: Path, tokens: slice = slice(None)) -
     """
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     logits = model.whole(input_ids=ids, use_cache=False).logits
-    ours = model.head(model.body(input_ids=ids, use_cache=False).last_hidden_state)[:, tokens].reshape(logits.shape)
-    if not torch.allclose(logits, ours, atol=HEAD_TOLERANCE):
+    states = model.whole.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    if not torch.allclose(logits, model.head(states)[:, tokens].reshape(logits.shape), atol=HEAD_TOLERANCE):
         raise ConfigError(
             f"model {folder}: {type(model.whole).__name__} changes its logits after the output layer (a scale or "
             "a soft cap), which the torch engine does not compute; use a Llama, Qwen2 or Qwen3 model"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import AlgorithmConfig
-from asyncrl.engines.training.batch.microbatch import MicroBatch
+from asyncrl.engines.training.batch.micro_batches import MicroBatch
 from asyncrl.objectives import surrogate_losses
 from asyncrl.objectives.corrections import (
     Importance,
@@ -21,17 +21,6 @@ from asyncrl.objectives.corrections import (
 from asyncrl.objectives.kl import kl_loss
 from asyncrl.objectives.second_moment import pushed_away
 from asyncrl.objectives.surrogate_losses import SurrogateLoss
-
-
-@dataclass(frozen=True, slots=True)
-class LossCoefficients:
-    """Holds the loss parameters that change from update to update.
-
-    kl: coefficient of the KL term. second_moment: bound of the squared log ratios (M2PO).
-    """
-
-    kl: float
-    second_moment: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +40,34 @@ class LossTerms:
     log_weight: Tensor
 
     @property
-    def tokens(self) -> Tensor:
-        """Sums the terms per token."""
-        return self.policy + self.kl + self.entropy
-
-    @property
     def loss(self) -> Tensor:
         return self.policy.sum() + self.kl.sum() + self.entropy.sum()
 
 
 def policy_loss_terms(
-    algorithm: AlgorithmConfig, coefficients: LossCoefficients, current: Tensor, entropy: Tensor, batch: MicroBatch
+    algorithm: AlgorithmConfig, kl: float, second_moment: float, current: Tensor, entropy: Tensor, batch: MicroBatch
 ) -> LossTerms:
-    """Computes the loss terms from current log-probs and entropies of the live tokens, both with gradient."""
+    """Computes the loss terms from current log-probs and entropies of the live tokens, both with gradient.
+
+    kl: coefficient of the KL term. second_moment: bound of the squared log ratios of this update (M2PO).
+    """
     proximal = current.detach() if batch.proximal is None else batch.proximal
     log_weight = proximal - batch.behaviour
     importance = _importance(algorithm, current, proximal, log_weight, batch)
-    surrogate = _surrogate_loss(algorithm, coefficients, importance.log_ratio, current, batch)
+    weight = importance.weight
+    surrogate = _surrogate_loss(algorithm, second_moment, importance.log_ratio, current, batch)
+    bonus = torch.zeros_like(batch.weights)
+    if algorithm.entropy_bonus != 0:  # Tokens that a correction leaves out get no bonus.
+        bonus = torch.where(weight > 0, -algorithm.entropy_bonus * batch.weights * entropy, 0.0)
     return LossTerms(
-        policy=batch.weights * importance.weight * surrogate.terms,
-        kl=_kl_term(algorithm, coefficients, current, batch, surrogate.ratio, importance.weight),
-        entropy=_entropy_term(algorithm, entropy, batch, importance.weight),
+        policy=batch.weights * weight * surrogate.terms,
+        kl=_kl_term(algorithm, kl, current, batch, surrogate.ratio, weight),
+        entropy=bonus,
         ratio=surrogate.ratio,
         clipped=surrogate.clipped,
-        weight=importance.weight,
+        weight=weight,
         log_weight=log_weight,
     )
-
-
-def _entropy_term(algorithm: AlgorithmConfig, entropy: Tensor, batch: MicroBatch, weight: Tensor) -> Tensor:
-    """Computes the entropy bonus, which tokens that a correction leaves out do not get."""
-    if algorithm.entropy_bonus == 0:
-        return torch.zeros_like(batch.weights)
-    return torch.where(weight > 0, -algorithm.entropy_bonus * batch.weights * entropy, 0.0)
 
 
 def _importance(
@@ -113,7 +97,7 @@ def _correction_weight(algorithm: AlgorithmConfig, log_weight: Tensor, batch: Mi
 
 
 def _surrogate_loss(
-    algorithm: AlgorithmConfig, coefficients: LossCoefficients, log_ratio: Tensor, current: Tensor, batch: MicroBatch
+    algorithm: AlgorithmConfig, second_moment: float, log_ratio: Tensor, current: Tensor, batch: MicroBatch
 ) -> SurrogateLoss:
     low, high, ragged, advantages = algorithm.clip_low, algorithm.clip_high, batch.ragged, batch.advantages
     match algorithm.loss:
@@ -128,7 +112,7 @@ def _surrogate_loss(
             return surrogate_losses.geometric_mean_loss(log_ratio, advantages, ragged, low, high)
         case "m2po":
             away = pushed_away(log_ratio.detach(), advantages)
-            kept = ~away | (log_ratio.detach().double().square() <= coefficients.second_moment)
+            kept = ~away | (log_ratio.detach().double().square() <= second_moment)
             return surrogate_losses.kept_ratio_loss(log_ratio, advantages, kept)
         case "sapo":
             assert algorithm.gate_temperatures is not None, "the config requires them with sapo"
@@ -136,12 +120,7 @@ def _surrogate_loss(
 
 
 def _kl_term(
-    algorithm: AlgorithmConfig,
-    coefficients: LossCoefficients,
-    current: Tensor,
-    batch: MicroBatch,
-    ratio: Tensor,
-    weight: Tensor,
+    algorithm: AlgorithmConfig, kl: float, current: Tensor, batch: MicroBatch, ratio: Tensor, weight: Tensor
 ) -> Tensor:
     """Computes the KL term with the policy's weight: the clipped, detached ratio times the correction's weight."""
     if batch.reference is None or algorithm.kl_in == "reward":
@@ -149,6 +128,5 @@ def _kl_term(
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     if algorithm.loss == "gmpo":  # GMPO clips the log ratio.
         low, high = math.exp(-algorithm.clip_low), math.exp(algorithm.clip_high)
-    clipped = ratio.clamp(low, high)
-    term = kl_loss(current, batch.reference, algorithm.kl_estimator, clipped * weight)
-    return coefficients.kl * batch.weights * term
+    term = kl_loss(current, batch.reference, algorithm.kl_estimator, ratio.clamp(low, high) * weight)
+    return kl * batch.weights * term

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.engines.training.batch.packing import PaddedRows, pad_rows, split_by_row
-from asyncrl.engines.training.state.models_with_heads import CausalModel
+from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows, split_by_row
+from asyncrl.engines.training.models_with_heads import CausalModel
 
 
 class TokenLogprobs(NamedTuple):
@@ -31,30 +31,20 @@ def token_logprobs(
     The head processes `chunk` tokens at a time, so that no larger [tokens, vocabulary] tensor exists. The backward pass
     recomputes the head, unless all tokens fit into one chunk.
     """
-    states = model.hidden(rows.ids).flatten(0, 1)[rows.positions]
-    parts = [
-        _chunk_logprobs(model, *inputs, keep=len(states) <= chunk, entropy_gradient=entropy_gradient)
-        for inputs in zip(*(torch.split(v, chunk) for v in (states, rows.targets, rows.temperatures)), strict=True)
-    ]
-    return TokenLogprobs(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
 
-
-def _chunk_logprobs(
-    model: CausalModel, states: Tensor, targets: Tensor, temperatures: Tensor, *, keep: bool, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    def head(states: Tensor) -> tuple[Tensor, Tensor]:
+    def head(states: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         logprobs = (model.logits(states) / temperatures[:, None]).log_softmax(-1)
-        chosen = logprobs.gather(-1, targets[:, None]).squeeze(-1)
-        return chosen, _entropy(logprobs if entropy_gradient else logprobs.detach())
+        for_entropy = logprobs if entropy_gradient else logprobs.detach()
+        return logprobs.gather(-1, targets[:, None]).squeeze(-1), -(for_entropy.exp() * for_entropy).sum(-1)
 
-    if keep or not torch.is_grad_enabled():
-        return head(states)
-    recomputed: tuple[Tensor, Tensor] = checkpoint(head, states, use_reentrant=False, preserve_rng_state=False)
-    return recomputed
-
-
-def _entropy(logprobs: Tensor) -> Tensor:
-    return -(logprobs.exp() * logprobs).sum(-1)
+    states = model.hidden(rows.ids).flatten(0, 1)[rows.positions]
+    parts: list[tuple[Tensor, Tensor]] = []
+    for inputs in zip(*(torch.split(v, chunk) for v in (states, rows.targets, rows.temperatures)), strict=True):
+        if len(states) <= chunk or not torch.is_grad_enabled():
+            parts.append(head(*inputs))
+        else:
+            parts.append(checkpoint(head, *inputs, use_reentrant=False, preserve_rng_state=False))
+    return TokenLogprobs(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
 
 
 @torch.no_grad()

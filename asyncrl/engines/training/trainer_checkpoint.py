@@ -7,66 +7,47 @@ with its own random state.
 import hashlib
 import io
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from asyncrl.engines.training.state.data_parallel import Ranks
-from asyncrl.engines.training.state.models_with_heads import LoadedModel
-from asyncrl.engines.training.state.optimizer import Optimizer
+from asyncrl.engines.training.data_parallel import Ranks
+from asyncrl.engines.training.models_with_heads import LoadedModel
+from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.errors import ConfigError, JournalError
-from asyncrl.objectives.kl import KlCoefficient
-from asyncrl.objectives.lagrangian import Multiplier
 
 MODEL = "model"
 TRAINER = "trainer.pt"
 
 
-def write_state(
-    directory: Path,
-    model: LoadedModel,
-    optimizer: Optimizer,
-    numbers: Mapping[str, float],
-    extra: dict[str, Any],
-    ranks: int,
-) -> None:
-    """Writes and fsyncs model/ (safetensors, config, tokenizer) and trainer.pt (optimizer, RNG, `numbers`, `extra`).
+def write_state(directory: Path, model: LoadedModel, optimizer: Optimizer, ranks: int, **state: Any) -> None:
+    """Writes and fsyncs model/ (safetensors, config, tokenizer) and trainer.pt (optimizer, RNG, `ranks`, `state`).
 
-    numbers: loss coefficients that change during training, `kl` and `multiplier`. extra: plain values (str, int,
-    float). ranks: number of ranks that write the checkpoint. The written config is the one that came with the model,
-    not the one without dropout that it trains under.
+    ranks: number of ranks that write the checkpoint. state: tensors and plain values. The written config is the one
+    that came with the model, not the one without dropout that it trains under.
     """
     folder = directory / MODEL
     model.whole.save_pretrained(folder)
     model.source_config.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
-    state = {"optimizer": optimizer.state(), "rng": torch.get_rng_state(), "extra": extra, "ranks": ranks}
-    state.update(numbers)
+    state |= {"optimizer": optimizer.state(), "rng": torch.get_rng_state(), "ranks": ranks}
     _save(state, directory / TRAINER)
-    sync_tree(directory)
+    for path in [*directory.rglob("*"), directory]:
+        _sync(path)
 
 
 def write_own_state(directory: Path, rank: int) -> None:
     """Writes and fsyncs the file of a rank other than 0."""
     path = directory / _own_file(rank)
     _save({"rng": torch.get_rng_state()}, path)
-    for each in (path, directory):
-        _sync(each)
+    _sync(path)
+    _sync(directory)
 
 
-def read_state(
-    directory: Path,
-    optimizer: Optimizer,
-    kl: KlCoefficient | None,
-    ranks: Ranks,
-    multiplier: Multiplier | None = None,
-) -> dict[str, Any]:
-    """Restores optimizer, RNG, cost multiplier and, if it is adaptive, the KL coefficient; returns `extra`.
-
-    The file may contain only tensors and plain values.
+def read_state(directory: Path, optimizer: Optimizer, ranks: Ranks) -> dict[str, Any]:
+    """Restores optimizer and RNG, and returns everything that trainer.pt holds: tensors and plain values only.
 
     Raises:
         JournalError: the directory is not the checkpoint of a trainer.
@@ -78,12 +59,7 @@ def read_state(
     others = [_load(directory / _own_file(rank)) for rank in range(1, state.get("ranks", 1))]
     optimizer.restore(state["optimizer"])
     torch.set_rng_state(_own_random_state([each["rng"] for each in (state, *others)], ranks, directory))
-    if kl is not None and kl.target is not None:
-        kl.value = state["kl"]
-    if multiplier is not None and "multiplier" in state:
-        multiplier.value = state["multiplier"]
-    extra: dict[str, Any] = state["extra"]
-    return extra
+    return state
 
 
 def _own_random_state(states: list[Tensor], ranks: Ranks, directory: Path) -> Tensor:
@@ -132,16 +108,10 @@ def _own_file(rank: int | Literal["*"]) -> str:
 
 def file_digests(directory: Path, rank: int = 0) -> dict[str, str]:
     """Returns the sha256 (hex) of each of this rank's files by relative path; other ranks may still write theirs."""
-    if rank > 0:
-        return {_own_file(rank): _digest(directory / _own_file(rank))}
     others = set(directory.glob(_own_file("*")))
-    return {str(path.relative_to(directory)): _digest(path) for path in _files(directory) if path not in others}
-
-
-def sync_tree(directory: Path) -> None:
-    """Calls fsync on the directory and on every file and folder below it."""
-    for path in [*directory.rglob("*"), directory]:
-        _sync(path)
+    paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and path not in others]
+    own = [directory / _own_file(rank)] if rank > 0 else paths
+    return {str(path.relative_to(directory)): _digest(path) for path in own}
 
 
 def _sync(path: Path) -> None:
@@ -150,10 +120,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    return (path for path in sorted(directory.rglob("*")) if path.is_file())
 
 
 def _digest(path: Path) -> str:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.engines.training.batch.packing import micro_batches, pad_rows
-from asyncrl.engines.training.interface import TrainRow
-from asyncrl.engines.training.loss.logprobs import frozen_logprobs, token_logprobs
-from asyncrl.engines.training.state.models_with_heads import load_causal_model
+from asyncrl.engines.training.batch.micro_batches import micro_batches, pad_rows
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.training.token_logprobs import frozen_logprobs, token_logprobs
 from asyncrl.errors import ConfigError
 
 KNOWN = 50

@@ -1,0 +1,147 @@
+"""Training rows: the columns that an algorithm reads, the rows made of them, and the targets of critics in each row."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.config.schema import AlgorithmConfig, Config, CriticConfig
+from asyncrl.protocols.batch import GREEDY, Batch, BatchRef, Cuts, SampleName
+
+PLAIN = ("prompt_ids", "response_ids", "logprobs", "versions")
+REFERENCE = "reference_logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRow:
+    """Holds one sample as training reads it. Arrays are one-dimensional.
+
+    group, member, attempt: identify the sample. prompt_ids [prompt], response_ids [tokens]: token ids.
+    logprobs [tokens]: recorded by the engine that sampled, of the distribution at `temperature`.
+    versions [tokens]: weight version of `incarnation` that sampled each token.
+    reference_logprobs [tokens]: of the frozen reference model, only with a KL term.
+    truncated: the sample ended at its token limit.
+    advantage: one number for all tokens, or float64 [tokens]. With a critic it is the reward of the sample, from which
+    the engine computes token advantages (`token_advantages.py`).
+    values [tokens]: the critic's value before each token was sampled. valued_at: optimizer steps that the critic had
+    taken when it computed them. cost, cost_values, cost_valued_at: the same for the cost of the sample.
+    """
+
+    group: int
+    member: int
+    attempt: int
+    incarnation: int
+    prompt_ids: NDArray[np.int64]
+    response_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int64]
+    advantage: float | NDArray[np.float64]
+    temperature: float = 1.0
+    truncated: bool = False
+    reference_logprobs: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    valued_at: int = 0
+    cost: float | None = None
+    cost_values: NDArray[np.float32] | None = None
+    cost_valued_at: int = 0
+
+    def __post_init__(self) -> None:
+        tokens = len(self.response_ids)
+        assert len(self.prompt_ids) > 0, f"sample {self.key} has no prompt token"
+        assert tokens > 0, f"sample {self.key} has no response token"
+        assert len(self.logprobs) == len(self.versions) == tokens, f"sample {self.key}: columns differ in length"
+
+    @property
+    def key(self) -> SampleName:
+        return (self.group, self.member, self.attempt)
+
+
+class ValuedSample(NamedTuple):
+    """The score (reward or cost) of a sample, its values float32 [tokens], and the critic's optimizer steps then."""
+
+    score: float
+    values: NDArray[np.float32]
+    valued_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTarget:
+    """Names what a critic learns to predict, reward or cost.
+
+    critic: name of its service, config section, checkpoint folder and metrics prefix. values, valued_at: the columns
+    that it writes.
+    """
+
+    critic: Literal["critic", "cost_critic"]
+    values: str
+    valued_at: str
+
+    def of(self, row: TrainRow) -> ValuedSample:
+        """Reads score and values of this target from a row."""
+        values, valued_at = (row.cost_values, row.cost_valued_at) if self is COST else (row.values, row.valued_at)
+        score = row.cost if self is COST else row.advantage
+        assert values is not None, f"sample {row.key} has no values of the {self.critic}"
+        assert score is not None, f"sample {row.key} has no cost"
+        return ValuedSample(float(score), values, valued_at)
+
+    def settings(self, config: Config) -> CriticConfig:
+        return config.cost_critic if self is COST else config.critic
+
+
+REWARD = ValueTarget("critic", "values", "valued_at")
+COST = ValueTarget("cost_critic", "cost_values", "cost_valued_at")
+VALUE_TARGETS = {target.critic: target for target in (REWARD, COST)}
+
+
+def value_targets_of(algorithm: AlgorithmConfig) -> list[ValueTarget]:
+    """Returns the targets for which the algorithm has a critic."""
+    if algorithm.advantage != "gae":
+        return []
+    return [REWARD] if algorithm.constraint == "none" else [REWARD, COST]
+
+
+def columns_of(algorithm: AlgorithmConfig) -> list[str]:
+    """Returns the columns that the algorithm reads."""
+    reference = [REFERENCE] if algorithm.kl > 0 else []
+    targets = value_targets_of(algorithm)
+    return [*PLAIN, *reference, *(column for each in targets for column in (each.values, each.valued_at))]
+
+
+def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRow]:
+    """Joins the references of samples with their rows in `batch`, which has the same order."""
+    prompts, responses, logprobs, versions = (batch[name] for name in PLAIN)
+    rows = []
+    for index, ref in enumerate(refs):
+        assert ref.advantage is not None, f"sample {ref.key} reached the trainer without an advantage"
+        assert ref.member != GREEDY, f"the greedy answer of group {ref.group} reached the trainer; it is no sample"
+        others = {name: column[index] for name, column in batch.columns.items() if name not in PLAIN}
+        rows.append(
+            TrainRow(
+                group=ref.group,
+                member=ref.member,
+                attempt=ref.attempt,
+                incarnation=ref.incarnation,
+                prompt_ids=prompts[index].astype(np.int64),
+                response_ids=responses[index].astype(np.int64),
+                logprobs=logprobs[index],
+                versions=versions[index].astype(np.int64),
+                advantage=ref.advantage,
+                temperature=temperature,
+                truncated=ref.finish == "length",
+                reference_logprobs=others.get(REFERENCE),
+                values=others.get(REWARD.values),
+                valued_at=int(others.get(REWARD.valued_at, [0])[0]),
+                cost=ref.cost,
+                cost_values=others.get(COST.values),
+                cost_valued_at=int(others.get(COST.valued_at, [0])[0]),
+            )
+        )
+    return rows
+
+
+def batch_digest(cuts: Cuts) -> str:
+    """Returns the sha256 (hex) of the samples of a step with their advantages and costs."""
+    facts = [(row.group, row.member, row.attempt, row.advantage, row.cost) for row in cuts.batch]
+    return hashlib.sha256(repr((cuts.incarnation, cuts.version, facts)).encode()).hexdigest()
