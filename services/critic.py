@@ -13,6 +13,7 @@ from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.micro_batches import forward_passes, token_ids
 from asyncrl.engines.training.batch.train_rows import VALUE_TARGETS, batch_digest, columns_of, train_rows
 from asyncrl.engines.training.critic_trainer import CriticTrainer
+from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
 from asyncrl.engines.training.trainer_checkpoint import file_digests
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.service import Service, WorkerContext
@@ -144,7 +145,7 @@ class CriticService(Service, Critic):
         refuse_unusable(f"{self._target.critic}.device", self._target.settings(context.config).device)
         if context.checkpoint_dir is None:
             engine = CriticTrainer(context.config, Path(context.options.get("model", context.model_dir)), self._target)
-            engine.refuse_another_tokenizer(context.model_dir)
+            refuse_another_tokenizer(engine.model, context.model_dir, f"{self._target.critic}.model")
             return engine
         engine, extra = CriticTrainer.resume(context.config, context.checkpoint_dir / self._target.critic, self._target)
         self._version = extra["version"]

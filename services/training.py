@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.train_rows import TrainRow, batch_digest, columns_of, train_rows
-from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks, Rendezvous
+from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.trainer_checkpoint import file_digests
 from asyncrl.engines.training.training_step import StepOutcome
@@ -24,7 +24,7 @@ from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.hash_chain import GENESIS, chain
-from asyncrl.protocols.messages import Checkpointed, Published, StepReport, TrainedSample
+from asyncrl.protocols.messages import Checkpointed, Published, StepReport
 
 
 @dataclass(slots=True)
@@ -241,7 +241,6 @@ class TrainingService(Service, Training):
             ) from None
 
     def _report(self, outcome: StepOutcome, published: Published | None) -> StepReport:
-        samples = tuple(TrainedSample(*s.key, s.trained, s.masked, s.reason, s.rejected) for s in outcome.samples)
         incarnation, version = self._position
         return StepReport(
             incarnation,
@@ -250,7 +249,7 @@ class TrainingService(Service, Training):
             outcome.skipped,
             self._chain.hex(),
             outcome.metrics,
-            samples,
+            outcome.samples,
             published,
         )
 
@@ -294,9 +293,15 @@ class TrainingService(Service, Training):
         context, fleet = self.context, self.context.config.fleet
         if context.layout.size == 1:
             return Ranks()
-        meeting = Rendezvous(Path(context.options["meeting"]), fleet.start_deadline, fleet.call_deadline)
-        waiting = partial(context.clock.state, "sync")
-        return DistributedRanks(meeting, context.rank, context.layout.size, context.config.training.device, waiting)
+        return DistributedRanks(
+            Path(context.options["meeting"]),
+            context.rank,
+            context.layout.size,
+            context.config.training.device,
+            waiting=partial(context.clock.state, "sync"),
+            start=fleet.start_deadline,
+            exchange=fleet.call_deadline,
+        )
 
     def open_engine(self, ranks: Ranks) -> tuple[PolicyTrainer, dict[str, Any]]:
         """Makes the engine; returns it with the values saved beside its state, none at the first start.

@@ -1,6 +1,7 @@
 """Selects the algorithm and the estimator of advantages that a config asks for."""
 
 from dataclasses import replace
+from functools import partial
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.algorithms.custom import algorithm_named
@@ -8,15 +9,8 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.errors import ConfigError
-from asyncrl.objectives.advantages import (
-    Advantages,
-    BatchNormalized,
-    GreedyBaseline,
-    GroupBaseline,
-    LeaveOneOut,
-    Rewards,
-    Shuffled,
-)
+from asyncrl.objectives import advantages
+from asyncrl.objectives.advantages import Advantages
 
 SHIPPED = {"grpo": grpo.ALGORITHM, "remax": remax.ALGORITHM, "ppo": ppo.ALGORITHM, "safe_rlhf": safe_rlhf.ALGORITHM}
 MADE_FOR = {
@@ -82,21 +76,14 @@ def _shipped_function(algorithm: Algorithm, function: str) -> str:
 
 def advantages_of(config: Config) -> Advantages:
     """Returns the estimator of `algorithm.advantage`, shuffled for the control experiment that must not learn."""
-    estimate = _estimator(config.algorithm)
-    return Shuffled(estimate, config.seed) if config.algorithm.shuffle_advantages else estimate
-
-
-def _estimator(algorithm: AlgorithmConfig) -> Advantages:
-    match algorithm.advantage:
-        case "group_mean":
-            return GroupBaseline(bool(algorithm.normalize_std))
-        case "leave_one_out":
-            return LeaveOneOut()
-        case "batch":
-            return BatchNormalized()
-        case "group_batch":
-            return BatchNormalized(GroupBaseline())
-        case "greedy":
-            return GreedyBaseline()
-        case "gae":
-            return Rewards()
+    algorithm = config.algorithm
+    estimators: dict[str, Advantages] = {
+        "group_mean": partial(advantages.group_baseline, normalize_std=bool(algorithm.normalize_std)),
+        "leave_one_out": advantages.leave_one_out,
+        "batch": advantages.batch_normalized,
+        "group_batch": partial(advantages.batch_normalized, first=advantages.group_baseline),
+        "greedy": advantages.greedy_baseline,
+        "gae": advantages.plain_rewards,
+    }
+    found = estimators[algorithm.advantage]
+    return partial(advantages.shuffled, estimate=found, seed=config.seed) if algorithm.shuffle_advantages else found

@@ -1,10 +1,13 @@
 """The critic's value loss and explained variance: pure functions on flat tensors [tokens]."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+Moments: TypeAlias = tuple[float, float, float]
+"""Count, sum and sum of squares of some numbers."""
 SAME = 1e-12
 """Returns with a smaller variance count as equal; rounding leaves about this much."""
 
@@ -34,19 +37,7 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Val
     return ValueLoss(torch.maximum(errors, clipped) / 2, clipped > errors)
 
 
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """Holds count, sum and sum of squares of some numbers."""
-
-    count: float
-    total: float
-    squares: float
-
-    @property
-    def variance(self) -> float:
-        return self.squares / self.count - (self.total / self.count) ** 2
-
-
 def explained_variance(returns: Moments, errors: Moments) -> float:
     """Computes 1 - Var(R - V) / Var(R), and 0 when all returns are equal. errors: moments of R - V."""
-    return 1.0 - errors.variance / returns.variance if returns.variance > SAME else 0.0
+    total, left = ((squares / count - (summed / count) ** 2) for count, summed, squares in (returns, errors))
+    return 1.0 - left / total if total > SAME else 0.0

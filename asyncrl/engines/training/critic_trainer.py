@@ -1,18 +1,10 @@
 """The trainer of a critic and its step: a model with a value head, trained beside the policy on the same rows.
 
-The metrics of the cost critic begin with `cost_critic/`.
-
-- critic/loss: mean over updates; critic/grad_norm: before clipping; critic/learning_rate: of the last update.
-- critic/updates: optimizer steps taken, 0 when nothing in the batch trained.
-
-Over live tokens, with the values just before the update of the token:
-- critic/value_mean, critic/return_mean; critic/explained_variance: 1 - Var(R - V) / Var(R).
-- critic/clip_frac: share where the clipped value was further from the return, so that the token has no gradient.
-- critic/staleness: mean number of updates between computing a value and training on it.
+docs/metrics.md says what its metrics mean; over live tokens, with the values just before the update of the token.
 """
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +18,13 @@ from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.micro_batches import live_rows, live_values, pad_rows, split_by_row
 from asyncrl.engines.training.batch.train_rows import REWARD, TrainRow, ValueTarget
 from asyncrl.engines.training.data_parallel import Ranks
-from asyncrl.engines.training.models_with_heads import load_value_model, refuse_another_tokenizer
+from asyncrl.engines.training.models_with_heads import load_value_model
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.token_advantages import token_advantages
 from asyncrl.engines.training.trainer_checkpoint import MODEL, TRAINER, read_state, write_state
-from asyncrl.engines.training.training_step import Trainer, TrainingStep
+from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
 from asyncrl.errors import ConfigError
-from asyncrl.objectives.value_loss import Moments, explained_variance, value_loss
+from asyncrl.objectives.value_loss import explained_variance, value_loss
 
 CRITIC_RATE = 10.0
 """Default learning rate of a critic, as a multiple of the policy's. Its head starts at 0, and while it lags behind the
@@ -82,10 +74,6 @@ class CriticTrainer(Trainer):
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "CriticStep":
         return CriticStep(self, rows, incarnation, version)
 
-    def refuse_another_tokenizer(self, policy: Path) -> None:
-        """Raises ConfigError unless the model in the folder `policy` has the vocabulary of the critic."""
-        refuse_another_tokenizer(self.model, policy, f"{self.target.critic}.model")
-
     @torch.no_grad()
     def values(
         self, prompts: Sequence[NDArray[np.int64]], responses: Sequence[NDArray[np.int64]]
@@ -111,13 +99,12 @@ class CriticStep(TrainingStep):
         self._update_sums = self._sums
 
     def _prepare(self) -> Iterator[bool]:
+        target = self._trainer.target
         for item in self._rows:
-            item.returns = token_advantages(item.row, self._config.algorithm, self._trainer.target).returns
+            item.returns = token_advantages(item.row, self._config.algorithm, target) + target.of(item.row).values
         yield from ()
 
-    def _backward(
-        self, rows: Sequence[MaskedRow], number: int, tokens: int, samples: int
-    ) -> Generator[bool, None, bool]:
+    def _backward(self, rows: Sequence[MaskedRow], number: int, tokens: int, samples: int) -> Backward:
         self._update_sums = torch.zeros_like(self._sums)
         finite = True
         for items in self._micro_batches(rows):
@@ -153,8 +140,8 @@ class CriticStep(TrainingStep):
         critic, updates, tokens = self._trainer.target.critic, len(self._norms), sums["tokens"]
         if not updates:
             return {f"{critic}/updates": 0.0}
-        returns = Moments(tokens, sums["return"], sums["return_squares"])
-        errors = Moments(tokens, sums["error"], sums["error_squares"])
+        returns = (tokens, sums["return"], sums["return_squares"])
+        errors = (tokens, sums["error"], sums["error_squares"])
         return {
             f"{critic}/updates": float(updates),
             f"{critic}/loss": sums["loss"] / updates,

@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,7 +20,7 @@ copy of the gradient."""
 
 
 class Ranks:
-    """Exchanges tensors between ranks; this class is a trainer of one rank, which has nothing to exchange.
+    """Exchanges tensors between ranks. This class is one rank alone, which has nothing to exchange.
 
     Every rank calls the same methods in the same order; each call blocks the compute thread until all ranks made it.
     """
@@ -42,42 +41,33 @@ class Ranks:
         return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Says where and until when the processes of a trainer find each other.
-
-    file: path shared by all ranks, at which no file exists yet. start: seconds until all ranks must have joined.
-    exchange: seconds that one exchange may take, waiting for the slowest rank included.
-    """
-
-    file: Path
-    start: float
-    exchange: float
-
-
 class DistributedRanks(Ranks):
     """Runs one rank per process over torch.distributed: NCCL where each rank has its own GPU, as NCCL requires, else
     gloo, which copies to the host.
 
-    waiting: returns a context manager that is entered for every exchange, to book the time.
+    meeting: path shared by all ranks, at which no file exists yet. start: seconds until all ranks must have joined.
+    exchange: seconds that one exchange may take, waiting for the slowest rank included. waiting: returns a context
+    manager that is entered for every exchange, to book the time.
 
     Raises:
         PeerLost: from the constructor and every method, when another rank is gone or late. No exchange works after it.
     """
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, size: int, device: str, waiting: Waiting) -> None:
+    def __init__(
+        self, meeting: Path, rank: int, size: int, device: str, waiting: Waiting, start: float, exchange: float
+    ) -> None:
         self.rank = rank
         self.size = size
         self._waiting = waiting
-        self._timeout = rendezvous.exchange
+        self._timeout = exchange
         backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= size else "gloo"
         self._device = torch.device(own_device(device, rank, size) if backend == "nccl" else "cpu")
         if backend == "nccl":
             torch.cuda.set_device(self._device)
-        with self._exchange(f"did not all join within {rendezvous.start:g} s"):
-            store = dist.FileStore(str(rendezvous.file), size)  # type: ignore[attr-defined]
-            store.set_timeout(timedelta(seconds=rendezvous.start))
-            timeout = timedelta(seconds=rendezvous.exchange)
+        with self._exchange(f"did not all join within {start:g} s"):
+            store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+            store.set_timeout(timedelta(seconds=start))
+            timeout = timedelta(seconds=exchange)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
     def sum(self, values: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Models with their heads, for trainer, reference, critic and reward model: logits, or one number per token."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,20 +20,26 @@ Precision = Literal["float32", "bfloat16"]
 HEAD_TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """Holds a transformers model. Its body maps ids to hidden states, its head maps these to the output.
 
     whole: the model with float32 weights. source_config, tokenizer: as loaded, for checkpoints. precision: of the
-    computation; bfloat16 is autocast over the float32 weights.
+    computation; bfloat16 is autocast over the float32 weights. scored: the tokens whose output its own forward returns.
+
+    Raises:
+        ConfigError: its own forward changes the output of the head, by a scale or a soft cap.
     """
 
-    whole: Any
-    head: Callable[[Tensor], Tensor]
-    source_config: Any
-    tokenizer: Any
-    device: torch.device
-    precision: Precision
+    def __init__(
+        self, whole: Any, head: Any, source_config: Any, folder: Path, precision: Precision, scored: slice = slice(None)
+    ) -> None:
+        self.whole = whole
+        self.head = head
+        self.source_config = source_config
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.device: torch.device = whole.device
+        self._precision = precision
+        self._check_head(folder, scored)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Computes hidden states [rows, length, width] of ids [rows, length].
@@ -45,38 +50,56 @@ class LoadedModel:
             states: Tensor = self.whole.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return states
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+    def _autocast(self, *, enabled: bool = True) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled and self._precision == "bfloat16")
+
+    @torch.no_grad()
+    def _check_head(self, folder: Path, scored: slice) -> None:
+        ids = torch.zeros((1, 2), dtype=torch.long, device=self.device)
+        logits = self.whole(input_ids=ids, use_cache=False).logits
+        states = self.whole.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        if not torch.allclose(logits, self.head(states)[:, scored].reshape(logits.shape), atol=HEAD_TOLERANCE):
+            raise ConfigError(
+                f"model {folder}: {type(self.whole).__name__} changes its logits after the output layer (a scale or "
+                "a soft cap), which the torch engine does not compute; use a Llama, Qwen2 or Qwen3 model"
+            )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CausalModel(LoadedModel):
     """A language model. vocabulary: number of ids of the tokenizer; head rows beyond it get probability 0.
 
     float32_head: the head computes in float32 even where the body computes in bfloat16.
     """
 
-    vocabulary: int
-    float32_head: bool = False
+    def __init__(self, whole: Any, folder: Path, precision: Precision, *, float32_head: bool) -> None:
+        head = whole.get_output_embeddings()
+        super().__init__(whole, head, AutoConfig.from_pretrained(folder), folder, precision)
+        self.vocabulary = min(len(self.tokenizer), head.weight.shape[0])
+        self.float32_head = float32_head
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Maps hidden states [tokens, width] to logits, float32 [tokens, vocabulary]."""
-        if self.float32_head:
-            return self.head(hidden.float())[..., : self.vocabulary]
-        with self._autocast():
-            return self.head(hidden)[..., : self.vocabulary].float()
+        with self._autocast(enabled=not self.float32_head):
+            logits: Tensor = self.head(hidden.float() if self.float32_head else hidden)
+        return logits[..., : self.vocabulary].float()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ValueModel(LoadedModel):
     """A model with one output number per token: a critic or a reward model."""
+
+    def __init__(self, whole: Any, folder: Path, precision: Precision, scored: slice = slice(None)) -> None:
+        config = AutoConfig.from_pretrained(folder, num_labels=1)
+        config.architectures = [type(whole).__name__]
+        head = whole.score if hasattr(whole, "score") else whole.classifier
+        super().__init__(whole, head, config, folder, precision, scored)
 
     def values(self, rows: PaddedRows) -> Tensor:
         """Returns the value of the state before each response token, float32 [tokens].
 
         The head computes in float32, because bfloat16 would round close scores to the same number.
         """
-        return self.head(self.hidden(rows.ids).flatten(0, 1)[rows.positions].float()).squeeze(-1)
+        values: Tensor = self.head(self.hidden(rows.ids).flatten(0, 1)[rows.positions].float())
+        return values.squeeze(-1)
 
     def scores(self, prompts: Sequence[NDArray[np.int64]], responses: Sequence[NDArray[np.int64]]) -> Tensor:
         """Returns the score of each row at its last token, float32 [rows]; the row length tells which token is last."""
@@ -94,19 +117,7 @@ def load_causal_model(
         ConfigError: the logits of the model are not its output layer applied to its last hidden states.
     """
     whole = load_pretrained(folder, **_options(folder)).to(device)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = CausalModel(
-        whole=whole,
-        head=whole.get_output_embeddings(),
-        vocabulary=min(len(tokenizer), whole.get_output_embeddings().weight.shape[0]),
-        float32_head=float32_head,
-        source_config=AutoConfig.from_pretrained(folder),
-        tokenizer=tokenizer,
-        device=torch.device(device),
-        precision=precision,
-    )
-    _check_head(model, folder)
-    return model
+    return CausalModel(whole, folder, precision, float32_head=float32_head)
 
 
 def load_value_model(folder: Path, device: str, precision: Precision = "float32") -> ValueModel:
@@ -121,7 +132,7 @@ def load_value_model(folder: Path, device: str, precision: Precision = "float32"
     whole, missing = load_pretrained_classifier(folder, AutoModelForTokenClassification, "critic", **options)
     for name in missing:
         nn.init.zeros_(whole.get_parameter(name))
-    return _value_model(whole, folder, device, precision)
+    return ValueModel(whole.to(device), folder, precision)
 
 
 def load_score_model(folder: Path, device: str, precision: Precision = "float32") -> ValueModel:
@@ -148,31 +159,14 @@ def load_score_model(folder: Path, device: str, precision: Precision = "float32"
             "token; use a Llama, Qwen2 or Qwen3 model"
         )
     whole.config.pad_token_id = None  # Its own forward only ever gets one row, which has no padding.
-    tokens = slice(None) if token_head else slice(-1, None)
-    return _value_model(whole.eval().requires_grad_(False), folder, device, precision, tokens)
+    scored = slice(None) if token_head else slice(-1, None)
+    return ValueModel(whole.eval().requires_grad_(False).to(device), folder, precision, scored)
 
 
 def refuse_another_tokenizer(model: LoadedModel, policy: Path, key: str) -> None:
     """Raises ConfigError unless `model` has the vocabulary of the policy; `key` names the model in the config."""
     if model.tokenizer.get_vocab() != AutoTokenizer.from_pretrained(policy).get_vocab():
         raise ConfigError(another_tokenizer(key))
-
-
-def _value_model(
-    whole: Any, folder: Path, device: str, precision: Precision, tokens: slice = slice(None)
-) -> ValueModel:
-    config = AutoConfig.from_pretrained(folder, num_labels=1)
-    config.architectures = [type(whole).__name__]
-    model = ValueModel(
-        whole=whole.to(device),
-        head=whole.score if hasattr(whole, "score") else whole.classifier,
-        source_config=config,
-        tokenizer=AutoTokenizer.from_pretrained(folder),
-        device=torch.device(device),
-        precision=precision,
-    )
-    _check_head(model, folder, tokens)
-    return model
 
 
 def _options(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -183,19 +177,3 @@ def _options(folder: Path, **changes: Any) -> dict[str, Any]:
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     return {"config": config, "dtype": torch.float32, "attn_implementation": "sdpa"}
-
-
-@torch.no_grad()
-def _check_head(model: LoadedModel, folder: Path, tokens: slice = slice(None)) -> None:
-    """Raises ConfigError when the model's own forward changes its logits after the head, by a scale or a soft cap.
-
-    tokens: the tokens that the forward has logits of.
-    """
-    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
-    logits = model.whole(input_ids=ids, use_cache=False).logits
-    states = model.whole.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    if not torch.allclose(logits, model.head(states)[:, tokens].reshape(logits.shape), atol=HEAD_TOLERANCE):
-        raise ConfigError(
-            f"model {folder}: {type(model.whole).__name__} changes its logits after the output layer (a scale or "
-            "a soft cap), which the torch engine does not compute; use a Llama, Qwen2 or Qwen3 model"
-        )

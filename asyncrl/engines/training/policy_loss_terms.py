@@ -8,16 +8,7 @@ from torch import Tensor
 
 from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.engines.training.batch.micro_batches import MicroBatch
-from asyncrl.objectives import surrogate_losses
-from asyncrl.objectives.corrections import (
-    Importance,
-    accepted,
-    against_engine,
-    against_proximal,
-    capped_weight,
-    masked_weight,
-    weight_at_level,
-)
+from asyncrl.objectives import corrections, surrogate_losses
 from asyncrl.objectives.kl import kl_loss
 from asyncrl.objectives.second_moment import pushed_away
 from asyncrl.objectives.surrogate_losses import SurrogateLoss
@@ -53,9 +44,9 @@ def policy_loss_terms(
     """
     proximal = current.detach() if batch.proximal is None else batch.proximal
     log_weight = proximal - batch.behaviour
-    importance = _importance(algorithm, current, proximal, log_weight, batch)
-    weight = importance.weight
-    surrogate = _surrogate_loss(algorithm, second_moment, importance.log_ratio, current, batch)
+    old = batch.behaviour if algorithm.old_logprobs == "engine" else proximal
+    weight = _correction_weight(algorithm, log_weight, batch)
+    surrogate = _surrogate_loss(algorithm, second_moment, corrections.log_ratio(current, old), current, batch)
     bonus = torch.zeros_like(batch.weights)
     if algorithm.entropy_bonus != 0:  # Tokens that a correction leaves out get no bonus.
         bonus = torch.where(weight > 0, -algorithm.entropy_bonus * batch.weights * entropy, 0.0)
@@ -70,30 +61,23 @@ def policy_loss_terms(
     )
 
 
-def _importance(
-    algorithm: AlgorithmConfig, current: Tensor, proximal: Tensor, log_weight: Tensor, batch: MicroBatch
-) -> Importance:
-    if algorithm.old_logprobs == "engine":
-        importance = against_engine(current, batch.behaviour)
-    else:
-        importance = against_proximal(current, proximal, _correction_weight(algorithm, log_weight, batch))
+def _correction_weight(algorithm: AlgorithmConfig, log_weight: Tensor, batch: MicroBatch) -> Tensor:
+    """Returns the weight of each token: 1 or a correction for proximal / behaviour, and 0 where it is rejected."""
+    weight, cap, floor = torch.ones_like(log_weight), algorithm.weight_cap, algorithm.weight_floor
+    if algorithm.old_logprobs != "engine" and algorithm.correction != "none":
+        leveled = corrections.weight_at_level(log_weight, algorithm.correction_level, batch.ragged)
+        assert cap is not None, "the config fills in a default"
+        if algorithm.correction == "cap":
+            weight = corrections.capped_weight(leveled, cap)
+        else:
+            assert floor is not None, "the config fills in a default"
+            weight = corrections.masked_weight(leveled, floor, cap)
     if algorithm.rejection == "none":
-        return importance
+        return weight
     low, high = algorithm.rejection_low or 0.0, algorithm.rejection_high
     assert high is not None, "the config requires rejection_high with a rejection"
-    kept = accepted(log_weight, batch.ragged, algorithm.rejection, low, high)
-    return Importance(importance.log_ratio, torch.where(kept, importance.weight, 0.0))
-
-
-def _correction_weight(algorithm: AlgorithmConfig, log_weight: Tensor, batch: MicroBatch) -> Tensor:
-    if algorithm.correction == "none":
-        return torch.ones_like(log_weight)
-    log_weight = weight_at_level(log_weight, algorithm.correction_level, batch.ragged)
-    assert algorithm.weight_cap is not None, "the config fills in a default"
-    if algorithm.correction == "cap":
-        return capped_weight(log_weight, algorithm.weight_cap)
-    assert algorithm.weight_floor is not None, "the config fills in a default"
-    return masked_weight(log_weight, algorithm.weight_floor, algorithm.weight_cap)
+    kept = corrections.accepted(log_weight, batch.ragged, algorithm.rejection, low, high)
+    return torch.where(kept, weight, 0.0)
 
 
 def _surrogate_loss(

@@ -24,7 +24,7 @@ from asyncrl.engines.training.policy_metrics import PolicyTotals
 from asyncrl.engines.training.token_advantages import mean_cost, set_token_advantages
 from asyncrl.engines.training.token_logprobs import frozen_logprobs, logprobs_after, token_logprobs
 from asyncrl.engines.training.trainer_checkpoint import MODEL, read_state, write_own_state, write_state
-from asyncrl.engines.training.training_step import Trainer, TrainingStep
+from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
 from asyncrl.objectives.aggregation import row_weights
 from asyncrl.objectives.kl import KlCoefficient
@@ -150,9 +150,7 @@ class PolicyStep(TrainingStep):
             yield True
         return found
 
-    def _backward(
-        self, rows: Sequence[MaskedRow], number: int, tokens: int, samples: int
-    ) -> Generator[bool, None, bool]:
+    def _backward(self, rows: Sequence[MaskedRow], number: int, tokens: int, samples: int) -> Backward:
         lengths = torch.tensor([len(item.live) for item in rows])
         divisor = self._algorithm.divisor or self._config.generation.max_new_tokens
         weights = row_weights(self._algorithm.aggregation, lengths, tokens, samples, divisor)

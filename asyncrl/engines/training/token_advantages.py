@@ -4,7 +4,6 @@ Trainer and critic both call `token_advantages` and get the same numbers.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,23 +13,15 @@ from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.train_rows import COST, REWARD, TrainRow, ValueTarget
 from asyncrl.engines.training.data_parallel import Ranks
-from asyncrl.objectives.advantages import STD_EPSILON
-from asyncrl.objectives.gae import generalized_advantages, token_rewards
+from asyncrl.objectives.advantages import STD_EPSILON, generalized_advantages, token_rewards
 from asyncrl.objectives.kl import kl_to_go
 from asyncrl.objectives.lagrangian import Multiplier, constrained_advantages
 
 Floats = NDArray[np.float64]
 
 
-class TokenAdvantages(NamedTuple):
-    """Holds the advantages and returns of one sample, float64 [tokens]. returns: advantages + values."""
-
-    advantages: Floats
-    returns: Floats
-
-
-def token_advantages(row: TrainRow, algorithm: AlgorithmConfig, target: ValueTarget = REWARD) -> TokenAdvantages:
-    """Computes GAE advantages and returns from the score and the values of a sample.
+def token_advantages(row: TrainRow, algorithm: AlgorithmConfig, target: ValueTarget = REWARD) -> Floats:
+    """Computes GAE advantages, float64 [tokens], from the score and the values of a sample.
 
     With the KL in the reward, each token also pays the KL of the policy that sampled it to the reference. That KL is
     constant, so trainer and critic use the same one. With costs, half of the penalty is subtracted from the reward and
@@ -47,8 +38,7 @@ def token_advantages(row: TrainRow, algorithm: AlgorithmConfig, target: ValueTar
         share = -0.5 if target is COST else 0.5
     values = sample.values.astype(np.float64)
     rewards = token_rewards(sample.score, len(values), kl, algorithm.kl * share)
-    advantages = generalized_advantages(rewards, values, algorithm.gamma, algorithm.gae_lambda)
-    return TokenAdvantages(advantages, advantages + values)
+    return generalized_advantages(rewards, values, algorithm.gamma, algorithm.gae_lambda)
 
 
 def set_token_advantages(
@@ -65,7 +55,11 @@ def set_token_advantages(
     deviation, so that masking re-weights nothing; truncated samples that left the loss do not.
     """
     if algorithm.advantage == "gae":
-        found = [_constrained_advantages(item.row, algorithm, multiplier) for item in rows]
+        found = [token_advantages(item.row, algorithm) for item in rows]
+        if multiplier is not None:
+            costs = [token_advantages(item.row, algorithm, COST) for item in rows]
+            pairs = zip(found, costs, strict=True)
+            found = [constrained_advantages(of_reward, of_cost, multiplier.value) for of_reward, of_cost in pairs]
         mean, scale = 0.0, 1.0
         if algorithm.normalize_std:
             mean, scale = _moments([each for item, each in zip(rows, found, strict=True) if item.counted], ranks)
@@ -76,13 +70,6 @@ def set_token_advantages(
             reference = item.row.reference_logprobs
             assert reference is not None, f"sample {item.row.key} has no reference log-probs"
             item.advantages = item.row.advantage - kl * kl_to_go(item.row.logprobs, reference)
-
-
-def _constrained_advantages(row: TrainRow, algorithm: AlgorithmConfig, multiplier: Multiplier | None) -> Floats:
-    of_reward = token_advantages(row, algorithm).advantages
-    if multiplier is None:
-        return of_reward
-    return constrained_advantages(of_reward, token_advantages(row, algorithm, COST).advantages, multiplier.value)
 
 
 def mean_cost(rows: Sequence[MaskedRow], ranks: Ranks) -> float:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.models_with_heads import LoadedModel
@@ -58,24 +57,18 @@ def read_state(directory: Path, optimizer: Optimizer, ranks: Ranks) -> dict[str,
     state = _load(directory / TRAINER)
     others = [_load(directory / _own_file(rank)) for rank in range(1, state.get("ranks", 1))]
     optimizer.restore(state["optimizer"])
-    torch.set_rng_state(_own_random_state([each["rng"] for each in (state, *others)], ranks, directory))
-    return state
-
-
-def _own_random_state(states: list[Tensor], ranks: Ranks, directory: Path) -> Tensor:
-    if len(states) == ranks.size:
-        return states[ranks.rank]
-    if not all(torch.equal(state, states[0]) for state in states):
+    random = [each["rng"] for each in (state, *others)]
+    if len(random) != ranks.size and not all(torch.equal(each, random[0]) for each in random):
         raise ConfigError(
-            f"training.layout_dp = {ranks.size}: {len(states)} ranks with different random states wrote checkpoint "
-            f"{directory}; write {len(states)}"
+            f"training.layout_dp = {ranks.size}: {len(random)} ranks with different random states wrote checkpoint "
+            f"{directory}; write {len(random)}"
         )
-    return states[0]
+    torch.set_rng_state(random[ranks.rank if len(random) == ranks.size else 0])
+    return state
 
 
 def _load(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
+    return dict(torch.load(path, map_location="cpu", weights_only=True))
 
 
 class _CheckpointFile(io.BufferedWriter):
@@ -111,7 +104,11 @@ def file_digests(directory: Path, rank: int = 0) -> dict[str, str]:
     others = set(directory.glob(_own_file("*")))
     paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and path not in others]
     own = [directory / _own_file(rank)] if rank > 0 else paths
-    return {str(path.relative_to(directory)): _digest(path) for path in own}
+    found = {}
+    for path in own:
+        with path.open("rb") as file:
+            found[str(path.relative_to(directory))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def _sync(path: Path) -> None:
@@ -120,8 +117,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

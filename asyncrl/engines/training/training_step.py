@@ -3,23 +3,22 @@
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.masking import (
-    MaskedRow,
-    SampleTokenCounts,
-    mask_counts,
-    mask_rows,
-    why_nothing_trained,
-)
+from asyncrl.engines.training.batch.masking import MaskedRow, mask_counts, mask_rows, why_nothing_trained
 from asyncrl.engines.training.batch.micro_batches import micro_batches
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.protocols.batch import SampleName
+from asyncrl.protocols.messages import TrainedSample
+
+Backward: TypeAlias = Generator[bool, None, bool]
+"""Backward passes: yields True after each, and returns whether all losses were finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class StepOutcome:
 
     updates: int
     skipped: str
-    samples: tuple[SampleTokenCounts, ...]
+    samples: tuple[TrainedSample, ...]
     batch: tuple[SampleName, ...]
     metrics: dict[str, float]
     culprits: tuple[SampleName, ...] = ()
@@ -98,7 +97,7 @@ class TrainingStep(ABC):
             updates=len(self._norms),
             skipped="" if self._norms else why_nothing_trained(counts),
             metrics=self._metrics(counts),
-            samples=tuple(item.token_counts() for item in self._rows),
+            samples=tuple(item.report() for item in self._rows),
             batch=tuple(batch),
             culprits=tuple(self._culprits),
         )
@@ -122,17 +121,12 @@ class TrainingStep(ABC):
         """Computes what the loss needs of each row; yields True after each forward pass."""
 
     @abstractmethod
-    def _backward(
-        self, rows: Sequence[MaskedRow], number: int, tokens: int, samples: int
-    ) -> Generator[bool, None, bool]:
-        """Accumulates the gradient of update `number`; yields True after each pass and returns whether all were finite.
-
-        tokens, samples: the denominators of the update.
-        """
+    def _backward(self, rows: Sequence[MaskedRow], number: int, tokens: int, samples: int) -> Backward:
+        """Accumulates the gradient of update `number`, whose loss is divided by all its tokens or samples."""
 
     @abstractmethod
     def _keep_sums(self) -> None:
-        """Adds what `_backward` summed to the metrics of the step, because its update was taken."""
+        """Adds what `_backward` summed for the metrics to the sums of the step, because its update was taken."""
 
     @abstractmethod
     def _metrics(self, counts: Tensor) -> dict[str, float]:

@@ -56,7 +56,7 @@ def test_explained_variance_is_1_for_exact_values_and_0_for_constant_ones() -> N
     returns = np.random.default_rng(3).normal(2, 1.5, 500)
 
     def moments(values: np.ndarray) -> Moments:
-        return Moments(len(values), values.sum(), (values**2).sum())
+        return len(values), values.sum(), (values**2).sum()
 
     def explained(values: np.ndarray) -> float:
         return explained_variance(moments(returns), moments(returns - values))

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.masking import SampleTokenCounts
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
@@ -21,7 +20,7 @@ from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.lanes.weights.arena import open_reader
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
-from asyncrl.protocols.messages import Canary
+from asyncrl.protocols.messages import Canary, TrainedSample
 from asyncrl.services.training import TrainingService
 
 INCARNATION = 3
@@ -51,7 +50,7 @@ class CountingRun:
     @property
     def outcome(self) -> StepOutcome:
         trained = 0 if self._skipped else 1
-        samples = tuple(SampleTokenCounts(row.key, trained * len(row.response_ids), 0) for row in self._rows)
+        samples = tuple(TrainedSample(*row.key, trained * len(row.response_ids), 0) for row in self._rows)
         return StepOutcome(trained, self._skipped, samples, tuple(self._batch), {"grad_norm": 1.0})
 
 

@@ -1,12 +1,7 @@
-"""Masks response tokens out of the loss, and counts them. This module alone enforces the staleness limit.
-
-Metrics: mask/stale_fraction (equal to staleness/masked_fraction) and mask/truncated_fraction are shares of all response
-tokens, tokens/response is their number.
-"""
+"""Masks response tokens out of the loss, and counts them. This module alone enforces the staleness limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,22 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.protocols.batch import SampleName
+from asyncrl.protocols.messages import TrainedSample
 from asyncrl.protocols.staleness import Policy, live
-
-
-class SampleTokenCounts(NamedTuple):
-    """Counts what a step did with the response tokens of one sample.
-
-    trained: tokens in the loss. masked: tokens left out for `reason`, "stale", "truncated" or "not finite". rejected:
-    live tokens that a correction gave the weight 0.
-    """
-
-    key: SampleName
-    trained: int
-    masked: int
-    reason: str = ""
-    rejected: int = 0
 
 
 @dataclass(slots=True)
@@ -63,12 +44,13 @@ class MaskedRow:
         """Counts the tokens of prompt and response."""
         return len(self.row.prompt_ids) + len(self.row.response_ids)
 
-    def token_counts(self) -> SampleTokenCounts:
+    def report(self) -> TrainedSample:
+        """Returns what the step did with the response tokens."""
         tokens, trained = len(self.live), self.trained
         reason = "truncated" if not self.counted else "stale" if trained < tokens else ""
         if self.lost:
-            return SampleTokenCounts(self.row.key, 0, tokens, reason if trained == 0 else self.lost)
-        return SampleTokenCounts(self.row.key, trained - self.rejected, tokens - trained, reason, self.rejected)
+            return TrainedSample(*self.row.key, 0, tokens, reason if trained == 0 else self.lost)
+        return TrainedSample(*self.row.key, trained - self.rejected, tokens - trained, reason, self.rejected)
 
 
 def mask_rows(

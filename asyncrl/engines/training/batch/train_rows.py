@@ -92,6 +92,8 @@ class ValueTarget:
 
 REWARD = ValueTarget("critic", "values", "valued_at")
 COST = ValueTarget("cost_critic", "cost_values", "cost_valued_at")
+OPTIONAL = (REFERENCE, REWARD.values, REWARD.valued_at, COST.values, COST.valued_at)
+VALUED_AT = {REWARD.valued_at, COST.valued_at}
 VALUE_TARGETS = {target.critic: target for target in (REWARD, COST)}
 
 
@@ -111,31 +113,24 @@ def columns_of(algorithm: AlgorithmConfig) -> list[str]:
 
 def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRow]:
     """Joins the references of samples with their rows in `batch`, which has the same order."""
-    prompts, responses, logprobs, versions = (batch[name] for name in PLAIN)
     rows = []
     for index, ref in enumerate(refs):
         assert ref.advantage is not None, f"sample {ref.key} reached the trainer without an advantage"
         assert ref.member != GREEDY, f"the greedy answer of group {ref.group} reached the trainer; it is no sample"
-        others = {name: column[index] for name, column in batch.columns.items() if name not in PLAIN}
+        others = {name: batch[name][index] for name in OPTIONAL if name in batch.columns}
         rows.append(
             TrainRow(
-                group=ref.group,
-                member=ref.member,
-                attempt=ref.attempt,
-                incarnation=ref.incarnation,
-                prompt_ids=prompts[index].astype(np.int64),
-                response_ids=responses[index].astype(np.int64),
-                logprobs=logprobs[index],
-                versions=versions[index].astype(np.int64),
+                *ref.name,
+                ref.incarnation,
+                prompt_ids=batch["prompt_ids"][index].astype(np.int64),
+                response_ids=batch["response_ids"][index].astype(np.int64),
+                logprobs=batch["logprobs"][index],
+                versions=batch["versions"][index].astype(np.int64),
                 advantage=ref.advantage,
                 temperature=temperature,
                 truncated=ref.finish == "length",
-                reference_logprobs=others.get(REFERENCE),
-                values=others.get(REWARD.values),
-                valued_at=int(others.get(REWARD.valued_at, [0])[0]),
                 cost=ref.cost,
-                cost_values=others.get(COST.values),
-                cost_valued_at=int(others.get(COST.valued_at, [0])[0]),
+                **{name: int(column[0]) if name in VALUED_AT else column for name, column in others.items()},
             )
         )
     return rows

@@ -159,7 +159,7 @@ def test_its_metrics_are_those_of_the_formulas(tiny: Path, ppo: Callable, judged
     config, rows = ppo(critic={"learning_rate": 0.0}), [dataclasses.replace(r, valued_at=-3) for r in judged()]
     critic = with_a_head(CriticTrainer(config, tiny))
     values = np.concatenate(values_of(critic, rows)).astype(np.float64)
-    returns = np.concatenate([token_advantages(row, config.algorithm).returns for row in rows])
+    returns = np.concatenate([token_advantages(row, config.algorithm) + row.values for row in rows])
     old = np.concatenate([row.values for row in rows]).astype(np.float64)
     clipped = np.clip(values, old - 0.2, old + 0.2)
     losses = np.maximum((values - returns) ** 2, (clipped - returns) ** 2) / 2

@@ -20,7 +20,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.training import data_parallel
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks, Rendezvous
+from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import StepOutcome, run_step, split_into_updates
 from asyncrl.errors import PeerLost, WeightsError
@@ -31,9 +31,9 @@ EXCHANGES = """
 import sys, torch
 from contextlib import nullcontext
 from pathlib import Path
-from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks, Rendezvous
+from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks
 rank = int(sys.argv[2])
-ranks = DistributedRanks(Rendezvous(Path(sys.argv[1]), 30.0, 30.0), rank, 2, "cpu", nullcontext)
+ranks = DistributedRanks(Path(sys.argv[1]), rank, 2, "cpu", nullcontext, 30.0, 30.0)
 print(ranks.sum(torch.tensor([1.0, rank])).tolist(), ranks.largest(torch.tensor([-rank, 5 * rank])).tolist())
 print(ranks.gather(torch.full((2 * rank, 3), rank)).tolist())
 """
@@ -127,7 +127,7 @@ def test_processes_exchange(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said(tmp_path: Path) -> None:
     with pytest.raises(PeerLost, match=r"2 training ranks did not all join within 0\.2 s \(seen by rank 0"):
-        DistributedRanks(Rendezvous(tmp_path / "meeting", 0.2, 30.0), 0, 2, "cpu", nullcontext)
+        DistributedRanks(tmp_path / "meeting", 0, 2, "cpu", nullcontext, 0.2, 30.0)
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))

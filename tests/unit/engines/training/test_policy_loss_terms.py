@@ -12,9 +12,8 @@ import torch
 from asyncrl.config.presets import PRESETS
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.models_with_heads import load_causal_model
-from asyncrl.engines.training.policy_metrics import MismatchSums
+from asyncrl.engines.training.policy_metrics import LARGEST, PolicyTotals, mismatch_metrics
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import run_step
@@ -312,7 +311,8 @@ def test_every_metric_of_a_step_is_documented(
 
 
 def test_a_mismatch_beyond_all_bounds_is_given_as_the_bound() -> None:
-    found = MismatchSums(torch.device("cpu"))
-    found.add(torch.tensor([100.0, -100.0]), Ragged.of([2]))
-    assert found.metrics(Ranks())["mismatch/weight_max"] == pytest.approx(np.exp(20))
-    assert MismatchSums(torch.device("cpu")).metrics(Ranks()) == {}
+    totals = PolicyTotals(torch.device("cpu"))
+    assert mismatch_metrics(*totals._sums[1:], dict(zip(LARGEST, totals._largest.tolist(), strict=True))) == {}
+    totals.add_mismatch(torch.tensor([100.0, -100.0]), Ragged.of([2]))
+    found = mismatch_metrics(*totals._sums[1:], dict(zip(LARGEST, totals._largest.tolist(), strict=True)))
+    assert found["mismatch/weight_max"] == pytest.approx(np.exp(20))

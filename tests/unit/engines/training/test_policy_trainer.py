@@ -29,7 +29,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 
 def trained_keys(outcome: StepOutcome) -> list[tuple[int, int, int]]:
-    return sorted(sample.key for sample in outcome.samples if sample.trained)
+    return sorted((sample.group, sample.member, sample.attempt) for sample in outcome.samples if sample.trained)
 
 
 def gradients(config: Config, folder: Path, rows: list[TrainRow]) -> list[torch.Tensor]:
