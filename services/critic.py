@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.micro_batches import forward_passes, token_ids
-from asyncrl.engines.training.batch.train_rows import VALUE_TARGETS, batch_digest, columns_of, train_rows
+from asyncrl.engines.training.batch.train_rows import COST, REWARD, batch_digest, columns_of, train_rows
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
 from asyncrl.engines.training.trainer_checkpoint import file_digests
@@ -44,7 +44,7 @@ class CriticService(Service, Critic):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._engine: CriticTrainer
-        self._target = VALUE_TARGETS["cost_critic" if context.service == "cost_critic" else "critic"]
+        self._target = COST if context.service == "cost_critic" else REWARD
         self._lock = asyncio.Lock()
         self._update: CriticUpdate | None = None
         self._version = 0

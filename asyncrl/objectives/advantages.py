@@ -38,10 +38,8 @@ order of the members."""
 def group_advantages(rewards: Floats, *, normalize_std: bool = False) -> Floats:
     """Computes A_i = r_i - mean(R), optionally divided by std(R) + 1e-4; equal rewards give exactly 0.
 
-    Args:
-        rewards: float64 [R], R >= 2, all finite: every known reward of one group.
-        normalize_std: divide by the standard deviation (ddof 1), as in DeepSeekMath (arXiv 2402.03300, section 4.1).
-            Without the division the estimator is that of Dr. GRPO (arXiv 2503.20783, section 3.2).
+    Sources: with the standard deviation (ddof 1) DeepSeekMath (arXiv 2402.03300, section 4.1), without it Dr. GRPO
+    (arXiv 2503.20783, section 3.2). rewards: float64 [R], R >= 2, all finite: every known reward of one group.
 
     Raises:
         ValueError: fewer than two rewards, or one that is not finite.
@@ -66,13 +64,10 @@ def leave_one_out_advantages(rewards: Floats) -> Floats:
 def batch_advantages(values: Floats, tokens: Floats) -> Floats:
     """Computes (v_i - mean) / (std + 1e-4), where mean and std run over all tokens of the batch.
 
-    Source: REINFORCE++ (arXiv 2501.03262, global advantage normalization), which uses the statistics of the global
-    batch instead of the group's. All tokens of a sample have the value of the sample, so a sample counts once per
-    token; the variance is divided by the number of tokens minus one. Equal values give exactly 0.
-
-    Args:
-        values: float64 [samples], finite: rewards, or rewards minus the mean of their group.
-        tokens: float64 [samples]: number of sampled tokens; a sample with 0 tokens is excluded from mean and std.
+    Source: REINFORCE++ (arXiv 2501.03262, global advantage normalization). All tokens of a sample have the value of the
+    sample, so a sample counts once per token; the variance is divided by the number of tokens minus one. Equal values
+    give exactly 0. values: float64 [samples], finite: rewards, or rewards minus the mean of their group. tokens:
+    float64 [samples]: number of sampled tokens; a sample with 0 tokens is excluded from mean and std.
 
     Raises:
         ValueError: a value is not finite.

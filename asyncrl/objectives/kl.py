@@ -50,11 +50,6 @@ def kl_to_go(logprobs: NDArray[np.float32], reference: NDArray[np.float32]) -> N
     return np.cumsum(k1[::-1])[::-1].copy()
 
 
-PROPORTIONAL_ERROR = 0.2
-GAIN = 0.1
-"""Both values are those of the paper, see KlCoefficient.update."""
-
-
 @dataclass(slots=True)
 class KlCoefficient:
     """Holds the coefficient of the KL loss. target: KL to hold, in nats per token; None keeps the value fixed."""
@@ -69,5 +64,5 @@ class KlCoefficient:
         et al. (arXiv 1909.08593, section 2.2), who measure the KL of whole answers.
         """
         if self.target is not None:
-            error = min(PROPORTIONAL_ERROR, max(-PROPORTIONAL_ERROR, measured / self.target - 1))
-            self.value *= 1 + GAIN * error
+            error = min(0.2, max(-0.2, measured / self.target - 1))
+            self.value *= 1 + 0.1 * error

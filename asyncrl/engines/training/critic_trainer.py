@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.masking import MaskedRow
-from asyncrl.engines.training.batch.micro_batches import live_rows, live_values, pad_rows, split_by_row
+from asyncrl.engines.training.batch.micro_batches import Ids, live_rows, live_values, pad_rows, split_by_row
 from asyncrl.engines.training.batch.train_rows import REWARD, TrainRow, ValueTarget
 from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.models_with_heads import load_value_model
@@ -75,9 +75,7 @@ class CriticTrainer(Trainer):
         return CriticStep(self, rows, incarnation, version)
 
     @torch.no_grad()
-    def values(
-        self, prompts: Sequence[NDArray[np.int64]], responses: Sequence[NDArray[np.int64]]
-    ) -> list[NDArray[np.float32]]:
+    def values(self, prompts: Sequence[Ids], responses: Sequence[Ids]) -> list[NDArray[np.float32]]:
         """Computes the values [tokens] of each row, before each token was sampled, in one forward pass.
 
         The bits of a row depend on the other rows of the pass; a pass over a single row always gives the same bits.
@@ -101,7 +99,8 @@ class CriticStep(TrainingStep):
     def _prepare(self) -> Iterator[bool]:
         target = self._trainer.target
         for item in self._rows:
-            item.returns = token_advantages(item.row, self._config.algorithm, target) + target.of(item.row).values
+            _, values, _ = target.of(item.row)
+            item.returns = token_advantages(item.row, self._config.algorithm, target) + values
         yield from ()
 
     def _backward(self, rows: Sequence[MaskedRow], number: int, tokens: int, samples: int) -> Backward:
@@ -116,17 +115,17 @@ class CriticStep(TrainingStep):
         """Runs forward and backward of a micro-batch; returns False and adds nothing if its loss is not finite."""
         model, target = self._trainer.model, self._trainer.target
         samples = [target.of(item.row) for item in rows]
-        old = live_values(rows, [sample.values for sample in samples], model.device)
+        old = live_values(rows, [values for _, values, _ in samples], model.device)
         returns = live_values(rows, [item.returns for item in rows], model.device)
         values = model.values(live_rows(rows, model.device))
-        found = value_loss(values, old, returns, target.settings(self._config).value_clip)
-        loss = weight * found.terms.sum()
+        terms, clipped = value_loss(values, old, returns, target.settings(self._config).value_clip)
+        loss = weight * terms.sum()
         if not math.isfinite(loss.item()):
             return False
         torch.autograd.backward(loss)
-        ages = [float(self._optimizer.updates - sample.valued_at) for sample in samples]
+        ages = [float(self._optimizer.updates - valued_at) for _, _, valued_at in samples]
         values, errors = values.detach(), returns - values.detach()
-        of_values = (torch.ones_like(values), weight * found.terms.detach(), found.clipped, values)
+        of_values = (torch.ones_like(values), weight * terms.detach(), clipped, values)
         of_returns = (returns, returns.double().square(), errors, errors.double().square())
         columns = (*of_values, *of_returns, live_values(rows, ages, model.device))
         self._update_sums += torch.stack([column.double().sum() for column in columns])
@@ -140,8 +139,7 @@ class CriticStep(TrainingStep):
         critic, updates, tokens = self._trainer.target.critic, len(self._norms), sums["tokens"]
         if not updates:
             return {f"{critic}/updates": 0.0}
-        returns = (tokens, sums["return"], sums["return_squares"])
-        errors = (tokens, sums["error"], sums["error_squares"])
+        returns, errors = ((tokens, sums[name], sums[f"{name}_squares"]) for name in ("return", "error"))
         return {
             f"{critic}/updates": float(updates),
             f"{critic}/loss": sums["loss"] / updates,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from asyncrl.errors import PeerLost, WeightsError
 
 Waiting = Callable[[], AbstractContextManager[None]]
-
 BUCKET = 8 << 20
 """Gradient values per all-reduce. Single tensors would cost a round trip each; all tensors at once would need a second
 copy of the gradient."""

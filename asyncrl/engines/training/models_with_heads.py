@@ -6,13 +6,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier
 from asyncrl.engines.models.scoring_models import another_tokenizer
-from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows
+from asyncrl.engines.training.batch.micro_batches import Ids, PaddedRows, pad_rows
 from asyncrl.errors import ConfigError
 
 Precision = Literal["float32", "bfloat16"]
@@ -101,7 +100,7 @@ class ValueModel(LoadedModel):
         values: Tensor = self.head(self.hidden(rows.ids).flatten(0, 1)[rows.positions].float())
         return values.squeeze(-1)
 
-    def scores(self, prompts: Sequence[NDArray[np.int64]], responses: Sequence[NDArray[np.int64]]) -> Tensor:
+    def scores(self, prompts: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         """Returns the score of each row at its last token, float32 [rows]; the row length tells which token is last."""
         rows = [np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]
         following = [np.zeros(1, np.int64)] * len(rows)  # The state before a further token is that of the last one.

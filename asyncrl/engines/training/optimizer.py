@@ -12,7 +12,7 @@ from asyncrl.engines.training.data_parallel import Ranks, sum_gradients
 class Optimizer:
     """Wraps AdamW with weight decay on matrices only.
 
-    updates: optimizer steps since the start of the run, over all incarnations.
+    updates: optimizer steps since the start of the run, over all incarnations. rate: of the last of them.
     """
 
     def __init__(self, model: Any, settings: TrainingConfig, steps: int) -> None:
@@ -25,6 +25,7 @@ class Optimizer:
             enable({"use_reentrant": False})
         self.settings = settings
         self.updates = 0
+        self.rate = settings.learning_rate
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._planned = steps * settings.updates
         assert all(p.dtype == torch.float32 for p in self.parameters), "master weights are float32"
@@ -33,12 +34,6 @@ class Optimizer:
             {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
-
-    @property
-    def rate(self) -> float:
-        """Returns the learning rate of the last step."""
-        rate: float = self.adamw.param_groups[0]["lr"]
-        return rate
 
     def step(self, ranks: Ranks, *, finite: bool) -> float | None:
         """Takes one step on the accumulated gradients of all ranks, and returns their norm before clipping.
@@ -51,8 +46,9 @@ class Optimizer:
             sum_gradients(ranks, self.parameters)
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm))
         if math.isfinite(norm):
+            self.rate = learning_rate(self.settings, self.updates, self._planned)
             for group in self.adamw.param_groups:
-                group["lr"] = learning_rate(self.settings, self.updates, self._planned)
+                group["lr"] = self.rate
             self.adamw.step()
             self.updates += 1
         self.adamw.zero_grad(set_to_none=True)

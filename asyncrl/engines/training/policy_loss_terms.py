@@ -10,8 +10,7 @@ from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.engines.training.batch.micro_batches import MicroBatch
 from asyncrl.objectives import corrections, surrogate_losses
 from asyncrl.objectives.kl import kl_loss
-from asyncrl.objectives.second_moment import pushed_away
-from asyncrl.objectives.surrogate_losses import SurrogateLoss
+from asyncrl.objectives.surrogate_losses import SurrogateLoss, pushed_away
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,6 @@ class LossTerms:
     clipped: Tensor
     weight: Tensor
     log_weight: Tensor
-
-    @property
-    def loss(self) -> Tensor:
-        return self.policy.sum() + self.kl.sum() + self.entropy.sum()
 
 
 def policy_loss_terms(

@@ -13,13 +13,13 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_of, probe_tokens
 from asyncrl.engines.training.batch.masking import MaskedRow, mask_metrics
-from asyncrl.engines.training.batch.micro_batches import MicroBatch, micro_batch, micro_batches, pad_rows, split_by_row
+from asyncrl.engines.training.batch.micro_batches import micro_batch, micro_batches, pad_rows
 from asyncrl.engines.training.batch.pretraining_texts import load_pretraining, texts_of
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.data_parallel import Ranks, check_same, own_device
 from asyncrl.engines.training.models_with_heads import load_causal_model
 from asyncrl.engines.training.optimizer import Optimizer
-from asyncrl.engines.training.policy_loss_terms import LossTerms, policy_loss_terms
+from asyncrl.engines.training.policy_loss_terms import policy_loss_terms
 from asyncrl.engines.training.policy_metrics import PolicyTotals
 from asyncrl.engines.training.token_advantages import mean_cost, set_token_advantages
 from asyncrl.engines.training.token_logprobs import frozen_logprobs, logprobs_after, token_logprobs
@@ -29,8 +29,7 @@ from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
 from asyncrl.objectives.aggregation import row_weights
 from asyncrl.objectives.kl import KlCoefficient
 from asyncrl.objectives.lagrangian import Multiplier
-from asyncrl.objectives.second_moment import pushed_away, second_moment_bound
-from asyncrl.protocols.batch import SampleName
+from asyncrl.objectives.surrogate_losses import pushed_away, second_moment_bound
 from asyncrl.protocols.messages import Canary
 
 
@@ -182,16 +181,19 @@ class PolicyStep(TrainingStep):
         """Runs forward and backward of a micro-batch; returns False and adds nothing if its loss is not finite."""
         model, batch = self._trainer.model, micro_batch(rows, self._trainer.model.device)
         chunk, bonus = self._config.training.logits_chunk, self._algorithm.entropy_bonus > 0
-        found = token_logprobs(model, batch.padded, chunk, entropy_gradient=bonus)
-        kl = self._trainer.kl.value
-        terms = policy_loss_terms(self._algorithm, kl, second_moment, found.logprobs, found.entropy, batch)
-        if not math.isfinite(terms.loss.item()):
-            self._culprits += _culprits(terms, batch)
+        logprobs, entropy = token_logprobs(model, batch.padded, chunk, entropy_gradient=bonus)
+        terms = policy_loss_terms(self._algorithm, self._trainer.kl.value, second_moment, logprobs, entropy, batch)
+        loss = terms.policy.sum() + terms.kl.sum() + terms.entropy.sum()
+        if not math.isfinite(loss.item()):
+            finite = torch.isfinite(terms.policy + terms.kl + terms.entropy)
+            broken, keys = batch.ragged.sum((~finite).float()).tolist(), [item.row.key for item in rows]
+            # All samples when only the sum is not finite.
+            self._culprits += [key for key, tokens in zip(keys, broken, strict=True) if tokens] or keys
             return False
-        torch.autograd.backward(terms.loss)
-        self._update_totals.add(terms, found.logprobs, found.entropy, batch, first=not self._norms)
-        for item, weights in zip(rows, _by_row(terms.weight, batch), strict=True):
-            item.rejected = int((weights == 0).sum())
+        torch.autograd.backward(loss)
+        self._update_totals.add(terms, logprobs, entropy, batch, first=not self._norms)
+        for item, rejected in zip(rows, batch.ragged.sum((terms.weight == 0).float()).tolist(), strict=True):
+            item.rejected = int(rejected)
         return True
 
     def _pretrain(self, number: int) -> Iterator[bool]:
@@ -209,7 +211,8 @@ class PolicyStep(TrainingStep):
         for indices in micro_batches([text.tokens for text in own], training.micro_batch_tokens):
             given, learnt = [own[index].given for index in indices], [own[index].learnt for index in indices]
             rows = pad_rows(given, learnt, 1.0, model.device)
-            loss = -token_logprobs(model, rows, training.logits_chunk).logprobs.sum() / tokens
+            logprobs, _ = token_logprobs(model, rows, training.logits_chunk)
+            loss = -logprobs.sum() / tokens
             torch.autograd.backward(self._algorithm.pretrain_coefficient * loss)
             self._pretrain_loss += loss.item()
             yield True
@@ -236,14 +239,3 @@ class PolicyStep(TrainingStep):
             metrics["cost/multiplier"] = trainer.multiplier.value
             trainer.multiplier.update(self._cost)
         return metrics
-
-
-def _culprits(terms: LossTerms, batch: MicroBatch) -> list[SampleName]:
-    """Returns the samples with a loss term that is not finite, or all samples when only the sum is not finite."""
-    keys = [item.row.key for item in batch.rows]
-    parts = _by_row(terms.policy + terms.kl + terms.entropy, batch)
-    return [key for key, part in zip(keys, parts, strict=True) if not np.isfinite(part).all()] or keys
-
-
-def _by_row(tokens: Tensor, batch: MicroBatch) -> list[NDArray[np.float32]]:
-    return split_by_row(tokens, [item.trained for item in batch.rows])

@@ -28,7 +28,7 @@ def token_advantages(row: TrainRow, algorithm: AlgorithmConfig, target: ValueTar
     half is added to the cost, so that its weight does not depend on the multiplier (Safe RLHF, arXiv 2310.12773,
     appendix B).
     """
-    sample = target.of(row)
+    score, values, _ = target.of(row)
     assert algorithm.gamma is not None, "the config requires gamma with gae"
     assert algorithm.gae_lambda is not None, "the config requires gae_lambda with gae"
     kl, share = None, 1.0
@@ -36,17 +36,12 @@ def token_advantages(row: TrainRow, algorithm: AlgorithmConfig, target: ValueTar
         kl = row.logprobs.astype(np.float64) - row.reference_logprobs
     if algorithm.constraint != "none":
         share = -0.5 if target is COST else 0.5
-    values = sample.values.astype(np.float64)
-    rewards = token_rewards(sample.score, len(values), kl, algorithm.kl * share)
-    return generalized_advantages(rewards, values, algorithm.gamma, algorithm.gae_lambda)
+    rewards = token_rewards(score, len(values), kl, algorithm.kl * share)
+    return generalized_advantages(rewards, values.astype(np.float64), algorithm.gamma, algorithm.gae_lambda)
 
 
 def set_token_advantages(
-    rows: Sequence[MaskedRow],
-    algorithm: AlgorithmConfig,
-    kl: float,
-    ranks: Ranks,
-    multiplier: Multiplier | None = None,
+    rows: Sequence[MaskedRow], algorithm: AlgorithmConfig, kl: float, ranks: Ranks, multiplier: Multiplier | None = None
 ) -> None:
     """Sets the advantage of each token in the rows, where a critic or a KL in the reward makes them differ.
 
@@ -74,7 +69,7 @@ def set_token_advantages(
 
 def mean_cost(rows: Sequence[MaskedRow], ranks: Ranks) -> float:
     """Averages the cost over the samples of all ranks, masked samples included."""
-    own = [sum(COST.of(item.row).score for item in rows), len(rows)]
+    own = [sum(COST.of(item.row)[0] for item in rows), len(rows)]
     total, count = ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
     return float(total / count)
 

@@ -1,7 +1,6 @@
 """Log-probs of response tokens; trainer and reference compute them only here."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,24 +8,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows, split_by_row
+from asyncrl.engines.training.batch.micro_batches import Ids, PaddedRows, pad_rows, split_by_row
 from asyncrl.engines.training.models_with_heads import CausalModel
-
-
-class TokenLogprobs(NamedTuple):
-    """Holds log-probs and entropies, float32 [tokens].
-
-    logprobs: log-softmax(logits / temperature) at the response token. entropy: of that distribution.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
 
 
 def token_logprobs(
     model: CausalModel, rows: PaddedRows, chunk: int, *, entropy_gradient: bool = False
-) -> TokenLogprobs:
-    """Computes log-probs, with gradient in grad mode, and entropies, with gradient only on request.
+) -> tuple[Tensor, Tensor]:
+    """Computes log-probs, with gradient in grad mode, and entropies, with gradient only on request, float32 [tokens].
+
+    They are those of log-softmax(logits / temperature), the log-probs at the response tokens.
 
     The head processes `chunk` tokens at a time, so that no larger [tokens, vocabulary] tensor exists. The backward pass
     recomputes the head, unless all tokens fit into one chunk.
@@ -44,7 +35,7 @@ def token_logprobs(
             parts.append(head(*inputs))
         else:
             parts.append(checkpoint(head, *inputs, use_reentrant=False, preserve_rng_state=False))
-    return TokenLogprobs(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
 @torch.no_grad()
@@ -56,15 +47,12 @@ def logprobs_after(model: CausalModel, prompt: NDArray[np.int64]) -> Tensor:
 
 @torch.no_grad()
 def frozen_logprobs(
-    model: CausalModel,
-    prompts: Sequence[NDArray[np.int64]],
-    responses: Sequence[NDArray[np.int64]],
-    temperatures: Sequence[float],
-    chunk: int,
+    model: CausalModel, prompts: Sequence[Ids], responses: Sequence[Ids], temperatures: Sequence[float], chunk: int
 ) -> list[NDArray[np.float32]]:
     """Computes the log-probs [tokens] of each row in one forward pass, without gradient.
 
     The bits of a row depend on the other rows of the pass; a pass over a single row always gives the same bits.
     """
     rows = pad_rows(prompts, responses, temperatures, model.device)
-    return split_by_row(token_logprobs(model, rows, chunk).logprobs, [len(response) for response in responses])
+    logprobs, _ = token_logprobs(model, rows, chunk)
+    return split_by_row(logprobs, [len(response) for response in responses])

@@ -8,7 +8,7 @@ import hashlib
 import io
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -39,9 +39,8 @@ def write_state(directory: Path, model: LoadedModel, optimizer: Optimizer, ranks
 
 def write_own_state(directory: Path, rank: int) -> None:
     """Writes and fsyncs the file of a rank other than 0."""
-    path = directory / _own_file(rank)
-    _save({"rng": torch.get_rng_state()}, path)
-    _sync(path)
+    _save({"rng": torch.get_rng_state()}, directory / f"rank-{rank}.pt")
+    _sync(directory / f"rank-{rank}.pt")
     _sync(directory)
 
 
@@ -55,7 +54,7 @@ def read_state(directory: Path, optimizer: Optimizer, ranks: Ranks) -> dict[str,
     if not (directory / TRAINER).exists():
         raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not the checkpoint of a trainer")
     state = _load(directory / TRAINER)
-    others = [_load(directory / _own_file(rank)) for rank in range(1, state.get("ranks", 1))]
+    others = [_load(directory / f"rank-{rank}.pt") for rank in range(1, state.get("ranks", 1))]
     optimizer.restore(state["optimizer"])
     random = [each["rng"] for each in (state, *others)]
     if len(random) != ranks.size and not all(torch.equal(each, random[0]) for each in random):
@@ -95,17 +94,14 @@ def _save(state: dict[str, Any], path: Path) -> None:
             raise file.failed from None
 
 
-def _own_file(rank: int | Literal["*"]) -> str:
-    return f"rank-{rank}.pt"
-
-
 def file_digests(directory: Path, rank: int = 0) -> dict[str, str]:
     """Returns the sha256 (hex) of each of this rank's files by relative path; other ranks may still write theirs."""
-    others = set(directory.glob(_own_file("*")))
-    paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and path not in others]
-    own = [directory / _own_file(rank)] if rank > 0 else paths
+    paths = [directory / f"rank-{rank}.pt"]
+    if rank == 0:
+        others = set(directory.glob("rank-*.pt"))
+        paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and path not in others]
     found = {}
-    for path in own:
+    for path in paths:
         with path.open("rb") as file:
             found[str(path.relative_to(directory))] = hashlib.file_digest(file, "sha256").hexdigest()
     return found

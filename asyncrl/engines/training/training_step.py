@@ -103,7 +103,9 @@ class TrainingStep(ABC):
         )
 
     def _update(self, part: Sequence[MaskedRow], number: int) -> Iterator[bool]:
-        tokens, samples, live = self._ranks.sum(denominators(part)).tolist()
+        counted = [item for item in part if item.counted]
+        own = [sum(len(item.live) for item in counted), len(counted), sum(item.trained for item in counted)]
+        tokens, samples, live = self._ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
         if live == 0:
             return
         finite = yield from self._backward([item for item in part if item.trained], number, int(tokens), int(samples))
@@ -152,10 +154,3 @@ def split_into_updates(
     for update in range(updates):
         own = range(update * len(batch) // updates, (update + 1) * len(batch) // updates)
         yield [item for item in rows if place[item.row.key] in own]
-
-
-def denominators(part: Sequence[MaskedRow]) -> Tensor:
-    """Counts the response tokens and samples in the denominators, and the live tokens: float64 [3]."""
-    counted = [item for item in part if item.counted]
-    tokens, live = sum(len(item.live) for item in counted), sum(item.trained for item in counted)
-    return torch.tensor([tokens, len(counted), live], dtype=torch.float64)

@@ -110,7 +110,6 @@ class MicroBatch:
     the start of the step, None where the current ones equal them.
     """
 
-    rows: Sequence[MaskedRow]
     padded: PaddedRows
     ragged: Ragged
     weights: Tensor
@@ -128,7 +127,6 @@ def micro_batch(rows: Sequence[MaskedRow], device: torch.device) -> MicroBatch:
     reference = [row.row.reference_logprobs for row in rows if row.row.reference_logprobs is not None]
     proximal = [row.proximal for row in rows if row.proximal is not None]
     return MicroBatch(
-        rows=rows,
         padded=live_rows(rows, device),
         ragged=Ragged.of([row.trained for row in rows], device),
         weights=live_values(rows, [row.weight for row in rows], device),
@@ -154,8 +152,5 @@ def live_rows(masked: Sequence[MaskedRow], device: torch.device) -> PaddedRows:
     padded = pad_rows(prompts, responses, [row.temperature for row in rows], device)
     live = torch.from_numpy(np.concatenate([item.live for item in masked])).to(device)
     return replace(
-        padded,
-        positions=padded.positions[live],
-        targets=padded.targets[live],
-        temperatures=padded.temperatures[live],
+        padded, positions=padded.positions[live], targets=padded.targets[live], temperatures=padded.temperatures[live]
     )

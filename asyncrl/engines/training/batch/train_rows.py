@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,14 +58,6 @@ class TrainRow:
         return (self.group, self.member, self.attempt)
 
 
-class ValuedSample(NamedTuple):
-    """The score (reward or cost) of a sample, its values float32 [tokens], and the critic's optimizer steps then."""
-
-    score: float
-    values: NDArray[np.float32]
-    valued_at: int
-
-
 @dataclass(frozen=True, slots=True)
 class ValueTarget:
     """Names what a critic learns to predict, reward or cost.
@@ -78,13 +70,13 @@ class ValueTarget:
     values: str
     valued_at: str
 
-    def of(self, row: TrainRow) -> ValuedSample:
-        """Reads score and values of this target from a row."""
+    def of(self, row: TrainRow) -> tuple[float, NDArray[np.float32], int]:
+        """Returns score and values of a row, and the optimizer steps that the critic had taken when it valued it."""
         values, valued_at = (row.cost_values, row.cost_valued_at) if self is COST else (row.values, row.valued_at)
         score = row.cost if self is COST else row.advantage
         assert values is not None, f"sample {row.key} has no values of the {self.critic}"
         assert score is not None, f"sample {row.key} has no cost"
-        return ValuedSample(float(score), values, valued_at)
+        return float(score), values, valued_at
 
     def settings(self, config: Config) -> CriticConfig:
         return config.cost_critic if self is COST else config.critic
@@ -94,7 +86,6 @@ REWARD = ValueTarget("critic", "values", "valued_at")
 COST = ValueTarget("cost_critic", "cost_values", "cost_valued_at")
 OPTIONAL = (REFERENCE, REWARD.values, REWARD.valued_at, COST.values, COST.valued_at)
 VALUED_AT = {REWARD.valued_at, COST.valued_at}
-VALUE_TARGETS = {target.critic: target for target in (REWARD, COST)}
 
 
 def value_targets_of(algorithm: AlgorithmConfig) -> list[ValueTarget]:
