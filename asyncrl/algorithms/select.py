@@ -55,23 +55,17 @@ def algorithm_problems(config: Config, given: Algorithm | None = None) -> list[P
     except ConfigError as error:
         where, _, text = str(error).partition(": ")
         return [Problem("algorithm.custom", where, text)]
-    runs = _shipped(config.algorithm)
-    return [
-        Problem(
-            "algorithm.custom",
-            f"algorithm.custom = {config.algorithm.custom}",
-            f"its {function} is that of asyncrl.algorithms.{name}, made for {MADE_FOR[name]}, and this config has "
-            f'{MADE_FOR[runs]}: write preset = "{name}", or leave `custom` out to run asyncrl.algorithms.{runs}',
-        )
-        for function, names in (("roll_out", {runs}), ("train", TRAIN_RUNS[runs]))
-        if (name := _shipped_function(algorithm, function)) and name not in names
-    ]
-
-
-def _shipped_function(algorithm: Algorithm, function: str) -> str:
-    """Returns the name of the algorithm of asyncrl that this function belongs to; empty: it is the user's own."""
-    its = getattr(algorithm, function)
-    return next((name for name, shipped in SHIPPED.items() if getattr(shipped, function) is its), "")
+    runs, found = _shipped(config.algorithm), []
+    for function, names in (("roll_out", {runs}), ("train", TRAIN_RUNS[runs])):
+        its = getattr(algorithm, function)
+        name = next((name for name, shipped in SHIPPED.items() if getattr(shipped, function) is its), None)
+        if name is not None and name not in names:
+            why = (
+                f"its {function} is that of asyncrl.algorithms.{name}, made for {MADE_FOR[name]}, and this config has "
+                f'{MADE_FOR[runs]}: write preset = "{name}", or leave `custom` out to run asyncrl.algorithms.{runs}'
+            )
+            found.append(Problem("algorithm.custom", f"algorithm.custom = {config.algorithm.custom}", why))
+    return found
 
 
 def advantages_of(config: Config) -> Advantages:

@@ -122,7 +122,7 @@ def batch_normalized(
     With `first = group_baseline` this is REINFORCE++-baseline (arXiv 2501.03262).
     """
     tokens = np.array([cut.tokens[member] for cut in cuts for member in cut.members], np.float64)
-    return _split(batch_advantages(_flat(first(cuts, version)), tokens), cuts)
+    return _split(batch_advantages(np.concatenate(first(cuts, version), dtype=np.float64), tokens), cuts)
 
 
 def shuffled(cuts: Sequence[RewardedCut], version: int, *, estimate: Advantages, seed: int) -> list[list[float]]:
@@ -130,11 +130,7 @@ def shuffled(cuts: Sequence[RewardedCut], version: int, *, estimate: Advantages,
 
     The permutation depends only on seed and version.
     """
-    return _split(np.random.default_rng([seed, version]).permutation(_flat(estimate(cuts, version))), cuts)
-
-
-def _flat(by_cut: list[list[float]]) -> Floats:
-    return np.array([value for of_cut in by_cut for value in of_cut], np.float64)
+    return _split(np.random.default_rng([seed, version]).permutation(np.concatenate(estimate(cuts, version))), cuts)
 
 
 def _split(values: Floats, cuts: Sequence[RewardedCut]) -> list[list[float]]:

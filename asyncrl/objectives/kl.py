@@ -1,9 +1,9 @@
 """Estimators of KL(policy || reference) from sampled tokens, and the coefficient of a KL loss.
 
 With d = log policy - log reference of the sampled token (J. Schulman, "Approximating KL divergence", 2020):
-k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Their gradients differ (arXiv 2510.01555,
-2512.21852): k1 as a loss has zero expected gradient, so it is used only inside the reward; k2 as a loss has the
-gradient of the KL for samples of the current policy; k3 as a loss approximates that gradient with a bias.
+k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Their gradients differ (arXiv 2510.01555, 2512.21852): k1 as a loss has zero
+expected gradient, so it is used only inside the reward; k2 as a loss has the gradient of the KL for samples of the
+current policy; k3 as a loss approximates that gradient with a bias.
 """
 
 from dataclasses import dataclass

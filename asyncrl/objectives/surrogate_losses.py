@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ HALVINGS = 60
 """Bisection steps: 60 halvings reach the resolution of float64."""
 
 
-@dataclass(frozen=True, slots=True)
-class SurrogateLoss:
+class SurrogateLoss(NamedTuple):
     """Holds the per-token results of a surrogate loss, all [tokens].
 
     terms: values to minimize, with gradient. ratio: the ratio as the loss uses it, detached. clipped: bool, where a

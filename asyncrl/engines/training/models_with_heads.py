@@ -169,8 +169,7 @@ def refuse_another_tokenizer(model: LoadedModel, policy: Path, key: str) -> None
 
 
 def _options(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Returns the options of loading; all dropout is 0, because it would make the ratio of an unchanged policy differ
-    from 1."""
+    """Returns the options of loading, without dropout: the ratio of an unchanged policy would differ from 1 with it."""
     config = AutoConfig.from_pretrained(folder, **changes)
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):

@@ -54,13 +54,6 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
         return norm if math.isfinite(norm) else None
 
-    def state(self) -> dict[str, Any]:
-        return {"adamw": self.adamw.state_dict(), "updates": self.updates}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.adamw.load_state_dict(state["adamw"])
-        self.updates = state["updates"]
-
 
 def learning_rate(settings: TrainingConfig, update: int, total: int) -> float:
     """Returns the learning rate of optimizer step `update`, counted from 0, of `total`.

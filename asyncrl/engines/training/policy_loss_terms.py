@@ -1,7 +1,7 @@
 """The policy loss of a micro-batch: combines the objectives that the config chooses into loss terms."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from asyncrl.objectives.kl import kl_loss
 from asyncrl.objectives.surrogate_losses import SurrogateLoss, pushed_away
 
 
-@dataclass(frozen=True, slots=True)
-class LossTerms:
+class LossTerms(NamedTuple):
     """Holds the terms of the loss, all [live tokens].
 
     policy, kl, entropy: terms with weights and coefficients; their sum is the loss. ratio, clipped: see SurrogateLoss.

@@ -52,8 +52,7 @@ def set_token_advantages(
     if algorithm.advantage == "gae":
         found = [token_advantages(item.row, algorithm) for item in rows]
         if multiplier is not None:
-            costs = [token_advantages(item.row, algorithm, COST) for item in rows]
-            pairs = zip(found, costs, strict=True)
+            pairs = zip(found, [token_advantages(item.row, algorithm, COST) for item in rows], strict=True)
             found = [constrained_advantages(of_reward, of_cost, multiplier.value) for of_reward, of_cost in pairs]
         mean, scale = 0.0, 1.0
         if algorithm.normalize_std:

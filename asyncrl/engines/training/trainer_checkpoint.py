@@ -31,8 +31,8 @@ def write_state(directory: Path, model: LoadedModel, optimizer: Optimizer, ranks
     model.whole.save_pretrained(folder)
     model.source_config.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
-    state |= {"optimizer": optimizer.state(), "rng": torch.get_rng_state(), "ranks": ranks}
-    _save(state, directory / TRAINER)
+    state |= {"optimizer": {"adamw": optimizer.adamw.state_dict(), "updates": optimizer.updates}}
+    _save({**state, "rng": torch.get_rng_state(), "ranks": ranks}, directory / TRAINER)
     for path in [*directory.rglob("*"), directory]:
         _sync(path)
 
@@ -55,7 +55,8 @@ def read_state(directory: Path, optimizer: Optimizer, ranks: Ranks) -> dict[str,
         raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not the checkpoint of a trainer")
     state = _load(directory / TRAINER)
     others = [_load(directory / f"rank-{rank}.pt") for rank in range(1, state.get("ranks", 1))]
-    optimizer.restore(state["optimizer"])
+    optimizer.adamw.load_state_dict(state["optimizer"]["adamw"])
+    optimizer.updates = state["optimizer"]["updates"]
     random = [each["rng"] for each in (state, *others)]
     if len(random) != ranks.size and not all(torch.equal(each, random[0]) for each in random):
         raise ConfigError(

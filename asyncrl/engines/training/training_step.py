@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.masking import MaskedRow, mask_counts, mask_rows, why_nothing_trained
+from asyncrl.engines.training.batch.masking import MaskedRow, mask_counts, mask_rows
 from asyncrl.engines.training.batch.micro_batches import micro_batches
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.data_parallel import Ranks
@@ -93,9 +93,11 @@ class TrainingStep(ABC):
         yield from self._prepare()
         for number, part in enumerate(split_into_updates(self._rows, batch, self._config.training.updates)):
             yield from self._update(part, number)
+        _, live, stale, _ = counts.tolist()
+        why_skipped = "not finite" if live > 0 else "stale" if stale > 0 else "truncated"
         self._outcome = StepOutcome(
             updates=len(self._norms),
-            skipped="" if self._norms else why_nothing_trained(counts),
+            skipped="" if self._norms else why_skipped,
             metrics=self._metrics(counts),
             samples=tuple(item.report() for item in self._rows),
             batch=tuple(batch),

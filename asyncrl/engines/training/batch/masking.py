@@ -17,10 +17,11 @@ from asyncrl.protocols.staleness import Policy, live
 class MaskedRow:
     """Holds a row with its mask, and what the step adds to it; arrays are [tokens].
 
-    live: True for tokens that enter the loss. counted: the row enters the denominators of the loss. staleness: in
-    versions. The step of the policy sets advantages (what the loss multiplies each token with), weight (of each token
-    in the loss of its update), proximal (log-probs at the start of the step), rejected (live tokens that a correction
-    gave the weight 0) and lost (why no live token trained, "" if they did); that of a critic sets returns.
+    live: True for tokens that enter the loss; `trained` counts them. counted: the row enters the denominators of the
+    loss. staleness: in versions. The step of the policy sets advantages (what the loss multiplies each token with),
+    weight (of each token in the loss of its update), proximal (log-probs at the start of the step), rejected (live
+    tokens that a correction gave the weight 0) and lost (why no live token trained, "" if they did); that of a critic
+    sets returns.
     """
 
     row: TrainRow
@@ -36,12 +37,10 @@ class MaskedRow:
 
     @property
     def trained(self) -> int:
-        """Counts the live tokens."""
         return int(self.live.sum())
 
     @property
     def tokens(self) -> int:
-        """Counts the tokens of prompt and response."""
         return len(self.row.prompt_ids) + len(self.row.response_ids)
 
     def report(self) -> TrainedSample:
@@ -78,14 +77,6 @@ def mask_counts(rows: Sequence[MaskedRow]) -> Tensor:
         stale, truncated = (tokens - row.trained, 0) if row.counted else (0, tokens)
         counts += torch.tensor([tokens, row.trained, stale, truncated], dtype=torch.float64)
     return counts
-
-
-def why_nothing_trained(counts: Tensor) -> str:
-    """Returns the reason for a step without an update, given `mask_counts` summed over all ranks."""
-    _, trained, stale, _ = counts.tolist()
-    if trained > 0:
-        return "not finite"
-    return "stale" if stale > 0 else "truncated"
 
 
 def mask_metrics(counts: Tensor) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from asyncrl.config.schema import AlgorithmConfig, Config, CriticConfig
 from asyncrl.protocols.batch import GREEDY, Batch, BatchRef, Cuts, SampleName
 
-PLAIN = ("prompt_ids", "response_ids", "logprobs", "versions")
 REFERENCE = "reference_logprobs"
 
 
@@ -25,8 +24,8 @@ class TrainRow:
     truncated: the sample ended at its token limit.
     advantage: one number for all tokens, or float64 [tokens]. With a critic it is the reward of the sample, from which
     the engine computes token advantages (`token_advantages.py`).
-    values [tokens]: the critic's value before each token was sampled. valued_at: optimizer steps that the critic had
-    taken when it computed them. cost, cost_values, cost_valued_at: the same for the cost of the sample.
+    values [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps that the critic had taken
+    when it computed them. cost, cost_values, cost_valued_at: the same for the cost of the sample.
     """
 
     group: int
@@ -84,8 +83,8 @@ class ValueTarget:
 
 REWARD = ValueTarget("critic", "values", "valued_at")
 COST = ValueTarget("cost_critic", "cost_values", "cost_valued_at")
-OPTIONAL = (REFERENCE, REWARD.values, REWARD.valued_at, COST.values, COST.valued_at)
-VALUED_AT = {REWARD.valued_at, COST.valued_at}
+VALUED_AT = (REWARD.valued_at, COST.valued_at)
+OPTIONAL = (REFERENCE, REWARD.values, COST.values, *VALUED_AT)
 
 
 def value_targets_of(algorithm: AlgorithmConfig) -> list[ValueTarget]:
@@ -99,7 +98,8 @@ def columns_of(algorithm: AlgorithmConfig) -> list[str]:
     """Returns the columns that the algorithm reads."""
     reference = [REFERENCE] if algorithm.kl > 0 else []
     targets = value_targets_of(algorithm)
-    return [*PLAIN, *reference, *(column for each in targets for column in (each.values, each.valued_at))]
+    plain = ["prompt_ids", "response_ids", "logprobs", "versions"]
+    return [*plain, *reference, *(column for each in targets for column in (each.values, each.valued_at))]
 
 
 def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRow]:
@@ -108,7 +108,8 @@ def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRo
     for index, ref in enumerate(refs):
         assert ref.advantage is not None, f"sample {ref.key} reached the trainer without an advantage"
         assert ref.member != GREEDY, f"the greedy answer of group {ref.group} reached the trainer; it is no sample"
-        others = {name: batch[name][index] for name in OPTIONAL if name in batch.columns}
+        others: dict[str, Any] = {name: batch[name][index] for name in OPTIONAL if name in batch.columns}
+        others |= {name: int(others[name][0]) for name in VALUED_AT if name in others}
         rows.append(
             TrainRow(
                 *ref.name,
@@ -121,7 +122,7 @@ def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRo
                 temperature=temperature,
                 truncated=ref.finish == "length",
                 cost=ref.cost,
-                **{name: int(column[0]) if name in VALUED_AT else column for name, column in others.items()},
+                **others,
             )
         )
     return rows
