@@ -10,16 +10,11 @@ from numpy.typing import NDArray
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.training.batch.rows_from_columns import (
-    batch_digest,
-    columns_of,
-    forward_passes,
-    token_ids,
-    train_rows,
-)
-from asyncrl.engines.training.batch.value_targets import VALUE_TARGETS
-from asyncrl.engines.training.state.saved_state import file_digests
-from asyncrl.engines.training.trainers.critic_trainer import CriticTrainer
+from asyncrl.engines.training.batch.micro_batches import forward_passes, token_ids
+from asyncrl.engines.training.batch.train_rows import COST, REWARD, batch_digest, columns_of, train_rows
+from asyncrl.engines.training.critic_trainer import CriticTrainer
+from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
+from asyncrl.engines.training.trainer_checkpoint import file_digests
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_slot
@@ -49,7 +44,7 @@ class CriticService(Service, Critic):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._engine: CriticTrainer
-        self._target = VALUE_TARGETS["cost_critic" if context.service == "cost_critic" else "critic"]
+        self._target = COST if context.service == "cost_critic" else REWARD
         self._lock = asyncio.Lock()
         self._update: CriticUpdate | None = None
         self._version = 0
@@ -150,7 +145,7 @@ class CriticService(Service, Critic):
         refuse_unusable(f"{self._target.critic}.device", self._target.settings(context.config).device)
         if context.checkpoint_dir is None:
             engine = CriticTrainer(context.config, Path(context.options.get("model", context.model_dir)), self._target)
-            engine.refuse_another_tokenizer(context.model_dir)
+            refuse_another_tokenizer(engine.model, context.model_dir, f"{self._target.critic}.model")
             return engine
         engine, extra = CriticTrainer.resume(context.config, context.checkpoint_dir / self._target.critic, self._target)
         self._version = extra["version"]
@@ -158,7 +153,7 @@ class CriticService(Service, Critic):
 
     def _forward(self, rows: Batch) -> tuple[list[NDArray[np.float32]], int]:
         """Runs one forward pass; returns its values and the updates taken before it."""
-        return self._engine.values(*token_ids(rows)), self._engine.updates
+        return self._engine.values(*token_ids(rows)), self._engine.optimizer.updates
 
     def _save(self, directory: Path, version: int) -> dict[str, str]:
         directory.mkdir(parents=True, exist_ok=True)

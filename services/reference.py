@@ -5,9 +5,9 @@ from numpy.typing import NDArray
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.training.batch.rows_from_columns import forward_passes, token_ids
-from asyncrl.engines.training.loss.logprobs import frozen_logprobs
-from asyncrl.engines.training.state.models_with_heads import CausalModel, load_causal_model
+from asyncrl.engines.training.batch.micro_batches import forward_passes, token_ids
+from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model
+from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_slot
 from asyncrl.protocols.batch import Batch, BatchRef

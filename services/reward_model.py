@@ -7,9 +7,8 @@ import torch
 from asyncrl.concurrency import gather
 from asyncrl.config.schema import MODEL_TERM
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.training.batch.packing import pad_sequences
-from asyncrl.engines.training.batch.rows_from_columns import forward_passes, token_ids
-from asyncrl.engines.training.state.models_with_heads import ValueModel, load_score_model, refuse_another_tokenizer
+from asyncrl.engines.training.batch.micro_batches import forward_passes, token_ids
+from asyncrl.engines.training.models_with_heads import ValueModel, load_score_model, refuse_another_tokenizer
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.rewards.execution.function_call import result_of
@@ -63,6 +62,5 @@ class RewardModelService(RewardService):
     @torch.no_grad()
     def _scores(self, rows: Batch) -> list[float]:
         """Runs one forward pass."""
-        prompts, responses = token_ids(rows)
-        scores: list[float] = self._model.scores(pad_sequences(prompts, responses, self._model.device)).cpu().tolist()
+        scores: list[float] = self._model.scores(*token_ids(rows)).cpu().tolist()
         return scores

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.training.batch.rows_from_columns import batch_digest, columns_of, train_rows
-from asyncrl.engines.training.interface import StepOutcome, TrainingEngine, TrainRow
-from asyncrl.engines.training.state.data_parallel import DistributedRanks, Ranks, Rendezvous, SingleRank
-from asyncrl.engines.training.state.saved_state import file_digests
-from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.batch.train_rows import TrainRow, batch_digest, columns_of, train_rows
+from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.trainer_checkpoint import file_digests
+from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.replicas import DEATH_NOTICE
 from asyncrl.fleet.worker.service import Service, WorkerContext
@@ -24,7 +24,7 @@ from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.hash_chain import GENESIS, chain
-from asyncrl.protocols.messages import Checkpointed, Published, StepReport, TrainedSample
+from asyncrl.protocols.messages import Checkpointed, Published, StepReport
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class TrainingService(Service, Training):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._engine: TrainingEngine
+        self._engine: PolicyTrainer
         self._ranks: Ranks
         self._writer: Writer | None = None
         self._published: Published
@@ -241,7 +241,6 @@ class TrainingService(Service, Training):
             ) from None
 
     def _report(self, outcome: StepOutcome, published: Published | None) -> StepReport:
-        samples = tuple(TrainedSample(*s.key, s.trained, s.masked, s.reason, s.rejected) for s in outcome.samples)
         incarnation, version = self._position
         return StepReport(
             incarnation,
@@ -250,7 +249,7 @@ class TrainingService(Service, Training):
             outcome.skipped,
             self._chain.hex(),
             outcome.metrics,
-            samples,
+            outcome.samples,
             published,
         )
 
@@ -293,12 +292,18 @@ class TrainingService(Service, Training):
         """Connects the ranks. options: `meeting`: the file of their rendezvous."""
         context, fleet = self.context, self.context.config.fleet
         if context.layout.size == 1:
-            return SingleRank()
-        meeting = Rendezvous(Path(context.options["meeting"]), fleet.start_deadline, fleet.call_deadline)
-        waiting = partial(context.clock.state, "sync")
-        return DistributedRanks(meeting, context.rank, context.layout.size, context.config.training.device, waiting)
+            return Ranks()
+        return DistributedRanks(
+            Path(context.options["meeting"]),
+            context.rank,
+            context.layout.size,
+            context.config.training.device,
+            waiting=partial(context.clock.state, "sync"),
+            start=fleet.start_deadline,
+            exchange=fleet.call_deadline,
+        )
 
-    def open_engine(self, ranks: Ranks) -> tuple[TrainingEngine, dict[str, Any]]:
+    def open_engine(self, ranks: Ranks) -> tuple[PolicyTrainer, dict[str, Any]]:
         """Makes the engine; returns it with the values saved beside its state, none at the first start.
 
         options: `pretrain`: the file of texts for the pretraining loss.

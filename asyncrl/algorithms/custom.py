@@ -78,7 +78,8 @@ def _mistake(given: object, name: str) -> str:
     write = f"write `async def {name}({arguments})`"
     if not callable(function):
         return f"it has no function {name}, {write}"
-    if not _is_async(function):
+    calls = (function, getattr(function, "__call__", None))  # noqa: B004
+    if not any(inspect.iscoroutinefunction(each) for each in calls):
         kind = "yields" if inspect.isasyncgenfunction(function) else "is not async"
         return f"its {name} {kind}, {write}"
     signature = inspect.signature(function)
@@ -87,7 +88,3 @@ def _mistake(given: object, name: str) -> str:
     except TypeError:
         return f"its {name} takes ({', '.join(signature.parameters)}) and is called with ({arguments}), {write}"
     return ""
-
-
-def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

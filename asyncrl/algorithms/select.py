@@ -1,6 +1,7 @@
 """Selects the algorithm and the estimator of advantages that a config asks for."""
 
 from dataclasses import replace
+from functools import partial
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.algorithms.custom import algorithm_named
@@ -8,15 +9,8 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.errors import ConfigError
-from asyncrl.objectives.advantages import (
-    Advantages,
-    BatchNormalized,
-    GreedyBaseline,
-    GroupBaseline,
-    LeaveOneOut,
-    Rewards,
-    Shuffled,
-)
+from asyncrl.objectives import advantages
+from asyncrl.objectives.advantages import Advantages
 
 SHIPPED = {"grpo": grpo.ALGORITHM, "remax": remax.ALGORITHM, "ppo": ppo.ALGORITHM, "safe_rlhf": safe_rlhf.ALGORITHM}
 MADE_FOR = {
@@ -61,42 +55,29 @@ def algorithm_problems(config: Config, given: Algorithm | None = None) -> list[P
     except ConfigError as error:
         where, _, text = str(error).partition(": ")
         return [Problem("algorithm.custom", where, text)]
-    runs = _shipped(config.algorithm)
-    return [
-        Problem(
-            "algorithm.custom",
-            f"algorithm.custom = {config.algorithm.custom}",
-            f"its {function} is that of asyncrl.algorithms.{name}, made for {MADE_FOR[name]}, and this config has "
-            f'{MADE_FOR[runs]}: write preset = "{name}", or leave `custom` out to run asyncrl.algorithms.{runs}',
-        )
-        for function, names in (("roll_out", {runs}), ("train", TRAIN_RUNS[runs]))
-        if (name := _shipped_function(algorithm, function)) and name not in names
-    ]
-
-
-def _shipped_function(algorithm: Algorithm, function: str) -> str:
-    """Returns the name of the algorithm of asyncrl that this function belongs to; empty: it is the user's own."""
-    its = getattr(algorithm, function)
-    return next((name for name, shipped in SHIPPED.items() if getattr(shipped, function) is its), "")
+    runs, found = _shipped(config.algorithm), []
+    for function, names in (("roll_out", {runs}), ("train", TRAIN_RUNS[runs])):
+        its = getattr(algorithm, function)
+        name = next((name for name, shipped in SHIPPED.items() if getattr(shipped, function) is its), None)
+        if name is not None and name not in names:
+            why = (
+                f"its {function} is that of asyncrl.algorithms.{name}, made for {MADE_FOR[name]}, and this config has "
+                f'{MADE_FOR[runs]}: write preset = "{name}", or leave `custom` out to run asyncrl.algorithms.{runs}'
+            )
+            found.append(Problem("algorithm.custom", f"algorithm.custom = {config.algorithm.custom}", why))
+    return found
 
 
 def advantages_of(config: Config) -> Advantages:
     """Returns the estimator of `algorithm.advantage`, shuffled for the control experiment that must not learn."""
-    estimate = _estimator(config.algorithm)
-    return Shuffled(estimate, config.seed) if config.algorithm.shuffle_advantages else estimate
-
-
-def _estimator(algorithm: AlgorithmConfig) -> Advantages:
-    match algorithm.advantage:
-        case "group_mean":
-            return GroupBaseline(bool(algorithm.normalize_std))
-        case "leave_one_out":
-            return LeaveOneOut()
-        case "batch":
-            return BatchNormalized()
-        case "group_batch":
-            return BatchNormalized(GroupBaseline())
-        case "greedy":
-            return GreedyBaseline()
-        case "gae":
-            return Rewards()
+    algorithm = config.algorithm
+    estimators: dict[str, Advantages] = {
+        "group_mean": partial(advantages.group_baseline, normalize_std=bool(algorithm.normalize_std)),
+        "leave_one_out": advantages.leave_one_out,
+        "batch": advantages.batch_normalized,
+        "group_batch": partial(advantages.batch_normalized, first=advantages.group_baseline),
+        "greedy": advantages.greedy_baseline,
+        "gae": advantages.plain_rewards,
+    }
+    found = estimators[algorithm.advantage]
+    return partial(advantages.shuffled, estimate=found, seed=config.seed) if algorithm.shuffle_advantages else found

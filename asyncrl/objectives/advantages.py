@@ -1,7 +1,8 @@
-"""Advantage estimators for the samples of one training batch; computed in float64, once, when the batch is cut."""
+"""Advantage estimators in float64: for the samples of one batch, when it is cut; for the tokens of one answer (GAE)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -37,15 +38,14 @@ order of the members."""
 def group_advantages(rewards: Floats, *, normalize_std: bool = False) -> Floats:
     """Computes A_i = r_i - mean(R), optionally divided by std(R) + 1e-4; equal rewards give exactly 0.
 
-    Args:
-        rewards: float64 [R], R >= 2, all finite: every known reward of one group.
-        normalize_std: divide by the standard deviation (ddof 1), as in DeepSeekMath (arXiv 2402.03300, section 4.1).
-            Without the division the estimator is that of Dr. GRPO (arXiv 2503.20783, section 3.2).
+    Sources: with the standard deviation (ddof 1) DeepSeekMath (arXiv 2402.03300, section 4.1), without it Dr. GRPO
+    (arXiv 2503.20783, section 3.2). rewards: float64 [R], R >= 2, all finite: every known reward of one group.
 
     Raises:
         ValueError: fewer than two rewards, or one that is not finite.
     """
-    _check_group(rewards)
+    if len(rewards) < 2 or not np.all(np.isfinite(rewards)):
+        raise ValueError(f"a group baseline needs at least two finite rewards, not {rewards.tolist()}")
     if rewards.max() == rewards.min():
         return np.zeros_like(rewards)
     scale = rewards.std(ddof=1) + STD_EPSILON if normalize_std else np.float64(1.0)
@@ -64,13 +64,10 @@ def leave_one_out_advantages(rewards: Floats) -> Floats:
 def batch_advantages(values: Floats, tokens: Floats) -> Floats:
     """Computes (v_i - mean) / (std + 1e-4), where mean and std run over all tokens of the batch.
 
-    Source: REINFORCE++ (arXiv 2501.03262, global advantage normalization), which uses the statistics of the global
-    batch instead of the group's. All tokens of a sample have the value of the sample, so a sample counts once per
-    token; the variance is divided by the number of tokens minus one. Equal values give exactly 0.
-
-    Args:
-        values: float64 [samples], finite: rewards, or rewards minus the mean of their group.
-        tokens: float64 [samples]: number of sampled tokens; a sample with 0 tokens is excluded from mean and std.
+    Source: REINFORCE++ (arXiv 2501.03262, global advantage normalization). All tokens of a sample have the value of the
+    sample, so a sample counts once per token; the variance is divided by the number of tokens minus one. Equal values
+    give exactly 0. values: float64 [samples], finite: rewards, or rewards minus the mean of their group. tokens:
+    float64 [samples]: number of sampled tokens; a sample with 0 tokens is excluded from mean and std.
 
     Raises:
         ValueError: a value is not finite.
@@ -86,27 +83,14 @@ def batch_advantages(values: Floats, tokens: Floats) -> Floats:
     return advantages
 
 
-def _check_group(rewards: Floats) -> None:
-    if len(rewards) < 2 or not np.all(np.isfinite(rewards)):
-        raise ValueError(f"a group baseline needs at least two finite rewards, not {rewards.tolist()}")
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBaseline:
+def group_baseline(cuts: Sequence[RewardedCut], version: int, *, normalize_std: bool = False) -> list[list[float]]:
     """Compares each sample with the mean of its group."""
-
-    normalize_std: bool = False
-
-    def __call__(self, cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
-        return [_of_group(cut, lambda r: group_advantages(r, normalize_std=self.normalize_std)) for cut in cuts]
+    return [_of_group(cut, partial(group_advantages, normalize_std=normalize_std)) for cut in cuts]
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveOneOut:
+def leave_one_out(cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
     """Compares each sample with the mean of the other samples of its group."""
-
-    def __call__(self, cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
-        return [_of_group(cut, leave_one_out_advantages) for cut in cuts]
+    return [_of_group(cut, leave_one_out_advantages) for cut in cuts]
 
 
 def _of_group(cut: RewardedCut, estimate: Callable[[Floats], Floats]) -> list[float]:
@@ -116,59 +100,68 @@ def _of_group(cut: RewardedCut, estimate: Callable[[Floats], Floats]) -> list[fl
     return [by_member[member] for member in cut.members]
 
 
-@dataclass(frozen=True, slots=True)
-class GreedyBaseline:
+def greedy_baseline(cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
     """Computes A_i = r_i - r(greedy answer to the same prompt). Source: ReMax (arXiv 2310.10505, algorithm 1)."""
-
-    def __call__(self, cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
-        return [[cut.rewards[member] - _greedy(cut) for member in cut.members] for cut in cuts]
-
-
-def _greedy(cut: RewardedCut) -> float:
-    assert cut.greedy is not None, f"group {cut.group} was cut before its greedy answer had a reward"
-    return cut.greedy
+    found = []
+    for cut in cuts:
+        assert cut.greedy is not None, f"group {cut.group} was cut before its greedy answer had a reward"
+        found.append([cut.rewards[member] - cut.greedy for member in cut.members])
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class Rewards:
-    """Passes the rewards on; with a critic the trainer computes token advantages from them (`gae.py`)."""
-
-    def __call__(self, cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
-        return [[cut.rewards[member] for member in cut.members] for cut in cuts]
+def plain_rewards(cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
+    """Passes the rewards on; with a critic the trainer computes token advantages from them."""
+    return [[cut.rewards[member] for member in cut.members] for cut in cuts]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchNormalized:
+def batch_normalized(
+    cuts: Sequence[RewardedCut], version: int, *, first: Advantages = plain_rewards
+) -> list[list[float]]:
     """Normalizes rewards, or the advantages of `first`, by mean and standard deviation over the whole batch.
 
-    With `first = GroupBaseline()` this is REINFORCE++-baseline (arXiv 2501.03262).
+    With `first = group_baseline` this is REINFORCE++-baseline (arXiv 2501.03262).
     """
-
-    first: Advantages | None = None
-
-    def __call__(self, cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
-        before = self.first(cuts, version) if self.first else [[c.rewards[m] for m in c.members] for c in cuts]
-        tokens = np.array([cut.tokens[member] for cut in cuts for member in cut.members], np.float64)
-        values = batch_advantages(np.array([value for of_cut in before for value in of_cut], np.float64), tokens)
-        return _split(values, cuts)
+    tokens = np.array([cut.tokens[member] for cut in cuts for member in cut.members], np.float64)
+    return _split(batch_advantages(np.concatenate(first(cuts, version), dtype=np.float64), tokens), cuts)
 
 
-@dataclass(frozen=True, slots=True)
-class Shuffled:
+def shuffled(cuts: Sequence[RewardedCut], version: int, *, estimate: Advantages, seed: int) -> list[list[float]]:
     """Permutes the advantages of `estimate` over the batch: a control experiment that must not learn.
 
     The permutation depends only on seed and version.
     """
-
-    estimate: Advantages
-    seed: int
-
-    def __call__(self, cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
-        flat = np.array([a for members in self.estimate(cuts, version) for a in members], np.float64)
-        return _split(np.random.default_rng([self.seed, version]).permutation(flat), cuts)
+    return _split(np.random.default_rng([seed, version]).permutation(np.concatenate(estimate(cuts, version))), cuts)
 
 
 def _split(values: Floats, cuts: Sequence[RewardedCut]) -> list[list[float]]:
     """Splits the values of all samples into one list per cut."""
     flat = iter(values.tolist())
     return [[next(flat) for _ in cut.members] for cut in cuts]
+
+
+def token_rewards(reward: float, tokens: int, kl: Floats | None = None, coefficient: float = 0.0) -> Floats:
+    """Returns r_t = -coefficient x kl_t, plus the reward of the answer at its last token; float64 [tokens].
+
+    Source: the reward of RLHF (arXiv 1909.08593, section 2.2; arXiv 2203.02155, section 3.5). kl: [tokens], the k1
+    estimate of the sampling policy against the reference, or None for no KL penalty.
+    """
+    rewards: Floats = np.zeros(tokens) if kl is None else -coefficient * kl
+    rewards[-1] += reward
+    return rewards
+
+
+def generalized_advantages(rewards: Floats, values: Floats, gamma: float, gae_lambda: float) -> Floats:
+    """Computes A_t = sum over l of (gamma lambda)^l delta_(t+l), delta_t = r_t + gamma V_(t+1) - V_t.
+
+    Source: GAE (arXiv 1506.02438, eq. 16).
+
+    An answer is an episode: the value after its last token is 0, even if the answer was truncated. rewards, values:
+    float64 [tokens]; values[t] is the value before token t is sampled. Returns float64 [tokens].
+    """
+    deltas = rewards + gamma * np.append(values[1:], 0.0) - values
+    advantages = np.zeros_like(deltas)
+    following = 0.0
+    for token in reversed(range(len(deltas))):
+        following = deltas[token] + gamma * gae_lambda * following
+        advantages[token] = following
+    return advantages

@@ -18,11 +18,8 @@ def row_weights(aggregation: Aggregation, lengths: Tensor, tokens: int, samples:
     - sequence_mean_token_mean: 1 / (samples x length), the average of GRPO (arXiv 2402.03300, eq. 3).
     - constant: 1 / (samples x divisor), Dr. GRPO (arXiv 2503.20783, section 3.2).
 
-    Args:
-        lengths: [rows] response tokens of each row. Masked tokens count, so that masking a token removes its loss term
-            and changes no other weight.
-        tokens: response tokens of the whole optimizer step.
-        samples: samples of the whole optimizer step.
+    lengths: [rows] response tokens of each row. Masked tokens count, so that masking a token removes its loss term and
+    changes no other weight. tokens, samples: of the whole optimizer step.
     """
     if aggregation == "sequence_mean_token_mean":
         return 1.0 / (samples * lengths.to(torch.float32))

@@ -5,7 +5,6 @@ Three policies have log-probs [tokens]: `behaviour`, the engine's when it sample
 without gradient, contains both staleness and the numerical mismatch of engine and trainer.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,31 +17,14 @@ Level = Literal["token", "sequence"]
 Rejection = Literal["geometric", "token_k2", "token_k3", "sequence_k2", "sequence_k3"]
 
 
-@dataclass(frozen=True, slots=True)
-class Importance:
-    """Holds the ratio of a policy loss and the weight of its terms, both [tokens].
+def log_ratio(current: Tensor, old: Tensor) -> Tensor:
+    """Returns log(current / old), the ratio that the loss clips; only `current` carries the gradient.
 
-    log_ratio: carries the gradient; the loss clips it. weight: detached factor, 0 for a token that is left out.
+    Sources: with `behaviour` as old policy PPO (arXiv 1707.06347, eq. 6), taken against the policy that sampled each
+    token; with `proximal` and a weight for proximal / behaviour the decoupled objective (arXiv 2110.00641; for
+    asynchronous training AReaL, arXiv 2505.24298).
     """
-
-    log_ratio: Tensor
-    weight: Tensor
-
-
-def against_engine(current: Tensor, behaviour: Tensor) -> Importance:
-    """Returns the ratio current / behaviour with weight 1.
-
-    Source: PPO's ratio (arXiv 1707.06347, eq. 6), taken against the policy that sampled each token.
-    """
-    return Importance(current - behaviour, torch.ones_like(behaviour))
-
-
-def against_proximal(current: Tensor, proximal: Tensor, weight: Tensor) -> Importance:
-    """Returns the ratio current / proximal with this weight, a correction for proximal / behaviour or ones.
-
-    Source: the decoupled objective (arXiv 2110.00641; for asynchronous training AReaL, arXiv 2505.24298).
-    """
-    return Importance(current - proximal.detach(), weight)
+    return current - old.detach()
 
 
 def weight_at_level(log_weight: Tensor, level: Level, ragged: Ragged) -> Tensor:

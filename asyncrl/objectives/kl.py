@@ -1,9 +1,9 @@
 """Estimators of KL(policy || reference) from sampled tokens, and the coefficient of a KL loss.
 
 With d = log policy - log reference of the sampled token (J. Schulman, "Approximating KL divergence", 2020):
-k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Their gradients differ (arXiv 2510.01555,
-2512.21852): k1 as a loss has zero expected gradient, so it is used only inside the reward; k2 as a loss has the
-gradient of the KL for samples of the current policy; k3 as a loss approximates that gradient with a bias.
+k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Their gradients differ (arXiv 2510.01555, 2512.21852): k1 as a loss has zero
+expected gradient, so it is used only inside the reward; k2 as a loss has the gradient of the KL for samples of the
+current policy; k3 as a loss approximates that gradient with a bias.
 """
 
 from dataclasses import dataclass
@@ -50,11 +50,6 @@ def kl_to_go(logprobs: NDArray[np.float32], reference: NDArray[np.float32]) -> N
     return np.cumsum(k1[::-1])[::-1].copy()
 
 
-PROPORTIONAL_ERROR = 0.2
-GAIN = 0.1
-"""Both values are those of the paper, see KlCoefficient.update."""
-
-
 @dataclass(slots=True)
 class KlCoefficient:
     """Holds the coefficient of the KL loss. target: KL to hold, in nats per token; None keeps the value fixed."""
@@ -69,5 +64,5 @@ class KlCoefficient:
         et al. (arXiv 1909.08593, section 2.2), who measure the KL of whole answers.
         """
         if self.target is not None:
-            error = min(PROPORTIONAL_ERROR, max(-PROPORTIONAL_ERROR, measured / self.target - 1))
-            self.value *= 1 + GAIN * error
+            error = min(0.2, max(-0.2, measured / self.target - 1))
+            self.value *= 1 + 0.1 * error

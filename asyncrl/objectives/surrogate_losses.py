@@ -4,16 +4,21 @@
 `corrections` chooses the old policy and the weight of each loss term; `aggregation` gives the weights of the sum.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from asyncrl.objectives.ragged import Ragged
 
+Reduce = Callable[[Tensor], Tensor]
+"""An element-wise reduction over all ranks."""
+HALVINGS = 60
+"""Bisection steps: 60 halvings reach the resolution of float64."""
 
-@dataclass(frozen=True, slots=True)
-class SurrogateLoss:
+
+class SurrogateLoss(NamedTuple):
     """Holds the per-token results of a surrogate loss, all [tokens].
 
     terms: values to minimize, with gradient. ratio: the ratio as the loss uses it, detached. clipped: bool, where a
@@ -83,15 +88,6 @@ def geometric_mean_loss(
     return SurrogateLoss(-advantages * mean, log_ratio.detach().exp(), clipped)
 
 
-def kept_ratio_loss(log_ratio: Tensor, advantages: Tensor, kept: Tensor) -> SurrogateLoss:
-    """Computes -r A for the kept tokens and 0 for the others, without a clip.
-
-    Source: M2PO (arXiv 2510.01161). kept: bool [tokens], see `second_moment`.
-    """
-    ratio = log_ratio.exp()
-    return SurrogateLoss(torch.where(kept, -ratio * advantages, 0.0), ratio.detach(), ~kept)
-
-
 def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, positive: float, negative: float) -> SurrogateLoss:
     """Computes -f(r) A with f(r) = 4 / tau sigmoid(tau (r - 1)), a gate that closes smoothly away from r = 1.
 
@@ -102,3 +98,52 @@ def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, positive: float, negat
     tau = torch.where(advantages > 0, advantages.new_tensor(positive), advantages.new_tensor(negative))
     terms = -torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages
     return SurrogateLoss(terms, ratio.detach(), torch.zeros_like(advantages, dtype=torch.bool))
+
+
+def kept_ratio_loss(log_ratio: Tensor, advantages: Tensor, kept: Tensor) -> SurrogateLoss:
+    """Computes -r A for the kept tokens and 0 for the others, without a clip.
+
+    Source: M2PO (arXiv 2510.01161). kept: bool [tokens], see `second_moment_bound`.
+    """
+    ratio = log_ratio.exp()
+    return SurrogateLoss(torch.where(kept, -ratio * advantages, 0.0), ratio.detach(), ~kept)
+
+
+def pushed_away(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Returns which tokens the update moves further from the policy that sampled them, bool [tokens]."""
+    return log_ratio * advantages > 0
+
+
+def second_moment_bound(squares: Tensor, budget: float, total: Reduce, largest: Reduce) -> float:
+    """Returns M2PO's bound up to which squared log ratios are kept, so that their mean is at most `budget`.
+
+    Only tokens that the update would push further from the policy that sampled can be left out: a ratio above 1 with a
+    positive advantage, or below 1 with a negative one. Among these, those with the largest squared log ratios are left
+    out until the mean of the remaining squares is within the budget. The authors' program caps the squares in that mean
+    where the paper leaves them out, and therefore keeps fewer tokens.
+
+    squares: float64 [n], of the tokens `pushed_away` on this rank. total, largest: sum and maximum over all ranks. The
+    bound is found by bisection, in which ranks exchange two numbers per step. It lies midway between the largest kept
+    and the smallest dropped square, and is infinity when all are kept.
+    """
+
+    def fits(bound: float) -> bool:
+        kept = squares[squares <= bound]
+        added, count = total(torch.tensor([float(kept.sum()), float(len(kept))], dtype=torch.float64)).tolist()
+        return bool(added <= budget * count)
+
+    high = _peak(squares, largest)
+    if fits(high):
+        return float("inf")
+    low = 0.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    kept, left_out = _peak(squares[squares <= low], largest), -_peak(-squares[squares > low], largest, -torch.inf)
+    return (kept + left_out) / 2
+
+
+def _peak(values: Tensor, largest: Reduce, none: float = 0.0) -> float:
+    """Returns the largest value on any rank."""
+    own = float(values.max()) if len(values) else none
+    return float(largest(torch.tensor([own], dtype=torch.float64)).item())

@@ -1,52 +1,32 @@
 """The critic's value loss and explained variance: pure functions on flat tensors [tokens]."""
 
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+Moments: TypeAlias = tuple[float, float, float]
+"""Count, sum and sum of squares of some numbers."""
 SAME = 1e-12
 """Returns with a smaller variance count as equal; rounding leaves about this much."""
 
 
-@dataclass(frozen=True, slots=True)
-class ValueLoss:
-    """Holds the value loss per token, [tokens].
-
-    terms: values to minimize, with gradient. clipped: bool, where the clipped value was further from the return.
-    """
-
-    terms: Tensor
-    clipped: Tensor
-
-
-def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> ValueLoss:
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """Computes 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2); with clip 0 1/2 (V - R)^2.
 
     Source: the squared error of PPO (arXiv 1707.06347, eq. 9). The factor 1/2 and the clip around the old value come
     from OpenAI's program (`baselines`, ppo2).
     values: V, with gradient. old: V_old, the values that the advantages were computed with. returns: R = A + V_old.
+    Returns the loss of each token, with gradient, and where the clipped value was further from the return, bool.
     """
     errors = (values - returns).square()
     if clip == 0:
-        return ValueLoss(errors / 2, torch.zeros_like(returns, dtype=torch.bool))
+        return errors / 2, torch.zeros_like(returns, dtype=torch.bool)
     clipped = (torch.clamp(values, old - clip, old + clip) - returns).square()
-    return ValueLoss(torch.maximum(errors, clipped) / 2, clipped > errors)
-
-
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """Holds count, sum and sum of squares of some numbers."""
-
-    count: float
-    total: float
-    squares: float
-
-    @property
-    def variance(self) -> float:
-        return self.squares / self.count - (self.total / self.count) ** 2
+    return torch.maximum(errors, clipped) / 2, clipped > errors
 
 
 def explained_variance(returns: Moments, errors: Moments) -> float:
     """Computes 1 - Var(R - V) / Var(R), and 0 when all returns are equal. errors: moments of R - V."""
-    return 1.0 - errors.variance / returns.variance if returns.variance > SAME else 0.0
+    total, left = ((squares / count - (summed / count) ** 2) for count, summed, squares in (returns, errors))
+    return 1.0 - left / total if total > SAME else 0.0

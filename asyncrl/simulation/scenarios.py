@@ -25,7 +25,7 @@ from asyncrl.controller.observers.events import AttemptFailed, Event, SampleScor
 from asyncrl.controller.rollouts import Sampling
 from asyncrl.errors import root_cause
 from asyncrl.fleet.fleet import Fleet
-from asyncrl.objectives.advantages import Advantages, GreedyBaseline, GroupBaseline, Rewards
+from asyncrl.objectives.advantages import Advantages, greedy_baseline, group_baseline, plain_rewards
 from asyncrl.protocols.staleness import Policy, live
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.fake_service import FakeService
@@ -338,8 +338,8 @@ class SimulatedRun:
 
 def _algorithm(scenario: Scenario) -> tuple[Algorithm, Advantages]:
     if scenario.critic is not None:
-        return safe_rlhf.ALGORITHM if scenario.constrained else ppo.ALGORITHM, Rewards()
-    return (remax.ALGORITHM, GreedyBaseline()) if scenario.greedy else (grpo.ALGORITHM, GroupBaseline())
+        return safe_rlhf.ALGORITHM if scenario.constrained else ppo.ALGORITHM, plain_rewards
+    return (remax.ALGORITHM, greedy_baseline) if scenario.greedy else (grpo.ALGORITHM, group_baseline)
 
 
 def simulate(scenario: Scenario) -> SimulationResult:

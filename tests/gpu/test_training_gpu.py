@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
-from asyncrl.engines.training.interface import TrainRow, run_step
-from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.training_step import run_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

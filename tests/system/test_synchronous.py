@@ -13,11 +13,10 @@ from asyncrl.config.sources import load
 from asyncrl.deploy.training_run import RunRequest, run
 from asyncrl.engines.generation.interface import Completion, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
-from asyncrl.engines.training.batch.rows_from_columns import value_targets_of
-from asyncrl.engines.training.batch.value_targets import ValueTarget
-from asyncrl.engines.training.interface import StepOutcome, TrainRow, run_step
-from asyncrl.engines.training.trainers.critic_trainer import CriticTrainer
-from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.batch.train_rows import TrainRow, ValueTarget, value_targets_of
+from asyncrl.engines.training.critic_trainer import CriticTrainer
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.objectives.advantages import RewardedCut
 from asyncrl.protocols.seeds import group_seed, member_seed
 from asyncrl.tasks import Draw, training_prompts
@@ -77,7 +76,7 @@ def plain_loop(config: Config, model: Path) -> list[dict[str, float]]:
 
 def judged(critic: CriticTrainer, signal: ValueTarget, row: TrainRow) -> TrainRow:
     (values,) = critic.values([row.prompt_ids], [row.response_ids])
-    return replace(row, cost=row.advantage, **{signal.values: values, signal.valued_at: critic.updates})
+    return replace(row, cost=row.advantage, **{signal.values: values, signal.valued_at: critic.optimizer.updates})
 
 
 def learn(critic: CriticTrainer, rows: list[TrainRow], version: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from asyncrl.controller.journal.ledger import Journal
 from asyncrl.controller.observers.events import Event
 from asyncrl.controller.rollouts import Sampling
 from asyncrl.fleet.fleet import Fleet
-from asyncrl.objectives.advantages import Advantages, GroupBaseline
+from asyncrl.objectives.advantages import Advantages, group_baseline
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.generation import FakeGeneration
 from asyncrl.simulation.fakes.sample_lengths import constant
@@ -41,7 +41,7 @@ class Scene:
         self.observe: Callable[[Event], None] = self.events.append
         self.between: Callable[[int], Any] | None = None
         self.algorithm = grpo.ALGORITHM
-        self.estimate: Advantages = GroupBaseline()
+        self.estimate: Advantages = group_baseline
         self.schedule = Schedule(steps)
         self.controller: Controller
 

@@ -25,7 +25,7 @@ from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
 from asyncrl.fleet.handle import GROUP_MARGIN
 from asyncrl.fleet.replicas import DEATH_NOTICE
 from asyncrl.fleet.worker.worker_spec import RunFacts
-from asyncrl.objectives.advantages import GreedyBaseline, GroupBaseline
+from asyncrl.objectives.advantages import greedy_baseline, group_baseline
 from asyncrl.protocols.contracts import Generation, Reference, Training
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.faults.fault_launcher import FaultyLauncher
@@ -347,7 +347,7 @@ class ControllerLife:
             fleet.fleet,
             prompts=lambda group: (f"prompt {group}", {}),
             sampling=Sampling(1.0, MOST_TOKENS, GROUP_DEADLINE, trial.seed, incarnation),
-            advantages=GreedyBaseline() if trial.greedy else GroupBaseline(),
+            advantages=greedy_baseline if trial.greedy else group_baseline,
             schedule=Schedule(trial.steps, trial.finish),
             between=self._between,
             observe=self._observe,

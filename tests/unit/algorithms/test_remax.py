@@ -29,7 +29,7 @@ from asyncrl.controller.rollouts import Attempt
 from asyncrl.controller.sample_tracker import NO_GREEDY, SampleTracker
 from asyncrl.errors import PeerLost
 from asyncrl.fleet.fleet import Fleet
-from asyncrl.objectives.advantages import GreedyBaseline
+from asyncrl.objectives.advantages import greedy_baseline
 from asyncrl.protocols.batch import GREEDY, Array, BatchRef, Place, RowRef, SampleName
 from asyncrl.protocols.messages import PromptGroup, Score
 from asyncrl.simulation.fakes.generation import FakeGeneration
@@ -65,7 +65,7 @@ class Judge(FakeReward):
 class RemaxScene(Scene):
     def __init__(self, reward: Judge, steps: int = 3) -> None:
         super().__init__(CONFIG, steps)
-        self.algorithm, self.estimate, self.reward = remax.ALGORITHM, GreedyBaseline(), reward
+        self.algorithm, self.estimate, self.reward = remax.ALGORITHM, greedy_baseline, reward
 
 
 def test_every_sample_is_compared_with_the_greedy_answer_to_its_prompt() -> None:

@@ -15,7 +15,7 @@ from asyncrl.controller.observers.events import Event, PrefetchFailed
 from asyncrl.controller.rollouts import Sampling
 from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.fleet.fleet import Fleet
-from asyncrl.objectives.advantages import GroupBaseline
+from asyncrl.objectives.advantages import group_baseline
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.generation import FakeGeneration
@@ -68,7 +68,7 @@ def play(kind: type[Plain]) -> tuple[Plain, list[Trained], list[Event]]:
             Fleet(generation, FakeReward(0.1), trainer),
             lambda group: (f"prompt {group}", {}),
             Sampling(1.0, 20, 600.0, seed=0, incarnation=0),
-            GroupBaseline(),
+            group_baseline,
             Schedule(STEPS),
             observe=events.append,
         )

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -7,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.objectives.advantages import (
-    BatchNormalized,
-    GreedyBaseline,
-    GroupBaseline,
-    LeaveOneOut,
     RewardedCut,
-    Shuffled,
     batch_advantages,
+    batch_normalized,
+    greedy_baseline,
     group_advantages,
+    group_baseline,
+    leave_one_out,
     leave_one_out_advantages,
+    shuffled,
 )
 
 rewards = st.lists(st.floats(-100, 100, allow_nan=False), min_size=2, max_size=16)
@@ -52,7 +53,7 @@ def test_leave_one_out_is_the_reward_over_the_mean_of_the_others(values: list[fl
 def test_with_a_greedy_answer_an_advantage_is_the_reward_over_its_reward(values: list[float], greedy: float) -> None:
     """ReMax, arXiv 2310.10505, algorithm 1: the others of the group change nothing."""
     members = tuple(range(0, len(values), 2))
-    (found,) = GreedyBaseline()([RewardedCut(0, members, dict(enumerate(values)), greedy=greedy)], 0)
+    (found,) = greedy_baseline([RewardedCut(0, members, dict(enumerate(values)), greedy=greedy)], 0)
     assert found == [np.float64(values[member]) - np.float64(greedy) for member in members]
 
 
@@ -80,11 +81,11 @@ def test_estimators_answer_for_the_members_of_each_cut() -> None:
         RewardedCut(0, (0, 2), {0: 1.0, 1: 0.0, 2: 0.5}, {0: 2, 2: 3}),
         RewardedCut(1, (1,), {0: 1.0, 1: 0.0}, {1: 4}),
     ]
-    assert LeaveOneOut()(cuts, 0) == [[0.75, 0.0], [-1.0]]
+    assert leave_one_out(cuts, 0) == [[0.75, 0.0], [-1.0]]
     plain = batch_advantages(np.array([1.0, 0.5, 0.0]), np.array([2.0, 3.0, 4.0]))
-    assert BatchNormalized()(cuts, 0) == [plain[:2].tolist(), plain[2:].tolist()]
+    assert batch_normalized(cuts, 0) == [plain[:2].tolist(), plain[2:].tolist()]
     centred = batch_advantages(np.array([0.5, 0.0, -0.5]), np.array([2.0, 3.0, 4.0]))
-    assert BatchNormalized(GroupBaseline())(cuts, 0) == [centred[:2].tolist(), centred[2:].tolist()]
+    assert partial(batch_normalized, first=group_baseline)(cuts, 0) == [centred[:2].tolist(), centred[2:].tolist()]
 
 
 @pytest.mark.trap("which_deviation")
@@ -103,13 +104,13 @@ def test_what_is_no_group_is_refused(values: list[float], estimate: Callable) ->
 
 def test_a_cut_is_compared_with_all_rewards_of_its_group() -> None:
     cut = RewardedCut(5, (1, 3), {0: 0.0, 1: 1.0, 3: 0.5, 7: 0.5})
-    assert GroupBaseline()([cut], 0) == [[0.5, 0.0]]
+    assert group_baseline([cut], 0) == [[0.5, 0.0]]
 
 
 def test_shuffling_moves_advantages_between_samples_and_changes_none() -> None:
     cuts = [RewardedCut(g, tuple(range(8)), {m: float(m * (g + 1)) for m in range(8)}) for g in range(4)]
-    control = Shuffled(GroupBaseline(), seed=3)
-    plain, mixed = GroupBaseline()(cuts, 7), control(cuts, 7)
+    control = partial(shuffled, estimate=group_baseline, seed=3)
+    plain, mixed = group_baseline(cuts, 7), control(cuts, 7)
     assert [len(members) for members in mixed] == [8] * 4
     assert sorted(chain.from_iterable(mixed)) == sorted(chain.from_iterable(plain))
     assert mixed != plain

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.objectives.gae import generalized_advantages, token_rewards
+from asyncrl.objectives.advantages import generalized_advantages, token_rewards
 
 SHARE = st.floats(0, 1)
 

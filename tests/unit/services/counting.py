@@ -10,16 +10,17 @@ import numpy as np
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.interface import SampleTokenCounts, StepOutcome, TrainingEngine, TrainRow
-from asyncrl.engines.training.state.data_parallel import Ranks, SingleRank
-from asyncrl.engines.training.trainers.batch_step import gather_keys
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.data_parallel import Ranks
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.training_step import StepOutcome, gather_keys
 from asyncrl.fleet.worker.compute_thread import InlineCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.lanes.weights.arena import open_reader
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
-from asyncrl.protocols.messages import Canary
+from asyncrl.protocols.messages import Canary, TrainedSample
 from asyncrl.services.training import TrainingService
 
 INCARNATION = 3
@@ -49,7 +50,7 @@ class CountingRun:
     @property
     def outcome(self) -> StepOutcome:
         trained = 0 if self._skipped else 1
-        samples = tuple(SampleTokenCounts(row.key, trained * len(row.response_ids), 0) for row in self._rows)
+        samples = tuple(TrainedSample(*row.key, trained * len(row.response_ids), 0) for row in self._rows)
         return StepOutcome(trained, self._skipped, samples, tuple(self._batch), {"grad_norm": 1.0})
 
 
@@ -74,14 +75,14 @@ class CountingEngine:
 
 
 class CountingService(TrainingService):
-    def open_engine(self, ranks: Ranks) -> tuple[TrainingEngine, dict[str, Any]]:
+    def open_engine(self, ranks: Ranks) -> tuple[PolicyTrainer, dict[str, Any]]:
         if self.context.checkpoint_dir is None:
             return CountingEngine(ranks), {}
         state = json.loads((self.context.checkpoint_dir / "state").read_text())
         return CountingEngine(ranks, state["weight"]), state["extra"]
 
     def open_ranks(self) -> Ranks:
-        return cast(Ranks, self.context.options.get("ranks", SingleRank()))
+        return cast(Ranks, self.context.options.get("ranks", Ranks()))
 
 
 class PatientCompute(InlineCompute):

@@ -134,7 +134,7 @@ async def test_a_repeated_update_gets_the_stored_report_and_is_taken_once(servin
         cuts = batch(service, refs, zeros(refs))
         first, second = await asyncio.gather(service.update(cuts), service.update(cuts))
         assert first == second == await service.update(cuts)
-        assert service._engine.updates == 1
+        assert service._engine.optimizer.updates == 1
 
 
 async def given_up(call: Coroutine[Any, Any, Any]) -> None:
@@ -151,9 +151,9 @@ async def test_an_update_whose_caller_gave_up_is_finished_before_a_checkpoint(se
     async with serving(config(training={"updates": 6}), make_compute=PatientCompute) as service:
         refs = sampled(service)
         await given_up(service.update(batch(service, refs, zeros(refs))))
-        assert service._engine.updates < 6
+        assert service._engine.optimizer.updates < 6
         await service.checkpoint(str(tmp_path), INCARNATION, 0)
-        assert service._engine.updates == 6
+        assert service._engine.optimizer.updates == 6
 
 
 async def test_an_update_whose_caller_gave_up_is_finished_before_the_next_one(serving: Serving) -> None:
@@ -164,7 +164,7 @@ async def test_an_update_whose_caller_gave_up_is_finished_before_the_next_one(se
             first = service.update(batch(service, refs, zeros(refs)))
             await (given_up(first) if impatient else first)
             await service.update(batch(service, others, zeros(others), version=1))
-            assert service._engine.updates == 12
+            assert service._engine.optimizer.updates == 12
             found.append([values.tobytes() for values in await values_of(service, refs)])
     assert found[0] == found[1]
 
@@ -257,7 +257,7 @@ async def test_it_begins_with_the_folder_it_is_given(serving: Serving, tmp_path:
         await service.checkpoint(str(tmp_path), INCARNATION, 1)
         expected = await values_of(service, refs)
     async with serving(options={"model": str(tmp_path / "critic" / "model")}) as again:
-        assert again._engine.updates == 0
+        assert again._engine.optimizer.updates == 0
         for values, before in zip(await values_of(again, sampled(again)), expected, strict=True):
             assert values.tobytes() == before.tobytes()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engines.training.state.data_parallel import Ranks
+from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext

@@ -1,51 +1,55 @@
-"""Masks response tokens out of the loss. This module is the only place that enforces the staleness limit."""
+"""Masks response tokens out of the loss, and counts them. This module alone enforces the staleness limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from asyncrl.engines.training.interface import SampleTokenCounts, TrainRow
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.protocols.messages import TrainedSample
 from asyncrl.protocols.staleness import Policy, live
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MaskedRow:
-    """Holds a row with the mask and the staleness of its response tokens.
+    """Holds a row with its mask, and what the step adds to it; arrays are [tokens].
 
-    live: bool [tokens], True for tokens that enter the loss. counted: the row enters the denominators of the loss.
+    live: True for tokens that enter the loss; `trained` counts them. counted: the row enters the denominators of the
+    loss. staleness: in versions. The step of the policy sets advantages (what the loss multiplies each token with),
+    weight (of each token in the loss of its update), proximal (log-probs at the start of the step), rejected (live
+    tokens that a correction gave the weight 0) and lost (why no live token trained, "" if they did); that of a critic
+    sets returns.
     """
 
     row: TrainRow
     live: NDArray[np.bool_]
     counted: bool
     staleness: NDArray[np.int64]
+    advantages: float | NDArray[np.float64] = 0.0
+    returns: float | NDArray[np.float64] = 0.0
+    weight: float = 0.0
+    proximal: NDArray[np.float32] | None = None
+    rejected: int = 0
+    lost: str = ""
 
     @property
     def trained(self) -> int:
-        """Counts the live tokens."""
         return int(self.live.sum())
 
     @property
     def tokens(self) -> int:
-        """Counts the tokens of prompt and response."""
         return len(self.row.prompt_ids) + len(self.row.response_ids)
 
-    def token_counts(self, lost: str = "", rejected: int = 0) -> SampleTokenCounts:
-        """Counts what happened to the response tokens.
-
-        lost: why no live token trained, "" if they did. rejected: live tokens that a correction gave the weight 0.
-        """
+    def report(self) -> TrainedSample:
+        """Returns what the step did with the response tokens."""
         tokens, trained = len(self.live), self.trained
-        if lost:
-            return SampleTokenCounts(self.row.key, 0, tokens, self._reason() if trained == 0 else lost)
-        return SampleTokenCounts(self.row.key, trained - rejected, tokens - trained, self._reason(), rejected)
-
-    def _reason(self) -> str:
-        if not self.counted:
-            return "truncated"
-        return "" if self.trained == len(self.live) else "stale"
+        reason = "truncated" if not self.counted else "stale" if trained < tokens else ""
+        if self.lost:
+            return TrainedSample(*self.row.key, 0, tokens, reason if trained == 0 else self.lost)
+        return TrainedSample(*self.row.key, trained - self.rejected, tokens - trained, reason, self.rejected)
 
 
 def mask_rows(
@@ -61,5 +65,27 @@ def mask_rows(
         fresh = np.ones(len(row.versions), np.bool_) if policy == "admit" else live(row.versions, version, limit)
         counted = not (mask_truncated and row.truncated)
         is_live = fresh & (row.incarnation == incarnation) & counted
-        masked.append(MaskedRow(row, is_live, counted, version - row.versions))
+        masked.append(MaskedRow(row, is_live, counted, version - row.versions, row.advantage))
     return masked
+
+
+def mask_counts(rows: Sequence[MaskedRow]) -> Tensor:
+    """Counts response tokens, float64 [4]: all, live, masked as stale, left out as truncated."""
+    counts = torch.zeros(4, dtype=torch.float64)
+    for row in rows:
+        tokens = len(row.live)
+        stale, truncated = (tokens - row.trained, 0) if row.counted else (0, tokens)
+        counts += torch.tensor([tokens, row.trained, stale, truncated], dtype=torch.float64)
+    return counts
+
+
+def mask_metrics(counts: Tensor) -> dict[str, float]:
+    """Returns the metrics of `mask_counts` summed over all ranks, for a step that has trained nothing so far."""
+    tokens, _, stale, truncated = counts.tolist()
+    return {
+        "tokens/response": tokens,
+        "tokens/trained": 0.0,
+        "staleness/masked_fraction": stale / max(1, tokens),
+        "mask/stale_fraction": stale / max(1, tokens),
+        "mask/truncated_fraction": truncated / max(1, tokens),
+    }

@@ -15,8 +15,9 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.generation.interface import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
-from asyncrl.engines.training.interface import TrainRow, run_step
-from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.training_step import run_step
 
 Drain = Callable[..., dict[Any, Completion]]
 MakeRequests = Callable[..., list[SampleRequest]]

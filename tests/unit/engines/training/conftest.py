@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.interface import TrainRow
-from asyncrl.engines.training.loss.logprobs import frozen_logprobs
-from asyncrl.engines.training.state.models_with_heads import load_causal_model
-from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.token_logprobs import frozen_logprobs
 
 KNOWN, HEAD = 50, 64
 SHAPE = {
@@ -114,7 +114,7 @@ def move() -> Callable[[PolicyTrainer, torch.Tensor], None]:
 
     def by(engine: PolicyTrainer, difference: torch.Tensor) -> None:
         offset = 0
-        for parameter in engine._state.optimizer.parameters:
+        for parameter in engine.optimizer.parameters:
             parameter.data += difference[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
 

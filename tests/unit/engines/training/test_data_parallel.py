@@ -17,13 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.training import data_parallel
 from asyncrl.engines.training.batch.masking import MaskedRow
-from asyncrl.engines.training.batch.microbatch import UpdateRow
-from asyncrl.engines.training.interface import StepOutcome, TrainRow, run_step
-from asyncrl.engines.training.state import data_parallel
-from asyncrl.engines.training.state.data_parallel import DistributedRanks, Ranks, Rendezvous
-from asyncrl.engines.training.trainers.batch_step import split_into_updates
-from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.training_step import StepOutcome, run_step, split_into_updates
 from asyncrl.errors import PeerLost, WeightsError
 
 PATIENCE = 30.0
@@ -32,9 +31,9 @@ EXCHANGES = """
 import sys, torch
 from contextlib import nullcontext
 from pathlib import Path
-from asyncrl.engines.training.state.data_parallel import Rendezvous, DistributedRanks, Ranks
+from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks
 rank = int(sys.argv[2])
-ranks = DistributedRanks(Rendezvous(Path(sys.argv[1]), 30.0, 30.0), rank, 2, "cpu", nullcontext)
+ranks = DistributedRanks(Path(sys.argv[1]), rank, 2, "cpu", nullcontext, 30.0, 30.0)
 print(ranks.sum(torch.tensor([1.0, rank])).tolist(), ranks.largest(torch.tensor([-rank, 5 * rank])).tolist())
 print(ranks.gather(torch.full((2 * rank, 3), rank)).tolist())
 """
@@ -115,8 +114,8 @@ def test_one_rank_with_a_broken_loss_stops_the_step_of_all(
 
 def _moments(engine: PolicyTrainer) -> list[torch.Tensor]:
     """First moments after one step: the gradients times 0.1."""
-    state = engine._state.optimizer.adamw.state
-    return [state[parameter]["exp_avg"] for parameter in engine._state.optimizer.parameters]
+    state = engine.optimizer.adamw.state
+    return [state[parameter]["exp_avg"] for parameter in engine.optimizer.parameters]
 
 
 def test_processes_exchange(tmp_path: Path) -> None:
@@ -128,7 +127,7 @@ def test_processes_exchange(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said(tmp_path: Path) -> None:
     with pytest.raises(PeerLost, match=r"2 training ranks did not all join within 0\.2 s \(seen by rank 0"):
-        DistributedRanks(Rendezvous(tmp_path / "meeting", 0.2, 30.0), 0, 2, "cpu", nullcontext)
+        DistributedRanks(tmp_path / "meeting", 0, 2, "cpu", nullcontext, 0.2, 30.0)
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
@@ -141,14 +140,14 @@ def test_updates_hold_the_same_rows_however_many_ranks_there_are(
     split = [list(split_into_updates(share, batch, updates)) for share in shares]
     assert all(len(parts) == updates for parts in split)
     for update in range(updates):
-        found = sorted(row.masked.row.key for parts in split for row in parts[update])
+        found = sorted(item.row.key for parts in split for item in parts[update])
         assert found == batch[update * count // updates : (update + 1) * count // updates]
 
 
-def part_row(key: tuple[int, int, int]) -> UpdateRow:
+def part_row(key: tuple[int, int, int]) -> MaskedRow:
     tokens = np.zeros(1, np.int64)
     row = TrainRow(*key, 1, tokens, tokens, tokens.astype(np.float32), tokens, 0.0)
-    return UpdateRow(MaskedRow(row, np.ones(1, np.bool_), True, tokens), 0.0)
+    return MaskedRow(row, np.ones(1, np.bool_), True, tokens)
 
 
 @pytest.mark.parametrize("bucket", [1, 100, 10**9])
@@ -165,7 +164,7 @@ def test_gradients_are_summed_whatever_the_bucket(bucket: int, monkeypatch: pyte
     assert torch.equal(parameters[-1].grad, torch.zeros(90))
 
 
-class Doubling(data_parallel.SingleRank):
+class Doubling(data_parallel.Ranks):
     """As if a second rank had the same."""
 
     size = 2

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.interface import run_step
-from asyncrl.engines.training.loss.pretraining_loss import texts_of
-from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.batch.pretraining_texts import texts_of
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompt_draw import drawn_row
 
@@ -62,7 +62,7 @@ def learning(make_config: Callable) -> Callable[..., Config]:
 
 def gradient(engine: PolicyTrainer) -> torch.Tensor:
     """Of the one step that was taken, over all ranks, all parameters in one vector."""
-    state, parameters = engine._state.optimizer.adamw.state, engine._state.optimizer.parameters
+    state, parameters = engine.optimizer.adamw.state, engine.optimizer.parameters
     return torch.cat([state[parameter]["exp_avg"].flatten() for parameter in parameters]) / 0.1
 
 
@@ -122,8 +122,8 @@ def test_its_gradient_is_added_with_the_coefficient(
 
 
 def engine_texts(engine: PolicyTrainer) -> Any:
-    assert engine._state.pretraining is not None
-    return engine._state.pretraining.texts
+    assert engine.texts is not None
+    return engine.texts
 
 
 def test_the_gradient_is_that_of_finite_differences(
@@ -145,15 +145,14 @@ def test_the_gradient_is_that_of_finite_differences(
 def test_gradients_are_the_same_for_1_2_and_7_micro_batches_of_texts(
     reader: Path, texts: Path, learning: Callable, make_rows: Callable
 ) -> None:
-    """Seven rows of 16 tokens; one more pass is that of the sample."""
+    """Seven rows of 16 tokens; one more pass is that of the sample, one that of the optimizer."""
     found, rows = {}, make_rows(1)
     texts.write_text("".join(texts.read_text().splitlines(keepends=True)[len(LENGTHS) :]))
     for budget in (7 * 16, 4 * 16, 16):
         engine = PolicyTrainer(learning(micro_batch_tokens=budget), reader, texts=texts)
         run = engine.begin(rows, INCARNATION, VERSION)
-        while run.advance():
-            pass
-        found[run.passes - 1] = gradient(engine)
+        passes = sum(1 for _ in iter(run.advance, False)) - 2
+        found[passes] = gradient(engine)
     assert sorted(found) == [1, 2, 7]
     for other in list(found.values())[1:]:
         torch.testing.assert_close(other, found[1], atol=1e-6, rtol=1e-4)
@@ -187,10 +186,9 @@ def test_a_text_whose_loss_is_not_finite_changes_nothing(
 
 
 def test_every_text_comes_once_before_one_comes_again(reader: Path, texts: Path, learning: Callable) -> None:
-    pretraining = PolicyTrainer(learning(per_step=4), reader, texts=texts)._state.pretraining
-    drawn = [
-        id(text) for version in range(7) for update in (0, 1) for text in texts_of(pretraining, version, update, 2)
-    ]
+    config = learning(per_step=4, updates=2)
+    given = engine_texts(PolicyTrainer(config, reader, texts=texts))
+    drawn = [id(text) for version in range(7) for update in (0, 1) for text in texts_of(given, config, version, update)]
     assert len(set(drawn[:14])) == len(set(drawn[14:])) == 14
 
 

@@ -11,12 +11,12 @@ import torch
 
 from asyncrl.config.presets import PRESETS
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.interface import TrainRow, run_step
-from asyncrl.engines.training.loss.logprobs import frozen_logprobs
-from asyncrl.engines.training.state.data_parallel import SingleRank
-from asyncrl.engines.training.state.models_with_heads import load_causal_model
-from asyncrl.engines.training.step_metrics.mismatch_metrics import MismatchSums
-from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.training.policy_metrics import LARGEST, PolicyTotals, mismatch_metrics
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.token_logprobs import frozen_logprobs
+from asyncrl.engines.training.training_step import run_step
 from asyncrl.objectives.ragged import Ragged
 from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
 
@@ -62,7 +62,7 @@ def logprobs_now(folder: Path, rows: list[TrainRow]) -> list[np.ndarray]:
 def gradient(config: Config, folder: Path, rows: list[TrainRow]) -> tuple[torch.Tensor, dict[str, float]]:
     """Of the first update, all parameters in one vector, and the metrics of the step."""
     engine = PolicyTrainer(config, folder)
-    parameters = engine._state.optimizer.parameters
+    parameters = engine.optimizer.parameters
     found: dict[torch.nn.Parameter, torch.Tensor] = {}
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(lambda p: found.update({p: p.grad.clone()}))
@@ -210,7 +210,7 @@ def test_a_skipped_step_leaves_the_coefficient(tiny: Path, off_policy: Callable,
     rows = [dataclasses.replace(row, advantage=float("nan")) for row in off_policy(3)]
     engine = PolicyTrainer(make_config(algorithm={"kl": 0.5, "kl_target": 1e-4}), tiny)
     assert run_step(engine, rows, INCARNATION, VERSION).skipped == "not finite"
-    assert engine._state.kl.value == 0.5
+    assert engine.kl.value == 0.5
 
 
 def kl_config(make_config: Callable, **algorithm: object) -> Config:
@@ -311,7 +311,8 @@ def test_every_metric_of_a_step_is_documented(
 
 
 def test_a_mismatch_beyond_all_bounds_is_given_as_the_bound() -> None:
-    found = MismatchSums(torch.device("cpu"))
-    found.add(torch.tensor([100.0, -100.0]), Ragged.of([2]))
-    assert found.metrics(SingleRank())["mismatch/weight_max"] == pytest.approx(np.exp(20))
-    assert MismatchSums(torch.device("cpu")).metrics(SingleRank()) == {}
+    totals = PolicyTotals(torch.device("cpu"))
+    assert mismatch_metrics(*totals._sums[1:], dict(zip(LARGEST, totals._largest.tolist(), strict=True))) == {}
+    totals.add_mismatch(torch.tensor([100.0, -100.0]), Ragged.of([2]))
+    found = mismatch_metrics(*totals._sums[1:], dict(zip(LARGEST, totals._largest.tolist(), strict=True)))
+    assert found["mismatch/weight_max"] == pytest.approx(np.exp(20))

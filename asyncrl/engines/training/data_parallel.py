@@ -3,10 +3,8 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,88 +13,60 @@ from torch import Tensor, nn
 from asyncrl.errors import PeerLost, WeightsError
 
 Waiting = Callable[[], AbstractContextManager[None]]
-
 BUCKET = 8 << 20
 """Gradient values per all-reduce. Single tensors would cost a round trip each; all tensors at once would need a second
 copy of the gradient."""
 
 
-class Ranks(Protocol):
-    """Exchanges tensors between ranks.
+class Ranks:
+    """Exchanges tensors between ranks. This class is one rank alone, which has nothing to exchange.
 
     Every rank calls the same methods in the same order; each call blocks the compute thread until all ranks made it.
     """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Sums element-wise over ranks, with the same bits on each; may work in place."""
-        ...
-
-    def largest(self, values: Tensor) -> Tensor:
-        """Returns the element-wise maximum over ranks; may work in place."""
-        ...
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """Concatenates the tensors [rows, width] of all ranks in rank order; numbers of rows may differ."""
-        ...
-
-
-class SingleRank:
-    """A trainer of one rank, which has nothing to exchange."""
 
     rank = 0
     size = 1
 
     def sum(self, values: Tensor) -> Tensor:
+        """Sums element-wise over ranks, with the same bits on each; may work in place."""
         return values
 
     def largest(self, values: Tensor) -> Tensor:
+        """Returns the element-wise maximum over ranks; may work in place."""
         return values
 
     def gather(self, rows: Tensor) -> Tensor:
+        """Concatenates the tensors [rows, width] of all ranks in rank order; numbers of rows may differ."""
         return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Says where and until when the processes of a trainer find each other.
+class DistributedRanks(Ranks):
+    """Runs one rank per process over torch.distributed: NCCL where each rank has its own GPU, as NCCL requires, else
+    gloo, which copies to the host.
 
-    file: path shared by all ranks, at which no file exists yet. start: seconds until all ranks must have joined.
-    exchange: seconds that one exchange may take, waiting for the slowest rank included.
-    """
-
-    file: Path
-    start: float
-    exchange: float
-
-
-class DistributedRanks:
-    """Runs one rank per process over torch.distributed: NCCL where each rank has its own GPU, else gloo.
-
-    waiting: returns a context manager that is entered for every exchange, to book the time.
+    meeting: path shared by all ranks, at which no file exists yet. start: seconds until all ranks must have joined.
+    exchange: seconds that one exchange may take, waiting for the slowest rank included. waiting: returns a context
+    manager that is entered for every exchange, to book the time.
 
     Raises:
         PeerLost: from the constructor and every method, when another rank is gone or late. No exchange works after it.
     """
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, size: int, device: str, waiting: Waiting) -> None:
+    def __init__(
+        self, meeting: Path, rank: int, size: int, device: str, waiting: Waiting, start: float, exchange: float
+    ) -> None:
         self.rank = rank
         self.size = size
         self._waiting = waiting
-        self._timeout = rendezvous.exchange
-        backend = backend_for(device, size)
+        self._timeout = exchange
+        backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= size else "gloo"
         self._device = torch.device(own_device(device, rank, size) if backend == "nccl" else "cpu")
         if backend == "nccl":
             torch.cuda.set_device(self._device)
-        with self._exchange(f"did not all join within {rendezvous.start:g} s"):
-            store = dist.FileStore(str(rendezvous.file), size)  # type: ignore[attr-defined]
-            store.set_timeout(timedelta(seconds=rendezvous.start))
-            timeout = timedelta(seconds=rendezvous.exchange)
+        with self._exchange(f"did not all join within {start:g} s"):
+            store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+            store.set_timeout(timedelta(seconds=start))
+            timeout = timedelta(seconds=exchange)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -137,14 +107,7 @@ class DistributedRanks:
 
 def own_device(device: str, rank: int, size: int) -> str:
     """Returns the GPU of this rank where `device` is "cuda"; ranks share GPUs when there are too few."""
-    if device != "cuda" or size == 1:
-        return device
-    return f"cuda:{rank % torch.cuda.device_count()}"
-
-
-def backend_for(device: str, size: int) -> str:
-    """Returns "nccl" if every rank has a GPU of its own, which NCCL requires; else "gloo", which copies to the host."""
-    return "nccl" if device == "cuda" and torch.cuda.device_count() >= size else "gloo"
+    return device if device != "cuda" or size == 1 else f"cuda:{rank % torch.cuda.device_count()}"
 
 
 def sum_gradients(ranks: Ranks, parameters: list[nn.Parameter]) -> None:
@@ -155,15 +118,11 @@ def sum_gradients(ranks: Ranks, parameters: list[nn.Parameter]) -> None:
     if ranks.size == 1:
         return
     for bucket in _buckets(parameters):
-        summed = ranks.sum(torch.cat([_gradient(parameter).flatten() for parameter in bucket]))
+        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+        summed = ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
         parts = torch.split(summed, [parameter.numel() for parameter in bucket])
         for parameter, part in zip(bucket, parts, strict=True):
             parameter.grad = part.view_as(parameter)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

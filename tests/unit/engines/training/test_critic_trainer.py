@@ -12,13 +12,13 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.masking import mask_rows
-from asyncrl.engines.training.interface import TrainRow, run_step
-from asyncrl.engines.training.loss.logprobs import frozen_logprobs
-from asyncrl.engines.training.loss.token_advantages import token_advantages, with_token_advantages
-from asyncrl.engines.training.state.data_parallel import SingleRank
-from asyncrl.engines.training.trainers.critic_step import CriticOutcome
-from asyncrl.engines.training.trainers.critic_trainer import CriticTrainer
-from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.critic_trainer import CriticTrainer
+from asyncrl.engines.training.data_parallel import Ranks
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.token_advantages import set_token_advantages, token_advantages
+from asyncrl.engines.training.token_logprobs import frozen_logprobs
+from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.errors import ConfigError
 
 INCARNATION, VERSION, LENGTH, ROWS = 1, 5, 14, 7
@@ -58,22 +58,19 @@ def judged(make_rows: Callable) -> Callable[..., list[TrainRow]]:
     return make
 
 
-def learn(critic: CriticTrainer, rows: list[TrainRow]) -> CriticOutcome:
-    step = critic.begin(rows, INCARNATION, VERSION)
-    while step.advance():
-        pass
-    return step.outcome
+def learn(critic: CriticTrainer, rows: list[TrainRow]) -> StepOutcome:
+    return run_step(critic, rows, INCARNATION, VERSION)
 
 
 def parameters(critic: CriticTrainer) -> list[torch.nn.Parameter]:
-    return critic._state.optimizer.parameters
+    return critic.optimizer.parameters
 
 
 def with_a_head(critic: CriticTrainer) -> CriticTrainer:
     """One whose values are no longer all 0."""
     torch.manual_seed(4)
     with torch.no_grad():
-        for parameter in critic._state.model.head.parameters():
+        for parameter in critic.model.head.parameters():
             parameter.normal_(0, 0.5)
     return critic
 
@@ -162,7 +159,7 @@ def test_its_metrics_are_those_of_the_formulas(tiny: Path, ppo: Callable, judged
     config, rows = ppo(critic={"learning_rate": 0.0}), [dataclasses.replace(r, valued_at=-3) for r in judged()]
     critic = with_a_head(CriticTrainer(config, tiny))
     values = np.concatenate(values_of(critic, rows)).astype(np.float64)
-    returns = np.concatenate([token_advantages(row, config.algorithm).returns for row in rows])
+    returns = np.concatenate([token_advantages(row, config.algorithm) + row.values for row in rows])
     old = np.concatenate([row.values for row in rows]).astype(np.float64)
     clipped = np.clip(values, old - 0.2, old + 0.2)
     losses = np.maximum((values - returns) ** 2, (clipped - returns) ** 2) / 2
@@ -179,7 +176,7 @@ def test_its_metrics_are_those_of_the_formulas(tiny: Path, ppo: Callable, judged
     }
     assert {name: outcome.metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert outcome.metrics.keys() - expected.keys() == {"critic/grad_norm"}
-    assert critic.updates == 1
+    assert critic.optimizer.updates == 1
 
 
 @pytest.mark.trap("masked_denominators")
@@ -193,7 +190,7 @@ def test_a_stale_token_loses_its_term_and_re_weights_no_other(tiny: Path, ppo: C
     ]
     torch.testing.assert_close(parts[0] + parts[1], whole, atol=1e-6, rtol=1e-4)
     outcome = learn(critic := CriticTrainer(ppo(), tiny), stale)
-    assert (outcome.updates, outcome.skipped, critic.updates) == (0, "stale", 0)
+    assert (outcome.updates, outcome.skipped, critic.optimizer.updates) == (0, "stale", 0)
 
 
 @pytest.mark.trap("not_finite")
@@ -212,7 +209,7 @@ def test_it_learns_what_follows(tiny: Path, ppo: Callable, judged: Callable) -> 
     assert first["critic/explained_variance"] == pytest.approx(0, abs=0.2)
     assert last["critic/explained_variance"] > 0.9
     assert last["critic/loss"] < 0.1 * first["critic/loss"]
-    assert critic.updates == 80
+    assert critic.optimizer.updates == 80
 
 
 def test_a_resumed_critic_goes_on_bit_for_bit(tiny: Path, ppo: Callable, judged: Callable, tmp_path: Path) -> None:
@@ -222,7 +219,7 @@ def test_a_resumed_critic_goes_on_bit_for_bit(tiny: Path, ppo: Callable, judged:
         learn(critic, rows)
     critic.save(tmp_path / "critic", {"version": 3})
     resumed, extra = CriticTrainer.resume(config, tmp_path / "critic")
-    assert (extra, resumed.updates) == ({"version": 3}, 3)
+    assert (extra, resumed.optimizer.updates) == ({"version": 3}, 3)
     for each in (critic, resumed):
         learn(each, rows)
     for values, expected in zip(values_of(resumed, rows), values_of(critic, rows), strict=True):
@@ -303,8 +300,8 @@ def test_answers_that_are_left_out_as_truncated_are_in_no_standardization(ppo: C
         batch = list(rows)
         batch[cut] = dataclasses.replace(rows[cut], truncated=True, advantage=reward)
         masked = mask_rows(batch, INCARNATION, VERSION, 2, "mask", True)
-        found = with_token_advantages(masked, algorithm, 0.0, SingleRank())
-        return [np.asarray(item.row.advantage) for item in found[:cut] + found[cut + 1 :]]
+        set_token_advantages(masked, algorithm, 0.0, Ranks())
+        return [np.asarray(item.advantages) for item in masked[:cut] + masked[cut + 1 :]]
 
     for first, second in zip(credited(2, 0.0), credited(2, 50.0), strict=True):
         np.testing.assert_array_equal(first, second)
@@ -315,8 +312,8 @@ def test_a_critic_learns_ten_times_as_fast_unless_told_otherwise(
     own: dict, rate: float, tiny: Path, make_config: Callable
 ) -> None:
     config = make_config(algorithm={"preset": "ppo"}, training={"learning_rate": 1e-3}, critic=own)
-    assert CriticTrainer(config, tiny)._state.optimizer.settings.learning_rate == pytest.approx(rate)
+    assert CriticTrainer(config, tiny).optimizer.settings.learning_rate == pytest.approx(rate)
 
 
 def engine_logprobs(engine: PolicyTrainer, row: TrainRow) -> np.ndarray:
-    return frozen_logprobs(engine._state.model, [row.prompt_ids], [row.response_ids], [1.0], 1024)[0]
+    return frozen_logprobs(engine.model, [row.prompt_ids], [row.response_ids], [1.0], 1024)[0]

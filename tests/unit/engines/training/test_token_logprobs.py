@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.engines.training.batch.packing import micro_batches, pad_rows
-from asyncrl.engines.training.interface import TrainRow
-from asyncrl.engines.training.loss.logprobs import frozen_logprobs, token_logprobs
-from asyncrl.engines.training.state.models_with_heads import load_causal_model
+from asyncrl.engines.training.batch.micro_batches import micro_batches, pad_rows
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.training.token_logprobs import frozen_logprobs, token_logprobs
 from asyncrl.errors import ConfigError
 
 KNOWN = 50
@@ -56,7 +56,7 @@ def test_gradients_of_rows_together_are_those_of_rows_alone(
     for model, part, weight in parts:
         prompts, responses = [row.prompt_ids for row in part], [row.response_ids for row in part]
         padded = pad_rows(prompts, responses, [0.7] * len(part), model.device)
-        (token_logprobs(model, padded, 1024).logprobs * weight.float()).sum().backward()
+        (token_logprobs(model, padded, 1024)[0] * weight.float()).sum().backward()
     for ours, expected in zip(together.whole.parameters(), alone.whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-4, atol=1e-5)
 
@@ -86,7 +86,7 @@ def test_chunks_change_no_log_prob_and_no_gradient(tiny: Path, make_rows: Callab
         padded = pad_rows(
             [row.prompt_ids for row in rows], [row.response_ids for row in rows], [0.7] * len(rows), model.device
         )
-        token_logprobs(model, padded, chunk).logprobs.sum().backward()
+        token_logprobs(model, padded, chunk)[0].sum().backward()
         gradients.append([p.grad.clone() for p in model.whole.parameters()])
     for small, whole in zip(*gradients, strict=True):
         torch.testing.assert_close(small, whole, rtol=1e-4, atol=1e-5)
@@ -115,7 +115,7 @@ def test_entropy_is_that_of_the_tempered_distribution(tiny: Path, make_rows: Cal
     padded = pad_rows([row.prompt_ids], [row.response_ids], [0.7], model.device)
     ids = torch.tensor(np.concatenate([row.prompt_ids, row.response_ids]))[None]
     with torch.no_grad():
-        found = token_logprobs(model, padded, 1024).entropy
+        found = token_logprobs(model, padded, 1024)[1]
         logits = model.whole(input_ids=ids).logits[0, len(row.prompt_ids) - 1 : -1, :KNOWN]
     expected = torch.distributions.Categorical(logits=logits / 0.7).entropy()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

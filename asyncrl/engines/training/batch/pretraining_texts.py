@@ -1,7 +1,4 @@
-"""The pretraining loss: cross-entropy on texts that the policy must not forget, added to the policy loss.
-
-Sources: PPO-ptx (arXiv 2203.02155, section 3.5, gamma E[log pi(x)]); Safe RLHF (arXiv 2310.12773, appendix B, L^PTX).
-"""
+"""The texts of the pretraining loss, which the policy must not forget: reads them and chooses those of each update."""
 
 import json
 from collections.abc import Sequence
@@ -11,14 +8,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.models.context_window import context_of, longest_row
-from asyncrl.engines.training.batch.packing import pad_rows
-from asyncrl.engines.training.loss.logprobs import token_logprobs
-from asyncrl.engines.training.state.models_with_heads import CausalModel
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompt_draw import drawn_row
 
@@ -35,30 +28,18 @@ class PretrainingText:
         return len(self.given) + len(self.learnt)
 
 
-@dataclass(frozen=True, slots=True)
-class PretrainingTexts:
-    """Holds all texts. coefficient: of the loss. per_step: texts per step, split evenly over its updates."""
-
-    texts: Sequence[PretrainingText]
-    coefficient: float
-    per_step: int
-    seed: int
-
-
-def load_pretraining(path: Path, config: Config, model: CausalModel) -> PretrainingTexts:
+def load_pretraining(path: Path, config: Config, model_config: Any, tokenizer: Any) -> list[PretrainingText]:
     """Reads texts from JSON lines and cuts each to the longest row of the run and to the model's context.
 
     Raises:
         TaskError: a prompt cannot be rendered or leaves no room for its answer, or a text has only one token.
     """
-    longest = longest_row(config, context_of(model.source_config.to_dict()))
+    longest = longest_row(config, context_of(model_config.to_dict()))
     with path.open(encoding="utf-8") as lines:
-        texts = [
-            _tokenize(json.loads(line), model.tokenizer, longest, f"task.pretrain, row {row}")
+        return [
+            _tokenize(json.loads(line), tokenizer, longest, f"task.pretrain, row {row}")
             for row, line in enumerate(lines)
         ]
-    algorithm = config.algorithm
-    return PretrainingTexts(texts, algorithm.pretrain_coefficient, config.task.pretrain_per_step, config.seed)
 
 
 def _tokenize(row: dict[str, Any], tokenizer: Any, longest: int, where: str) -> PretrainingText:
@@ -79,23 +60,12 @@ def _tokenize(row: dict[str, Any], tokenizer: Any, longest: int, where: str) -> 
     return PretrainingText(ids[:given], ids[given:longest])
 
 
-def texts_of(pretraining: PretrainingTexts | None, version: int, update: int, updates: int) -> list[PretrainingText]:
+def texts_of(texts: Sequence[PretrainingText], config: Config, version: int, update: int) -> list[PretrainingText]:
     """Returns the texts of one update of the step from `version`; every text comes once before one repeats.
 
-    The choice is a pure function, equal on all ranks, so that a resumed run needs no sampler state.
+    `task.pretrain_per_step` texts are split evenly over the updates of a step. The choice is a pure function, equal on
+    all ranks, so that a resumed run needs no sampler state.
     """
-    if pretraining is None:
-        return []
-    count, rows = pretraining.per_step, len(pretraining.texts)
+    count, updates = config.task.pretrain_per_step, config.training.updates
     own = range(update * count // updates, (update + 1) * count // updates)
-    return [pretraining.texts[drawn_row(pretraining.seed, version * count + place, rows)] for place in own]
-
-
-def pretraining_loss(model: CausalModel, texts: Sequence[PretrainingText], tokens: int, chunk: int) -> Tensor:
-    """Computes -sum of log pi(token | earlier tokens) / tokens over the learnt tokens of these texts, with gradient.
-
-    tokens: number of learnt tokens of the whole update, over all micro-batches and ranks.
-    """
-    given, learnt = [text.given for text in texts], [text.learnt for text in texts]
-    rows = pad_rows(given, learnt, [1.0] * len(texts), model.device)
-    return -token_logprobs(model, rows, chunk).logprobs.sum() / tokens
+    return [texts[drawn_row(config.seed, version * count + place, len(texts))] for place in own]

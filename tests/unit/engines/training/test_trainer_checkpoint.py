@@ -12,11 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import Config, TrainingConfig
-from asyncrl.engines.training.interface import run_step
-from asyncrl.engines.training.state.data_parallel import Ranks, SingleRank
-from asyncrl.engines.training.state.optimizer import learning_rate
-from asyncrl.engines.training.state.saved_state import file_digests, write_own_state
-from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.data_parallel import Ranks
+from asyncrl.engines.training.optimizer import learning_rate
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.trainer_checkpoint import file_digests, write_own_state
+from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError, JournalError
 
 SETTINGS = {"schedule": "cosine", "warmup_steps": 2, "updates": 2, "weight_decay": 0.1}
@@ -119,7 +119,7 @@ def test_the_rate_warms_up_and_then_follows_the_schedule() -> None:
 
 def test_weight_decay_spares_norms_and_biases(make_model: Callable, make_config: Callable) -> None:
     engine = PolicyTrainer(make_config(training={"weight_decay": 0.5}), make_model("qwen2"))
-    decayed, spared = engine._state.optimizer.adamw.param_groups
+    decayed, spared = engine.optimizer.adamw.param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.5, 0.0)
     assert {p.ndim for p in decayed["params"]} == {2}
     assert {p.ndim for p in spared["params"]} == {1}
@@ -132,7 +132,7 @@ def test_a_checkpoint_of_two_ranks_is_taken_up_by_one_two_or_three(
     made = {**file_digests(tmp_path), **file_digests(tmp_path, 1)}
     assert {"trainer.pt", "rank-1.pt", "model/model.safetensors"} <= made.keys()
     assert "rank-1.pt" not in file_digests(tmp_path), "it may not be whole yet when the first rank is done"
-    for ranks in (two, thread_ranks(3), [SingleRank()]):
+    for ranks in (two, thread_ranks(3), [Ranks()]):
         for rank in ranks:
             _, extra = PolicyTrainer.resume(make_config(), tmp_path, rank)
             assert extra == {"version": 3}

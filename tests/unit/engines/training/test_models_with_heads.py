@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.training.batch.packing import pad_rows
-from asyncrl.engines.training.interface import run_step
-from asyncrl.engines.training.loss.logprobs import frozen_logprobs
-from asyncrl.engines.training.state.models_with_heads import load_causal_model, load_value_model
-from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.batch.micro_batches import pad_rows
+from asyncrl.engines.training.models_with_heads import load_causal_model, load_value_model
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.token_logprobs import frozen_logprobs
+from asyncrl.engines.training.training_step import run_step
 
 INCARNATION, VERSION = 1, 5
 FROZEN = {"learning_rate": 0.0}
@@ -30,7 +30,7 @@ def test_dropout_is_off_in_training(
     folder = make_model("llama", attention_dropout=0.5)
     config = make_config(training={"gradient_checkpointing": checkpointing, **FROZEN})
     engine, rows = PolicyTrainer(config, folder), make_rows(6)
-    assert engine._state.model.whole.training
+    assert engine.model.whole.training
     first, second = (run_step(engine, rows, INCARNATION, VERSION) for _ in range(2))
     assert first.metrics == second.metrics
 
@@ -86,7 +86,7 @@ def test_a_float32_head_rounds_no_logit_and_passes_its_gradient(tiny: Path) -> N
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_trainer_takes_its_head_from_the_config(tiny: Path, make_config: Callable, exact: bool) -> None:
     config = make_config(model={"name": "tiny", "float32_head": exact}, training={"precision": "bfloat16"})
-    assert PolicyTrainer(config, tiny)._state.model.float32_head is exact
+    assert PolicyTrainer(config, tiny).model.float32_head is exact
 
 
 def test_bfloat16_autocast_trains_close_to_float32(tiny: Path, make_rows: Callable, make_config: Callable) -> None:

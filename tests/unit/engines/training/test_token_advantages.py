@@ -12,12 +12,12 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.masking import mask_rows
-from asyncrl.engines.training.batch.value_targets import COST
-from asyncrl.engines.training.interface import StepOutcome, TrainRow, run_step
-from asyncrl.engines.training.loss.token_advantages import token_advantages, with_token_advantages
-from asyncrl.engines.training.state.data_parallel import SingleRank
-from asyncrl.engines.training.trainers.critic_trainer import CriticTrainer
-from asyncrl.engines.training.trainers.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.batch.train_rows import COST, TrainRow
+from asyncrl.engines.training.critic_trainer import CriticTrainer
+from asyncrl.engines.training.data_parallel import Ranks
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.token_advantages import set_token_advantages, token_advantages
+from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.objectives.lagrangian import Multiplier
 
 INCARNATION, VERSION, LIMIT = 1, 5, 0.25
@@ -71,9 +71,8 @@ def test_half_of_the_kl_is_taken_off_the_rewards_and_half_added_to_the_costs(saf
         rewards[-1] += row.advantage
         costs[-1] += row.cost
         of_reward, of_cost = token_advantages(row, algorithm), token_advantages(row, algorithm, COST)
-        np.testing.assert_allclose(of_reward.advantages, gae(rewards, row.values.astype(float), 0.9, 0.8), atol=1e-12)
-        np.testing.assert_allclose(of_cost.advantages, gae(costs, row.cost_values.astype(float), 0.9, 0.8), atol=1e-12)
-        np.testing.assert_allclose(of_cost.returns, of_cost.advantages + row.cost_values, atol=1e-12)
+        np.testing.assert_allclose(of_reward, gae(rewards, row.values.astype(float), 0.9, 0.8), atol=1e-12)
+        np.testing.assert_allclose(of_cost, gae(costs, row.cost_values.astype(float), 0.9, 0.8), atol=1e-12)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -81,9 +80,8 @@ def test_tokens_are_credited_with_both_advantages_then_standardized(
     normalize: bool, safe: Callable, costly: Callable
 ) -> None:
     rows, algorithm = costly(), safe(algorithm={"normalize_std": normalize}).algorithm
-    found = with_token_advantages(
-        mask_rows(rows, INCARNATION, VERSION, 2, "mask", False), algorithm, 0.0, SingleRank(), Multiplier(2, 0, 0, 9)
-    )
+    found = mask_rows(rows, INCARNATION, VERSION, 2, "mask", False)
+    set_token_advantages(found, algorithm, 0.0, Ranks(), Multiplier(2, 0, 0, 9))
     expected = []
     for row in rows:
         rewards, costs = np.zeros(len(row.versions)), np.zeros(len(row.versions))
@@ -94,12 +92,12 @@ def test_tokens_are_credited_with_both_advantages_then_standardized(
     flat = np.concatenate(expected)
     if normalize:
         flat = (flat - flat.mean()) / (flat.std(ddof=1) + 1e-4)
-    np.testing.assert_allclose(np.concatenate([item.row.advantage for item in found]), flat, atol=1e-10)
+    np.testing.assert_allclose(np.concatenate([item.advantages for item in found]), flat, atol=1e-10)
 
 
 def multiplier(engine: PolicyTrainer) -> Multiplier:
-    assert engine._state.multiplier is not None
-    return engine._state.multiplier
+    assert engine.multiplier is not None
+    return engine.multiplier
 
 
 def test_a_step_takes_one_multiplier_and_then_moves_it(tiny: Path, safe: Callable, costly: Callable) -> None:
@@ -163,11 +161,9 @@ def test_a_cost_critic_learns_costs_as_a_critic_learns_rewards(tiny: Path, safe:
         ("cost_critic", CriticTrainer(config, tiny, COST), [dataclasses.replace(r, cost_valued_at=-2) for r in rows]),
         ("critic", CriticTrainer(config, tiny), swapped),
     ):
-        step = critic.begin(learnt, INCARNATION, VERSION)
-        while step.advance():
-            pass
-        found[name] = {key.removeprefix(f"{name}/"): value for key, value in step.outcome.metrics.items()}
-        assert set(step.outcome.metrics) == {f"{name}/{key}" for key in found[name]}
+        metrics = run_step(critic, learnt, INCARNATION, VERSION).metrics
+        found[name] = {key.removeprefix(f"{name}/"): value for key, value in metrics.items()}
+        assert set(metrics) == {f"{name}/{key}" for key in found[name]}
     assert found["cost_critic"] == found["critic"]
     assert found["critic"]["updates"] == 2
     assert torch.isfinite(torch.tensor(list(found["critic"].values()))).all()

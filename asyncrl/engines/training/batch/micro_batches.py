@@ -1,0 +1,156 @@
+"""Splits rows into the forward passes of a model: micro-batches of similar length, and the tensors of each.
+
+For the model rows are padded; for the loss their live tokens are flat, row after row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch.masking import MaskedRow
+from asyncrl.objectives.ragged import Ragged
+from asyncrl.protocols.batch import Batch
+
+Ids: TypeAlias = NDArray[np.int64]
+PerToken: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64] | float
+
+SHORTEST = 0.8
+"""A row below this share of the longest row of a micro-batch starts the next one: padding adds at most a quarter."""
+
+FILLED = 1 / 8
+"""A micro-batch below this share of the token budget accepts shorter rows too, because small passes are inefficient."""
+
+
+def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Groups row indices into micro-batches of rows of similar length, the longest rows first.
+
+    rows x longest row <= budget, so the budget counts padding and bounds memory. A row over the budget forms a
+    micro-batch of its own. Because the longest rows come first, a lack of memory shows at once.
+    """
+    parts: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        rows, longest = (len(parts[-1]), lengths[parts[-1][0]]) if parts else (0, 0)
+        similar = lengths[row] >= SHORTEST * longest or rows * longest < FILLED * budget
+        if rows and similar and (rows + 1) * longest <= budget:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts
+
+
+def forward_passes(rows: Batch, config: Config) -> list[list[int]]:
+    """Groups row indices into the forward passes of a model that does not train.
+
+    With `generation.deterministic` each row has a pass of its own, so that its bits do not depend on other rows.
+    """
+    if config.generation.deterministic:
+        return [[row] for row in range(len(rows))]
+    return micro_batches(rows.row_weights(), config.training.micro_batch_tokens)
+
+
+def token_ids(rows: Batch) -> tuple[list[Ids], list[Ids]]:
+    """Returns the token ids of prompts and of responses."""
+    return [ids.astype(np.int64) for ids in rows["prompt_ids"]], [ids.astype(np.int64) for ids in rows["response_ids"]]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """Holds the model input of some rows, and where the model predicts their response tokens.
+
+    ids: [rows, length], right-padded, without the last token of each row, which predicts nothing. positions: [tokens],
+    the indices into the flattened [rows * length] states that predict the response tokens, row after row. targets:
+    [tokens], the response ids. temperatures: [tokens].
+    """
+
+    ids: Tensor
+    positions: Tensor
+    targets: Tensor
+    temperatures: Tensor
+
+
+def pad_rows(
+    prompts: Sequence[Ids], responses: Sequence[Ids], temperatures: Sequence[float] | float, device: torch.device
+) -> PaddedRows:
+    """Pads rows of prompt and response for the prediction of every response token."""
+    length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True)) - 1
+    ids = np.zeros((len(prompts), length), np.int64)
+    positions = []
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        tokens = np.concatenate([prompt, response[:-1]])
+        ids[row, : len(tokens)] = tokens
+        first = row * length + len(prompt) - 1
+        positions.append(np.arange(first, first + len(response)))
+    of_rows = np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts))
+    return PaddedRows(
+        torch.from_numpy(ids).to(device),
+        torch.from_numpy(np.concatenate(positions)).to(device),
+        torch.from_numpy(np.concatenate(responses).astype(np.int64)).to(device),
+        torch.from_numpy(np.repeat(of_rows, [len(response) for response in responses])).to(device),
+    )
+
+
+def split_by_row(tokens: Tensor, lengths: Sequence[int]) -> list[NDArray[np.float32]]:
+    """Splits flat per-token values into one numpy array per row."""
+    return np.split(tokens.detach().cpu().numpy(), np.cumsum(lengths)[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Holds the tensors of one pass. All tensors but `padded.ids` are flat [live tokens], row after row.
+
+    ragged: the row of each live token. weights: weight of each token in the loss. behaviour: log-probs that the engine
+    recorded. fresh: 1 where the token and all earlier tokens of its sample were sampled by the weights that now train,
+    else 0. reference: log-probs of the reference model, None without a KL term. proximal: the trainer's log-probs at
+    the start of the step, None where the current ones equal them.
+    """
+
+    padded: PaddedRows
+    ragged: Ragged
+    weights: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    staleness: Tensor
+    fresh: Tensor
+    reference: Tensor | None
+    proximal: Tensor | None
+
+
+def micro_batch(rows: Sequence[MaskedRow], device: torch.device) -> MicroBatch:
+    """Builds the tensors of a pass over these rows."""
+    fresh = [(np.maximum.accumulate(row.staleness) == 0).astype(np.float32) for row in rows]
+    reference = [row.row.reference_logprobs for row in rows if row.row.reference_logprobs is not None]
+    proximal = [row.proximal for row in rows if row.proximal is not None]
+    return MicroBatch(
+        padded=live_rows(rows, device),
+        ragged=Ragged.of([row.trained for row in rows], device),
+        weights=live_values(rows, [row.weight for row in rows], device),
+        behaviour=live_values(rows, [row.row.logprobs for row in rows], device),
+        advantages=live_values(rows, [row.advantages for row in rows], device),
+        staleness=live_values(rows, [row.staleness for row in rows], device),
+        fresh=live_values(rows, fresh, device),
+        reference=live_values(rows, reference, device) if reference else None,
+        proximal=live_values(rows, proximal, device) if proximal else None,
+    )
+
+
+def live_values(rows: Sequence[MaskedRow], columns: Sequence[PerToken], device: torch.device) -> Tensor:
+    """Returns one value per live token, float32 [live tokens], from one column per row or one number per row."""
+    live = [np.broadcast_to(column, row.live.shape)[row.live] for row, column in zip(rows, columns, strict=True)]
+    return torch.from_numpy(np.concatenate(live).astype(np.float32)).to(device)
+
+
+def live_rows(masked: Sequence[MaskedRow], device: torch.device) -> PaddedRows:
+    """Pads whole rows for the model, with predictions for live tokens only."""
+    rows = [item.row for item in masked]
+    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+    padded = pad_rows(prompts, responses, [row.temperature for row in rows], device)
+    live = torch.from_numpy(np.concatenate([item.live for item in masked])).to(device)
+    return replace(
+        padded, positions=padded.positions[live], targets=padded.targets[live], temperatures=padded.temperatures[live]
+    )

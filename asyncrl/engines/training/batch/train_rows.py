@@ -1,0 +1,134 @@
+"""Training rows: the columns that an algorithm reads, the rows made of them, and the targets of critics in each row."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.config.schema import AlgorithmConfig, Config, CriticConfig
+from asyncrl.protocols.batch import GREEDY, Batch, BatchRef, Cuts, SampleName
+
+REFERENCE = "reference_logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRow:
+    """Holds one sample as training reads it. Arrays are one-dimensional.
+
+    group, member, attempt: identify the sample. prompt_ids [prompt], response_ids [tokens]: token ids.
+    logprobs [tokens]: recorded by the engine that sampled, of the distribution at `temperature`.
+    versions [tokens]: weight version of `incarnation` that sampled each token.
+    reference_logprobs [tokens]: of the frozen reference model, only with a KL term.
+    truncated: the sample ended at its token limit.
+    advantage: one number for all tokens, or float64 [tokens]. With a critic it is the reward of the sample, from which
+    the engine computes token advantages (`token_advantages.py`).
+    values [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps that the critic had taken
+    when it computed them. cost, cost_values, cost_valued_at: the same for the cost of the sample.
+    """
+
+    group: int
+    member: int
+    attempt: int
+    incarnation: int
+    prompt_ids: NDArray[np.int64]
+    response_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int64]
+    advantage: float | NDArray[np.float64]
+    temperature: float = 1.0
+    truncated: bool = False
+    reference_logprobs: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    valued_at: int = 0
+    cost: float | None = None
+    cost_values: NDArray[np.float32] | None = None
+    cost_valued_at: int = 0
+
+    def __post_init__(self) -> None:
+        tokens = len(self.response_ids)
+        assert len(self.prompt_ids) > 0, f"sample {self.key} has no prompt token"
+        assert tokens > 0, f"sample {self.key} has no response token"
+        assert len(self.logprobs) == len(self.versions) == tokens, f"sample {self.key}: columns differ in length"
+
+    @property
+    def key(self) -> SampleName:
+        return (self.group, self.member, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTarget:
+    """Names what a critic learns to predict, reward or cost.
+
+    critic: name of its service, config section, checkpoint folder and metrics prefix. values, valued_at: the columns
+    that it writes.
+    """
+
+    critic: Literal["critic", "cost_critic"]
+    values: str
+    valued_at: str
+
+    def of(self, row: TrainRow) -> tuple[float, NDArray[np.float32], int]:
+        """Returns score and values of a row, and the optimizer steps that the critic had taken when it valued it."""
+        values, valued_at = (row.cost_values, row.cost_valued_at) if self is COST else (row.values, row.valued_at)
+        score = row.cost if self is COST else row.advantage
+        assert values is not None, f"sample {row.key} has no values of the {self.critic}"
+        assert score is not None, f"sample {row.key} has no cost"
+        return float(score), values, valued_at
+
+    def settings(self, config: Config) -> CriticConfig:
+        return config.cost_critic if self is COST else config.critic
+
+
+REWARD = ValueTarget("critic", "values", "valued_at")
+COST = ValueTarget("cost_critic", "cost_values", "cost_valued_at")
+VALUED_AT = (REWARD.valued_at, COST.valued_at)
+OPTIONAL = (REFERENCE, REWARD.values, COST.values, *VALUED_AT)
+
+
+def value_targets_of(algorithm: AlgorithmConfig) -> list[ValueTarget]:
+    """Returns the targets for which the algorithm has a critic."""
+    if algorithm.advantage != "gae":
+        return []
+    return [REWARD] if algorithm.constraint == "none" else [REWARD, COST]
+
+
+def columns_of(algorithm: AlgorithmConfig) -> list[str]:
+    """Returns the columns that the algorithm reads."""
+    reference = [REFERENCE] if algorithm.kl > 0 else []
+    targets = value_targets_of(algorithm)
+    plain = ["prompt_ids", "response_ids", "logprobs", "versions"]
+    return [*plain, *reference, *(column for each in targets for column in (each.values, each.valued_at))]
+
+
+def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRow]:
+    """Joins the references of samples with their rows in `batch`, which has the same order."""
+    rows = []
+    for index, ref in enumerate(refs):
+        assert ref.advantage is not None, f"sample {ref.key} reached the trainer without an advantage"
+        assert ref.member != GREEDY, f"the greedy answer of group {ref.group} reached the trainer; it is no sample"
+        others: dict[str, Any] = {name: batch[name][index] for name in OPTIONAL if name in batch.columns}
+        others |= {name: int(others[name][0]) for name in VALUED_AT if name in others}
+        rows.append(
+            TrainRow(
+                *ref.name,
+                ref.incarnation,
+                prompt_ids=batch["prompt_ids"][index].astype(np.int64),
+                response_ids=batch["response_ids"][index].astype(np.int64),
+                logprobs=batch["logprobs"][index],
+                versions=batch["versions"][index].astype(np.int64),
+                advantage=ref.advantage,
+                temperature=temperature,
+                truncated=ref.finish == "length",
+                cost=ref.cost,
+                **others,
+            )
+        )
+    return rows
+
+
+def batch_digest(cuts: Cuts) -> str:
+    """Returns the sha256 (hex) of the samples of a step with their advantages and costs."""
+    facts = [(row.group, row.member, row.attempt, row.advantage, row.cost) for row in cuts.batch]
+    return hashlib.sha256(repr((cuts.incarnation, cuts.version, facts)).encode()).hexdigest()

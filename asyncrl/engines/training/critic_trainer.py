@@ -1,0 +1,153 @@
+"""The trainer of a critic and its step: a model with a value head, trained beside the policy on the same rows.
+
+docs/metrics.md says what its metrics mean; over live tokens, with the values just before the update of the token.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch.masking import MaskedRow
+from asyncrl.engines.training.batch.micro_batches import Ids, live_rows, live_values, pad_rows, split_by_row
+from asyncrl.engines.training.batch.train_rows import REWARD, TrainRow, ValueTarget
+from asyncrl.engines.training.data_parallel import Ranks
+from asyncrl.engines.training.models_with_heads import load_value_model
+from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.token_advantages import token_advantages
+from asyncrl.engines.training.trainer_checkpoint import MODEL, TRAINER, read_state, write_state
+from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
+from asyncrl.errors import ConfigError
+from asyncrl.objectives.value_loss import explained_variance, value_loss
+
+CRITIC_RATE = 10.0
+"""Default learning rate of a critic, as a multiple of the policy's. Its head starts at 0, and while it lags behind the
+policy it adds noise to every advantage."""
+
+SUMS = ("tokens", "loss", "clipped", "value", "return", "return_squares", "error", "error_squares", "staleness")
+
+
+class CriticTrainer(Trainer):
+    """Trains float32 master weights with AdamW, the trainer's settings and a learning rate of its own.
+
+    target: what the critic learns to predict.
+    """
+
+    def __init__(self, config: Config, folder: Path, target: ValueTarget = REWARD) -> None:
+        """Loads the model from `folder`, in the layout of `save_pretrained`, with a value head or without."""
+        own = target.settings(config)
+        rate = CRITIC_RATE * config.training.learning_rate if own.learning_rate is None else own.learning_rate
+        settings = config.training.model_copy(update={"learning_rate": rate})
+        self.config = config
+        self.ranks = Ranks()
+        self.target = target
+        self.model = load_value_model(folder, own.device, settings.precision)
+        self.optimizer = Optimizer(self.model.whole, settings, config.steps)
+
+    @classmethod
+    def resume(
+        cls, config: Config, directory: Path, target: ValueTarget = REWARD
+    ) -> tuple["CriticTrainer", dict[str, Any]]:
+        """Restores the critic that `save` wrote to `directory`, bit for bit, and returns the saved `extra` with it.
+
+        Raises:
+            ConfigError: the checkpoint belongs to an algorithm without this critic.
+        """
+        if not (directory / TRAINER).exists():
+            raise ConfigError(
+                f"checkpoint {directory.parent} holds no {target.critic}: the run began with an algorithm that has "
+                "none; start anew with another --run-dir"
+            )
+        critic = cls(config, directory / MODEL, target)
+        return critic, read_state(directory, critic.optimizer, critic.ranks)["extra"]
+
+    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+        """Writes model/ and trainer.pt below `directory`, with the plain values `extra`."""
+        write_state(directory, self.model, self.optimizer, self.ranks.size, extra=extra)
+
+    def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "CriticStep":
+        return CriticStep(self, rows, incarnation, version)
+
+    @torch.no_grad()
+    def values(self, prompts: Sequence[Ids], responses: Sequence[Ids]) -> list[NDArray[np.float32]]:
+        """Computes the values [tokens] of each row, before each token was sampled, in one forward pass.
+
+        The bits of a row depend on the other rows of the pass; a pass over a single row always gives the same bits.
+        """
+        values = self.model.values(pad_rows(prompts, responses, 1.0, self.model.device))
+        return split_by_row(values, [len(response) for response in responses])
+
+
+class CriticStep(TrainingStep):
+    """Trains a critic on the rows, updates and masks of the policy's step.
+
+    The loss of an update is the mean over all its response tokens; a masked token only loses its loss term.
+    """
+
+    def __init__(self, trainer: CriticTrainer, rows: Sequence[TrainRow], incarnation: int, version: int) -> None:
+        super().__init__(trainer, rows, incarnation, version)
+        self._trainer = trainer
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=trainer.model.device)
+        self._update_sums = self._sums
+
+    def _prepare(self) -> Iterator[bool]:
+        target = self._trainer.target
+        for item in self._rows:
+            _, values, _ = target.of(item.row)
+            item.returns = token_advantages(item.row, self._config.algorithm, target) + values
+        yield from ()
+
+    def _backward(self, rows: Sequence[MaskedRow], number: int, tokens: int, samples: int) -> Backward:
+        self._update_sums = torch.zeros_like(self._sums)
+        finite = True
+        for items in self._micro_batches(rows):
+            finite = finite and self._value_pass(items, 1.0 / tokens)
+            yield True
+        return finite
+
+    def _value_pass(self, rows: Sequence[MaskedRow], weight: float) -> bool:
+        """Runs forward and backward of a micro-batch; returns False and adds nothing if its loss is not finite."""
+        model, target = self._trainer.model, self._trainer.target
+        samples = [target.of(item.row) for item in rows]
+        old = live_values(rows, [values for _, values, _ in samples], model.device)
+        returns = live_values(rows, [item.returns for item in rows], model.device)
+        values = model.values(live_rows(rows, model.device))
+        terms, clipped = value_loss(values, old, returns, target.settings(self._config).value_clip)
+        loss = weight * terms.sum()
+        if not math.isfinite(loss.item()):
+            return False
+        torch.autograd.backward(loss)
+        ages = [float(self._optimizer.updates - valued_at) for _, _, valued_at in samples]
+        values, errors = values.detach(), returns - values.detach()
+        of_values = (torch.ones_like(values), weight * terms.detach(), clipped, values)
+        of_returns = (returns, returns.double().square(), errors, errors.double().square())
+        columns = (*of_values, *of_returns, live_values(rows, ages, model.device))
+        self._update_sums += torch.stack([column.double().sum() for column in columns])
+        return True
+
+    def _keep_sums(self) -> None:
+        self._sums += self._update_sums
+
+    def _metrics(self, counts: Tensor) -> dict[str, float]:
+        sums = dict(zip(SUMS, self._ranks.sum(self._sums).tolist(), strict=True))
+        critic, updates, tokens = self._trainer.target.critic, len(self._norms), sums["tokens"]
+        if not updates:
+            return {f"{critic}/updates": 0.0}
+        returns, errors = ((tokens, sums[name], sums[f"{name}_squares"]) for name in ("return", "error"))
+        return {
+            f"{critic}/updates": float(updates),
+            f"{critic}/loss": sums["loss"] / updates,
+            f"{critic}/clip_frac": sums["clipped"] / tokens,
+            f"{critic}/value_mean": sums["value"] / tokens,
+            f"{critic}/return_mean": sums["return"] / tokens,
+            f"{critic}/explained_variance": explained_variance(returns, errors),
+            f"{critic}/staleness": sums["staleness"] / tokens,
+            f"{critic}/grad_norm": sum(self._norms) / updates,
+            f"{critic}/learning_rate": self._optimizer.rate,
+        }

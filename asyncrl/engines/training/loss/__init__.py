@@ -1,1 +1,0 @@
-"""The loss of a micro-batch: log-probs, token advantages, policy loss and pretraining loss."""

@@ -1,0 +1,177 @@
+"""Models with their heads, for trainer, reference, critic and reward model: logits, or one number per token."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+
+from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier
+from asyncrl.engines.models.scoring_models import another_tokenizer
+from asyncrl.engines.training.batch.micro_batches import Ids, PaddedRows, pad_rows
+from asyncrl.errors import ConfigError
+
+Precision = Literal["float32", "bfloat16"]
+
+HEAD_TOLERANCE = 1e-3
+
+
+class LoadedModel:
+    """Holds a transformers model. Its body maps ids to hidden states, its head maps these to the output.
+
+    whole: the model with float32 weights. source_config, tokenizer: as loaded, for checkpoints. precision: of the
+    computation; bfloat16 is autocast over the float32 weights. scored: the tokens whose output its own forward returns.
+
+    Raises:
+        ConfigError: its own forward changes the output of the head, by a scale or a soft cap.
+    """
+
+    def __init__(
+        self, whole: Any, head: Any, source_config: Any, folder: Path, precision: Precision, scored: slice = slice(None)
+    ) -> None:
+        self.whole = whole
+        self.head = head
+        self.source_config = source_config
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.device: torch.device = whole.device
+        self._precision = precision
+        self._check_head(folder, scored)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Computes hidden states [rows, length, width] of ids [rows, length].
+
+        Rows are right-padded: under causal attention no real token sees the padding, so no mask is needed.
+        """
+        with self._autocast():
+            states: Tensor = self.whole.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return states
+
+    def _autocast(self, *, enabled: bool = True) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled and self._precision == "bfloat16")
+
+    @torch.no_grad()
+    def _check_head(self, folder: Path, scored: slice) -> None:
+        ids = torch.zeros((1, 2), dtype=torch.long, device=self.device)
+        logits = self.whole(input_ids=ids, use_cache=False).logits
+        states = self.whole.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        if not torch.allclose(logits, self.head(states)[:, scored].reshape(logits.shape), atol=HEAD_TOLERANCE):
+            raise ConfigError(
+                f"model {folder}: {type(self.whole).__name__} changes its logits after the output layer (a scale or "
+                "a soft cap), which the torch engine does not compute; use a Llama, Qwen2 or Qwen3 model"
+            )
+
+
+class CausalModel(LoadedModel):
+    """A language model. vocabulary: number of ids of the tokenizer; head rows beyond it get probability 0.
+
+    float32_head: the head computes in float32 even where the body computes in bfloat16.
+    """
+
+    def __init__(self, whole: Any, folder: Path, precision: Precision, *, float32_head: bool) -> None:
+        head = whole.get_output_embeddings()
+        super().__init__(whole, head, AutoConfig.from_pretrained(folder), folder, precision)
+        self.vocabulary = min(len(self.tokenizer), head.weight.shape[0])
+        self.float32_head = float32_head
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Maps hidden states [tokens, width] to logits, float32 [tokens, vocabulary]."""
+        with self._autocast(enabled=not self.float32_head):
+            logits: Tensor = self.head(hidden.float() if self.float32_head else hidden)
+        return logits[..., : self.vocabulary].float()
+
+
+class ValueModel(LoadedModel):
+    """A model with one output number per token: a critic or a reward model."""
+
+    def __init__(self, whole: Any, folder: Path, precision: Precision, scored: slice = slice(None)) -> None:
+        config = AutoConfig.from_pretrained(folder, num_labels=1)
+        config.architectures = [type(whole).__name__]
+        head = whole.score if hasattr(whole, "score") else whole.classifier
+        super().__init__(whole, head, config, folder, precision, scored)
+
+    def values(self, rows: PaddedRows) -> Tensor:
+        """Returns the value of the state before each response token, float32 [tokens].
+
+        The head computes in float32, because bfloat16 would round close scores to the same number.
+        """
+        values: Tensor = self.head(self.hidden(rows.ids).flatten(0, 1)[rows.positions].float())
+        return values.squeeze(-1)
+
+    def scores(self, prompts: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+        """Returns the score of each row at its last token, float32 [rows]; the row length tells which token is last."""
+        rows = [np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]
+        following = [np.zeros(1, np.int64)] * len(rows)  # The state before a further token is that of the last one.
+        return self.values(pad_rows(rows, following, 1.0, self.device))
+
+
+def load_causal_model(
+    folder: Path, device: str, precision: Precision = "float32", *, float32_head: bool = False
+) -> CausalModel:
+    """Loads a language model in float32 and without dropout from a `save_pretrained` folder.
+
+    Raises:
+        ConfigError: the logits of the model are not its output layer applied to its last hidden states.
+    """
+    whole = load_pretrained(folder, **_options(folder)).to(device)
+    return CausalModel(whole, folder, precision, float32_head=float32_head)
+
+
+def load_value_model(folder: Path, device: str, precision: Precision = "float32") -> ValueModel:
+    """Loads a critic with transformers' token classification head and one label.
+
+    Head parameters that the folder lacks are set to 0, so that a new head outputs 0 until it is trained.
+
+    Raises:
+        ConfigError: transformers has no such head for the model, or the head has another number of labels.
+    """
+    options = _options(folder, num_labels=1)
+    whole, missing = load_pretrained_classifier(folder, AutoModelForTokenClassification, "critic", **options)
+    for name in missing:
+        nn.init.zeros_(whole.get_parameter(name))
+    return ValueModel(whole.to(device), folder, precision)
+
+
+def load_score_model(folder: Path, device: str, precision: Precision = "float32") -> ValueModel:
+    """Loads a frozen reward model without dropout, which scores the last token of a row.
+
+    The head is transformers' sequence classification head with one label, or the token classification head of a critic.
+
+    Raises:
+        ConfigError: transformers has no such head for the model, the folder holds no head, the head has another number
+            of labels, or it reads something else than the last hidden state of the last token.
+    """
+    architectures = AutoConfig.from_pretrained(folder).architectures or []
+    token_head = any(name.endswith("ForTokenClassification") for name in architectures)
+    kind = AutoModelForTokenClassification if token_head else AutoModelForSequenceClassification
+    whole, missing = load_pretrained_classifier(folder, kind, "reward model", **_options(folder, num_labels=1))
+    if missing:
+        raise ConfigError(
+            f"model {folder} cannot be a reward model: it holds no {', '.join(missing)}, so its scores would be noise; "
+            "take a folder that AutoModelForSequenceClassification with num_labels=1 was saved to after training"
+        )
+    if not hasattr(whole, "score"):
+        raise ConfigError(
+            f"model {folder} cannot be a reward model: {type(whole).__name__} does not score the state of the last "
+            "token; use a Llama, Qwen2 or Qwen3 model"
+        )
+    whole.config.pad_token_id = None  # Its own forward only ever gets one row, which has no padding.
+    scored = slice(None) if token_head else slice(-1, None)
+    return ValueModel(whole.eval().requires_grad_(False).to(device), folder, precision, scored)
+
+
+def refuse_another_tokenizer(model: LoadedModel, policy: Path, key: str) -> None:
+    """Raises ConfigError unless `model` has the vocabulary of the policy; `key` names the model in the config."""
+    if model.tokenizer.get_vocab() != AutoTokenizer.from_pretrained(policy).get_vocab():
+        raise ConfigError(another_tokenizer(key))
+
+
+def _options(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Returns the options of loading, without dropout: the ratio of an unchanged policy would differ from 1 with it."""
+    config = AutoConfig.from_pretrained(folder, **changes)
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return {"config": config, "dtype": torch.float32, "attn_implementation": "sdpa"}

@@ -1,0 +1,110 @@
+"""The policy loss of a micro-batch: combines the objectives that the config chooses into loss terms."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from asyncrl.config.schema import AlgorithmConfig
+from asyncrl.engines.training.batch.micro_batches import MicroBatch
+from asyncrl.objectives import corrections, surrogate_losses
+from asyncrl.objectives.kl import kl_loss
+from asyncrl.objectives.surrogate_losses import SurrogateLoss, pushed_away
+
+
+class LossTerms(NamedTuple):
+    """Holds the terms of the loss, all [live tokens].
+
+    policy, kl, entropy: terms with weights and coefficients; their sum is the loss. ratio, clipped: see SurrogateLoss.
+    weight: of the correction, 0 for a token that it leaves out. log_weight: proximal - behaviour.
+    """
+
+    policy: Tensor
+    kl: Tensor
+    entropy: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    weight: Tensor
+    log_weight: Tensor
+
+
+def policy_loss_terms(
+    algorithm: AlgorithmConfig, kl: float, second_moment: float, current: Tensor, entropy: Tensor, batch: MicroBatch
+) -> LossTerms:
+    """Computes the loss terms from current log-probs and entropies of the live tokens, both with gradient.
+
+    kl: coefficient of the KL term. second_moment: bound of the squared log ratios of this update (M2PO).
+    """
+    proximal = current.detach() if batch.proximal is None else batch.proximal
+    log_weight = proximal - batch.behaviour
+    old = batch.behaviour if algorithm.old_logprobs == "engine" else proximal
+    weight = _correction_weight(algorithm, log_weight, batch)
+    surrogate = _surrogate_loss(algorithm, second_moment, corrections.log_ratio(current, old), current, batch)
+    bonus = torch.zeros_like(batch.weights)
+    if algorithm.entropy_bonus != 0:  # Tokens that a correction leaves out get no bonus.
+        bonus = torch.where(weight > 0, -algorithm.entropy_bonus * batch.weights * entropy, 0.0)
+    return LossTerms(
+        policy=batch.weights * weight * surrogate.terms,
+        kl=_kl_term(algorithm, kl, current, batch, surrogate.ratio, weight),
+        entropy=bonus,
+        ratio=surrogate.ratio,
+        clipped=surrogate.clipped,
+        weight=weight,
+        log_weight=log_weight,
+    )
+
+
+def _correction_weight(algorithm: AlgorithmConfig, log_weight: Tensor, batch: MicroBatch) -> Tensor:
+    """Returns the weight of each token: 1 or a correction for proximal / behaviour, and 0 where it is rejected."""
+    weight, cap, floor = torch.ones_like(log_weight), algorithm.weight_cap, algorithm.weight_floor
+    if algorithm.old_logprobs != "engine" and algorithm.correction != "none":
+        leveled = corrections.weight_at_level(log_weight, algorithm.correction_level, batch.ragged)
+        assert cap is not None, "the config fills in a default"
+        if algorithm.correction == "cap":
+            weight = corrections.capped_weight(leveled, cap)
+        else:
+            assert floor is not None, "the config fills in a default"
+            weight = corrections.masked_weight(leveled, floor, cap)
+    if algorithm.rejection == "none":
+        return weight
+    low, high = algorithm.rejection_low or 0.0, algorithm.rejection_high
+    assert high is not None, "the config requires rejection_high with a rejection"
+    kept = corrections.accepted(log_weight, batch.ragged, algorithm.rejection, low, high)
+    return torch.where(kept, weight, 0.0)
+
+
+def _surrogate_loss(
+    algorithm: AlgorithmConfig, second_moment: float, log_ratio: Tensor, current: Tensor, batch: MicroBatch
+) -> SurrogateLoss:
+    low, high, ragged, advantages = algorithm.clip_low, algorithm.clip_high, batch.ragged, batch.advantages
+    match algorithm.loss:
+        case "clip":
+            return surrogate_losses.clipped_loss(log_ratio, advantages, low, high, algorithm.dual_clip)
+        case "gspo":
+            log_ratio = surrogate_losses.sequence_log_ratio(log_ratio, ragged)
+            return surrogate_losses.clipped_loss(log_ratio, advantages, low, high)
+        case "cispo":
+            return surrogate_losses.clipped_weight_loss(log_ratio, current, advantages, low, high)
+        case "gmpo":
+            return surrogate_losses.geometric_mean_loss(log_ratio, advantages, ragged, low, high)
+        case "m2po":
+            away = pushed_away(log_ratio.detach(), advantages)
+            kept = ~away | (log_ratio.detach().double().square() <= second_moment)
+            return surrogate_losses.kept_ratio_loss(log_ratio, advantages, kept)
+        case "sapo":
+            assert algorithm.gate_temperatures is not None, "the config requires them with sapo"
+            return surrogate_losses.soft_gate_loss(log_ratio, advantages, *algorithm.gate_temperatures)
+
+
+def _kl_term(
+    algorithm: AlgorithmConfig, kl: float, current: Tensor, batch: MicroBatch, ratio: Tensor, weight: Tensor
+) -> Tensor:
+    """Computes the KL term with the policy's weight: the clipped, detached ratio times the correction's weight."""
+    if batch.reference is None or algorithm.kl_in == "reward":
+        return torch.zeros_like(batch.weights)
+    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    if algorithm.loss == "gmpo":  # GMPO clips the log ratio.
+        low, high = math.exp(-algorithm.clip_low), math.exp(algorithm.clip_high)
+    term = kl_loss(current, batch.reference, algorithm.kl_estimator, ratio.clamp(low, high) * weight)
+    return kl * batch.weights * term

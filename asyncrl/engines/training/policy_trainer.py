@@ -1,0 +1,241 @@
+"""The trainer of the policy and its step: any causal language model of transformers, one device per rank."""
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.canary_logprobs import canary_of, probe_tokens
+from asyncrl.engines.training.batch.masking import MaskedRow, mask_metrics
+from asyncrl.engines.training.batch.micro_batches import micro_batch, micro_batches, pad_rows
+from asyncrl.engines.training.batch.pretraining_texts import load_pretraining, texts_of
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.data_parallel import Ranks, check_same, own_device
+from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.policy_loss_terms import policy_loss_terms
+from asyncrl.engines.training.policy_metrics import PolicyTotals
+from asyncrl.engines.training.token_advantages import mean_cost, set_token_advantages
+from asyncrl.engines.training.token_logprobs import frozen_logprobs, logprobs_after, token_logprobs
+from asyncrl.engines.training.trainer_checkpoint import MODEL, read_state, write_own_state, write_state
+from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
+from asyncrl.objectives.aggregation import row_weights
+from asyncrl.objectives.kl import KlCoefficient
+from asyncrl.objectives.lagrangian import Multiplier
+from asyncrl.objectives.surrogate_losses import pushed_away, second_moment_bound
+from asyncrl.protocols.messages import Canary
+
+
+class PolicyTrainer(Trainer):
+    """Trains float32 master weights with AdamW. On CPU with one thread the same rows give the same bits.
+
+    kl: coefficient of the KL, which changes after a step when it is adaptive. multiplier: price of costs, which changes
+    after a step; None without costs. texts: learnt beside the samples, None without a pretraining loss.
+    """
+
+    def __init__(self, config: Config, folder: Path, ranks: Ranks | None = None, texts: Path | None = None) -> None:
+        """Loads the model from `folder`, in the layout of `save_pretrained`, and the pretraining texts, if any.
+
+        Raises:
+            TaskError: a pretraining text cannot be used.
+        """
+        settings, algorithm, cost = config.training, config.algorithm, config.cost
+        self.config = config
+        self.ranks = ranks or Ranks()
+        device = own_device(settings.device, self.ranks.rank, self.ranks.size)
+        self.model = load_causal_model(folder, device, settings.precision, float32_head=config.model.float32_head)
+        self.optimizer = Optimizer(self.model.whole, settings, config.steps)
+        self.kl = KlCoefficient(algorithm.kl, algorithm.kl_target)
+        self.multiplier: Multiplier | None = None
+        if algorithm.constraint != "none":
+            assert cost.limit is not None, "the config requires a limit with a constraint"
+            self.multiplier = Multiplier(cost.multiplier, cost.multiplier_rate, cost.limit, cost.multiplier_max)
+        model, tokenizer = self.model.source_config, self.model.tokenizer
+        self.texts = None if texts is None else load_pretraining(texts, config, model, tokenizer)
+        self._probe = probe_tokens(tokenizer)
+
+    @classmethod
+    def resume(
+        cls, config: Config, directory: Path, ranks: Ranks | None = None, texts: Path | None = None
+    ) -> tuple["PolicyTrainer", dict[str, Any]]:
+        """Restores the trainer that `save` wrote to `directory`, bit for bit, and returns the saved `extra` with it."""
+        trainer = cls(config, directory / MODEL, ranks, texts)
+        state = read_state(directory, trainer.optimizer, trainer.ranks)
+        if trainer.kl.target is not None:
+            trainer.kl.value = state["kl"]
+        if trainer.multiplier is not None and "multiplier" in state:
+            trainer.multiplier.value = state["multiplier"]
+        return trainer, state["extra"]
+
+    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+        """Writes model/ and trainer.pt below `directory`, with the plain values `extra` (str, int, float).
+
+        Every rank calls this method; ranks other than 0 write only the state that is their own.
+
+        Raises:
+            WeightsError: the ranks do not hold the same weights.
+        """
+        check_same(self.ranks, self.optimizer.parameters)
+        if self.ranks.rank > 0:
+            write_own_state(directory, self.ranks.rank)
+            return
+        price = {} if self.multiplier is None else {"multiplier": self.multiplier.value}
+        write_state(directory, self.model, self.optimizer, self.ranks.size, kl=self.kl.value, extra=extra, **price)
+
+    def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "PolicyStep":
+        return PolicyStep(self, rows, incarnation, version)
+
+    @property
+    def weights_spec(self) -> WeightsSpec:
+        """Returns names, shapes and dtype of the published weights."""
+        return spec_of(self.model.whole, self.config.model.dtype)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Returns the float32 master weights, tied ones under every name. The next step changes them in place."""
+        parameters = self.model.whole.named_parameters(remove_duplicate=False)
+        return {name: parameter.detach() for name, parameter in parameters}
+
+    def canary(self) -> Canary:
+        """Returns the canary of the current weights, which generation engines compare themselves with."""
+        return canary_of(self._probe, logprobs_after(self.model, self._probe))
+
+
+class PolicyStep(TrainingStep):
+    """Trains the policy on one batch. Samples of an update that is not finite do not count as trained.
+
+    The pretraining loss is -sum of log pi(token | earlier tokens) / tokens over the learnt tokens of the texts of an
+    update, added with `algorithm.pretrain_coefficient`. Sources: PPO-ptx (arXiv 2203.02155, section 3.5, gamma
+    E[log pi(x)]); Safe RLHF (arXiv 2310.12773, appendix B, L^PTX).
+    """
+
+    def __init__(self, trainer: PolicyTrainer, rows: Sequence[TrainRow], incarnation: int, version: int) -> None:
+        super().__init__(trainer, rows, incarnation, version)
+        self._trainer = trainer
+        self._version = version
+        self._algorithm = trainer.config.algorithm
+        self._cost = 0.0
+        self._totals = PolicyTotals(trainer.model.device)
+        self._update_totals = self._totals
+        self._pretrain_loss = 0.0  # of this rank's texts of the running update
+        self._pretrain_losses: list[float] = []
+
+    def _prepare(self) -> Iterator[bool]:
+        algorithm, kl, multiplier = self._algorithm, self._trainer.kl.value, self._trainer.multiplier
+        if multiplier is not None:
+            self._cost = mean_cost(self._rows, self._ranks)
+        set_token_advantages(self._rows, algorithm, kl, self._ranks, multiplier)
+        needed = algorithm.old_logprobs != "engine" or algorithm.rejection != "none"
+        if needed and self._config.training.updates > 1:  # The first update alone would find them unchanged.
+            for item, logprobs in (yield from self._current_logprobs(self._rows)):
+                item.proximal = logprobs
+
+    def _current_logprobs(
+        self, rows: Sequence[MaskedRow]
+    ) -> Generator[bool, None, list[tuple[MaskedRow, NDArray[np.float32]]]]:
+        """Computes the trainer's log-probs of every row with a live token."""
+        found: list[tuple[MaskedRow, NDArray[np.float32]]] = []
+        for items in self._micro_batches([item for item in rows if item.trained]):
+            prompts, responses = [item.row.prompt_ids for item in items], [item.row.response_ids for item in items]
+            temperatures, chunk = [item.row.temperature for item in items], self._config.training.logits_chunk
+            logprobs = frozen_logprobs(self._trainer.model, prompts, responses, temperatures, chunk)
+            found += zip(items, logprobs, strict=True)
+            yield True
+        return found
+
+    def _backward(self, rows: Sequence[MaskedRow], number: int, tokens: int, samples: int) -> Backward:
+        lengths = torch.tensor([len(item.live) for item in rows])
+        divisor = self._algorithm.divisor or self._config.generation.max_new_tokens
+        weights = row_weights(self._algorithm.aggregation, lengths, tokens, samples, divisor)
+        for item, weight in zip(rows, weights.tolist(), strict=True):
+            item.weight = weight
+        self._update_totals = PolicyTotals(self._trainer.model.device)
+        second_moment = yield from self._second_moment(rows)
+        finite = True
+        for items in self._micro_batches(rows):
+            finite = finite and self._policy_pass(items, second_moment)
+            yield True
+        yield from self._pretrain(number)
+        return finite
+
+    def _second_moment(self, rows: Sequence[MaskedRow]) -> Generator[bool, None, float]:
+        """Computes the bound of the squared log ratios of this update; infinity for losses other than m2po."""
+        if self._algorithm.loss != "m2po":
+            return math.inf
+        squares = [torch.zeros(0, dtype=torch.float64)]
+        for item, current in (yield from self._current_logprobs(rows)):
+            log_ratio = torch.from_numpy((current - item.row.logprobs)[item.live].astype(np.float64))
+            advantages = torch.from_numpy(np.broadcast_to(item.advantages, item.live.shape)[item.live])
+            squares.append(log_ratio[pushed_away(log_ratio, advantages)].square())
+        budget = self._algorithm.second_moment
+        assert budget is not None, "the config requires second_moment with m2po"
+        return second_moment_bound(torch.cat(squares), budget, self._ranks.sum, self._ranks.largest)
+
+    def _policy_pass(self, rows: Sequence[MaskedRow], second_moment: float) -> bool:
+        """Runs forward and backward of a micro-batch; returns False and adds nothing if its loss is not finite."""
+        model, batch = self._trainer.model, micro_batch(rows, self._trainer.model.device)
+        chunk, bonus = self._config.training.logits_chunk, self._algorithm.entropy_bonus > 0
+        logprobs, entropy = token_logprobs(model, batch.padded, chunk, entropy_gradient=bonus)
+        terms = policy_loss_terms(self._algorithm, self._trainer.kl.value, second_moment, logprobs, entropy, batch)
+        loss = terms.policy.sum() + terms.kl.sum() + terms.entropy.sum()
+        if not math.isfinite(loss.item()):
+            finite = torch.isfinite(terms.policy + terms.kl + terms.entropy)
+            broken, keys = batch.ragged.sum((~finite).float()).tolist(), [item.row.key for item in rows]
+            # All samples when only the sum is not finite.
+            self._culprits += [key for key, tokens in zip(keys, broken, strict=True) if tokens] or keys
+            return False
+        torch.autograd.backward(loss)
+        self._update_totals.add(terms, logprobs, entropy, batch, first=not self._norms)
+        for item, rejected in zip(rows, batch.ragged.sum((terms.weight == 0).float()).tolist(), strict=True):
+            item.rejected = int(rejected)
+        return True
+
+    def _pretrain(self, number: int) -> Iterator[bool]:
+        """Adds the gradient of this rank's share of the texts of an update to that of its samples.
+
+        A loss that is not finite gives a gradient that is not finite, which stops the update on all ranks.
+        """
+        self._pretrain_loss = 0.0
+        if self._trainer.texts is None:
+            return
+        model, training = self._trainer.model, self._config.training
+        texts = texts_of(self._trainer.texts, self._config, self._version, number)
+        tokens = sum(len(text.learnt) for text in texts)
+        own = texts[self._ranks.rank :: self._ranks.size]
+        for indices in micro_batches([text.tokens for text in own], training.micro_batch_tokens):
+            given, learnt = [own[index].given for index in indices], [own[index].learnt for index in indices]
+            rows = pad_rows(given, learnt, 1.0, model.device)
+            logprobs, _ = token_logprobs(model, rows, training.logits_chunk)
+            loss = -logprobs.sum() / tokens
+            torch.autograd.backward(self._algorithm.pretrain_coefficient * loss)
+            self._pretrain_loss += loss.item()
+            yield True
+
+    def _keep_sums(self) -> None:
+        self._totals.merge(self._update_totals)
+        self._pretrain_losses.append(self._pretrain_loss)
+
+    def _metrics(self, counts: Tensor) -> dict[str, float]:
+        trainer, reference, planned = self._trainer, self._algorithm.kl > 0, self._config.training.updates
+        found = self._totals.metrics(self._ranks, len(self._norms), planned, reference=reference)
+        metrics = mask_metrics(counts)
+        if trainer.texts is not None:
+            pretrain_loss = self._ranks.sum(torch.tensor(self._pretrain_losses, dtype=torch.float64)).mean()
+        if not self._norms:
+            return metrics
+        metrics |= {"grad_norm": sum(self._norms) / len(self._norms), "learning_rate": trainer.optimizer.rate, **found}
+        if reference:
+            metrics["policy/kl_coefficient"] = trainer.kl.value
+            trainer.kl.update(found["policy/kl_reference"])
+        if trainer.texts is not None:
+            metrics["policy/pretrain_loss"] = float(pretrain_loss)
+        if trainer.multiplier is not None:
+            metrics["cost/multiplier"] = trainer.multiplier.value
+            trainer.multiplier.update(self._cost)
+        return metrics

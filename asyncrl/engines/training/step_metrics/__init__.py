@@ -1,1 +1,0 @@
-"""The metrics of a training step, computed from sums over tokens and ranks."""

@@ -1,0 +1,58 @@
+"""Log-probs of response tokens; trainer and reference compute them only here."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from asyncrl.engines.training.batch.micro_batches import Ids, PaddedRows, pad_rows, split_by_row
+from asyncrl.engines.training.models_with_heads import CausalModel
+
+
+def token_logprobs(
+    model: CausalModel, rows: PaddedRows, chunk: int, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Computes log-probs, with gradient in grad mode, and entropies, with gradient only on request, float32 [tokens].
+
+    They are those of log-softmax(logits / temperature), the log-probs at the response tokens.
+
+    The head processes `chunk` tokens at a time, so that no larger [tokens, vocabulary] tensor exists. The backward pass
+    recomputes the head, unless all tokens fit into one chunk.
+    """
+
+    def head(states: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs = (model.logits(states) / temperatures[:, None]).log_softmax(-1)
+        for_entropy = logprobs if entropy_gradient else logprobs.detach()
+        return logprobs.gather(-1, targets[:, None]).squeeze(-1), -(for_entropy.exp() * for_entropy).sum(-1)
+
+    states = model.hidden(rows.ids).flatten(0, 1)[rows.positions]
+    parts: list[tuple[Tensor, Tensor]] = []
+    for inputs in zip(*(torch.split(v, chunk) for v in (states, rows.targets, rows.temperatures)), strict=True):
+        if len(states) <= chunk or not torch.is_grad_enabled():
+            parts.append(head(*inputs))
+        else:
+            parts.append(checkpoint(head, *inputs, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+@torch.no_grad()
+def logprobs_after(model: CausalModel, prompt: NDArray[np.int64]) -> Tensor:
+    """Returns the log-probs of the token after the prompt at temperature 1, float32 [vocabulary]."""
+    ids = torch.from_numpy(prompt).to(model.device)
+    return model.logits(model.hidden(ids[None])[0, -1:])[0].log_softmax(-1)
+
+
+@torch.no_grad()
+def frozen_logprobs(
+    model: CausalModel, prompts: Sequence[Ids], responses: Sequence[Ids], temperatures: Sequence[float], chunk: int
+) -> list[NDArray[np.float32]]:
+    """Computes the log-probs [tokens] of each row in one forward pass, without gradient.
+
+    The bits of a row depend on the other rows of the pass; a pass over a single row always gives the same bits.
+    """
+    rows = pad_rows(prompts, responses, temperatures, model.device)
+    logprobs, _ = token_logprobs(model, rows, chunk)
+    return split_by_row(logprobs, [len(response) for response in responses])

@@ -1,0 +1,116 @@
+"""The files of a trainer in a checkpoint: model/, which transformers loads, and trainer.pt, which resumes training.
+
+Rank 0 writes both, because data-parallel ranks hold the same weights and moments. Every other rank writes rank-N.pt
+with its own random state.
+"""
+
+import hashlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.engines.training.data_parallel import Ranks
+from asyncrl.engines.training.models_with_heads import LoadedModel
+from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.errors import ConfigError, JournalError
+
+MODEL = "model"
+TRAINER = "trainer.pt"
+
+
+def write_state(directory: Path, model: LoadedModel, optimizer: Optimizer, ranks: int, **state: Any) -> None:
+    """Writes and fsyncs model/ (safetensors, config, tokenizer) and trainer.pt (optimizer, RNG, `ranks`, `state`).
+
+    ranks: number of ranks that write the checkpoint. state: tensors and plain values. The written config is the one
+    that came with the model, not the one without dropout that it trains under.
+    """
+    folder = directory / MODEL
+    model.whole.save_pretrained(folder)
+    model.source_config.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    state |= {"optimizer": {"adamw": optimizer.adamw.state_dict(), "updates": optimizer.updates}}
+    _save({**state, "rng": torch.get_rng_state(), "ranks": ranks}, directory / TRAINER)
+    for path in [*directory.rglob("*"), directory]:
+        _sync(path)
+
+
+def write_own_state(directory: Path, rank: int) -> None:
+    """Writes and fsyncs the file of a rank other than 0."""
+    _save({"rng": torch.get_rng_state()}, directory / f"rank-{rank}.pt")
+    _sync(directory / f"rank-{rank}.pt")
+    _sync(directory)
+
+
+def read_state(directory: Path, optimizer: Optimizer, ranks: Ranks) -> dict[str, Any]:
+    """Restores optimizer and RNG, and returns everything that trainer.pt holds: tensors and plain values only.
+
+    Raises:
+        JournalError: the directory is not the checkpoint of a trainer.
+        ConfigError: another number of ranks wrote the checkpoint, and their random states differ.
+    """
+    if not (directory / TRAINER).exists():
+        raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not the checkpoint of a trainer")
+    state = _load(directory / TRAINER)
+    others = [_load(directory / f"rank-{rank}.pt") for rank in range(1, state.get("ranks", 1))]
+    optimizer.adamw.load_state_dict(state["optimizer"]["adamw"])
+    optimizer.updates = state["optimizer"]["updates"]
+    random = [each["rng"] for each in (state, *others)]
+    if len(random) != ranks.size and not all(torch.equal(each, random[0]) for each in random):
+        raise ConfigError(
+            f"training.layout_dp = {ranks.size}: {len(random)} ranks with different random states wrote checkpoint "
+            f"{directory}; write {len(random)}"
+        )
+    torch.set_rng_state(random[ranks.rank if len(random) == ranks.size else 0])
+    return state
+
+
+def _load(path: Path) -> dict[str, Any]:
+    return dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+class _CheckpointFile(io.BufferedWriter):
+    """Keeps the OSError of a failed write in `failed`, because torch.save hides it behind an error of its format."""
+
+    failed: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failed = error
+            raise
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    """Saves the state with torch. Raises OSError when a write fails."""
+    with _CheckpointFile(io.FileIO(path, "wb")) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError:
+            if file.failed is None:
+                raise
+            raise file.failed from None
+
+
+def file_digests(directory: Path, rank: int = 0) -> dict[str, str]:
+    """Returns the sha256 (hex) of each of this rank's files by relative path; other ranks may still write theirs."""
+    paths = [directory / f"rank-{rank}.pt"]
+    if rank == 0:
+        others = set(directory.glob("rank-*.pt"))
+        paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and path not in others]
+    found = {}
+    for path in paths:
+        with path.open("rb") as file:
+            found[str(path.relative_to(directory))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,1 +1,0 @@
-"""The trainers of policy and critic on PyTorch, and their steps."""

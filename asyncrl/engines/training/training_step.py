@@ -1,0 +1,158 @@
+"""The part that training steps of policy and critic share: masks, the split into updates, one pass at a time."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch.masking import MaskedRow, mask_counts, mask_rows
+from asyncrl.engines.training.batch.micro_batches import micro_batches
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.data_parallel import Ranks
+from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.protocols.batch import SampleName
+from asyncrl.protocols.messages import TrainedSample
+
+Backward: TypeAlias = Generator[bool, None, bool]
+"""Backward passes: yields True after each, and returns whether all losses were finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Reports what one step did.
+
+    updates: optimizer steps taken. skipped: why `updates` is 0, "stale", "truncated" or "not finite"; else "". samples:
+    of this rank. batch: sorted keys of the samples of all ranks. metrics: over all ranks, see `policy_metrics` and
+    `critic_trainer`. culprits: samples of this rank with a loss term that is not finite.
+    """
+
+    updates: int
+    skipped: str
+    samples: tuple[TrainedSample, ...]
+    batch: tuple[SampleName, ...]
+    metrics: dict[str, float]
+    culprits: tuple[SampleName, ...] = ()
+
+
+class Trainer(ABC):
+    """Trains one model. Not thread-safe: all calls come from one thread."""
+
+    config: Config
+    ranks: Ranks
+    optimizer: Optimizer
+
+    @abstractmethod
+    def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "TrainingStep":
+        """Starts a step on this rank's rows, sorted by (group, member), and computes nothing yet."""
+
+
+def run_step(trainer: Trainer, rows: Sequence[TrainRow], incarnation: int, version: int) -> StepOutcome:
+    """Runs a whole step at once."""
+    step = trainer.begin(rows, incarnation, version)
+    while step.advance():
+        pass
+    return step.outcome
+
+
+class TrainingStep(ABC):
+    """Trains on one batch, the rows of all ranks, one micro-batch per call of `advance`.
+
+    The batch is split into `training.updates` consecutive parts with one optimizer step each. A part has one
+    denominator over all its rows, micro-batches and ranks, fixed before its first backward pass. A part whose loss or
+    gradient is not finite takes no optimizer step; a part without a live token is skipped.
+    """
+
+    def __init__(self, trainer: Trainer, rows: Sequence[TrainRow], incarnation: int, version: int) -> None:
+        self._config = config = trainer.config
+        self._ranks = trainer.ranks
+        self._optimizer = trainer.optimizer
+        staleness, truncated = config.staleness, config.algorithm.mask_truncated
+        self._rows = mask_rows(rows, incarnation, version, staleness.limit, staleness.policy, truncated)
+        self._norms: list[float] = []  # gradient norms of the updates taken
+        self._culprits: list[SampleName] = []
+        self._outcome: StepOutcome | None = None
+        self._work = self._run()
+
+    @property
+    def outcome(self) -> StepOutcome:
+        """Returns the outcome; only valid after `advance` returned False."""
+        assert self._outcome is not None, "the step is not complete: call advance until it returns False"
+        return self._outcome
+
+    def advance(self) -> bool:
+        """Runs the next micro-batch or optimizer step; returns False when the step is complete."""
+        return next(self._work, False)
+
+    def _run(self) -> Iterator[bool]:
+        batch = gather_keys(self._ranks, [item.row.key for item in self._rows])
+        counts = self._ranks.sum(mask_counts(self._rows))
+        yield from self._prepare()
+        for number, part in enumerate(split_into_updates(self._rows, batch, self._config.training.updates)):
+            yield from self._update(part, number)
+        _, live, stale, _ = counts.tolist()
+        why_skipped = "not finite" if live > 0 else "stale" if stale > 0 else "truncated"
+        self._outcome = StepOutcome(
+            updates=len(self._norms),
+            skipped="" if self._norms else why_skipped,
+            metrics=self._metrics(counts),
+            samples=tuple(item.report() for item in self._rows),
+            batch=tuple(batch),
+            culprits=tuple(self._culprits),
+        )
+
+    def _update(self, part: Sequence[MaskedRow], number: int) -> Iterator[bool]:
+        counted = [item for item in part if item.counted]
+        own = [sum(len(item.live) for item in counted), len(counted), sum(item.trained for item in counted)]
+        tokens, samples, live = self._ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+        if live == 0:
+            return
+        finite = yield from self._backward([item for item in part if item.trained], number, int(tokens), int(samples))
+        norm = self._optimizer.step(self._ranks, finite=finite)
+        if norm is None:
+            for item in part:
+                item.lost = "not finite"
+        else:
+            self._norms.append(norm)
+            self._keep_sums()
+        yield True
+
+    @abstractmethod
+    def _prepare(self) -> Iterator[bool]:
+        """Computes what the loss needs of each row; yields True after each forward pass."""
+
+    @abstractmethod
+    def _backward(self, rows: Sequence[MaskedRow], number: int, tokens: int, samples: int) -> Backward:
+        """Accumulates the gradient of update `number`, whose loss is divided by all its tokens or samples."""
+
+    @abstractmethod
+    def _keep_sums(self) -> None:
+        """Adds what `_backward` summed for the metrics to the sums of the step, because its update was taken."""
+
+    @abstractmethod
+    def _metrics(self, counts: Tensor) -> dict[str, float]:
+        """Computes the metrics of the whole step. counts: `mask_counts` of all ranks."""
+
+    def _micro_batches(self, rows: Sequence[MaskedRow]) -> Iterator[list[MaskedRow]]:
+        budget = self._config.training.micro_batch_tokens
+        for indices in micro_batches([row.tokens for row in rows], budget):
+            yield [rows[index] for index in indices]
+
+
+def gather_keys(ranks: Ranks, keys: Sequence[SampleName]) -> list[SampleName]:
+    """Returns the sorted keys of the samples of all ranks."""
+    rows = ranks.gather(torch.tensor(keys, dtype=torch.int64).reshape(-1, 3))
+    return sorted((group, member, attempt) for group, member, attempt in rows.tolist())
+
+
+def split_into_updates(
+    rows: Sequence[MaskedRow], batch: Sequence[SampleName], updates: int
+) -> Iterator[list[MaskedRow]]:
+    """Yields this rank's rows of each update; the split of the batch does not depend on the number of ranks."""
+    place = {key: index for index, key in enumerate(batch)}
+    for update in range(updates):
+        own = range(update * len(batch) // updates, (update + 1) * len(batch) // updates)
+        yield [item for item in rows if place[item.row.key] in own]
