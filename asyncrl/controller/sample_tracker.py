@@ -1,7 +1,6 @@
 """Keeps gate, journal and observers in step: every change of a sample's state is made here, in all three or in none."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
 
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import DROPPABLE, Cut, GroupState, Stage
@@ -158,10 +157,9 @@ class SampleTracker:
     def pick(self) -> tuple[Cut, ...] | None:
         """Returns what to train next; None: wait."""
         pick = self.gate.pick()
-        states = {drop.group: drop.state for drop in pick.dropped}
-        for (group, reason), drops in groupby(pick.dropped, key=lambda drop: (drop.group, drop.reason)):
-            self._dropped(states[group], tuple(drop.member for drop in drops), reason)
-        for state in states.values():
+        for drop in pick.dropped:
+            self._dropped(drop.group, drop.members, drop.reason)
+        for state in {drop.group.id: drop.group for drop in pick.dropped}.values():
             self._close(state)
         if pick.dropped:
             self._changed()

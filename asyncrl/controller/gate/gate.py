@@ -1,12 +1,9 @@
 """The gate decides what may be drawn, what is trained next and what is too old. Pure: no I/O, no clock, no asyncio.
 
-A group is the samples of one prompt; a sample moves RUNNING -> SCORING -> READY -> TRAINING -> TRAINED, and from any
-of the first three to DROPPED. The staleness of a token is the trainer's version when an iteration begins minus the
-version that sampled it; under `mask`, `drop` and `block` no token older than the limit enters the loss.
-Samples, not groups, hold credits and are trained, so a straggler does not expire its siblings: a *cut* is the part of
-a group that trains together, usually all of it.
-
-All methods are for a single caller. Ids of groups come from `draw`; asking about another id is an error of the caller.
+A sample moves RUNNING -> SCORING -> READY -> TRAINING -> TRAINED, and from any of the first three to DROPPED. Under
+`mask`, `drop` and `block` no token older than the limit enters the loss. Samples, not groups, hold credits and are
+trained, so a straggler does not expire its siblings: a *cut* is the part of a group that trains together, usually all
+of it. Ids of groups come from `draw`; asking about another id is an error of the caller.
 """
 
 from collections import Counter, deque
@@ -22,12 +19,9 @@ from asyncrl.controller.gate.group_state import (
     EndedSample,
     GroupState,
     Pick,
-    RestoredGroup,
     SampleState,
     Stage,
-    StageCounts,
     mean,
-    whole_cuts,
 )
 from asyncrl.errors import IllegalTransition
 from asyncrl.protocols.staleness import live
@@ -52,7 +46,8 @@ class Gate:
         self.ended: deque[EndedSample] = deque(maxlen=4 * config.cap * config.members)
         self.gaps: deque[float] = deque(maxlen=4 * config.cap)
         self._groups: dict[int, GroupState] = {}
-        self._counts = StageCounts()
+        self._counts = Counter[Stage]()
+        self._running_since = Counter[int]()
         self._stopped = False
         self._early: dict[int, float] = {}
 
@@ -60,11 +55,11 @@ class Gate:
 
     def held(self) -> int:
         """Returns how many samples hold a credit: all in flight, except those that `mask` lets run past the limit."""
-        running = self._counts[Stage.RUNNING]
-        if self.config.policy == "mask":
-            since = self._counts.running_since.items()
-            running = sum([count for began, count in since if live(began, self.version, self.config.limit)])
-        return self._counts[Stage.SCORING] + self._counts[Stage.READY] + self._counts[Stage.TRAINING] + running
+        if self.config.policy != "mask":
+            return self.in_flight
+        began = self._running_since.items()
+        past = sum(count for version, count in began if not live(version, self.version, self.config.limit))
+        return self.in_flight - past
 
     def may_draw(self) -> bool:
         """Returns whether a further group fits into the credits and under the cap."""
@@ -81,22 +76,16 @@ class Gate:
         self._add(GroupState(group, self.version, samples, awaits=self.config.greedy))
         return group
 
-    def restore(self, restored: RestoredGroup) -> None:
-        """Puts a group in flight that a resumed run had drawn; its members count as started at this version."""
-        samples = [SampleState(since=self.version, attempt=restored.attempt) for _ in range(self.config.members)]
-        for member, reward in restored.trained.items():
-            samples[member].stage = Stage.TRAINED
-            samples[member].reward = reward
-        for member, (reason, known) in restored.dropped.items():
-            samples[member].stage = Stage.DROPPED
-            samples[member].reason = reason
-            samples[member].reward = known
-        awaits = self.config.greedy and restored.greedy is None
-        group = GroupState(restored.id, self.version, samples, restored.attempt, awaits=awaits, greedy=restored.greedy)
-        assert group.members(Stage.RUNNING) == tuple(sorted(restored.running)), "each member has one place"
-        assert restored.id < self.next_group, "a restored group was drawn before"
-        assert restored.id not in self._groups, f"group {restored.id} is in flight already"
-        self._add(group)
+    def restore(self, drawn: GroupState) -> None:
+        """Puts a group in flight that a resumed run had drawn, in a new attempt; its members begin at this version."""
+        assert drawn.id < self.next_group, "a restored group was drawn before"
+        assert drawn.id not in self._groups, f"group {drawn.id} is in flight already"
+        attempt, awaits = drawn.attempt + 1, self.config.greedy and drawn.greedy is None
+        samples = [
+            SampleState(since=self.version, attempt=attempt) if sample.stage in IN_FLIGHT else sample
+            for sample in drawn.samples
+        ]
+        self._add(GroupState(drawn.id, self.version, samples, attempt, awaits=awaits, greedy=drawn.greedy))
 
     def stop_drawing(self) -> None:
         """Ends drawing. The groups in flight still train, at last in a short batch."""
@@ -157,9 +146,9 @@ class Gate:
         for member in members:
             sample = self._expect(group, member, IN_FLIGHT, "restarted")
             self.abandoned_tokens += sample.tokens
-            self._counts.leave(sample)
-            sample.begin_again(entry.attempt, self.version)
-            self._counts.enter(sample, Stage.RUNNING)
+            self._count(sample, -1)
+            entry.samples[member] = SampleState(attempt=entry.attempt, since=self.version)
+            self._count(entry.samples[member], +1)
         return entry.attempt
 
     def drop(self, group: int, members: Iterable[int], reason: str) -> None:
@@ -179,17 +168,17 @@ class Gate:
         where they are needed.
         """
         assert not self._counts[Stage.TRAINING], "pick() is for when no iteration is running"
-        dropped = [*self._drop_old(), *self._drop_complete()]
-        cuts = whole_cuts(self.cuts(), self.config.batch)
-        short = sum(len(members) for _, members in cuts) < self.config.batch
-        if not cuts or (short and not self.exhausted) or self._must_wait(cuts):
-            return Pick(None, tuple(dropped))
+        dropped = (*self._drop_old(), *self._drop_complete())
+        cuts, full = self._urgent_cuts()
+        waits = not full or (self.config.policy == "block" and not self.fits_deadlines(cuts))
+        if not cuts or (waits and not self.exhausted):
+            return Pick(None, dropped)
         for group, members in cuts:
             for member in members:
                 self._move(self._groups[group].samples[member], Stage.TRAINING)
-        early = sorted(group for group, _ in cuts if self._groups[group].members(*OPEN))
-        self._early = {group: mean(self.rewards(group)) for group in early}
-        return Pick(tuple(sorted(cuts)), tuple(dropped), tuple(early), short)
+        open_groups = [self._groups[group] for group, _ in cuts if self._groups[group].members(*OPEN)]
+        self._early = {group.id: mean(group.rewards()) for group in open_groups}
+        return Pick(tuple(sorted(cuts)), dropped)
 
     def requeue(self, cuts: Iterable[Cut]) -> None:
         """TRAINING -> READY after a failed step; members restarted or dropped meanwhile keep their stage."""
@@ -218,8 +207,8 @@ class Gate:
         """
         if self._counts[Stage.READY] < self.config.batch:
             return ()
-        cuts = whole_cuts(self.cuts(), self.config.batch)
-        return tuple(sorted(cuts)) if sum(len(members) for _, members in cuts) >= self.config.batch else ()
+        cuts, full = self._urgent_cuts()
+        return tuple(sorted(cuts)) if full else ()
 
     # ---- the rules ---------------------------------------------------------------------------------------
 
@@ -290,10 +279,6 @@ class Gate:
         """Returns whether every member is TRAINED or DROPPED."""
         return group not in self._groups
 
-    def rewards(self, group: int) -> dict[int, float]:
-        """Returns the rewards in the baseline of a group in flight, by member; members dropped as stale included."""
-        return self._groups[group].rewards()
-
     def awaits(self, group: int) -> bool:
         """Returns whether this group is in flight and needs the reward of its greedy answer."""
         return group in self._groups and self._groups[group].awaits
@@ -323,20 +308,24 @@ class Gate:
         """Iterates over the samples of the groups in flight."""
         return (sample for group in self._groups.values() for sample in group.samples)
 
-    def ages(self) -> list[int]:
-        """Returns for every READY sample how many versions ago its first token was sampled."""
-        return [self.version - sample.first for sample in self.samples() if sample.stage is Stage.READY]
-
     # ---- parts -------------------------------------------------------------------------------------------
 
     def _add(self, group: GroupState) -> None:
         self._groups[group.id] = group
         for member in group.members(Stage.RUNNING):
-            self._counts.enter(group.samples[member], Stage.RUNNING)
+            self._count(group.samples[member], +1)
+
+    def _count(self, sample: SampleState, change: int) -> None:
+        self._counts[sample.stage] += change
+        if sample.stage is Stage.RUNNING:
+            self._running_since[sample.since] += change
+            if not self._running_since[sample.since]:
+                del self._running_since[sample.since]
 
     def _move(self, sample: SampleState, stage: Stage) -> None:
-        self._counts.leave(sample)
-        self._counts.enter(sample, stage)
+        self._count(sample, -1)
+        sample.stage = stage
+        self._count(sample, +1)
 
     def _current(self, group: int, member: int, attempt: int, stage: Stage) -> SampleState | None:
         sample = self._groups[group].samples[member] if group in self._groups else None
@@ -356,7 +345,8 @@ class Gate:
         sample = group.samples[member]
         self._move(sample, stage)
         early = stage is Stage.TRAINED and group.id in self._early
-        self.ended.append(EndedSample.of(sample, group.id, member, self.version, early))
+        known = (sample.tokens, sample.first, sample.last, self.version, sample.reason, early, sample.attempt)
+        self.ended.append(EndedSample(group.id, member, *known))
 
     def _forget(self, group: int) -> None:
         entry = self._groups[group]
@@ -366,35 +356,37 @@ class Gate:
 
     def _drop_old(self) -> list[Drop]:
         too_old = {"mask": self.expired, "drop": self.stale}.get(self.config.policy)
-        if too_old is None:
-            return []
-        return self._drop_ready("stale", self._groups.values(), too_old)
+        return self._drop_ready("stale", list(self._groups.values()), too_old) if too_old else []
 
     def _drop_complete(self) -> list[Drop]:
         """Drops samples that cannot train although no member of their group is open any more."""
         complete = [group for group in self._groups.values() if not group.members(*OPEN) and not group.awaits]
         lacking = [group for group in complete if len(group.rewards()) < self.config.baseline]
         equal = [group for group in complete if self.config.need_signal and not group.has_signal]
-        dropped = self._drop_ready("no_baseline", lacking, lambda _: True)
-        return [*dropped, *self._drop_ready("no_signal", equal, lambda _: True)]
+        return [*self._drop_ready("no_baseline", lacking), *self._drop_ready("no_signal", equal)]
 
     def _drop_ready(
-        self, reason: str, groups: Iterable[GroupState], condition: Callable[[SampleState], bool]
+        self, reason: str, groups: Iterable[GroupState], condition: Callable[[SampleState], bool] = lambda _: True
     ) -> list[Drop]:
-        drops = [
-            Drop(group, member, reason)
-            for group in groups
-            for member, sample in enumerate(group.samples)
-            if sample.stage is Stage.READY and condition(sample)
-        ]
-        for out in drops:
-            self.drop(out.group, [out.member], reason)
+        drops = []
+        for group in groups:
+            members = tuple(member for member in group.members(Stage.READY) if condition(group.samples[member]))
+            if members:
+                self.drop(group.id, members, reason)
+                drops.append(Drop(group, members, reason))
         return drops
+
+    def _urgent_cuts(self) -> tuple[list[Cut], bool]:
+        """Returns the most urgent cuts, as many as make a full batch, and whether they make one."""
+        taken, samples = list[Cut](), 0
+        for cut in self.cuts():
+            if samples >= self.config.batch:
+                break
+            taken.append(cut)
+            samples += len(cut[1])
+        return taken, samples >= self.config.batch
 
     def _urgency(self, group: GroupState) -> tuple[int, int]:
         if self.config.policy == "block":
             return (group.drawn_at, group.id)
         return (min(group.samples[member].last for member in group.members(Stage.READY)), group.id)
-
-    def _must_wait(self, cuts: Sequence[Cut]) -> bool:
-        return self.config.policy == "block" and not self.exhausted and not self.fits_deadlines(cuts)

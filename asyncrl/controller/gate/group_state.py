@@ -1,9 +1,8 @@
 """The state of groups and samples in flight, and the values that the gate answers with."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Self
 
 from asyncrl.protocols.batch import RowRef
 
@@ -14,17 +13,6 @@ Cut = tuple[int, tuple[int, ...]]
 def mean(rewards: Mapping[int, float]) -> float:
     """Returns the mean reward over members."""
     return sum(rewards.values()) / len(rewards)
-
-
-def whole_cuts(cuts: Iterable[Cut], batch: int) -> list[Cut]:
-    """Returns as many of these cuts, in order, as make a full batch."""
-    taken, samples = list[Cut](), 0
-    for cut in cuts:
-        if samples >= batch:
-            break
-        taken.append(cut)
-        samples += len(cut[1])
-    return taken
 
 
 class Stage(Enum):
@@ -63,40 +51,6 @@ class SampleState:
     reward: float | None = None
     reason: str = ""
     row: RowRef | None = None
-
-    def begin_again(self, attempt: int, version: int) -> None:
-        """Begins a new attempt at this version and forgets the results of the earlier one."""
-        self.attempt = attempt
-        self.since = version
-        self.tokens = 0
-        self.reward = None
-        self.row = None
-
-
-class StageCounts:
-    """Counts samples by stage. running_since: RUNNING samples by the version at which their attempt began."""
-
-    def __init__(self) -> None:
-        self._counts = dict.fromkeys(Stage, 0)
-        self.running_since: dict[int, int] = {}
-
-    def __getitem__(self, stage: Stage) -> int:
-        return self._counts[stage]
-
-    def leave(self, sample: SampleState) -> None:
-        """Uncounts a sample that is about to leave its stage."""
-        self._counts[sample.stage] -= 1
-        if sample.stage is Stage.RUNNING:
-            left = self.running_since.pop(sample.since) - 1
-            if left:
-                self.running_since[sample.since] = left
-
-    def enter(self, sample: SampleState, stage: Stage) -> None:
-        """Moves a sample to `stage` and counts it there."""
-        self._counts[stage] += 1
-        if stage is Stage.RUNNING:
-            self.running_since[sample.since] = self.running_since.get(sample.since, 0) + 1
-        sample.stage = stage
 
 
 @dataclass(slots=True)
@@ -144,33 +98,12 @@ class GroupState:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoredGroup:
-    """A group in flight when a run is resumed.
-
-    attempt: number of the attempt that begins now. running: members to sample again. trained: rewards of the members
-    trained before. dropped: reason, and reward if there was one, of the members dropped before. greedy: reward of the
-    greedy answer, if it was known.
-    """
-
-    id: int
-    attempt: int
-    running: tuple[int, ...]
-    trained: Mapping[int, float] = field(default_factory=dict)
-    dropped: Mapping[int, tuple[str, float | None]] = field(default_factory=dict)
-    greedy: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Drop:
-    """A sample that left without being trained. state: its group, which the gate forgets with its last sample."""
+    """Members of a group that left without being trained. The gate forgets a group with its last sample."""
 
-    state: GroupState
-    member: int
+    group: GroupState
+    members: tuple[int, ...]
     reason: str
-
-    @property
-    def group(self) -> int:
-        return self.state.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,17 +111,10 @@ class Pick:
     """The answer of `Gate.pick`.
 
     cuts: what to train now, sorted by group, members sorted; None: wait. dropped: samples that were dropped on the way.
-    early: the groups among the cuts that have members still open. short: fewer samples than a full batch.
     """
 
     cuts: tuple[Cut, ...] | None
     dropped: tuple[Drop, ...] = ()
-    early: tuple[int, ...] = ()
-    short: bool = False
-
-    @property
-    def samples(self) -> int:
-        return sum(len(members) for _, members in self.cuts or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +135,3 @@ class EndedSample:
     early: bool = False
     attempt: int = 0
     trained: int = 0
-
-    @classmethod
-    def of(cls, sample: SampleState, group: int, member: int, version: int, early: bool) -> Self:
-        tokens, first, last = sample.tokens, sample.first, sample.last
-        return cls(group, member, tokens, first, last, version, sample.reason, early, sample.attempt)

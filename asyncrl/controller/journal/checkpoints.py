@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 from zlib import crc32
 
-from asyncrl.controller.gate.group_state import RestoredGroup
+from asyncrl.controller.gate.group_state import GroupState
 from asyncrl.controller.journal.journal_records import BLOCK, CheckpointMade, Drawn, InFlight, Scan, void_ranges
 from asyncrl.controller.journal.journal_store import Store
 from asyncrl.controller.journal.ledger import Journal, Ledger, replay, resumes
@@ -55,8 +55,8 @@ class ResumePlan:
     """The point from which a run is resumed.
 
     incarnation: the new one. version, offset: of the checkpoint. directory: folder of its files, for the trainer.
-    groups: the groups in flight there, with the attempt and the members to begin again. next_group: id of the next
-    draw. said: a line for the user about each newer checkpoint that cannot be used.
+    groups: the groups in flight there. next_group: id of the next draw. said: a line for the user about each newer
+    checkpoint that cannot be used.
     """
 
     incarnation: int
@@ -64,7 +64,7 @@ class ResumePlan:
     offset: int
     directory: str
     chain: str
-    groups: tuple[RestoredGroup, ...]
+    groups: tuple[GroupState, ...]
     next_group: int
     said: tuple[str, ...] = ()
 
@@ -242,7 +242,7 @@ def plan_resume(store: Store) -> ResumePlan | None:
         offset=manifest.offset,
         directory=store.path(str(manifest.version)),
         chain=manifest.chain,
-        groups=ledger.restored(),
+        groups=tuple(ledger.groups.values()),
         next_group=ledger.next_group,
         said=said,
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import singledispatchmethod
 from zlib import crc32
 
-from asyncrl.controller.gate.group_state import DROPPABLE, IN_FLIGHT, Cut, GroupState, RestoredGroup, SampleState, Stage
+from asyncrl.controller.gate.group_state import DROPPABLE, IN_FLIGHT, Cut, GroupState, SampleState, Stage
 from asyncrl.controller.journal.journal_records import (
     AttemptStarted,
     CheckpointMade,
@@ -174,10 +174,6 @@ class Ledger:
         in_flight = sum(len(members) for _, members in self.in_flight())
         return self.drawn == self.trained + self.dropped.total() + in_flight
 
-    def restored(self) -> tuple[RestoredGroup, ...]:
-        """Returns the groups in flight as a resumed run takes them over, each with a new attempt."""
-        return tuple(_restored(self.groups[group]) for group in sorted(self.groups))
-
     # ---- parts -------------------------------------------------------------------------------------------
 
     def _group(self, group: int, what: str) -> GroupState:
@@ -210,18 +206,6 @@ def difference(listed: tuple[Cut, ...], derived: tuple[Cut, ...]) -> str:
     surplus = [cut for cut in listed if cut not in derived][:5]
     missing = [cut for cut in derived if cut not in listed][:5]
     return f"the in-flight list holds {surplus} and lacks {missing}, by the records before it"
-
-
-def _restored(group: GroupState) -> RestoredGroup:
-    samples = list(enumerate(group.samples))
-    return RestoredGroup(
-        group.id,
-        group.attempt + 1,
-        group.members(*IN_FLIGHT),
-        {member: sample.reward or 0.0 for member, sample in samples if sample.stage is Stage.TRAINED},
-        {member: (sample.reason, sample.reward) for member, sample in samples if sample.stage is Stage.DROPPED},
-        group.greedy,
-    )
 
 
 def resumes(store: Store, until: int | None = None) -> list[tuple[int, Resumed]]:
@@ -285,18 +269,15 @@ class Journal:
         """Makes what was appended survive a power cut."""
         self.store.sync()
 
-    def resume(self, incarnation: int, offset: int) -> tuple[RestoredGroup, ...]:
+    def resume(self, incarnation: int, offset: int) -> None:
         """Goes back to where the journal was `offset` bytes long; the records after it are void.
 
-        Returns the groups in flight there, each with the attempt that begins now, which is journaled too. Raises
-        JournalError when that point is void itself.
+        The groups in flight there begin a new attempt. Raises JournalError when that point is void itself.
         """
         ledger = replay(self.store, offset)
         resumed = Resumed(incarnation, ledger.version, offset)
         void_ranges([*resumes(self.store), (self.offset, resumed)])
         self.ledger = ledger
-        groups = ledger.restored()
         self.append(resumed)
-        for group in groups:
-            self.append(AttemptStarted(group.id, group.attempt, group.running, "resumed"))
-        return groups
+        for group, members in ledger.in_flight():
+            self.append(AttemptStarted(group, ledger.groups[group].attempt + 1, members, "resumed"))

@@ -1,10 +1,9 @@
 """The events of a run, which the controller passes to its observers. An observer must not block."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from asyncrl.controller.gate.staleness_report import StepStaleness
 from asyncrl.protocols.batch import Cuts, RowRef
 from asyncrl.protocols.messages import PromptGroup, Score, StepReport
 
@@ -100,7 +99,7 @@ class StepDone:
 
     cuts: Cuts
     report: StepReport
-    staleness: StepStaleness
+    staleness: Mapping[str, float]
     waited: float
     seconds: float
 

@@ -130,7 +130,7 @@ class Recorder:
     async def _step(self, done: StepDone) -> None:
         now = asyncio.get_running_loop().time()
         metrics: Metrics = {"step": step_of(done.report), "time": now - self._began, "incarnation": self._incarnation}
-        metrics |= done.staleness.metrics()
+        metrics |= done.staleness
         metrics |= batch_metrics(done.cuts.batch) | self._term_means(done.cuts.batch)
         metrics |= report_metrics(done.report, now - self._last_step)
         metrics |= {f"skipped/{done.report.skipped}": 1.0} if done.report.skipped else {}

@@ -175,7 +175,7 @@ def test_a_retried_group_keeps_the_reward_it_was_compared_with_also_when_the_run
     assert held.gate.group(held.group).greedy == 0.25, (
         "the first one counts, so that all its parts compare with the same"
     )
-    (restored,) = Journal(held.journal.store).ledger.restored()
+    (restored,) = Journal(held.journal.store).ledger.groups.values()
     resumed = Gate(CONFIG, 0, 1)
     resumed.restore(restored)
     assert (resumed.group(held.group).greedy, resumed.awaits(held.group)) == (0.25, False)

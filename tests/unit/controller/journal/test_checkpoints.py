@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.controller.gate.group_state import IN_FLIGHT
 from asyncrl.controller.journal import checkpoints
 from asyncrl.controller.journal.audit import audit_store
 from asyncrl.controller.journal.checkpoints import FAULT_POINTS, commit, newest_good, plan_resume, resume, versions
@@ -109,8 +110,7 @@ async def test_what_was_recorded_after_a_checkpoint_is_void(saga: Saga) -> None:
     plan = plan_resume(saga.store.after_death())
     assert plan is not None
     assert (plan.incarnation, plan.version, plan.next_group) == (1, 1, drawn)
-    assert tuple((group.id, group.running) for group in plan.groups) == flying
-    assert all(group.attempt > 0 for group in plan.groups)
+    assert tuple((group.id, group.members(*IN_FLIGHT)) for group in plan.groups) == flying
 
 
 async def test_records_that_come_while_the_trainer_writes_lie_behind_the_checkpoint(saga: Saga) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from asyncrl.controller.gate.staleness_report import StepStaleness
 from asyncrl.controller.observers import recorder as recorder_module
 from asyncrl.controller.observers.events import SampleScored, SamplesDropped, StepDone
 from asyncrl.controller.observers.recorder import Recorder, StepLine
@@ -73,7 +72,7 @@ async def test_what_a_step_that_trained_nothing_told_is_told_again_by_the_next_t
     recorder._dropped["not finite"] += 3
     for skipped, version in (("not finite", 5), ("", 6), ("", 7)):
         report = StepReport(0, version, 0 if skipped else 1, skipped, "00", {}, (), None)
-        await recorder._step(StepDone(Cuts(0, 5, BatchRef(()), 0, 0), report, StepStaleness((), (), 0, ()), 0.0, 1.0))
+        await recorder._step(StepDone(Cuts(0, 5, BatchRef(()), 0, 0), report, {}, 0.0, 1.0))
     assert [line.metrics["step"] for line in told] == [6, 6, 7]
     assert [line.metrics.get("data/dropped/not finite") for line in told] == [3, 3, None]
     assert [line.metrics.get("skipped/not finite") for line in told] == [1, None, None]
