@@ -12,8 +12,7 @@ from pathlib import Path
 from asyncrl.algorithms.select import advantages_of, algorithm_of
 from asyncrl.config.problems import refuse
 from asyncrl.controller.journal.checkpoints import ResumePlan, plan_resume, versions
-from asyncrl.controller.journal.journal_store import FileStore
-from asyncrl.controller.journal.run_lock import run_lock
+from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.session import Questions, Session
 from asyncrl.deploy.checks.resource_limits import allow_descriptors, exhausted
 from asyncrl.deploy.preflight import model_problems, preflight

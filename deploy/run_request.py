@@ -13,9 +13,9 @@ from asyncrl.config.sources.toml import dump
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import ResumePlan, resume
-from asyncrl.controller.journal.journal_records import Trained
-from asyncrl.controller.journal.journal_store import FileStore
-from asyncrl.controller.journal.ledger import Journal, surviving
+from asyncrl.controller.journal.journal import Journal, surviving
+from asyncrl.controller.journal.ledger import Trained
+from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.controller.session import Questions, RunState
 from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.fleet.fleet import ServiceSpec

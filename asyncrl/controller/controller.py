@@ -35,7 +35,7 @@ from asyncrl.controller.batch_prefetch import BatchPrefetch
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Cut, Stage
 from asyncrl.controller.iterations import CheckedTraining, Iteration, Iterations
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, Observe, WeightsHandedOver
 from asyncrl.controller.rollouts import Attempt, PromptSource, Rollouts, Sampling, wait_of
 from asyncrl.controller.sample_tracker import SampleTracker

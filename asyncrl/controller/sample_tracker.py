@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import DROPPABLE, Cut, GroupState, Stage
-from asyncrl.controller.journal import journal_records
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal import ledger
+from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import (
     AttemptFailed,
     GroupDrawn,
@@ -65,7 +65,7 @@ class SampleTracker:
     def draw(self) -> int:
         """Puts the next group in flight and returns its id."""
         group, version = self.gate.draw(), self.gate.version
-        self.journal.append(journal_records.Drawn(group, version, self.gate.config.members))
+        self.journal.append(ledger.Drawn(group, version, self.gate.config.members))
         self.observe(GroupDrawn(group, version))
         return group
 
@@ -74,7 +74,7 @@ class SampleTracker:
         state = self.gate.group(group)
         members, old = state.members(*DROPPABLE), state.attempt
         number = self.gate.restart(group, members)
-        self.journal.append(journal_records.AttemptStarted(group, number, members, reason))
+        self.journal.append(ledger.AttemptStarted(group, number, members, reason))
         self._free(state, (*members, GREEDY) if state.awaits else members, old)
         self.observe(AttemptFailed(group, failures, members, reason))
         self._changed()
@@ -86,7 +86,7 @@ class SampleTracker:
             return
         group, attempt = accepted[0].group, accepted[0].attempt
         stamps = tuple((row.member, row.first, row.last, row.tokens) for row in accepted)
-        self.journal.append(journal_records.Generated(group, attempt, stamps))
+        self.journal.append(ledger.Generated(group, attempt, stamps))
         for row in accepted:
             self.gate.group(group).samples[row.member].row = row
 
@@ -121,7 +121,7 @@ class SampleTracker:
             return
         state.samples[row.member].row = scored = row.with_reward(reward, cost)
         if reward is not None:
-            self.journal.append(journal_records.Scored(row.group, row.member, reward))
+            self.journal.append(ledger.Scored(row.group, row.member, reward))
         self.observe(SampleScored(scored, score))
         if reward is None:
             self._dropped(state, (row.member,), "unscorable")
@@ -141,7 +141,7 @@ class SampleTracker:
         if score.reward is None:
             self.drop(row.group, self.gate.members(row.group, *DROPPABLE), NO_GREEDY)
             return
-        self.journal.append(journal_records.Compared(row.group, score.reward))
+        self.journal.append(ledger.Compared(row.group, score.reward))
         self._changed()
 
     def drop(self, group: int, members: Sequence[int], reason: str) -> None:
@@ -186,7 +186,7 @@ class SampleTracker:
         Raises:
             TrainedTwice, IllegalTransition, JournalError: as `Journal.append`.
         """
-        self.journal.append(journal_records.Trained(version, cuts, advantages, chain))
+        self.journal.append(ledger.Trained(version, cuts, advantages, chain))
         states = [self.gate.group(group) for group, _ in cuts]
         self.gate.trained(cuts, version)
         for state, (_, members) in zip(states, cuts, strict=True):
@@ -201,13 +201,13 @@ class SampleTracker:
 
     def close(self) -> None:
         """Writes down what is in flight, at a clean exit."""
-        self.journal.append(journal_records.InFlight(self.journal.ledger.in_flight()))
+        self.journal.append(ledger.InFlight(self.journal.ledger.in_flight()))
         self.journal.sync()
 
     # ---- parts -------------------------------------------------------------------------------------------
 
     def _dropped(self, state: GroupState, members: tuple[int, ...], reason: str) -> None:
-        self.journal.append(journal_records.Dropped(state.id, members, reason))
+        self.journal.append(ledger.Dropped(state.id, members, reason))
         self._free(state, members)
         self.observe(SamplesDropped(state.id, members, reason))
 

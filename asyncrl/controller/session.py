@@ -18,8 +18,8 @@ from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller, Schedule
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import ResumePlan, commit
-from asyncrl.controller.journal.journal_store import FileStore
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal.journal import Journal
+from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.controller.observers.evaluation import (
     Evaluation,
     EvaluationSchedule,

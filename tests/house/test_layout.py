@@ -35,7 +35,6 @@ PURE = {
     "asyncrl/controller/journal/ledger.py",
     "asyncrl/controller/side_calls/row_release.py",
     "asyncrl/controller/side_calls/weight_publisher.py",
-    "asyncrl/controller/journal/journal_records.py",
     "asyncrl/controller/rollouts.py",
     "asyncrl/controller/gate/gate.py",
     "asyncrl/controller/gate/staleness_report.py",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import asyncrl.controller.gate.gate
-import asyncrl.controller.journal.ledger
+import asyncrl.controller.journal.journal
 import asyncrl.fleet.fleet
 import asyncrl.fleet.supervisor
 import asyncrl.simulation.fakes.training
@@ -18,8 +18,8 @@ from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import SampleState, Stage
-from asyncrl.controller.journal import journal_records
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal import ledger
+from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.rollouts import Rollouts
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.controller.side_calls.row_release import RowReleases
@@ -189,14 +189,14 @@ def a_checkpoint_is_acknowledged_before_the_journal_is_on_disk(patch: Patch) -> 
 
 
 def what_was_resumed_over_still_counts(patch: Patch) -> None:
-    patch.setattr(asyncrl.controller.journal.ledger, "void_ranges", lambda resumes: [])
+    patch.setattr(asyncrl.controller.journal.journal, "void_ranges", lambda resumes: [])
 
 
 def an_attempt_keeps_its_number(patch: Patch) -> None:
     def restart(tracker: SampleTracker, group: int, reason: str, failures: int) -> None:
         members = tracker.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
         number = tracker.gate.restart(group, members) - 1
-        tracker.journal.append(journal_records.AttemptStarted(group, number, members, reason))
+        tracker.journal.append(ledger.AttemptStarted(group, number, members, reason))
         tracker._free(tracker.gate.group(group), members, number)
         tracker._changed()
 

@@ -14,7 +14,7 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import SampleState, Stage
 from asyncrl.controller.iterations import Iterations
-from asyncrl.controller.journal import journal_records
+from asyncrl.controller.journal import ledger
 from asyncrl.controller.rollouts import Rollouts
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.controller.side_calls.weight_publisher import WeightPublisher
@@ -72,9 +72,7 @@ def rows_are_never_released(patch: Patch) -> None:
 def rows_of_a_failed_attempt_are_not_released(patch: Patch) -> None:
     def restart(tracker: SampleTracker, group: int, reason: str, failures: int) -> None:
         members = tracker.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
-        tracker.journal.append(
-            journal_records.AttemptStarted(group, tracker.gate.restart(group, members), members, reason)
-        )
+        tracker.journal.append(ledger.AttemptStarted(group, tracker.gate.restart(group, members), members, reason))
         tracker._changed()
 
     patch.setattr(SampleTracker, "restart", restart)

@@ -19,7 +19,7 @@ from watching import dead, pid_of, wait_until
 from asyncrl.config.schema import Config
 from asyncrl.controller import session
 from asyncrl.controller.journal.checkpoints import Manifest, commit
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal.journal import Journal
 from asyncrl.deploy import cli, run
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.contracts import Generation, Reward, Training

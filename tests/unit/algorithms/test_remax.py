@@ -13,9 +13,9 @@ from asyncrl.algorithms import remax
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.controller.journal.journal_records import Compared, Dropped
-from asyncrl.controller.journal.journal_store import MemoryStore
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal.journal import Journal
+from asyncrl.controller.journal.ledger import Compared, Dropped
+from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import (
     AttemptBegan,
     AttemptFailed,

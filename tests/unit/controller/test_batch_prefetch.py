@@ -8,9 +8,9 @@ from asyncrl.algorithms import grpo
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.controller import Controller, Schedule
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.controller.journal.journal_records import Scan, Trained
-from asyncrl.controller.journal.journal_store import MemoryStore
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal.journal import Journal, Scan
+from asyncrl.controller.journal.ledger import Trained
+from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event, PrefetchFailed
 from asyncrl.controller.rollouts import Sampling
 from asyncrl.errors import DeadlineExceeded, WireError
@@ -78,7 +78,7 @@ def play(kind: type[Plain]) -> tuple[Plain, list[Trained], list[Event]]:
         return trainer
 
     trainer = virtual_loop.run(main())
-    records = [framed.record for framed in Scan(store.read, store.size)]
+    records = [framed.record for framed in Scan(store)]
     return trainer, [record for record in records if isinstance(record, Trained)], events
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.controller.journal.checkpoints import ResumePlan
-from asyncrl.controller.journal.journal_store import FileStore
+from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.deploy.run_request import (
     LONGEST,
     RunRequest,

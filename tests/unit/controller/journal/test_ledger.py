@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.controller.gate.group_state import Stage
-from asyncrl.controller.journal.journal_records import (
+from asyncrl.controller.journal.journal import Journal, replay
+from asyncrl.controller.journal.ledger import (
     AttemptStarted,
     CheckpointMade,
     Compared,
@@ -16,13 +17,13 @@ from asyncrl.controller.journal.journal_records import (
     Dropped,
     Generated,
     InFlight,
+    Ledger,
     Record,
     Resumed,
     Scored,
     Trained,
 )
-from asyncrl.controller.journal.journal_store import MemoryStore
-from asyncrl.controller.journal.ledger import Journal, Ledger, replay
+from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.errors import IllegalTransition, JournalError, TrainedTwice
 
 SEEDS = 500
