@@ -21,7 +21,7 @@ from asyncrl.telemetry.samples_file import read_samples
 
 if TYPE_CHECKING:
     from asyncrl.controller.algorithm import Algorithm
-    from asyncrl.controller.observers.evaluation import Evaluation
+    from asyncrl.controller.observers.held_out_evaluation import Evaluation
     from asyncrl.fleet.fleet import ServiceSpec
 
 T = TypeVar("T")

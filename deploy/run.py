@@ -13,7 +13,7 @@ from asyncrl.algorithms.select import advantages_of, algorithm_of
 from asyncrl.config.problems import refuse
 from asyncrl.controller.journal.checkpoints import ResumePlan, plan_resume, versions
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
-from asyncrl.controller.session import Questions, Session
+from asyncrl.controller.training_run import Questions, TrainingRun
 from asyncrl.deploy.checks.resource_limits import allow_descriptors, exhausted
 from asyncrl.deploy.preflight import model_problems, preflight
 from asyncrl.deploy.process.fork_client import forks_of
@@ -129,7 +129,7 @@ async def _train(
     async with _fleet(request, questions, facts, interrupts, scorers) as running:
         rollback.begun = True
         with gc_frozen():
-            await Session(
+            await TrainingRun(
                 request.config,
                 run_state,
                 questions,

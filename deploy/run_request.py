@@ -16,7 +16,7 @@ from asyncrl.controller.journal.checkpoints import ResumePlan, resume
 from asyncrl.controller.journal.journal import Journal, surviving
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.journal.run_storage import FileStore
-from asyncrl.controller.session import Questions, RunState
+from asyncrl.controller.training_run import Questions, RunState
 from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.leftover_cleanup import new_start

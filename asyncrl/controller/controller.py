@@ -13,7 +13,7 @@ Each loop is a task that waits for one thing at a time; another loop or a worker
     train        Controller.iterations: train    a full batch, then its step       _state_changed, then the trainer
     weights      WeightPublisher.run             a newer version                   trained, worker_started
     releases     RowReleases.run                 rows that are no longer needed    SampleTracker
-    prefetch     BatchPrefetch.run               the batch after the running one   _state_changed
+    prefetch     Iterations.prefetch             the batch after the running one   _state_changed
     workers      WorkerEvents.follow             starts and ends of workers        the supervisor of the fleet
 
 Waits for another loop have no deadline of their own: each ends in a call to a worker that has one, and the watchdog of
@@ -23,24 +23,20 @@ the fleet reports when nothing moves. The controller is the only writer of gate 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self, cast
 
 from asyncrl.config.schema import Config, MismatchConfig
-from asyncrl.controller.alarms.algorithm_checks import AlgorithmChecks
-from asyncrl.controller.alarms.crash_attribution import CrashAttribution
-from asyncrl.controller.alarms.policy_mismatch import NO_BOUNDS
-from asyncrl.controller.algorithm import Algorithm
-from asyncrl.controller.batch_prefetch import BatchPrefetch
+from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Cut, Stage
 from asyncrl.controller.iterations import CheckedTraining, Iteration, Iterations
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, Observe, WeightsHandedOver
 from asyncrl.controller.rollouts import Attempt, PromptSource, Rollouts, Sampling, wait_of
+from asyncrl.controller.row_releases import RowReleases
 from asyncrl.controller.sample_tracker import SampleTracker
-from asyncrl.controller.side_calls.row_release import RowReleases
-from asyncrl.controller.side_calls.weight_publisher import WeightPublisher
+from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import AlgorithmError, TaskError, root_cause
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages
@@ -67,7 +63,7 @@ class Schedule:
     finish: Literal["abandon", "drain"] = "abandon"
     publish_deadline: float = 10.0
     mask_truncated: bool = False
-    mismatch: MismatchConfig = NO_BOUNDS
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -77,15 +73,6 @@ class Schedule:
 
 async def nothing_between(version: int) -> None:
     """Does nothing between iterations."""
-
-
-def ignore(_: object) -> None:
-    """Ignores an event, or a reader that is to be killed."""
-
-
-def group_number(group: int) -> str:
-    """Names the prompt of a group by the group's id."""
-    return f"group {group}"
 
 
 class Controller:
@@ -108,9 +95,9 @@ class Controller:
         schedule: Schedule,
         *,
         between: Callable[[int], Awaitable[None]] = nothing_between,
-        observe: Observe = ignore,
-        kill: Callable[[str], None] = ignore,
-        prompt_name: Callable[[int], str] = group_number,
+        observe: Observe = lambda event: None,
+        kill: Callable[[str], None] = lambda reader: None,
+        prompt_name: Callable[[int], str] = "group {}".format,
     ) -> None:
         self._gate = gate
         self._fleet = fleet
@@ -123,16 +110,19 @@ class Controller:
         self._releases = RowReleases(fleet, lambda: gate.oldest, self._drawable.set)
         self._tracker = tracker = SampleTracker(gate, journal, observe, self._releases.release, self._state_changed)
         self._checks = AlgorithmChecks(fleet)
-        self._rollouts = Rollouts(tracker, prompts, sampling, CrashAttribution(), self._roll_out)
+        self._rollouts = Rollouts(tracker, prompts, sampling, self._roll_out)
         self._publisher = WeightPublisher(fleet, schedule.publish_deadline, self._handed_over, kill)
-        lost = self._rollouts.rows_lost
         self._iterations = Iterations(
-            tracker, advantages, sampling.incarnation, lost, schedule.mask_truncated, schedule.mismatch
+            tracker,
+            advantages,
+            sampling.incarnation,
+            self._rollouts.rows_lost,
+            schedule.mask_truncated,
+            schedule.mismatch,
         )
         self.staleness = self._iterations.staleness
         checked = CheckedTraining(fleet.training, self._iterations)
         self._checked_fleet = replace(fleet, training=cast(Training, checked))
-        self._prefetch = BatchPrefetch(fleet.training, tracker, self._iterations)
         self._stopping = False
         self._iterations_ended = False
         self._training_task: asyncio.Task[None] | None = None
@@ -167,7 +157,7 @@ class Controller:
         beside = [
             tasks.create_task(self._publisher.run(), name="publish weights"),
             tasks.create_task(self._releases.run(), name="release rows"),
-            tasks.create_task(self._prefetch.run(), name="prefetch"),
+            tasks.create_task(self._iterations.prefetch(self._fleet.training), name="prefetch"),
             tasks.create_task(self._draw(), name="draw groups"),
         ]
         await self._train()
@@ -246,7 +236,7 @@ class Controller:
         """Wakes the loops that draw, pick and prefetch."""
         self._drawable.set()
         self._pickable.set()
-        self._prefetch.state_changed()
+        self._iterations.state_changed()
 
     # ---- the algorithm's side ----------------------------------------------------------------------------
 
@@ -307,9 +297,7 @@ class Controller:
         await self._between(self.version)
         self._state_changed()
         while (picked := await self._next_batch()) is not None:
-            iteration = self._iterations.begin(picked)
-            self._prefetch.iteration_began()
-            yield iteration
+            yield self._iterations.begin(picked)
             if self._iterations.cuts is not None:
                 raise AlgorithmError("call control.trained(report) in each iteration, `with iteration as cuts`")
             await self._between(self.version)
@@ -392,4 +380,4 @@ class Controller:
     def _handed_over(self, event: Event) -> None:
         self._observe(event)
         if isinstance(event, WeightsHandedOver) and event.canary is not None:
-            self._iterations.add_canary(event.canary)
+            self._iterations.mismatch.add_canary(event.canary)

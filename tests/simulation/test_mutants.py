@@ -17,7 +17,7 @@ from asyncrl.controller.iterations import Iterations
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.rollouts import Rollouts
 from asyncrl.controller.sample_tracker import SampleTracker
-from asyncrl.controller.side_calls.weight_publisher import WeightPublisher
+from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import AsyncrlError
 from asyncrl.simulation.scenarios import Scenario, simulate
 
@@ -54,7 +54,7 @@ def answers_of_an_overtaken_attempt_are_accepted(patch: Patch) -> None:
 
     def lost(rolling: Rollouts, group: int, reason: str) -> None:
         rolling._failed(group, reason)
-        if group not in rolling._running and rolling._gate.members(group, Stage.RUNNING):
+        if group not in rolling.running and rolling._gate.members(group, Stage.RUNNING):
             rolling.start(group)
 
     def current(gate: Gate, group: int, member: int, attempt: int, stage: Stage) -> SampleState | None:

@@ -17,7 +17,7 @@ from typing import Any
 from watching import dead, pid_of, wait_until
 
 from asyncrl.config.schema import Config
-from asyncrl.controller import session
+from asyncrl.controller import training_run
 from asyncrl.controller.journal.checkpoints import Manifest, commit
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.deploy import cli, run
@@ -69,7 +69,7 @@ def standin_specs(config: Config, **asked: object) -> list[ServiceSpec]:
 
 
 if __name__ == "__main__":
-    session.commit = faulty_commit
+    training_run.commit = faulty_commit
     if FAULTS.get("standins"):
         run.prepare, run.service_specs = no_model, standin_specs
     sys.exit(cli.main())

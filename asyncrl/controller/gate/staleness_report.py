@@ -6,7 +6,7 @@ members. No bias is corrected; all are reported.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -70,13 +70,18 @@ class StalenessReport:
         return metrics | self._by_length()
 
     def _by_length(self) -> dict[str, float]:
-        metrics = _by_decile("staleness/trained_samples", self._window, samples_trained)
-        metrics |= _by_decile("staleness/trained_tokens", self._window, tokens_trained)
-        redone = _by_decile("staleness/redone", self._window, _redone)
-        metrics |= redone if any(redone.values()) else {}
+        metrics = {}
+        redone = any(sample.attempt for sample in self._window)
+        for number, part in enumerate(deciles(self._window), 1):
+            metrics[f"staleness/trained_samples/d{number}"] = samples_trained(part)
+            metrics[f"staleness/trained_tokens/d{number}"] = tokens_trained(part)
+            if redone:
+                metrics[f"staleness/redone/d{number}"] = sum(sample.attempt > 0 for sample in part) / len(part)
         if self._tested:
             metrics["sampling/accepted"] = _accepted(self._tested)
-        return metrics | _by_decile("sampling/accepted", self._tested, _accepted)
+        for number, part in enumerate(deciles(self._tested), 1):
+            metrics[f"sampling/accepted/d{number}"] = _accepted(part)
+        return metrics
 
     def advice(self) -> str | None:
         """Returns the advice for the end of a run whose limit kept the longest completions from training, else None."""
@@ -100,12 +105,6 @@ def deciles(ended: Iterable[EndedSample]) -> list[list[EndedSample]]:
     return [by_length[ends[part] : ends[part + 1]] for part in range(DECILES)]
 
 
-def _by_decile(
-    name: str, ended: Iterable[EndedSample], share: Callable[[Sequence[EndedSample]], float]
-) -> dict[str, float]:
-    return {f"{name}/d{number}": share(part) for number, part in enumerate(deciles(ended), 1)}
-
-
 def samples_trained(ended: Sequence[EndedSample]) -> float:
     """Returns the share of samples with a trained token."""
     return sum(sample.trained > 0 for sample in ended) / len(ended)
@@ -118,10 +117,6 @@ def tokens_trained(ended: Sequence[EndedSample]) -> float:
 
 def _accepted(ended: Sequence[EndedSample]) -> float:
     return sum(not sample.reason for sample in ended) / len(ended)
-
-
-def _redone(ended: Sequence[EndedSample]) -> float:
-    return sum(sample.attempt > 0 for sample in ended) / len(ended)
 
 
 def smallest_limit(ended: Iterable[EndedSample], config: GateConfig) -> int | None:

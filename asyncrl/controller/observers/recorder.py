@@ -8,12 +8,12 @@ The controller never waits for the recorder.
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Literal
 
-from asyncrl.controller.observers.evaluation import Evaluation
 from asyncrl.controller.observers.events import Event, SampleScored, SamplesDropped, StepBegan, StepDone
+from asyncrl.controller.observers.held_out_evaluation import Evaluation
 from asyncrl.errors import FleetFailed, Retryable
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
@@ -22,6 +22,7 @@ from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.metrics_file import MetricsFile, TimeShares, batch_metrics, report_metrics, step_of, term_metric
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import SampleRecord, SamplesFile, sample_record, to_show
+from asyncrl.telemetry.sinks.worker import SinkWorker
 
 WAITING_EVENTS = 100_000
 """Bound of the queue: far more than the samples of all groups in flight; reaching it means that the disk hangs."""
@@ -30,16 +31,12 @@ Key = tuple[int, int]  # group, member: what an earlier attempt was worth is ove
 Metrics = dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class StepLine:
-    """One step as the display gets it."""
-
-    metrics: Mapping[str, float]
-    samples: Sequence[SampleRecord]
-
-
 class Recorder:
-    """Writes the files of a run directory. `show` and `send` are called with each step after it was written."""
+    """Writes the files of a run directory.
+
+    show: called with the metrics of each step and a sample, after they were written. sinks: get the metrics too, and
+    are closed with the recorder.
+    """
 
     def __init__(
         self,
@@ -48,22 +45,22 @@ class Recorder:
         poll_health: Callable[[], Awaitable[Sequence[Health]]],
         samples_per_step: int | Literal["all"],
         incarnation: int,
-        show: Callable[[StepLine], None],
-        send: Callable[[int, Mapping[str, float]], None],
+        show: Callable[[Mapping[str, float], SampleRecord | None], None],
+        sinks: Sequence[SinkWorker] = (),
     ) -> None:
         self._fleet = fleet
         self._poll_health = poll_health
         self._samples_per_step = samples_per_step
         self._incarnation = incarnation
         self._show = show
-        self._send = send
+        self._sinks = sinks
         self._path = directory.path
         self._metrics = MetricsFile(directory.metrics)
         self._samples = SamplesFile(directory.samples)
         self._evaluations = LineFile(directory.evaluations)
         self._events: asyncio.Queue[Event] = asyncio.Queue(WAITING_EVENTS)
         self._terms: dict[Key, Mapping[str, float]] = {}
-        self._texts: dict[tuple[int, int], SampleText] = {}
+        self._texts: dict[Key, SampleText] = {}
         self._dropped: Counter[str] = Counter()
         self._evaluated: Metrics = {}
         self._shares = TimeShares()
@@ -93,7 +90,7 @@ class Recorder:
         await self._events.join()
 
     def close(self) -> None:
-        for file in (self._metrics, self._samples, self._evaluations):
+        for file in (self._metrics, self._samples, self._evaluations, *self._sinks):
             file.close()
 
     def evaluated(self, evaluation: Evaluation) -> None:
@@ -119,7 +116,7 @@ class Recorder:
             case _:
                 raise AssertionError(f"observe lets no {event} through")
 
-    async def _read_texts(self, batch: BatchRef) -> dict[tuple[int, int], SampleText]:
+    async def _read_texts(self, batch: BatchRef) -> dict[Key, SampleText]:
         chosen = BatchRef(tuple(to_show(batch.rows, self._samples_per_step)))
         try:
             texts = await self._fleet.generation.texts(chosen)
@@ -145,7 +142,11 @@ class Recorder:
             self._evaluated = {}
         self._last_step = now
         self._send(step_of(done.report), metrics)
-        self._show(StepLine(metrics, records))
+        self._show(metrics, records[0] if records else None)
+
+    def _send(self, step: int, metrics: Metrics) -> None:
+        for sink in self._sinks:
+            sink.write(step, metrics)
 
     def _records(self, done: StepDone) -> list[SampleRecord]:
         trained = {(sample.group, sample.member): sample for sample in done.report.samples}

@@ -19,7 +19,7 @@ from asyncrl.controller.journal.journal import Journal, surviving
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned
 from asyncrl.controller.rollouts import Sampling
-from asyncrl.controller.worker_events import WorkerEvents
+from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, root_cause
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
 from asyncrl.fleet.handle import GROUP_MARGIN

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from asyncrl.controller.observers.events import Event, WeightsHandedOver, WeightsOverdue
-from asyncrl.controller.side_calls.weight_publisher import WeightPublisher
+from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import DeadlineExceeded, PeerLost, root_cause
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.contracts import Generation, Reward, Training

@@ -115,24 +115,10 @@ def _means(prompts: Sequence[Known]) -> list[float]:
     return [fmean(known) for each in prompts if (known := [one for one in each if one is not None])]
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationTimeouts:
-    """Timeouts in seconds.
-
-    lease: of one lease of a version; between leases the trainer may write. deadline: until a version is given up;
-    longer than the restart of a worker takes.
-    """
-
-    lease: float
-    deadline: float
-
-    @classmethod
-    def of(cls, config: Config) -> "EvaluationTimeouts":
-        return cls(config.staleness.publish_deadline, config.fleet.start_deadline + config.fleet.call_deadline)
-
-
-async def copy_weights(fleet: Fleet, published: Published, timeouts: EvaluationTimeouts) -> None:
+async def copy_weights(fleet: Fleet, published: Published, lease: float, deadline: float) -> None:
     """Lets the evaluation service copy out a version, leased meanwhile so that the trainer cannot overwrite it.
+
+    lease: seconds of one lease; between leases the trainer may write. deadline: seconds until the version is given up.
 
     Raises:
         Refused: the version was overwritten.
@@ -140,11 +126,11 @@ async def copy_weights(fleet: Fleet, published: Published, timeouts: EvaluationT
     """
     assert fleet.evaluation is not None
     loop = asyncio.get_running_loop()
-    until = loop.time() + timeouts.deadline
+    until = loop.time() + deadline
     while loop.time() < until:
         await fleet.training.using(READER, published.version)
         try:
-            async with asyncio.timeout(timeouts.lease):
+            async with asyncio.timeout(lease):
                 await fleet.evaluation.use_weights(published)
             return
         except TimeoutError:
@@ -152,30 +138,27 @@ async def copy_weights(fleet: Fleet, published: Published, timeouts: EvaluationT
         finally:
             await fleet.training.detached(READER)
     raise WeightsError(
-        f"weights of version {published.version} could not be copied within {timeouts.deadline:g} s, in tries of "
-        f"{timeouts.lease:g} s: raise staleness.publish_deadline when a copy takes longer, or read the worker's log"
+        f"weights of version {published.version} could not be copied within {deadline:g} s, in tries of "
+        f"{lease:g} s: raise staleness.publish_deadline when a copy takes longer, or read the worker's log"
     )
 
 
+@dataclass
 class EvaluationSchedule:
     """Evaluates versions on request, one at a time, beside training. At most one waits: a newer one replaces it.
 
-    done: called with each evaluation. skipped: called with each version that is not evaluated, and the reason.
+    lease, deadline: as for `copy_weights`. done: called with each evaluation. skipped: called with each version that is
+    not evaluated, and the reason.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        evaluator: Evaluator,
-        timeouts: EvaluationTimeouts,
-        done: Callable[[Evaluation], None],
-        skipped: Callable[[int, str], None],
-    ) -> None:
-        self._fleet = fleet
-        self._evaluator = evaluator
-        self._timeouts = timeouts
-        self._done = done
-        self._skipped = skipped
+    fleet: Fleet
+    evaluator: Evaluator
+    lease: float
+    deadline: float
+    done: Callable[[Evaluation], None]
+    skipped: Callable[[int, str], None]
+
+    def __post_init__(self) -> None:
         self._asked: Published | None = None
         self._changed = asyncio.Event()
         self._idle = asyncio.Lock()
@@ -184,7 +167,7 @@ class EvaluationSchedule:
     def ask(self, published: Published) -> None:
         """Requests the evaluation of this version after the running one."""
         if self._asked is not None and self._asked.version != published.version:
-            self._skipped(self._asked.version, f"version {published.version} came before its turn")
+            self.skipped(self._asked.version, f"version {published.version} came before its turn")
         self._asked = published
         self._changed.set()
 
@@ -212,14 +195,14 @@ class EvaluationSchedule:
         """Evaluates a version; tries again once when a worker dies, and skips a version that was overwritten."""
         for attempt in range(2):
             try:
-                await copy_weights(self._fleet, published, self._timeouts)
-                self._done(await self._evaluator.evaluate(published.version, published.incarnation))
+                await copy_weights(self.fleet, published, self.lease, self.deadline)
+                self.done(await self.evaluator.evaluate(published.version, published.incarnation))
                 self._newest = published.version
                 return
             except (WeightsError, Refused) as error:
                 self._newest = published.version
-                self._skipped(published.version, str(error))
+                self.skipped(published.version, str(error))
                 return
             except Retryable as error:
                 if attempt:
-                    self._skipped(published.version, str(error))
+                    self.skipped(published.version, str(error))

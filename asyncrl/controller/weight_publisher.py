@@ -63,7 +63,6 @@ class WeightPublisher:
                         self._handovers[reader] = tasks.create_task(self._keep_up(reader), name=f"weights to {reader}")
 
     async def _keep_up(self, reader: str) -> None:
-        """Hands over versions until the reader was called with the newest one."""
         called_with = NO_VERSION
         while reader in self._reading and self._newest is not None and called_with < self._newest.version:
             called_with = self._newest.version
