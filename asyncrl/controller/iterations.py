@@ -16,7 +16,7 @@ from asyncrl.controller.algorithm import refuse_other_cuts
 from asyncrl.controller.gate.group_state import Cut
 from asyncrl.controller.gate.staleness_report import StalenessReport
 from asyncrl.controller.observers.alarms import PolicyMismatchAlarm, SkippedSteps
-from asyncrl.controller.observers.events import PoliciesApart, PrefetchFailed, StepBegan, StepDone, StepLost
+from asyncrl.controller.observers.events import StepBegan, StepDone, StepLost, Warned
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.errors import AlgorithmError, AsyncrlError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.objectives.advantages import Advantages
@@ -142,7 +142,7 @@ class Iterations:
         self._ended = now
         self._skipped_steps.check(cuts, report.skipped)
         if warning := self.mismatch.check(report.metrics, report.version):
-            self._tracker.observe(PoliciesApart(warning))
+            self._tracker.observe(Warned(warning))
 
     def lost(self, error: LostRows) -> None:
         """Ends the iteration untrained: rows were gone before the trainer had read them."""
@@ -197,7 +197,8 @@ class Iterations:
             except (PeerLost, DeadlineExceeded):
                 continue  # The loss of the trainer ends the run elsewhere; a slow trainer reads the rows in its step.
             except AsyncrlError as error:
-                self._tracker.observe(PrefetchFailed(str(error)))
+                warning = f"the trainer could not prefetch rows, and reads them in its steps now: {error}"
+                self._tracker.observe(Warned(warning))
                 return
 
 

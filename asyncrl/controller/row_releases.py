@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +15,7 @@ from asyncrl.protocols.contracts import Contract
 T = TypeVar("T")
 
 
+@dataclass
 class ReleaseQueue(Generic[T]):
     """Sends items of one kind to one service, all items of one moment in one call.
 
@@ -21,9 +23,10 @@ class ReleaseQueue(Generic[T]):
     acknowledged: called when some items were answered.
     """
 
-    def __init__(self, send: Callable[[list[T]], Awaitable[None]], acknowledged: Callable[[], None]) -> None:
-        self._send = send
-        self._acknowledged = acknowledged
+    send: Callable[[list[T]], Awaitable[None]]
+    acknowledged: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._waiting: list[T] = []
         self._sent: list[T] = []
         self._changed = asyncio.Event()
@@ -52,7 +55,7 @@ class ReleaseQueue(Generic[T]):
         if not self._sent:
             return
         try:
-            await self._send(self._sent)
+            await self.send(self._sent)
         except Retryable:
             pass  # The worker died, and its rows with it.
         except TimeoutError:
@@ -60,7 +63,7 @@ class ReleaseQueue(Generic[T]):
             self._changed.set()
         finally:
             self._sent = []
-        self._acknowledged()
+        self.acknowledged()
 
 
 class RowReleases:
@@ -73,8 +76,7 @@ class RowReleases:
         self._fleet = fleet
         self._oldest = oldest
         makers = (fleet.generation, fleet.reference, fleet.critic, fleet.cost_critic)
-        holders = [each for each in makers if each is not None]
-        self._releases = [ReleaseQueue[SampleName](partial(self._release, holder), acknowledged) for holder in holders]
+        self._releases = [ReleaseQueue(partial(self._release, maker), acknowledged) for maker in filter(None, makers)]
         self._idle = ReleaseQueue[str](self._send_idle_reason, acknowledged=lambda: None)
         self._idle_reason = "starved"
         self._queues: tuple[ReleaseQueue[Any], ...] = (*self._releases, self._idle)

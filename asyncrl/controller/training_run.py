@@ -19,7 +19,7 @@ from asyncrl.controller.journal.checkpoints import ResumePlan, commit
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.controller.observers.alarms import AlgorithmDrops, PoisonedGroups, RewardFailures
-from asyncrl.controller.observers.events import Event, GroupFinished, PoliciesApart, PrefetchFailed, StepDone
+from asyncrl.controller.observers.events import Event, GroupFinished, StepDone, Warned
 from asyncrl.controller.observers.held_out_evaluation import Evaluation, EvaluationSchedule, Evaluator, Question
 from asyncrl.controller.observers.recorder import Recorder
 from asyncrl.controller.rollouts import Sampling
@@ -277,10 +277,8 @@ class TrainingRun:
         for alarm in self._alarms:
             alarm.observe(event)
         match event:
-            case PoliciesApart(warning):
-                self.display.say(warning)
-            case PrefetchFailed(reason):
-                self.display.say(f"the trainer could not prefetch rows, and reads them in its steps now: {reason}")
+            case Warned(text):
+                self.display.say(text)
             case GroupFinished(poison=False):
                 self.running.progressed()
             case StepDone(report=report) if report.published and self._evaluations is not None:

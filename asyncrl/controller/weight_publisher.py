@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from asyncrl.controller.observers.events import Observe, WeightsHandedOver, WeightsOverdue
+from asyncrl.controller.observers.events import Observe, WeightsHandedOver
 from asyncrl.errors import Refused, Retryable
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.messages import Published, Using
@@ -76,7 +76,7 @@ class WeightPublisher:
                 await self._attach(reader, published)
             using = await self._use_weights(reader, published)
             if using is None:
-                return self._overdue(reader, published, asyncio.get_running_loop().time() - began)
+                return self._overdue(reader)
             if reader not in using.readers:
                 return  # The reader keeps the version that it reads.
             await self._relay(reader, using)
@@ -105,8 +105,7 @@ class WeightPublisher:
         self._reading[reader] = using.version
         await self._fleet.training.using(reader, using.version)
 
-    def _overdue(self, reader: str, published: Published, seconds: float) -> None:
+    def _overdue(self, reader: str) -> None:
         """Gives up on a reader; it keeps its lease until its process is gone."""
         del self._reading[reader]
-        self._observe(WeightsOverdue(published.version, reader, seconds))
         self._kill(reader)

@@ -132,7 +132,7 @@ def readers_are_not_attached_before_they_are_told(patch: Patch) -> None:
 
 
 def a_reader_that_holds_on_is_not_evicted(patch: Patch) -> None:
-    patch.setattr(WeightPublisher, "_overdue", lambda publisher, reader, published, seconds: None)
+    patch.setattr(WeightPublisher, "_overdue", lambda publisher, reader: None)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------

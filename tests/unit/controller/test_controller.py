@@ -22,10 +22,10 @@ from asyncrl.controller.observers.events import (
     AttemptFailed,
     GroupDrawn,
     GroupPoisoned,
-    PoliciesApart,
     SamplesDropped,
     StepBegan,
     StepDone,
+    Warned,
 )
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import (
@@ -124,8 +124,8 @@ def test_policies_that_drift_apart_are_told_once_and_then_end_the_run() -> None:
     scene.schedule = replace(scene.schedule, mismatch=MismatchConfig(warn_kl=0.15, stop_kl=0.35))
     with pytest.raises(PolicyMismatch, match=r"step 4: mismatch/kl is 0\.4, over mismatch\.stop_kl = 0\.35"):
         scene.play()
-    (told,) = scene.told(PoliciesApart)
-    assert told.warning.startswith("step 2: ")
+    (told,) = scene.told(Warned)
+    assert told.text.startswith("step 2: ")
     assert [record.version for record in scene.records(Trained)] == [1, 2, 3, 4], "what was trained is written down"
 
 

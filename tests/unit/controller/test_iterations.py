@@ -11,7 +11,7 @@ from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.journal import Journal, Scan
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.journal.run_storage import MemoryStore
-from asyncrl.controller.observers.events import Event, PrefetchFailed
+from asyncrl.controller.observers.events import Event, Warned
 from asyncrl.controller.rollouts import Sampling
 from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.fleet.fleet import Fleet
@@ -25,6 +25,7 @@ from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 CONFIG = GateConfig(groups=2, members=4, limit=2, policy="mask", slots=16, cut_at=2)
 STEPS = 6
+WARNING = "the trainer could not prefetch rows, and reads them in its steps now: "
 
 
 class Plain(FakeTraining):
@@ -94,5 +95,5 @@ def test_a_prefetch_that_fails_never_ends_the_run(kind: type[Plain], asked: int)
     trainer, trained, events = play(kind)
     assert trained == play(Plain)[1]
     assert len(trainer.asked) in (asked, asked + (kind is Hanging))
-    failed = [event.reason for event in events if isinstance(event, PrefetchFailed)]
-    assert failed == (["rows larger than what was declared"] if kind is Broken else [])
+    failed = [event.text for event in events if isinstance(event, Warned)]
+    assert failed == ([WARNING + "rows larger than what was declared"] if kind is Broken else [])
