@@ -41,7 +41,6 @@ class Algorithm:
     name: str = ""
 
     def attribution(self, function: Literal["roll_out", "train"]) -> AbstractContextManager[None]:
-        """Returns the scope to call this function in."""
         if not self.name:
             return nullcontext()
         return AttributedTo(f"{function} of {self.name}", getattr(self, function))

@@ -16,8 +16,8 @@ Each loop is a task that waits for one thing at a time; another loop or a worker
     prefetch     Iterations.prefetch             the batch after the running one   _state_changed
     workers      WorkerEvents.follow             starts and ends of workers        the supervisor of the fleet
 
-Waits for another loop have no deadline of their own: each ends in a call to a worker that has one, and the watchdog of
-the fleet reports when nothing moves. The controller is the only writer of gate and journal.
+A wait for another loop has no deadline of its own: it ends in a call to a worker that has one, and the watchdog of the
+fleet reports when nothing moves. The controller is the only writer of gate and journal.
 """
 
 import asyncio
@@ -54,9 +54,9 @@ LAST_RELEASES = 1.0
 class Schedule:
     """When a run ends, and what it waits for.
 
-    steps: version after which the run ends. finish: whether the groups in flight then are abandoned, or trained in
-    further steps. publish_deadline: seconds a reader may hold on to an older version. mask_truncated: whether
-    completions without an end are left out of the loss. mismatch: bounds that warn the user or end the run.
+    steps: version after which it ends. finish: whether the groups in flight then are abandoned, or trained in further
+    steps. publish_deadline: seconds a reader may hold on to an older version. mask_truncated: whether completions
+    without an end are left out of the loss. mismatch: bounds that warn or end the run.
     """
 
     steps: int
@@ -69,10 +69,6 @@ class Schedule:
     def of(cls, config: Config) -> Self:
         deadline = config.staleness.publish_deadline
         return cls(config.steps, config.finish, deadline, config.algorithm.mask_truncated, config.mismatch)
-
-
-async def nothing_between(version: int) -> None:
-    """Does nothing between iterations."""
 
 
 class Controller:
@@ -94,7 +90,7 @@ class Controller:
         advantages: Advantages,
         schedule: Schedule,
         *,
-        between: Callable[[int], Awaitable[None]] = nothing_between,
+        between: Callable[[int], Awaitable[None]],
         observe: Observe = lambda event: None,
         kill: Callable[[str], None] = lambda reader: None,
         prompt_name: Callable[[int], str] = "group {}".format,
@@ -233,7 +229,6 @@ class Controller:
         return gate.may_draw() and rows + gate.config.rows <= gate.config.kept
 
     def _state_changed(self) -> None:
-        """Wakes the loops that draw, pick and prefetch."""
         self._drawable.set()
         self._pickable.set()
         self._iterations.state_changed()

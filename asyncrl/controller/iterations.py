@@ -7,7 +7,7 @@ after the iteration the gate picks as it would have picked without, and the trai
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -52,6 +52,7 @@ class Iteration:
         return False
 
 
+@dataclass
 class Iterations:
     """Begins and ends iterations, at most one at a time.
 
@@ -60,24 +61,18 @@ class Iterations:
     no loss, and so in no denominator.
     """
 
-    def __init__(
-        self,
-        tracker: SampleTracker,
-        advantages: Advantages,
-        incarnation: int,
-        rows_lost: Callable[[Cuts, str], None],
-        mask_truncated: bool,
-        mismatch: MismatchConfig,
-    ) -> None:
-        self.staleness = StalenessReport(tracker.gate.config)
-        self.mismatch = PolicyMismatchAlarm(mismatch)
-        self.cuts: Cuts | None = None
-        self._tracker = tracker
-        self._gate = tracker.gate
-        self._advantages = advantages
-        self._incarnation = incarnation
-        self._rows_lost = rows_lost
-        self._mask_truncated = mask_truncated
+    tracker: SampleTracker
+    advantages: Advantages
+    incarnation: int
+    rows_lost: Callable[[Cuts, str], None]
+    mask_truncated: bool
+    mismatch_bounds: InitVar[MismatchConfig]
+    cuts: Cuts | None = None
+
+    def __post_init__(self, mismatch_bounds: MismatchConfig) -> None:
+        self._gate = self.tracker.gate
+        self.staleness = StalenessReport(self._gate.config)
+        self.mismatch = PolicyMismatchAlarm(mismatch_bounds)
         self._skipped_steps = SkippedSteps()
         self._picked: tuple[Cut, ...] = ()
         self._ended = self._began = asyncio.get_running_loop().time()
@@ -86,28 +81,24 @@ class Iterations:
 
     def begin(self, picked: tuple[Cut, ...]) -> Iteration:
         """Begins an iteration on the picked samples with their advantages, sorted by (group, member)."""
-        advantages = self._advantages(self._tracker.rewarded(picked, self._counts), self._gate.version)
+        advantages = self.advantages(self.tracker.rewarded(picked, self._counts), self._gate.version)
         rows = [
             row.with_advantage(advantage)
             for (group, members), of_cut in zip(picked, advantages, strict=True)
-            for row, advantage in zip(self._tracker.rows(group, members), of_cut, strict=True)
+            for row, advantage in zip(self.tracker.rows(group, members), of_cut, strict=True)
         ]
         counted = [row for row in rows if self._counts(row)]
         tokens = sum(row.tokens for row in counted)
-        self.cuts = Cuts(self._incarnation, self._gate.version, BatchRef(tuple(rows)), tokens, len(counted))
+        self.cuts = Cuts(self.incarnation, self._gate.version, BatchRef(tuple(rows)), tokens, len(counted))
         self._picked = picked
         self._began = asyncio.get_running_loop().time()
-        self._tracker.observe(StepBegan(self.cuts))
+        self.tracker.observe(StepBegan(self.cuts))
         self._prefetched = False
         self._changed.set()
         return Iteration(self.cuts, self.lost)
 
     def credit(self, cuts: Cuts, advantages: Sequence[float]) -> Cuts:
-        """Returns the running cuts with these advantages, one a sample, and trains them instead.
-
-        Raises:
-            AlgorithmError: these are other cuts, or there is not one finite advantage for each sample.
-        """
+        """Does what `Controller.credit` says."""
         refuse_other_cuts("control.credit", cuts, self.cuts)
         if len(advantages) != len(cuts.batch) or not all(map(math.isfinite, advantages)):
             raise AlgorithmError(
@@ -123,37 +114,39 @@ class Iterations:
 
         Raises:
             Refused: the report is of another incarnation, or led to an unexpected version.
-            NonFiniteLoss: three steps in a row were not finite.
-            OnlyTruncated: three steps in a row had no answer with an end.
-            PolicyMismatch: the step crossed a bound that ends the run.
+            NonFiniteLoss, OnlyTruncated, PolicyMismatch: as `SkippedSteps` and `PolicyMismatchAlarm` say.
             JournalError: the trainer trained other samples than it was given.
         """
         cuts = self._end()
-        self._check(cuts, report)
+        expected = (cuts.incarnation, cuts.version + (not report.skipped))
+        if (report.incarnation, report.version) != expected:
+            raise Refused(
+                f"the trainer reports incarnation {report.incarnation}, version {report.version} after a step that "
+                f"should have led to incarnation {expected[0]}, version {expected[1]}"
+            )
         report = replace(report, metrics=report.metrics | self.mismatch.take_canary())
         if report.skipped:
             self._drop(self._picked, report.skipped)
         else:
             advantages = tuple(row.advantage or 0.0 for row in cuts.batch)
-            self._tracker.trained(self._picked, report.version, advantages, report.chain)
+            self.tracker.trained(self._picked, report.version, advantages, report.chain)
         now = asyncio.get_running_loop().time()
         staleness = self.staleness.step(self._gate, report.samples)
-        self._tracker.observe(StepDone(cuts, report, staleness, self._began - self._ended, now - self._began))
+        self.tracker.observe(StepDone(cuts, report, staleness, self._began - self._ended, now - self._began))
         self._ended = now
         self._skipped_steps.check(cuts, report.skipped)
         if warning := self.mismatch.check(report.metrics, report.version):
-            self._tracker.observe(Warned(warning))
+            self.tracker.observe(Warned(warning))
 
     def lost(self, error: LostRows) -> None:
         """Ends the iteration untrained: rows were gone before the trainer had read them."""
         cuts = self._end()
-        self._tracker.observe(StepLost(cuts, str(error)))
-        self._tracker.requeue(self._picked)
-        self._rows_lost(cuts, str(error))
+        self.tracker.observe(StepLost(cuts, str(error)))
+        self.tracker.requeue(self._picked)
+        self.rows_lost(cuts, str(error))
 
     def _counts(self, row: RowRef) -> bool:
-        """Returns whether the sample is part of denominators and statistics."""
-        return not (self._mask_truncated and row.finish == "length")
+        return not (self.mask_truncated and row.finish == "length")
 
     def _end(self) -> Cuts:
         cuts = self.cuts
@@ -161,23 +154,14 @@ class Iterations:
         self.cuts = None
         return cuts
 
-    def _check(self, cuts: Cuts, report: StepReport) -> None:
-        expected = (cuts.incarnation, cuts.version + (not report.skipped))
-        if (report.incarnation, report.version) != expected:
-            raise Refused(
-                f"the trainer reports incarnation {report.incarnation}, version {report.version} after a step that "
-                f"should have led to incarnation {expected[0]}, version {expected[1]}"
-            )
-
     def _drop(self, picked: tuple[Cut, ...], reason: str) -> None:
-        self._tracker.requeue(picked)
+        self.tracker.requeue(picked)
         for group, members in picked:
-            self._tracker.drop(group, members, reason)
+            self.tracker.drop(group, members, reason)
 
     # ---- prefetch ----------------------------------------------------------------------------------------
 
     def state_changed(self) -> None:
-        """Looks again whether enough samples for the next batch are ready."""
         if not self._prefetched:
             self._changed.set()
 
@@ -189,7 +173,7 @@ class Iterations:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if self._prefetched or self.cuts is None or not (rows := self._tracker.preview()):
+            if self._prefetched or self.cuts is None or not (rows := self.tracker.preview()):
                 continue
             self._prefetched = True
             try:
@@ -198,7 +182,7 @@ class Iterations:
                 continue  # The loss of the trainer ends the run elsewhere; a slow trainer reads the rows in its step.
             except AsyncrlError as error:
                 warning = f"the trainer could not prefetch rows, and reads them in its steps now: {error}"
-                self._tracker.observe(Warned(warning))
+                self.tracker.observe(Warned(warning))
                 return
 
 

@@ -117,6 +117,7 @@ class CrashAttribution:
         return self._isolation if self._deaths_with.get(group, 0) >= ISOLATED_AFTER else nullcontext()
 
 
+@dataclass
 class Rollouts:
     """Keeps one task, owned by `tasks`, for each group with a member that is not scored yet.
 
@@ -124,19 +125,14 @@ class Rollouts:
     begins. running: the task of each group that is rolled out, in the order of their beginnings.
     """
 
-    def __init__(
-        self,
-        tracker: SampleTracker,
-        prompts: PromptSource,
-        sampling: Sampling,
-        roll_out: Callable[[Attempt], Awaitable[None]],
-    ) -> None:
-        self._tracker = tracker
-        self._gate = tracker.gate
-        self._prompts = prompts
-        self._sampling = sampling
+    tracker: SampleTracker
+    prompts: PromptSource
+    sampling: Sampling
+    roll_out: Callable[[Attempt], Awaitable[None]]
+
+    def __post_init__(self) -> None:
+        self._gate = self.tracker.gate
         self._crashes = CrashAttribution()
-        self._roll_out = roll_out
         self.tasks: asyncio.TaskGroup
         self.running: dict[int, asyncio.Task[None]] = {}
         self._scopes: dict[int, asyncio.Timeout] = {}
@@ -146,7 +142,6 @@ class Rollouts:
         self._dead: deque[str] = deque(maxlen=REMEMBERED_DEAD)
 
     def start(self, group: int) -> None:
-        """Rolls out this group in a task of its own."""
         self.running[group] = self.tasks.create_task(self._run_group(group), name=f"group {group}")
 
     def stop(self) -> None:
@@ -159,7 +154,7 @@ class Rollouts:
         self._dead.append(instance)
         if (poison := self._crashes.record_death(running, self._gate.groups())) is not None:
             self.poison(poison, f"{instance}: {why}")
-        for group in self._tracker.groups_at(instance):
+        for group in self.tracker.groups_at(instance):
             self.lost(group, f"{instance}: {why}")
 
     def rows_lost(self, cuts: Cuts, why: str) -> None:
@@ -184,9 +179,9 @@ class Rollouts:
 
     def poison(self, group: int, reason: str) -> None:
         """Drops the open members of this group as poison."""
-        prompt, _ = self._prompts(group)
-        self._tracker.observe(GroupPoisoned(group, prompt, reason))
-        self._tracker.drop(group, self._open(group), POISON)
+        prompt, _ = self.prompts(group)
+        self.tracker.observe(GroupPoisoned(group, prompt, reason))
+        self.tracker.drop(group, self._open(group), POISON)
         self._end_attempt(group)
 
     def start_again(self) -> None:
@@ -226,7 +221,7 @@ class Rollouts:
         failure = ""
         try:
             async with asyncio.timeout(None) as self._scopes[group]:
-                await self._roll_out(self._attempt(group))
+                await self.roll_out(self._attempt(group))
         except* (Retryable, TimeoutError) as failures:
             failure = str(root_cause(failures))
         finally:
@@ -242,17 +237,17 @@ class Rollouts:
         return failure
 
     def _attempt(self, group: int) -> Attempt:
-        prompt, row = self._prompts(group)
+        prompt, row = self.prompts(group)
         members, not_before = self._gate.members(group, Stage.RUNNING), self._gate.not_before(group)
-        request = self._sampling.request(prompt, group, self._gate.group(group).attempt, members, not_before)
-        self._tracker.observe(AttemptBegan(request))
+        request = self.sampling.request(prompt, group, self._gate.group(group).attempt, members, not_before)
+        self.tracker.observe(AttemptBegan(request))
         return Attempt(request, row, compared=not self._gate.awaits(group))
 
     def _open(self, group: int) -> tuple[int, ...]:
         return self._gate.members(group, *DROPPABLE)
 
     def _restart(self, group: int, reason: str) -> None:
-        self._tracker.restart(group, reason, self._failures.get(group, 0))
+        self.tracker.restart(group, reason, self._failures.get(group, 0))
 
     def _failed(self, group: int, reason: str) -> None:
         if not self._open(group):
@@ -266,6 +261,5 @@ class Rollouts:
 
 
 def wait_of(task: "asyncio.Task[None] | None") -> str:
-    """Describes where a task of the algorithm waits."""
     where = where_task_waits(task) if task is not None else ""
     return f"waits in {where}" if where else "waits for asyncrl"

@@ -33,7 +33,6 @@ class ReleaseQueue(Generic[T]):
 
     @property
     def unacknowledged(self) -> int:
-        """Number of items that were not answered yet."""
         return len(self._waiting) + len(self._sent)
 
     def put(self, items: Iterable[T]) -> None:
@@ -42,13 +41,11 @@ class ReleaseQueue(Generic[T]):
         self._changed.set()
 
     async def run(self) -> None:
-        """Sends items until cancelled."""
         while True:
             await self._changed.wait()
             await self.flush()
 
     async def flush(self) -> None:
-        """Sends the items that wait now."""
         self._changed.clear()
         self._sent = self._waiting
         self._waiting = []
@@ -97,11 +94,9 @@ class RowReleases:
         self._idle.put([reason])
 
     async def run(self) -> None:
-        """Sends what is queued until cancelled."""
         await gather(*(queue.run() for queue in self._queues))
 
     async def flush(self) -> None:
-        """Sends what is queued now."""
         await gather(*(queue.flush() for queue in self._queues))
 
     async def _release(self, holder: Contract, samples: list[SampleName]) -> None:

@@ -49,7 +49,6 @@ class Questions:
     rows: int
 
     def where(self, group: int, seed: int) -> str:
-        """Names the row of a group in messages."""
         return f"{self.source}, row {drawn_row(seed, group, self.rows)}"
 
 

@@ -198,7 +198,7 @@ def an_attempt_keeps_its_number(patch: Patch) -> None:
         number = tracker.gate.restart(group, members) - 1
         tracker.journal.append(ledger.AttemptStarted(group, number, members, reason))
         tracker._free(tracker.gate.group(group), members, number)
-        tracker._changed()
+        tracker.changed()
 
     patch.setattr(SampleTracker, "restart", restart)
 

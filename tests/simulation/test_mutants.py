@@ -73,7 +73,7 @@ def rows_of_a_failed_attempt_are_not_released(patch: Patch) -> None:
     def restart(tracker: SampleTracker, group: int, reason: str, failures: int) -> None:
         members = tracker.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
         tracker.journal.append(ledger.AttemptStarted(group, tracker.gate.restart(group, members), members, reason))
-        tracker._changed()
+        tracker.changed()
 
     patch.setattr(SampleTracker, "restart", restart)
 

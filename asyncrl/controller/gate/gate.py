@@ -21,7 +21,6 @@ from asyncrl.controller.gate.group_state import (
     Pick,
     SampleState,
     Stage,
-    mean,
 )
 from asyncrl.errors import IllegalTransition
 from asyncrl.protocols.staleness import live
@@ -30,10 +29,9 @@ from asyncrl.protocols.staleness import live
 class Gate:
     """Keeps the groups in flight and applies the rules to them. Finished groups are forgotten at once.
 
-    version: the trainer's, raised by `trained`. next_group: id of the next draw. refused: number of answers of old
-    attempts. abandoned_tokens: tokens sampled in attempts that were given up. ended: samples that ended. gaps: baseline
-    at an early cut minus the baseline of the whole group, once it finished. `staleness_report` takes the last two each
-    step.
+    version: the trainer's. refused: answers of old attempts. abandoned_tokens: sampled in attempts that were given up.
+    ended: samples that ended; gaps: baseline at an early cut minus the baseline of the whole group, once it finished.
+    The staleness report takes both each step.
     """
 
     def __init__(self, config: GateConfig, version: int = 0, next_group: int = 0) -> None:
@@ -55,14 +53,11 @@ class Gate:
 
     def held(self) -> int:
         """Returns how many samples hold a credit: all in flight, except those that `mask` lets run past the limit."""
-        if self.config.policy != "mask":
-            return self.in_flight
-        began = self._running_since.items()
+        began = self._running_since.items() if self.config.policy == "mask" else ()
         past = sum(count for version, count in began if not live(version, self.version, self.config.limit))
         return self.in_flight - past
 
     def may_draw(self) -> bool:
-        """Returns whether a further group fits into the credits and under the cap."""
         new = self.config.members
         fits = self.held() + new <= self.config.credits and self.in_flight + new <= self.config.cap * new
         return fits and not self._stopped
@@ -88,20 +83,17 @@ class Gate:
         self._add(GroupState(drawn.id, self.version, samples, attempt, awaits=awaits, greedy=drawn.greedy))
 
     def stop_drawing(self) -> None:
-        """Ends drawing. The groups in flight still train, at last in a short batch."""
+        """The groups in flight still train, at last in a short batch."""
         self._stopped = True
 
     @property
     def oldest(self) -> int:
-        """Id of the first group in flight, or of the next draw: no earlier group is needed any more."""
+        """Id of the first group in flight, or of the next draw."""
         return min(self._groups, default=self.next_group)
 
     def not_before(self, group: int) -> int:
-        """Returns the oldest version that the engine may start a sequence of this group with.
-
-        Under `block` the deadline of a sample counts from its draw, so no older version may start it.
-        """
-        if self.config.policy == "block":
+        """Returns the oldest version that the engine may start a sequence of this group with."""
+        if self.config.policy == "block":  # The deadline of a sample counts from its draw.
             return self._groups[group].drawn_at
         return max(0, self.version - self.config.limit)
 
@@ -140,7 +132,7 @@ class Gate:
         return True
 
     def restart(self, group: int, members: Sequence[int]) -> int:
-        """Begins a new attempt for these members in flight, forgets their results and returns the attempt's number."""
+        """Begins a new attempt for these members in flight and returns its number."""
         entry = self._groups[group]
         entry.attempt += 1
         for member in members:
@@ -164,11 +156,10 @@ class Gate:
     def pick(self) -> Pick:
         """Picks what to train next and moves it to TRAINING; for when no iteration is running.
 
-        Drops first what the policy finds too old, and complete groups without a baseline, or without differing rewards
-        where they are needed.
+        Drops first what is too old, and complete groups without a baseline, or without differing rewards where needed.
         """
         assert not self._counts[Stage.TRAINING], "pick() is for when no iteration is running"
-        dropped = (*self._drop_old(), *self._drop_complete())
+        dropped = self._drop_unusable()
         cuts, full = self._urgent_cuts()
         waits = not full or (self.config.policy == "block" and not self.fits_deadlines(cuts))
         if not cuts or (waits and not self.exhausted):
@@ -177,7 +168,7 @@ class Gate:
             for member in members:
                 self._move(self._groups[group].samples[member], Stage.TRAINING)
         open_groups = [self._groups[group] for group, _ in cuts if self._groups[group].members(*OPEN)]
-        self._early = {group.id: mean(group.rewards()) for group in open_groups}
+        self._early = {group.id: _mean(group) for group in open_groups}
         return Pick(tuple(sorted(cuts)), dropped)
 
     def requeue(self, cuts: Iterable[Cut]) -> None:
@@ -189,7 +180,6 @@ class Gate:
                     self._move(sample, Stage.READY)
 
     def trained(self, cuts: Iterable[Cut], version: int) -> None:
-        """TRAINING -> TRAINED. The trainer is now at `version`."""
         assert version >= self.version, f"the trainer went back from version {self.version} to {version}"
         for group, members in cuts:
             for member in members:
@@ -201,10 +191,7 @@ class Gate:
         self.version = version
 
     def preview(self) -> tuple[Cut, ...]:
-        """Returns what `pick` would take if no iteration were running; () while that is no full batch.
-
-        The preview is not binding: at the next version some of it may be too old, or other samples more urgent.
-        """
+        """Returns what `pick` would take if no iteration were running; () while that is no full batch."""
         if self._counts[Stage.READY] < self.config.batch:
             return ()
         cuts, full = self._urgent_cuts()
@@ -226,7 +213,6 @@ class Gate:
         return any(not live(sample.last, self.version + 1, self.config.limit) for sample in ready)
 
     def cuts(self) -> list[Cut]:
-        """Returns what could be trained now, the most urgent cut first."""
         ready = [group for group in self._groups.values() if group.members(Stage.READY) and self.may_cut(group)]
         return [(group.id, group.members(Stage.READY)) for group in sorted(ready, key=self._urgency)]
 
@@ -240,8 +226,7 @@ class Gate:
         return len(group.rewards()) >= (self.config.baseline if self.due(group) else enough)
 
     def fits_deadlines(self, cuts: Sequence[Cut]) -> bool:
-        """Returns whether, under `block`, the samples that these cuts leave over fit into the iterations before their
-        deadline.
+        """Returns whether, under `block`, what these cuts leave fits into the iterations before its deadline.
 
         For every k in 0..eta at most k x B x G samples may be left that were drawn at version + k - eta or before. To
         check k = 0 alone would overrun the bound or deadlock.
@@ -250,25 +235,22 @@ class Gate:
         left = Counter[int]()
         for group in self._groups.values():
             left[group.drawn_at] += len(group.members(*IN_FLIGHT)) - len(taken.get(group.id, ()))
-        horizon = [(k, self.version + k - self.config.limit) for k in range(self.config.limit + 1)]
+        limit, batch = self.config.limit, self.config.batch
         return all(
-            sum(count for drawn_at, count in left.items() if drawn_at <= latest) <= k * self.config.batch
-            for k, latest in horizon
+            sum(count for drawn_at, count in left.items() if drawn_at <= self.version + k - limit) <= k * batch
+            for k in range(limit + 1)
         )
 
     # ---- looking -----------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
-        """Number of samples that are neither TRAINED nor DROPPED."""
         return sum(self._counts[stage] for stage in IN_FLIGHT)
 
     @property
     def worth_picking(self) -> bool:
-        """Returns whether `pick` can find a batch: enough samples are ready, or no more will be. Cheap; asked at each
-        score."""
-        still_open = sum(self._counts[stage] for stage in OPEN)
-        return self._counts[Stage.READY] >= self.config.batch or not still_open
+        """Returns whether enough samples are ready, or no more will be. Cheap; asked at each score."""
+        return self._counts[Stage.READY] >= self.config.batch or not any(self._counts[stage] for stage in OPEN)
 
     @property
     def exhausted(self) -> bool:
@@ -276,16 +258,13 @@ class Gate:
         return not any(self._counts[stage] for stage in OPEN) and not self.awaited and not self.may_draw()
 
     def finished(self, group: int) -> bool:
-        """Returns whether every member is TRAINED or DROPPED."""
         return group not in self._groups
 
     def awaits(self, group: int) -> bool:
-        """Returns whether this group is in flight and needs the reward of its greedy answer."""
         return group in self._groups and self._groups[group].awaits
 
     @property
     def awaited(self) -> int:
-        """Number of greedy answers that have no reward yet."""
         return sum(group.awaits for group in self._groups.values()) if self.config.greedy else 0
 
     def counts(self) -> dict[Stage, int]:
@@ -293,7 +272,6 @@ class Gate:
         return {stage: self._counts[stage] for stage in Stage}
 
     def group(self, group: int) -> GroupState:
-        """Returns the state of a group in flight; it stays valid after the gate has forgotten the group."""
         return self._groups[group]
 
     def members(self, group: int, *stages: Stage) -> tuple[int, ...]:
@@ -301,11 +279,9 @@ class Gate:
         return self._groups[group].members(*stages) if group in self._groups else ()
 
     def groups(self) -> tuple[int, ...]:
-        """Returns the ids of the groups in flight, rising."""
         return tuple(sorted(self._groups))
 
     def samples(self) -> Iterator[SampleState]:
-        """Iterates over the samples of the groups in flight."""
         return (sample for group in self._groups.values() for sample in group.samples)
 
     # ---- parts -------------------------------------------------------------------------------------------
@@ -351,19 +327,17 @@ class Gate:
     def _forget(self, group: int) -> None:
         entry = self._groups[group]
         if entry.finished:
-            self.gaps.extend(baseline - mean(entry.rewards()) for baseline in entry.baselines)
+            self.gaps.extend(baseline - _mean(entry) for baseline in entry.baselines)
             del self._groups[group]
 
-    def _drop_old(self) -> list[Drop]:
-        too_old = {"mask": self.expired, "drop": self.stale}.get(self.config.policy)
-        return self._drop_ready("stale", list(self._groups.values()), too_old) if too_old else []
-
-    def _drop_complete(self) -> list[Drop]:
-        """Drops samples that cannot train although no member of their group is open any more."""
+    def _drop_unusable(self) -> tuple[Drop, ...]:
+        """Drops what is too old, and what cannot train although no member of its group is open any more."""
+        too_old = {"mask": self.expired, "drop": self.stale}.get(self.config.policy, lambda _: False)
+        old = self._drop_ready("stale", list(self._groups.values()), too_old)
         complete = [group for group in self._groups.values() if not group.members(*OPEN) and not group.awaits]
         lacking = [group for group in complete if len(group.rewards()) < self.config.baseline]
         equal = [group for group in complete if self.config.need_signal and not group.has_signal]
-        return [*self._drop_ready("no_baseline", lacking), *self._drop_ready("no_signal", equal)]
+        return (*old, *self._drop_ready("no_baseline", lacking), *self._drop_ready("no_signal", equal))
 
     def _drop_ready(
         self, reason: str, groups: Iterable[GroupState], condition: Callable[[SampleState], bool] = lambda _: True
@@ -390,3 +364,8 @@ class Gate:
         if self.config.policy == "block":
             return (group.drawn_at, group.id)
         return (min(group.samples[member].last for member in group.members(Stage.READY)), group.id)
+
+
+def _mean(group: GroupState) -> float:
+    rewards = group.rewards()
+    return sum(rewards.values()) / len(rewards)

@@ -1,6 +1,5 @@
 """The state of groups and samples in flight, and the values that the gate answers with."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -10,14 +9,7 @@ Cut = tuple[int, tuple[int, ...]]
 """A group and those of its members that train together."""
 
 
-def mean(rewards: Mapping[int, float]) -> float:
-    """Returns the mean reward over members."""
-    return sum(rewards.values()) / len(rewards)
-
-
 class Stage(Enum):
-    """The stages of a sample's life."""
-
     RUNNING = "running"
     SCORING = "scoring"
     READY = "ready"
@@ -72,11 +64,9 @@ class GroupState:
 
     @property
     def finished(self) -> bool:
-        """Returns whether every member is TRAINED or DROPPED."""
         return not self.members(*IN_FLIGHT)
 
     def members(self, *stages: Stage) -> tuple[int, ...]:
-        """Returns the members that are in one of these stages, rising."""
         return tuple(member for member, sample in enumerate(self.samples) if sample.stage in stages)
 
     @property
@@ -86,10 +76,7 @@ class GroupState:
         return len(known) > 1
 
     def rewards(self) -> dict[int, float]:
-        """Returns the reward of every member in the baseline.
-
-        A member that was dropped for its age, or because all rewards were equal then, stays in the baseline.
-        """
+        """Returns the reward of every member in the baseline, some that were dropped (STILL_COMPARED) included."""
         return {
             member: sample.reward
             for member, sample in enumerate(self.samples)
@@ -108,10 +95,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The answer of `Gate.pick`.
-
-    cuts: what to train now, sorted by group, members sorted; None: wait. dropped: samples that were dropped on the way.
-    """
+    """The answer of `Gate.pick`. cuts: what to train now, sorted; None: wait. dropped: on the way."""
 
     cuts: tuple[Cut, ...] | None
     dropped: tuple[Drop, ...] = ()
@@ -121,8 +105,8 @@ class Pick:
 class EndedSample:
     """A sample that was trained or dropped. version: the gate's when its training began, or when it was dropped.
 
-    reason: why it was dropped; empty when it was trained. early: it was in a cut of a group with open members. attempt:
-    of its group; over 0, it was sampled again. trained: how many of its tokens entered the loss.
+    reason: empty when it was trained. early: it was in a cut of a group with open members. attempt: over 0, it was
+    sampled again. trained: how many of its tokens entered the loss.
     """
 
     group: int

@@ -123,7 +123,6 @@ async def _write_files(
 
 
 def versions(store: Store) -> list[int]:
-    """Returns the versions that have a committed checkpoint, rising."""
     return sorted(int(name) for name in store.folders() if name.isdecimal())
 
 
@@ -184,7 +183,6 @@ def _check(store: Store, manifest: Manifest) -> Ledger:
 
 
 def prefix_crc(store: Store, size: int) -> int:
-    """Returns the crc32 of the first `size` bytes of the journal."""
     crc = 0
     for start in range(0, size, BLOCK):
         crc = crc32(store.read(start, min(BLOCK, size - start)), crc)

@@ -28,7 +28,6 @@ CHECKS = {name: field_checks(kind) for name, kind in KINDS.items()}
 
 
 def encode(record: Record) -> bytes:
-    """Returns the record in its frame."""
     kind = NAMES[type(record)]
     payload: bytes = msgpack.packb([kind, *(getattr(record, name) for name, _ in CHECKS[kind])])
     assert len(payload) <= RECORD_LIMIT, f"a {kind} record of {len(payload)} bytes"
@@ -189,7 +188,6 @@ class Journal:
         self.crc = zlib.crc32(frame, self.crc)
 
     def sync(self) -> None:
-        """Makes what was appended survive a power cut."""
         self.store.sync()
 
     def resume(self, incarnation: int, offset: int) -> None:

@@ -258,7 +258,6 @@ class Ledger:
         return sum(len(members) for _, members in self.in_flight())
 
     def balanced(self) -> bool:
-        """Returns whether drawn = trained + dropped + in flight."""
         return self.drawn == self.trained + self.dropped.total() + self.samples_in_flight
 
     # ---- parts -------------------------------------------------------------------------------------------

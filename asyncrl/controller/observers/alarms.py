@@ -158,24 +158,8 @@ class SkippedSteps:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedMetric:
-    """The metric `mismatch/<key>` with its bounds `warn_<key>` and `stop_<key>`; upper bounds if `at_most`."""
-
-    key: str
-    at_most: bool
-    advice: str
-
-    def crossed(self, metrics: Mapping[str, float], bounds: MismatchConfig, kind: str) -> str:
-        """Describes how the bound is crossed; empty: it is not. A value that is not a number crosses every bound."""
-        bound, value = getattr(bounds, f"{kind}_{self.key}"), metrics.get(f"mismatch/{self.key}")
-        if bound is None or value is None or (value <= bound if self.at_most else value >= bound):
-            return ""
-        beyond = "over" if self.at_most else "under"
-        return f"mismatch/{self.key} is {value:.3g}, {beyond} mismatch.{kind}_{self.key} = {bound:g}"
-
-
-WATCHED = (WatchedMetric("kl", True, STALE), WatchedMetric("ess", False, STALE), WatchedMetric("canary", True, FAULTY))
+WATCHED = {"kl": (True, STALE), "ess": (False, STALE), "canary": (True, FAULTY)}
+"""The metrics `mismatch/<key>`: whether their bounds `warn_<key>` and `stop_<key>` are upper bounds, and the advice."""
 
 
 class PolicyMismatchAlarm:
@@ -187,7 +171,7 @@ class PolicyMismatchAlarm:
     def __init__(self, bounds: MismatchConfig) -> None:
         self._bounds = bounds
         self._canary: float | None = None
-        self._warned: dict[str, bool] = {}
+        self._warned = set[str]()
 
     def add_canary(self, difference: float) -> None:
         """Takes in how far a reader of weights is from the trainer, in nats."""
@@ -207,16 +191,21 @@ class PolicyMismatchAlarm:
         Raises:
             PolicyMismatch: a bound that ends the run was crossed.
         """
-        for watched in WATCHED:
-            if crossed := watched.crossed(metrics, self._bounds, "stop"):
-                raise PolicyMismatch(f"step {version}: {crossed}; {watched.advice}")
-        reported = {}
-        for watched in WATCHED:
-            if f"mismatch/{watched.key}" not in metrics:
-                continue
-            crossed = watched.crossed(metrics, self._bounds, "warn")
-            if crossed and not self._warned.get(watched.key):
-                reported[crossed] = watched.advice
-            self._warned[watched.key] = bool(crossed)
-        advice = "; ".join(dict.fromkeys(reported.values()))
-        return f"step {version}: {', '.join(reported)}; {advice}" if reported else None
+        for key, crossed in self._crossed(metrics, "stop").items():
+            raise PolicyMismatch(f"step {version}: {crossed}; {WATCHED[key][1]}")
+        warned = self._crossed(metrics, "warn")
+        reported = {key: crossed for key, crossed in warned.items() if key not in self._warned}
+        unmeasured = {key for key in self._warned if f"mismatch/{key}" not in metrics}
+        self._warned = unmeasured | warned.keys()
+        advice = "; ".join(dict.fromkeys(WATCHED[key][1] for key in reported))
+        return f"step {version}: {', '.join(reported.values())}; {advice}" if reported else None
+
+    def _crossed(self, metrics: Mapping[str, float], kind: str) -> dict[str, str]:
+        """Describes, by key, the bounds that are crossed. A value that is not a number crosses every bound."""
+        crossed = {}
+        for key, (at_most, _) in WATCHED.items():
+            bound, value = getattr(self._bounds, f"{kind}_{key}"), metrics.get(f"mismatch/{key}")
+            if bound is not None and value is not None and not (value <= bound if at_most else value >= bound):
+                beyond = "over" if at_most else "under"
+                crossed[key] = f"mismatch/{key} is {value:.3g}, {beyond} mismatch.{kind}_{key} = {bound:g}"
+        return crossed

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.concurrency import gather
 from asyncrl.config.schema import Config
+from asyncrl.controller.observers.events import Prompt
 from asyncrl.errors import Refused, Retryable, WeightsError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
@@ -19,7 +20,7 @@ from asyncrl.protocols.seeds import group_seed
 READER = "evaluation"
 """Name of the reader that leases a version from the trainer while it is copied out."""
 
-Question = tuple[str | list[dict[str, Any]], dict[str, Any]]
+Question = tuple[Prompt, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class Evaluator:
     async def _ask(self, index: int, version: int, incarnation: int) -> list[Known]:
         """Samples one prompt; returns the values of its samples by each scorer."""
         async with self._places:
-            prompts, row = self._group(index, version, incarnation)
+            prompt, row = self._questions[index]
+            prompts = self._request(prompt, -1 - index, version, incarnation)
             samples = BatchRef.join([finished async for finished in self._generation.generate(prompts)])
             try:
                 scored = await gather(*(scorer.score(samples, row) for scorer in self._scorers))
@@ -83,10 +85,9 @@ class Evaluator:
             finally:
                 await self._generation.release([sample.name for sample in samples], oldest=0)
 
-    def _group(self, index: int, version: int, incarnation: int) -> tuple[PromptGroup, dict[str, Any]]:
-        prompt, row = self._questions[index]
-        config, group = self._config, -1 - index
-        prompts = PromptGroup(
+    def _request(self, prompt: Prompt, group: int, version: int, incarnation: int) -> PromptGroup:
+        config = self._config
+        return PromptGroup(
             id=group,
             attempt=version,
             incarnation=incarnation,
@@ -98,7 +99,6 @@ class Evaluator:
             max_new_tokens=config.generation.max_new_tokens,
             deadline=config.generation.deadline,
         )
-        return prompts, row
 
 
 def summary(version: int, rewards: Sequence[Known], costs: Sequence[Known] | None, seconds: float) -> Evaluation:
@@ -172,13 +172,11 @@ class EvaluationSchedule:
         self._changed.set()
 
     async def run(self) -> None:
-        """Evaluates the version that was requested last, until cancelled."""
         while True:
             await self._changed.wait()
             await self._next()
 
     async def finish(self, last: Published) -> None:
-        """Evaluates the requested version, if one waits, and the last version."""
         await self._next()
         self.ask(last)
         await self._next()

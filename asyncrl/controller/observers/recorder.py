@@ -8,7 +8,7 @@ The controller never waits for the recorder.
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Literal
 
@@ -31,6 +31,7 @@ Key = tuple[int, int]  # group, member: what an earlier attempt was worth is ove
 Metrics = dict[str, float]
 
 
+@dataclass
 class Recorder:
     """Writes the files of a run directory.
 
@@ -38,26 +39,18 @@ class Recorder:
     are closed with the recorder.
     """
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        fleet: Fleet,
-        poll_health: Callable[[], Awaitable[Sequence[Health]]],
-        samples_per_step: int | Literal["all"],
-        incarnation: int,
-        show: Callable[[Mapping[str, float], SampleRecord | None], None],
-        sinks: Sequence[SinkWorker] = (),
-    ) -> None:
-        self._fleet = fleet
-        self._poll_health = poll_health
-        self._samples_per_step = samples_per_step
-        self._incarnation = incarnation
-        self._show = show
-        self._sinks = sinks
-        self._path = directory.path
-        self._metrics = MetricsFile(directory.metrics)
-        self._samples = SamplesFile(directory.samples)
-        self._evaluations = LineFile(directory.evaluations)
+    directory: RunDirectory
+    fleet: Fleet
+    poll_health: Callable[[], Awaitable[Sequence[Health]]]
+    samples_per_step: int | Literal["all"]
+    incarnation: int
+    show: Callable[[Mapping[str, float], SampleRecord | None], None]
+    sinks: Sequence[SinkWorker] = ()
+
+    def __post_init__(self) -> None:
+        self._metrics = MetricsFile(self.directory.metrics)
+        self._samples = SamplesFile(self.directory.samples)
+        self._evaluations = LineFile(self.directory.evaluations)
         self._events: asyncio.Queue[Event] = asyncio.Queue(WAITING_EVENTS)
         self._terms: dict[Key, Mapping[str, float]] = {}
         self._texts: dict[Key, SampleText] = {}
@@ -75,12 +68,11 @@ class Recorder:
             self._events.put_nowait(event)
         except asyncio.QueueFull:
             raise FleetFailed(
-                f"{self._events.maxsize:,} events wait to be written below {self._path}: its disk takes no writes any "
-                "more; look at that disk or mount"
+                f"{self._events.maxsize:,} events wait to be written below {self.directory.path}: its disk takes no "
+                "writes any more; look at that disk or mount"
             ) from None
 
     async def run(self) -> None:
-        """Writes the observed events until cancelled."""
         while True:
             await self._handle(await self._events.get())
             self._events.task_done()
@@ -90,12 +82,14 @@ class Recorder:
         await self._events.join()
 
     def close(self) -> None:
-        for file in (self._metrics, self._samples, self._evaluations, *self._sinks):
+        for file in (self._metrics, self._samples, self._evaluations):
             file.close()
+        for sink in self.sinks:
+            sink.close()
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Writes one evaluation; sinks get it under its version, `metrics.jsonl` with the next step."""
-        self._evaluations.append({"incarnation": self._incarnation, **asdict(evaluation)})
+        self._evaluations.append({"incarnation": self.incarnation, **asdict(evaluation)})
         numbers = {"eval/reward/mean": evaluation.mean, "eval/reward/stderr": evaluation.stderr}
         if evaluation.cost is not None:
             numbers["eval/cost/mean"] = evaluation.cost
@@ -117,22 +111,22 @@ class Recorder:
                 raise AssertionError(f"observe lets no {event} through")
 
     async def _read_texts(self, batch: BatchRef) -> dict[Key, SampleText]:
-        chosen = BatchRef(tuple(to_show(batch.rows, self._samples_per_step)))
+        chosen = BatchRef(tuple(to_show(batch.rows, self.samples_per_step)))
         try:
-            texts = await self._fleet.generation.texts(chosen)
+            texts = await self.fleet.generation.texts(chosen)
         except Retryable:
             return {}  # The worker of the texts died; the step itself reports that.
         return {(text.group, text.member): text for text in texts}
 
     async def _step(self, done: StepDone) -> None:
         now = asyncio.get_running_loop().time()
-        metrics: Metrics = {"step": step_of(done.report), "time": now - self._began, "incarnation": self._incarnation}
+        metrics: Metrics = {"step": step_of(done.report), "time": now - self._began, "incarnation": self.incarnation}
         metrics |= done.staleness
         metrics |= batch_metrics(done.cuts.batch) | self._term_means(done.cuts.batch)
         metrics |= report_metrics(done.report, now - self._last_step)
         metrics |= {f"skipped/{done.report.skipped}": 1.0} if done.report.skipped else {}
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
-        metrics |= self._shares.since_last(await self._poll_health()) | self._evaluated
+        metrics |= self._shares.since_last(await self.poll_health()) | self._evaluated
         records = self._records(done)
         self._metrics.write(metrics)
         self._samples.write(records)
@@ -142,15 +136,15 @@ class Recorder:
             self._evaluated = {}
         self._last_step = now
         self._send(step_of(done.report), metrics)
-        self._show(metrics, records[0] if records else None)
+        self.show(metrics, records[0] if records else None)
 
     def _send(self, step: int, metrics: Metrics) -> None:
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.write(step, metrics)
 
     def _records(self, done: StepDone) -> list[SampleRecord]:
         trained = {(sample.group, sample.member): sample for sample in done.report.samples}
-        by_token = self._fleet.critic is not None  # Then a row carries its reward in place of an advantage.
+        by_token = self.fleet.critic is not None  # Then a row carries its reward in place of an advantage.
         return [
             sample_record(
                 step_of(done.report),

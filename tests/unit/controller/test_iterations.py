@@ -56,6 +56,10 @@ class Hanging(Plain):
         raise DeadlineExceeded("training0.0[0] did not answer prefetch within 60 s")
 
 
+async def nothing(version: int) -> None:
+    return
+
+
 def play(kind: type[Plain]) -> tuple[Plain, list[Trained], list[Event]]:
     """A run with this trainer: the trainer, what the journal says was trained, all events."""
     store, events = MemoryStore(), list[Event]()
@@ -71,6 +75,7 @@ def play(kind: type[Plain]) -> tuple[Plain, list[Trained], list[Event]]:
             Sampling(1.0, 20, 600.0, seed=0, incarnation=0),
             GroupBaseline(),
             Schedule(STEPS),
+            between=nothing,
             observe=events.append,
         )
         controller.worker_lives("generation", generation.instance)
