@@ -159,8 +159,6 @@ class Iterations:
         for group, members in picked:
             self.tracker.drop(group, members, reason)
 
-    # ---- prefetch ----------------------------------------------------------------------------------------
-
     def state_changed(self) -> None:
         if not self._prefetched:
             self._changed.set()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.controller.gate.group_state import DROPPABLE, OPEN, Stage
-from asyncrl.controller.observers.events import AttemptBegan, GroupPoisoned, Prompt
+from asyncrl.controller.observers.events import GroupPoisoned, Prompt
 from asyncrl.controller.sample_tracker import POISON, SampleTracker, stored_by
 from asyncrl.errors import Retryable, root_cause
 from asyncrl.fleet.stall_watchdog import where_task_waits
@@ -240,7 +240,6 @@ class Rollouts:
         prompt, row = self.prompts(group)
         members, not_before = self._gate.members(group, Stage.RUNNING), self._gate.not_before(group)
         request = self.sampling.request(prompt, group, self._gate.group(group).attempt, members, not_before)
-        self.tracker.observe(AttemptBegan(request))
         return Attempt(request, row, compared=not self._gate.awaits(group))
 
     def _open(self, group: int) -> tuple[int, ...]:

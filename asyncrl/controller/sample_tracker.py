@@ -49,8 +49,6 @@ class SampleTracker:
         waiting = [(group, self.gate.members(group, Stage.SCORING, Stage.READY)) for group in self.gate.groups()]
         return [cut[0] for cut in waiting if any(stored_by(row, instance) for row in self.rows(*cut))]
 
-    # ---- a sample's way ----------------------------------------------------------------------------------
-
     def draw(self) -> int:
         group, version = self.gate.draw(), self.gate.version
         self.journal.append(ledger.Drawn(group, version, self.gate.config.members))
@@ -134,8 +132,6 @@ class SampleTracker:
         self._close(state, poison=reason == POISON)
         self.changed()
 
-    # ---- training ----------------------------------------------------------------------------------------
-
     def pick(self) -> tuple[Cut, ...] | None:
         pick = self.gate.pick()
         for drop in pick.dropped:
@@ -180,8 +176,6 @@ class SampleTracker:
         """Writes down what is in flight, at a clean exit."""
         self.journal.append(ledger.InFlight(self.journal.ledger.in_flight()))
         self.journal.sync()
-
-    # ---- parts -------------------------------------------------------------------------------------------
 
     def _dropped(self, state: GroupState, members: tuple[int, ...], reason: str) -> None:
         self.journal.append(ledger.Dropped(state.id, members, reason))

@@ -100,8 +100,6 @@ class WorkerEvents:
                 self._controller.worker_lost(instance, reason, self._workers[service].groups_at(instance))
             case WorkerCleanedUp("generation"):
                 self._queue.put_nowait(event)
-            case _:
-                pass
 
     async def follow(self) -> None:
         """Runs until cancelled. A generation worker reads no weights any more only once its process was waited for."""
@@ -191,8 +189,6 @@ class TrainingRun:
             prompt_name=lambda group: self.questions.where(group, config.seed),
         )
 
-    # ---- training ----------------------------------------------------------------------------------------
-
     async def _train(self) -> None:
         try:
             await self._controller.run(self.algorithm)
@@ -238,8 +234,6 @@ class TrainingRun:
             if text:
                 self.display.say(text)
 
-    # ---- observers ---------------------------------------------------------------------------------------
-
     def _open_recorder(self) -> Recorder:
         config, directory, settings = self.config, self.state.directory, self.config.model_dump(mode="json")
         return Recorder(
@@ -283,8 +277,6 @@ class TrainingRun:
             case StepDone(report=report) if report.published and self._evaluations is not None:
                 if report.version % self.config.evaluate.every == 0 and report.version < self.config.steps:
                     self._evaluations.ask(report.published)
-            case _:
-                pass
 
     def _not_evaluated(self, version: int, why: str) -> None:
         self.display.say(f"version {version} is not evaluated: {why}")

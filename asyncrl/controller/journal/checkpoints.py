@@ -14,7 +14,7 @@ from typing import Any
 from zlib import crc32
 
 from asyncrl.controller.gate.group_state import GroupState
-from asyncrl.controller.journal.journal import BLOCK, Journal, Scan, replay, resumes, void_ranges
+from asyncrl.controller.journal.journal import Journal, Scan, replay, resumes, void_ranges
 from asyncrl.controller.journal.ledger import CheckpointMade, Drawn, InFlight, Ledger
 from asyncrl.controller.journal.run_storage import Store
 from asyncrl.errors import JournalError, RemoteError, WireError
@@ -24,7 +24,10 @@ from asyncrl.protocols.messages import Checkpointed
 MANIFEST = "manifest.json"
 UNFINISHED = "tmp-"
 REFUSED = "refused-"
+BLOCK = 1 << 20
 
+WriteFiles = Callable[[str], Awaitable[Checkpointed]]
+"""Lets the trainer write its files, fsynced, into a directory."""
 FAULT_POINTS = ("appended", "synced", "written", "described", "renamed", "hinted", "deleted")
 """Points at which `commit` can be interrupted; a fault hook is called with each after that step was done."""
 
@@ -71,13 +74,13 @@ class ResumePlan:
 
 async def commit(
     journal: Journal,
-    write: Callable[[str], Awaitable[Checkpointed]],
+    write: WriteFiles,
     keep: int,
     fault: Callable[[str], None] = lambda point: None,
 ) -> Manifest:
     """Makes the checkpoint of the journal's version, while no iteration runs, unless it was made before.
 
-    write: lets the trainer write its files, fsynced, into a directory. keep: checkpoints left afterwards, at least 1.
+    keep: checkpoints left afterwards, at least 1.
     Raises JournalError when the trainer is at another version, or trained other samples, than the journal says.
     """
     store, ledger = journal.store, journal.ledger
@@ -88,13 +91,14 @@ async def commit(
     if ledger.version in versions(store):
         return read_manifest(store, ledger.version)
     after = Manifest(ledger.incarnation, ledger.version, journal.offset, journal.crc, ledger.chain.hex(), {})
+    unfinished = f"{UNFINISHED}{ledger.version}"
     try:
-        manifest = await _write_files(store, after, write, fault)
+        manifest = await _write_files(store, unfinished, after, write, fault)
     except (OSError, RemoteError):
         with suppress(OSError):  # Another rank may be writing there: then a resume removes it.
-            store.remove(f"{UNFINISHED}{ledger.version}")  # On a full disk it is in the way of all that follows.
+            store.remove(unfinished)  # On a full disk it is in the way of all that follows.
         raise
-    store.rename(f"{UNFINISHED}{manifest.version}", str(manifest.version))
+    store.rename(unfinished, str(manifest.version))
     fault("renamed")
     journal.append(CheckpointMade(manifest.version, sha256(manifest.encode()).hexdigest()))
     fault("hinted")
@@ -105,9 +109,8 @@ async def commit(
 
 
 async def _write_files(
-    store: Store, after: Manifest, write: Callable[[str], Awaitable[Checkpointed]], fault: Callable[[str], None]
+    store: Store, unfinished: str, after: Manifest, write: WriteFiles, fault: Callable[[str], None]
 ) -> Manifest:
-    unfinished = f"{UNFINISHED}{after.version}"
     store.create(unfinished)
     made = await write(store.path(unfinished))
     if (made.version, made.chain) != (after.version, after.chain):

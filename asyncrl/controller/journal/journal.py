@@ -21,7 +21,6 @@ RECORD_LIMIT = 1 << 26
 """Bytes of one record: a step of a million samples fits; a longer length is no record of asyncrl."""
 
 FRAME = struct.Struct(">II")
-BLOCK = 1 << 20
 
 NAMES = {kind: name for name, kind in KINDS.items()}
 CHECKS = {name: field_checks(kind) for name, kind in KINDS.items()}
@@ -66,7 +65,7 @@ class Framed:
 class Scan:
     """Iterates over the records in the first `until` bytes of a journal, up to the first bytes that are no record.
 
-    It reads in blocks. end, crc: length and crc32 of the whole records, after iteration.
+    end, crc: length and crc32 of the whole records, after iteration.
     """
 
     def __init__(self, store: Store, until: int | None = None) -> None:
@@ -74,8 +73,6 @@ class Scan:
         self.crc = 0
         self._store = store
         self._size = store.size if until is None else until
-        self._window = b""
-        self._window_start = 0
 
     def __iter__(self) -> Iterator[Framed]:
         while (frame := self._frame()) is not None:
@@ -98,24 +95,17 @@ class Scan:
         length = self._frame_length()
         if not length or self.end + length > self._size:
             return None
-        frame = self._bytes(length)
+        frame = self._store.read(self.end, length)
         _, crc = FRAME.unpack_from(frame)
         return frame if zlib.crc32(frame[FRAME.size :]) == crc else None
 
     def _frame_length(self) -> int:
         """Returns the length that the next frame should have; 0: no frame begins here."""
-        head = self._bytes(FRAME.size)
+        head = self._store.read(self.end, FRAME.size)
         if len(head) < FRAME.size:
             return 0
         length, _ = FRAME.unpack(head)
         return FRAME.size + int(length) if length <= RECORD_LIMIT else 0
-
-    def _bytes(self, size: int) -> bytes:
-        if self.end + size > self._window_start + len(self._window):
-            self._window = self._store.read(self.end, max(size, BLOCK))
-            self._window_start = self.end
-        begin = self.end - self._window_start
-        return self._window[begin : begin + size]
 
 
 def void_ranges(resumes: list[tuple[int, Resumed]]) -> list[tuple[int, int]]:

@@ -247,8 +247,6 @@ class Ledger:
             )
         self.incarnation = record.incarnation
 
-    # ---- looking -----------------------------------------------------------------------------------------
-
     def in_flight(self) -> tuple[Cut, ...]:
         """Returns the members neither trained nor dropped, by group, both rising: derived, not counted."""
         return tuple((group, self.groups[group].members(*IN_FLIGHT)) for group in sorted(self.groups))
@@ -259,8 +257,6 @@ class Ledger:
 
     def balanced(self) -> bool:
         return self.drawn == self.trained + self.dropped.total() + self.samples_in_flight
-
-    # ---- parts -------------------------------------------------------------------------------------------
 
     def _group(self, group: int, what: str) -> GroupState:
         if group in self.groups:

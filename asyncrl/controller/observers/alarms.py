@@ -108,8 +108,6 @@ class AlgorithmDrops:
             case StepDone(report=report):
                 self.version = report.version
                 self._clear()
-            case _:
-                pass
 
     def _clear(self) -> None:
         self.reasons.clear()

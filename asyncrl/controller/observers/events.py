@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from asyncrl.protocols.batch import Cuts, RowRef
-from asyncrl.protocols.messages import PromptGroup, Score, StepReport
+from asyncrl.protocols.messages import Score, StepReport
 
 Prompt: TypeAlias = str | list[dict[str, Any]]
 """Text, or chat messages ({"role", "content"})."""
@@ -26,13 +26,6 @@ class GroupDrawn(Event):
 
     group: int
     version: int
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptBegan(Event):
-    """An attempt at a group began. prompts: the request for generation."""
-
-    prompts: PromptGroup
 
 
 @dataclass(frozen=True, slots=True)
