@@ -128,13 +128,6 @@ class AlgorithmChecks:
                     f"sample without a {service}"
                 )
 
-    def check_reason(self, reason: str) -> None:
-        """Raises AlgorithmError unless the reason of a drop is a word, under which drops are counted."""
-        if not isinstance(reason, str) or not reason.strip():
-            raise AlgorithmError(
-                f"control.drop got the reason {reason!r}: write a word that data/dropped/WORD shall count"
-            )
-
     def remember_drop(self, row: RowRef, running: Container[int]) -> None:
         """Remembers a sample that the algorithm dropped. running: groups that still roll out; others are forgotten."""
         if row.group not in self._dropped:

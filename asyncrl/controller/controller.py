@@ -135,8 +135,7 @@ class Controller:
         Raises:
             FleetFailed: the trainer was lost.
             TaskError: generation refused a prompt.
-            NonFiniteLoss, OnlyTruncated, PolicyMismatch, JournalError, RemoteError, RewardError, AlgorithmError: from
-                the algorithm or the tracker.
+            AsyncrlError: others, from the algorithm, its iterations, the journal or an observer.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -197,7 +196,7 @@ class Controller:
         return f"the greedy answer of group {number} was not handed to `control.compared`" if greedy else ""
 
     def describe_waits(self) -> list[str]:
-        """Describes what the algorithm does and waits for, for the watchdog of a run in which nothing moves."""
+        """Describes what the algorithm does and waits for, for the watchdog of the fleet."""
         counts = ", ".join(
             f"{count} {stage.value}" for stage, count in self._gate.counts().items() if stage in IN_FLIGHT
         )
@@ -223,9 +222,8 @@ class Controller:
             await self._drawable.wait()
 
     def _may_draw(self) -> bool:
-        """Returns whether the gate has credits, and the services room for the rows: released rows count until
-        acknowledged."""
-        gate, rows = self._gate, self._gate.in_flight + self._gate.awaited + self._releases.unreleased
+        gate = self._gate
+        rows = gate.in_flight + gate.awaited + self._releases.unreleased  # Rows count until their release is answered.
         return gate.may_draw() and rows + gate.config.rows <= gate.config.kept
 
     def _state_changed(self) -> None:
@@ -273,7 +271,10 @@ class Controller:
         Raises:
             AlgorithmError: there is no reason, or a sample was handed to `ready` before.
         """
-        self._checks.check_reason(reason)
+        if not isinstance(reason, str) or not reason.strip():
+            raise AlgorithmError(
+                f"control.drop got the reason {reason!r}: write a word that data/dropped/WORD shall count"
+            )
         for row in samples:
             group = row.group
             if self._gate.finished(group) or row.attempt != self._gate.group(group).attempt:

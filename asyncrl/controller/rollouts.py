@@ -121,8 +121,8 @@ class CrashAttribution:
 class Rollouts:
     """Keeps one task, owned by `tasks`, for each group with a member that is not scored yet.
 
-    roll_out: rolls out one attempt, and returns when every sample of it was handed to `ready`. tasks: set when the run
-    begins. running: the task of each group that is rolled out, in the order of their beginnings.
+    roll_out: returns when every sample of an attempt was handed to `ready`. tasks: set when the run begins. running:
+    the task of each group that is rolled out, in the order of their beginnings.
     """
 
     tracker: SampleTracker
@@ -145,12 +145,10 @@ class Rollouts:
         self.running[group] = self.tasks.create_task(self._run_group(group), name=f"group {group}")
 
     def stop(self) -> None:
-        """Abandons all groups; they stay in flight."""
         for task in self.running.values():
             task.cancel()
 
     def worker_lost(self, instance: str, why: str, running: Iterable[int]) -> None:
-        """Restarts the groups that had rows at a worker that died. running: the groups that it worked for."""
         self._dead.append(instance)
         if (poison := self._crashes.record_death(running, self._gate.groups())) is not None:
             self.poison(poison, f"{instance}: {why}")
@@ -164,7 +162,6 @@ class Rollouts:
             self.lost(group, why)
 
     def describe_waits(self) -> Iterator[str]:
-        """Describes where the group that was begun first waits."""
         for group, task in list(self.running.items())[:1]:
             members = self._gate.members(group, *OPEN)
             yield f"  roll_out of group {group} has not ended for members {members}; {wait_of(task)}"
@@ -178,17 +175,13 @@ class Rollouts:
         self._end_attempt(group)
 
     def poison(self, group: int, reason: str) -> None:
-        """Drops the open members of this group as poison."""
         prompt, _ = self.prompts(group)
         self.tracker.observe(GroupPoisoned(group, prompt, reason))
         self.tracker.drop(group, self._open(group), POISON)
         self._end_attempt(group)
 
     def start_again(self) -> None:
-        """Rolls out the groups that lost rows after their attempt had ended.
-
-        `lost` does not start them itself: it may be called when the run ends and takes no more tasks.
-        """
+        """Rolls out the groups that lost rows after their attempt had ended, when `lost` could not start tasks."""
         again = self._again
         self._again = {}
         for group in again:

@@ -36,7 +36,6 @@ class ReleaseQueue(Generic[T]):
         return len(self._waiting) + len(self._sent)
 
     def put(self, items: Iterable[T]) -> None:
-        """Adds items, to be sent soon and in this order."""
         self._waiting.extend(items)
         self._changed.set()
 
@@ -80,7 +79,7 @@ class RowReleases:
 
     @property
     def unreleased(self) -> int:
-        """Number of samples whose rows some service may still hold, because it has not acknowledged their release."""
+        """Number of samples whose rows some service may still hold."""
         return max(queue.unacknowledged for queue in self._releases)
 
     def release(self, samples: Iterable[SampleName]) -> None:

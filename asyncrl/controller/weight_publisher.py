@@ -39,11 +39,8 @@ class WeightPublisher:
         self._reading[reader] = NO_VERSION
 
     def announce(self, published: Published) -> None:
-        """Hands this version over, also when it is the same again because a reader joined that does not have it.
-
-        A version older than the newest one announced was overtaken on its way here.
-        """
-        if self._newest is None or self._newest.version <= published.version:
+        """Hands this version over, also when it is the same again because a reader joined that does not have it."""
+        if self._newest is None or self._newest.version <= published.version:  # An older one was overtaken on its way.
             self._newest = published
         self._changed.set()
 

@@ -29,7 +29,7 @@ from asyncrl.protocols.staleness import live
 class Gate:
     """Keeps the groups in flight and applies the rules to them. Finished groups are forgotten at once.
 
-    version: the trainer's. refused: answers of old attempts. abandoned_tokens: sampled in attempts that were given up.
+    version: the trainer's. abandoned_tokens: sampled in attempts that were given up.
     ended: samples that ended; gaps: baseline at an early cut minus the baseline of the whole group, once it finished.
     The staleness report takes both each step.
     """
@@ -38,7 +38,6 @@ class Gate:
         self.config = config
         self.version = version
         self.next_group = next_group
-        self.refused = 0
         self.abandoned_tokens = 0
         # Four times what can be in flight: when nothing is trained for that long, only the newest are reported.
         self.ended: deque[EndedSample] = deque(maxlen=4 * config.cap * config.members)
@@ -100,7 +99,7 @@ class Gate:
     # ---- a sample's way ----------------------------------------------------------------------------------
 
     def generated(self, group: int, member: int, attempt: int, first: int, last: int, tokens: int = 0) -> bool:
-        """RUNNING -> SCORING. Returns False for an old attempt or a repeated answer, which is refused and counted."""
+        """RUNNING -> SCORING. Returns False for an old attempt or a repeated answer, which is refused."""
         assert first <= last, f"sample {(group, member)}: first version {first} is newer than its last {last}"
         sample = self._current(group, member, attempt, Stage.RUNNING)
         if sample is None:
@@ -125,7 +124,6 @@ class Gate:
     def compared(self, group: int, attempt: int, reward: float | None) -> bool:
         """Takes the reward of a group's greedy answer; later attempts keep it. Returns False as `generated` does."""
         if not self.awaits(group) or self._groups[group].attempt != attempt:
-            self.refused += 1
             return False
         self._groups[group].awaits = reward is None
         self._groups[group].greedy = reward
@@ -305,10 +303,7 @@ class Gate:
 
     def _current(self, group: int, member: int, attempt: int, stage: Stage) -> SampleState | None:
         sample = self._groups[group].samples[member] if group in self._groups else None
-        if sample is None or sample.attempt != attempt or sample.stage is not stage:
-            self.refused += 1
-            return None
-        return sample
+        return sample if sample is not None and (sample.attempt, sample.stage) == (attempt, stage) else None
 
     def _expect(self, group: int, member: int, stages: Sequence[Stage], what: str) -> SampleState:
         sample = self._groups[group].samples[member] if group in self._groups else None

@@ -5,14 +5,13 @@ The ledger checks the gate without using the gate's rules: samples move along le
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import singledispatchmethod
 
 from asyncrl.controller.gate.group_state import DROPPABLE, IN_FLIGHT, Cut, GroupState, SampleState, Stage
 from asyncrl.errors import IllegalTransition, JournalError, TrainedTwice
 from asyncrl.protocols.hash_chain import GENESIS, chain
 
-ANY = tuple(Stage)
 MOST_MEMBERS = 1 << 16
 """Members of one group: far more than any run samples, so that a damaged record cannot ask for all memory."""
 
@@ -126,6 +125,7 @@ KINDS: dict[str, type[Record]] = {
 }
 
 
+@dataclass
 class Ledger:
     """Derives the state of the run from the records so far. Finished groups are forgotten.
 
@@ -133,15 +133,14 @@ class Ledger:
     drawn, trained, dropped: samples since the beginning; dropped by reason.
     """
 
-    def __init__(self) -> None:
-        self.version = 0
-        self.incarnation = 0
-        self.next_group = 0
-        self.chain = GENESIS
-        self.drawn = 0
-        self.trained = 0
-        self.dropped: Counter[str] = Counter()
-        self.groups: dict[int, GroupState] = {}
+    version: int = 0
+    incarnation: int = 0
+    next_group: int = 0
+    chain: bytes = GENESIS
+    drawn: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    groups: dict[int, GroupState] = field(default_factory=dict)
 
     @singledispatchmethod
     def apply(self, record: Record) -> None:
@@ -156,9 +155,8 @@ class Ledger:
             raise IllegalTransition(f"group {record.group} was drawn at version {record.version}, not {self.version}")
         if not 0 < record.members <= MOST_MEMBERS:
             raise IllegalTransition(f"group {record.group} was drawn with {record.members} members")
-        self.groups[record.group] = GroupState(
-            record.group, record.version, [SampleState() for _ in range(record.members)]
-        )
+        samples = [SampleState() for _ in range(record.members)]
+        self.groups[record.group] = GroupState(record.group, record.version, samples)
         self.next_group += 1
         self.drawn += record.members
 
@@ -274,7 +272,7 @@ class Ledger:
 
     def _to_train(self, group: int, member: int) -> SampleState:
         finished = group not in self.groups and group < self.next_group
-        if finished or self._sample(group, member, ANY, "trained").stage is Stage.TRAINED:
+        if finished or self._sample(group, member, tuple(Stage), "trained").stage is Stage.TRAINED:
             raise TrainedTwice(f"sample {(group, member)} cannot be trained: it was trained or dropped before")
         return self._sample(group, member, (Stage.READY,), "trained")
 

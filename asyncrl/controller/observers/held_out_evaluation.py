@@ -20,6 +20,8 @@ from asyncrl.protocols.seeds import group_seed
 READER = "evaluation"
 """Name of the reader that leases a version from the trainer while it is copied out."""
 
+Known = list[float | None]
+"""Rewards or costs of a prompt's samples; None for samples without one."""
 Question = tuple[Prompt, dict[str, Any]]
 
 
@@ -38,10 +40,6 @@ class Evaluation:
     cost: float | None
     unscorable: int
     seconds: float
-
-
-Known = list[float | None]
-"""Rewards or costs of a prompt's samples; None for samples without one."""
 
 
 class Evaluator:
@@ -74,7 +72,6 @@ class Evaluator:
         return summary(version, rewards, costs[0] if costs else None, loop.time() - began)
 
     async def _ask(self, index: int, version: int, incarnation: int) -> list[Known]:
-        """Samples one prompt; returns the values of its samples by each scorer."""
         async with self._places:
             prompt, row = self._questions[index]
             prompts = self._request(prompt, -1 - index, version, incarnation)

@@ -122,7 +122,6 @@ def test_tokens_of_an_attempt_that_was_given_up_are_counted() -> None:
     assert gate.abandoned_tokens == 10
     assert not gate.generated(0, 1, 0, 0, 0)
     assert gate.generated(0, 2, 0, 0, 0), "a member that was not restarted goes on"
-    assert gate.refused == 1
 
 
 def test_what_is_being_trained_cannot_be_dropped() -> None:
