@@ -73,15 +73,12 @@ class ResumePlan:
 
 
 async def commit(
-    journal: Journal,
-    write: WriteFiles,
-    keep: int,
-    fault: Callable[[str], None] = lambda point: None,
+    journal: Journal, write: WriteFiles, keep: int, fault: Callable[[str], None] = lambda point: None
 ) -> Manifest:
     """Makes the checkpoint of the journal's version, while no iteration runs, unless it was made before.
 
-    keep: checkpoints left afterwards, at least 1.
-    Raises JournalError when the trainer is at another version, or trained other samples, than the journal says.
+    keep: checkpoints left afterwards, at least 1. Raises JournalError when the trainer is at another version, or trained
+    other samples, than the journal says.
     """
     store, ledger = journal.store, journal.ledger
     journal.append(InFlight(ledger.in_flight()))

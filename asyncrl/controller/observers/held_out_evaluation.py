@@ -42,48 +42,45 @@ class Evaluation:
     seconds: float
 
 
+@dataclass
 class Evaluator:
     """Samples all held-out prompts with one version and scores them. cost: the cost service, in a run with costs.
 
     Groups have negative ids, which groups of training never have.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        reward: Reward,
-        questions: Sequence[Question],
-        config: Config,
-        cost: Reward | None = None,
-    ) -> None:
-        self._generation = generation
-        self._questions = questions
-        self._config = config
-        self._scorers = [reward] if cost is None else [reward, cost]
+    generation: Generation
+    reward: Reward
+    questions: Sequence[Question]
+    config: Config
+    cost: Reward | None = None
+
+    def __post_init__(self) -> None:
+        self._scorers = [self.reward] if self.cost is None else [self.reward, self.cost]
         # At most as many groups as the engine has slots for: more would only wait in its queue.
-        self._places = asyncio.Semaphore(max(1, config.generation.slots // config.evaluate.samples))
+        self._places = asyncio.Semaphore(max(1, self.config.generation.slots // self.config.evaluate.samples))
 
     async def evaluate(self, version: int, incarnation: int) -> Evaluation:
         """Evaluates one version. Raises errors of reward and cost, and Retryable when a worker died meanwhile."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        found = await gather(*(self._ask(index, version, incarnation) for index in range(len(self._questions))))
+        found = await gather(*(self._ask(index, version, incarnation) for index in range(len(self.questions))))
         rewards, *costs = zip(*found, strict=True)
         return summary(version, rewards, costs[0] if costs else None, loop.time() - began)
 
     async def _ask(self, index: int, version: int, incarnation: int) -> list[Known]:
         async with self._places:
-            prompt, row = self._questions[index]
+            prompt, row = self.questions[index]
             prompts = self._request(prompt, -1 - index, version, incarnation)
-            samples = BatchRef.join([finished async for finished in self._generation.generate(prompts)])
+            samples = BatchRef.join([finished async for finished in self.generation.generate(prompts)])
             try:
                 scored = await gather(*(scorer.score(samples, row) for scorer in self._scorers))
                 return [[score.reward for score in scores] for scores in scored]
             finally:
-                await self._generation.release([sample.name for sample in samples], oldest=0)
+                await self.generation.release([sample.name for sample in samples], oldest=0)
 
     def _request(self, prompt: Prompt, group: int, version: int, incarnation: int) -> PromptGroup:
-        config = self._config
+        config = self.config
         return PromptGroup(
             id=group,
             attempt=version,
