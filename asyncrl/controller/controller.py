@@ -108,13 +108,9 @@ class Controller:
         self._checks = AlgorithmChecks(fleet)
         self._rollouts = Rollouts(tracker, prompts, sampling, self._roll_out)
         self._publisher = WeightPublisher(fleet, schedule.publish_deadline, self._handed_over, kill)
+        lost = self._rollouts.rows_lost
         self._iterations = Iterations(
-            tracker,
-            advantages,
-            sampling.incarnation,
-            self._rollouts.rows_lost,
-            schedule.mask_truncated,
-            schedule.mismatch,
+            tracker, advantages, sampling.incarnation, lost, schedule.mask_truncated, schedule.mismatch
         )
         self.staleness = self._iterations.staleness
         checked = CheckedTraining(fleet.training, self._iterations)

@@ -77,7 +77,7 @@ async def commit(
 ) -> Manifest:
     """Makes the checkpoint of the journal's version, while no iteration runs, unless it was made before.
 
-    keep: checkpoints left afterwards, at least 1. Raises JournalError when the trainer is at another version, or trained
+    keep: checkpoints left afterwards, at least 1. Raises JournalError when the trainer is at another version or trained
     other samples, than the journal says.
     """
     store, ledger = journal.store, journal.ledger
