@@ -21,7 +21,7 @@ from asyncrl.telemetry.samples_file import read_samples
 
 if TYPE_CHECKING:
     from asyncrl.controller.algorithm import Algorithm
-    from asyncrl.controller.observers.evaluation import Evaluation
+    from asyncrl.controller.observers.held_out_evaluation import Evaluation
     from asyncrl.fleet.fleet import ServiceSpec
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ async def train_async(
     **sections: Mapping[str, Any],
 ) -> Run:
     """Trains as `train` does, on the caller's event loop."""
-    from asyncrl.deploy.training_run import RunRequest, run
+    from asyncrl.deploy.run_setup import RunRequest, run
     from asyncrl.telemetry.display import open_display
 
     scored, here = _reward(reward)

@@ -14,8 +14,8 @@ from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load, read
 from asyncrl.controller.journal.checkpoints import plan_resume
-from asyncrl.controller.journal.journal_store import FileStore
-from asyncrl.controller.observers.evaluation import Evaluation, Evaluator, Question
+from asyncrl.controller.journal.run_storage import FileStore
+from asyncrl.controller.observers.held_out_evaluation import Evaluation, Evaluator, Question
 from asyncrl.deploy.preflight import scoring_problems
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher

@@ -1,8 +1,9 @@
-"""An algorithm as the controller runs it, and the attribution of errors to a user's algorithm."""
+"""An algorithm as the controller runs it: its two functions, checks of what it hands in, and where its errors lie."""
 
 import inspect
+import math
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -11,9 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import AlgorithmError, AsyncrlError, root_cause
 from asyncrl.fleet.fleet import Fleet
+from asyncrl.protocols.batch import BatchRef, Cuts, RowRef, SampleName
+from asyncrl.protocols.messages import Score
 
 if TYPE_CHECKING:
     from asyncrl.controller.controller import Controller
+
+
+COLUMNS = {
+    "reference": ("reference_logprobs", "samples = control.holds(await fleet.reference.logprobs(samples))"),
+    "critic": ("values", "samples = control.holds(samples.also_at(await fleet.critic.values(samples)))"),
+    "cost_critic": ("cost_values", "samples = control.holds(samples.also_at(await fleet.cost_critic.values(samples)))"),
+}
+"""The column that the trainer reads of each sample where a service is part of the fleet, and the call that makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +41,6 @@ class Algorithm:
     name: str = ""
 
     def attribution(self, function: Literal["roll_out", "train"]) -> AbstractContextManager[None]:
-        """Returns the scope to call this function in."""
         if not self.name:
             return nullcontext()
         return AttributedTo(f"{function} of {self.name}", getattr(self, function))
@@ -40,8 +50,7 @@ class Algorithm:
 class AttributedTo:
     """Turns an error raised inside the scope into an AlgorithmError that names the user's function and the line.
 
-    Errors of asyncrl itself and timeouts pass unchanged: a lost worker is no fault of the algorithm. what: the function
-    in messages.
+    Errors of asyncrl itself and timeouts pass unchanged: a lost worker is no fault of the algorithm.
     """
 
     what: str
@@ -64,3 +73,72 @@ class AttributedTo:
         frames = traceback.extract_tb(cause.__traceback__)
         own = [frame for frame in frames if code is not None and frame.filename == code.co_filename] or frames[-1:]
         return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+def refuse_other_cuts(function: str, cuts: Cuts, running: Cuts | None) -> None:
+    """Raises AlgorithmError unless these are the cuts of the running iteration."""
+    if cuts != running:
+        raise AlgorithmError(
+            f"{function} got other cuts than those of the iteration that runs: hand on `cuts` of `with iteration as "
+            "cuts`, or what `control.credit(cuts, advantages)` made of them"
+        )
+
+
+class AlgorithmChecks:
+    """Checks the calls of an algorithm, and remembers which samples it dropped of groups that still roll out."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._needed = [service for service in COLUMNS if getattr(fleet, service) is not None]
+        self._with_costs = fleet.cost is not None
+        self._dropped: dict[int, set[SampleName]] = {}
+
+    def check_ready(self, samples: BatchRef, scores: Sequence[Score], costs: Sequence[Score] | None) -> None:
+        """Raises AlgorithmError for a missing score or cost, a sample dropped before, or a sample without a column."""
+        self.check_scores("ready", samples, scores)
+        if costs is not None:
+            self.check_scores("ready", samples, costs, "cost")
+        elif self._with_costs:
+            raise AlgorithmError(
+                "control.ready got no costs, which this algorithm holds under a limit: write "
+                "`control.ready(samples, scores, await fleet.cost.score(samples, group.row))`"
+            )
+        for row, score in zip(samples, scores, strict=True):
+            if row.name in self._dropped.get(row.group, ()):
+                raise AlgorithmError(
+                    f"control.ready got sample {row.key}, which was handed to `control.drop`: call one of them"
+                )
+            if score.reward is not None:
+                self._check_columns(row)
+
+    def check_scores(self, function: str, samples: BatchRef, scores: Sequence[Score], service: str = "reward") -> None:
+        """Raises AlgorithmError unless there is one finite score, or a score without a reward, for each sample."""
+        each = scores if isinstance(scores, Sized) else [scores]
+        plural = "costs" if service == "cost" else "scores"
+        if wrong := next((type(score).__name__ for score in each if not isinstance(score, Score)), ""):
+            raise AlgorithmError(
+                f"control.{function}: {plural} are what `await fleet.{service}.score(samples, group.row)` answered, "
+                f"not {wrong}s"
+            )
+        if len(samples) != len(each):
+            raise AlgorithmError(f"control.{function} got {len(samples)} samples and {len(each)} {plural}")
+        for row, score in zip(samples, each, strict=True):
+            if score.reward is not None and not math.isfinite(score.reward):
+                raise AlgorithmError(
+                    f"control.{function} got the {service} {score.reward} for sample {row.key}: write None for a "
+                    f"sample without a {service}"
+                )
+
+    def remember_drop(self, row: RowRef, running: Container[int]) -> None:
+        """Remembers a sample that the algorithm dropped. running: groups that still roll out; others are forgotten."""
+        if row.group not in self._dropped:
+            self._dropped = {group: names for group, names in self._dropped.items() if group in running}
+        self._dropped.setdefault(row.group, set()).add(row.name)
+
+    def _check_columns(self, row: RowRef) -> None:
+        for service in self._needed:
+            column, write = COLUMNS[service]
+            if not any(column in place.columns for place in row.places):
+                raise AlgorithmError(
+                    f"control.ready got sample {row.key} without what the {service} service says of it ({column}), "
+                    f"which this algorithm trains with: write `{write}` before"
+                )

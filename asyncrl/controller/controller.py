@@ -13,34 +13,30 @@ Each loop is a task that waits for one thing at a time; another loop or a worker
     train        Controller.iterations: train    a full batch, then its step       _state_changed, then the trainer
     weights      WeightPublisher.run             a newer version                   trained, worker_started
     releases     RowReleases.run                 rows that are no longer needed    SampleTracker
-    prefetch     BatchPrefetch.run               the batch after the running one   _state_changed
+    prefetch     Iterations.prefetch             the batch after the running one   _state_changed
     workers      WorkerEvents.follow             starts and ends of workers        the supervisor of the fleet
 
-Waits for another loop have no deadline of their own: each ends in a call to a worker that has one, and the watchdog of
-the fleet reports when nothing moves. The controller is the only writer of gate and journal.
+A wait for another loop has no deadline of its own: it ends in a call to a worker that has one, and the watchdog of the
+fleet reports when nothing moves. The controller is the only writer of gate and journal.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self, cast
 
 from asyncrl.config.schema import Config, MismatchConfig
-from asyncrl.controller.alarms.algorithm_checks import AlgorithmChecks
-from asyncrl.controller.alarms.crash_attribution import CrashAttribution
-from asyncrl.controller.alarms.policy_mismatch import NO_BOUNDS
-from asyncrl.controller.algorithm import Algorithm
-from asyncrl.controller.batch_prefetch import BatchPrefetch
+from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Cut, Stage
 from asyncrl.controller.iterations import CheckedTraining, Iteration, Iterations
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, Observe, WeightsHandedOver
 from asyncrl.controller.rollouts import Attempt, PromptSource, Rollouts, Sampling, wait_of
+from asyncrl.controller.row_releases import RowReleases
 from asyncrl.controller.sample_tracker import SampleTracker
-from asyncrl.controller.side_calls.row_release import RowReleases
-from asyncrl.controller.side_calls.weight_publisher import WeightPublisher
+from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import AlgorithmError, TaskError, root_cause
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages
@@ -58,34 +54,21 @@ LAST_RELEASES = 1.0
 class Schedule:
     """When a run ends, and what it waits for.
 
-    steps: version after which the run ends. finish: whether the groups in flight then are abandoned, or trained in
-    further steps. publish_deadline: seconds a reader may hold on to an older version. mask_truncated: whether
-    completions without an end are left out of the loss. mismatch: bounds that warn the user or end the run.
+    steps: version after which it ends. finish: whether the groups in flight then are abandoned, or trained in further
+    steps. publish_deadline: seconds a reader may hold on to an older version. mask_truncated: whether completions
+    without an end are left out of the loss. mismatch: bounds that warn or end the run.
     """
 
     steps: int
     finish: Literal["abandon", "drain"] = "abandon"
     publish_deadline: float = 10.0
     mask_truncated: bool = False
-    mismatch: MismatchConfig = NO_BOUNDS
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
 
     @classmethod
     def of(cls, config: Config) -> Self:
         deadline = config.staleness.publish_deadline
         return cls(config.steps, config.finish, deadline, config.algorithm.mask_truncated, config.mismatch)
-
-
-async def nothing_between(version: int) -> None:
-    """Does nothing between iterations."""
-
-
-def ignore(_: object) -> None:
-    """Ignores an event, or a reader that is to be killed."""
-
-
-def group_number(group: int) -> str:
-    """Names the prompt of a group by the group's id."""
-    return f"group {group}"
 
 
 class Controller:
@@ -107,10 +90,10 @@ class Controller:
         advantages: Advantages,
         schedule: Schedule,
         *,
-        between: Callable[[int], Awaitable[None]] = nothing_between,
-        observe: Observe = ignore,
-        kill: Callable[[str], None] = ignore,
-        prompt_name: Callable[[int], str] = group_number,
+        between: Callable[[int], Awaitable[None]],
+        observe: Observe = lambda event: None,
+        kill: Callable[[str], None] = lambda reader: None,
+        prompt_name: Callable[[int], str] = "group {}".format,
     ) -> None:
         self._gate = gate
         self._fleet = fleet
@@ -123,7 +106,7 @@ class Controller:
         self._releases = RowReleases(fleet, lambda: gate.oldest, self._drawable.set)
         self._tracker = tracker = SampleTracker(gate, journal, observe, self._releases.release, self._state_changed)
         self._checks = AlgorithmChecks(fleet)
-        self._rollouts = Rollouts(tracker, prompts, sampling, CrashAttribution(), self._roll_out)
+        self._rollouts = Rollouts(tracker, prompts, sampling, self._roll_out)
         self._publisher = WeightPublisher(fleet, schedule.publish_deadline, self._handed_over, kill)
         lost = self._rollouts.rows_lost
         self._iterations = Iterations(
@@ -132,7 +115,6 @@ class Controller:
         self.staleness = self._iterations.staleness
         checked = CheckedTraining(fleet.training, self._iterations)
         self._checked_fleet = replace(fleet, training=cast(Training, checked))
-        self._prefetch = BatchPrefetch(fleet.training, tracker, self._iterations)
         self._stopping = False
         self._iterations_ended = False
         self._training_task: asyncio.Task[None] | None = None
@@ -149,8 +131,7 @@ class Controller:
         Raises:
             FleetFailed: the trainer was lost.
             TaskError: generation refused a prompt.
-            NonFiniteLoss, OnlyTruncated, PolicyMismatch, JournalError, RemoteError, RewardError, AlgorithmError: from
-                the algorithm or the tracker.
+            AsyncrlError: others, from the algorithm, its iterations, the journal or an observer.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -167,7 +148,7 @@ class Controller:
         beside = [
             tasks.create_task(self._publisher.run(), name="publish weights"),
             tasks.create_task(self._releases.run(), name="release rows"),
-            tasks.create_task(self._prefetch.run(), name="prefetch"),
+            tasks.create_task(self._iterations.prefetch(self._fleet.training), name="prefetch"),
             tasks.create_task(self._draw(), name="draw groups"),
         ]
         await self._train()
@@ -211,7 +192,7 @@ class Controller:
         return f"the greedy answer of group {number} was not handed to `control.compared`" if greedy else ""
 
     def describe_waits(self) -> list[str]:
-        """Describes what the algorithm does and waits for, for the watchdog of a run in which nothing moves."""
+        """Describes what the algorithm does and waits for, for the watchdog of the fleet."""
         counts = ", ".join(
             f"{count} {stage.value}" for stage, count in self._gate.counts().items() if stage in IN_FLIGHT
         )
@@ -237,16 +218,14 @@ class Controller:
             await self._drawable.wait()
 
     def _may_draw(self) -> bool:
-        """Returns whether the gate has credits, and the services room for the rows: released rows count until
-        acknowledged."""
-        gate, rows = self._gate, self._gate.in_flight + self._gate.awaited + self._releases.unreleased
+        gate = self._gate
+        rows = gate.in_flight + gate.awaited + self._releases.unreleased  # Rows count until their release is answered.
         return gate.may_draw() and rows + gate.config.rows <= gate.config.kept
 
     def _state_changed(self) -> None:
-        """Wakes the loops that draw, pick and prefetch."""
         self._drawable.set()
         self._pickable.set()
-        self._prefetch.state_changed()
+        self._iterations.state_changed()
 
     # ---- the algorithm's side ----------------------------------------------------------------------------
 
@@ -288,7 +267,10 @@ class Controller:
         Raises:
             AlgorithmError: there is no reason, or a sample was handed to `ready` before.
         """
-        self._checks.check_reason(reason)
+        if not isinstance(reason, str) or not reason.strip():
+            raise AlgorithmError(
+                f"control.drop got the reason {reason!r}: write a word that data/dropped/WORD shall count"
+            )
         for row in samples:
             group = row.group
             if self._gate.finished(group) or row.attempt != self._gate.group(group).attempt:
@@ -307,9 +289,7 @@ class Controller:
         await self._between(self.version)
         self._state_changed()
         while (picked := await self._next_batch()) is not None:
-            iteration = self._iterations.begin(picked)
-            self._prefetch.iteration_began()
-            yield iteration
+            yield self._iterations.begin(picked)
             if self._iterations.cuts is not None:
                 raise AlgorithmError("call control.trained(report) in each iteration, `with iteration as cuts`")
             await self._between(self.version)
@@ -392,4 +372,4 @@ class Controller:
     def _handed_over(self, event: Event) -> None:
         self._observe(event)
         if isinstance(event, WeightsHandedOver) and event.canary is not None:
-            self._iterations.add_canary(event.canary)
+            self._iterations.mismatch.add_canary(event.canary)

@@ -1,34 +1,31 @@
-"""Training iterations, from the samples that the gate picked to the report of the trainer."""
+"""Training iterations: from the samples that the gate picked to the report of the trainer, and the prefetch beside.
+
+The prefetch has the trainer read the rows of the next batch while it still trains. It is a guess and binds no one:
+after the iteration the gate picks as it would have picked without, and the trainer reads again what it has not read.
+"""
 
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from types import TracebackType
 from typing import Any
 
 from asyncrl.config.schema import MismatchConfig
-from asyncrl.controller.alarms.algorithm_checks import refuse_other_cuts
-from asyncrl.controller.alarms.policy_mismatch import NO_BOUNDS, PolicyMismatchAlarm
-from asyncrl.controller.alarms.skipped_steps import SkippedSteps
+from asyncrl.controller.algorithm import refuse_other_cuts
 from asyncrl.controller.gate.group_state import Cut
 from asyncrl.controller.gate.staleness_report import StalenessReport
-from asyncrl.controller.observers.events import PoliciesApart, StepBegan, StepDone, StepLost
+from asyncrl.controller.observers.alarms import PolicyMismatchAlarm, SkippedSteps
+from asyncrl.controller.observers.events import StepBegan, StepDone, StepLost, Warned
 from asyncrl.controller.sample_tracker import SampleTracker
-from asyncrl.errors import (
-    AlgorithmError,
-    DeadlineExceeded,
-    FleetFailed,
-    LostRows,
-    PeerLost,
-    Refused,
-)
+from asyncrl.errors import AlgorithmError, AsyncrlError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.messages import StepReport
 
 
+@dataclass(frozen=True, slots=True)
 class Iteration:
     """One iteration as an algorithm gets it: `with iteration as cuts`.
 
@@ -36,171 +33,159 @@ class Iteration:
     roll out again. Raises FleetFailed when the trainer or a critic is lost, or does not answer in time.
     """
 
-    def __init__(self, cuts: Cuts, lost: Callable[[LostRows], None]) -> None:
-        self._cuts = cuts
-        self._lost = lost
+    cuts: Cuts
+    lost: Callable[[LostRows], None]
 
     def __enter__(self) -> Cuts:
-        return self._cuts
+        return self.cuts
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         if isinstance(error, LostRows):
-            self._lost(error)
+            self.lost(error)
             return True
         if isinstance(error, PeerLost | DeadlineExceeded):
             raise FleetFailed(
-                f"the trainer or a critic was lost in the step from version {self._cuts.version}: {error}"
+                f"the trainer or a critic was lost in the step from version {self.cuts.version}: {error}"
             ) from error
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class RunningIteration:
-    """The running iteration. picked: its cuts as the gate names them; began: loop time."""
-
-    picked: tuple[Cut, ...]
-    cuts: Cuts
-    began: float
-
-
+@dataclass
 class Iterations:
     """Begins and ends iterations, at most one at a time.
 
-    rows_lost: called with cuts that could not be trained because some of their rows are gone, and with the reason.
-    mask_truncated: whether completions without an end are in no loss, and so in no denominator.
+    cuts: of the running iteration; None: no iteration runs. rows_lost: called with cuts that could not be trained
+    because some of their rows are gone, and with the reason. mask_truncated: whether completions without an end are in
+    no loss, and so in no denominator.
     """
 
-    def __init__(
-        self,
-        tracker: SampleTracker,
-        advantages: Advantages,
-        incarnation: int,
-        rows_lost: Callable[[Cuts, str], None],
-        mask_truncated: bool = False,
-        mismatch: MismatchConfig = NO_BOUNDS,
-    ) -> None:
-        self.staleness = StalenessReport(tracker.gate.config)
-        self._tracker = tracker
-        self._gate = tracker.gate
-        self._advantages = advantages
-        self._incarnation = incarnation
-        self._rows_lost = rows_lost
-        self._mask_truncated = mask_truncated
-        self._mismatch = PolicyMismatchAlarm(mismatch)
-        self._skipped_steps = SkippedSteps()
-        self._running: RunningIteration | None = None
-        self._ended = asyncio.get_running_loop().time()
+    tracker: SampleTracker
+    advantages: Advantages
+    incarnation: int
+    rows_lost: Callable[[Cuts, str], None]
+    mask_truncated: bool
+    mismatch_bounds: InitVar[MismatchConfig]
+    cuts: Cuts | None = None
 
-    @property
-    def cuts(self) -> Cuts | None:
-        """The cuts of the running iteration; None: no iteration runs."""
-        return None if self._running is None else self._running.cuts
+    def __post_init__(self, mismatch_bounds: MismatchConfig) -> None:
+        self._gate = self.tracker.gate
+        self.staleness = StalenessReport(self._gate.config)
+        self.mismatch = PolicyMismatchAlarm(mismatch_bounds)
+        self._skipped_steps = SkippedSteps()
+        self._picked: tuple[Cut, ...] = ()
+        self._ended = self._began = asyncio.get_running_loop().time()
+        self._changed = asyncio.Event()
+        self._prefetched = True
+
+    def begin(self, picked: tuple[Cut, ...]) -> Iteration:
+        """Begins an iteration on the picked samples with their advantages, sorted by (group, member)."""
+        advantages = self.advantages(self.tracker.rewarded(picked, self._counts), self._gate.version)
+        rows = [
+            row.with_advantage(advantage)
+            for (group, members), of_cut in zip(picked, advantages, strict=True)
+            for row, advantage in zip(self.tracker.rows(group, members), of_cut, strict=True)
+        ]
+        counted = [row for row in rows if self._counts(row)]
+        tokens = sum(row.tokens for row in counted)
+        self.cuts = Cuts(self.incarnation, self._gate.version, BatchRef(tuple(rows)), tokens, len(counted))
+        self._picked = picked
+        self._began = asyncio.get_running_loop().time()
+        self.tracker.observe(StepBegan(self.cuts))
+        self._prefetched = False
+        self._changed.set()
+        return Iteration(self.cuts, self.lost)
 
     def credit(self, cuts: Cuts, advantages: Sequence[float]) -> Cuts:
-        """Returns the running cuts with these advantages, one a sample, and trains them instead.
-
-        Raises:
-            AlgorithmError: these are other cuts, or there is not one finite advantage for each sample.
-        """
+        """Does what `Controller.credit` says."""
         refuse_other_cuts("control.credit", cuts, self.cuts)
         if len(advantages) != len(cuts.batch) or not all(map(math.isfinite, advantages)):
             raise AlgorithmError(
                 f"control.credit got {len(advantages)} advantages for {len(cuts.batch)} samples: write a finite number "
                 "for each row of `cuts.batch`"
             )
-        assert self._running is not None, "it has cuts"
         rows = zip(cuts.batch, advantages, strict=True)
-        credited = replace(cuts, batch=BatchRef(tuple(row.with_advantage(float(number)) for row, number in rows)))
-        self._running = replace(self._running, cuts=credited)
-        return credited
-
-    def begin(self, picked: tuple[Cut, ...]) -> Iteration:
-        """Begins an iteration on the picked samples with their advantages, sorted by (group, member)."""
-        rows = self._with_advantages(picked)
-        counted = [row for row in rows if self._counts(row)]
-        tokens = sum(row.tokens for row in counted)
-        cuts = Cuts(self._incarnation, self._gate.version, BatchRef(tuple(rows)), tokens, len(counted))
-        self._running = RunningIteration(picked, cuts, asyncio.get_running_loop().time())
-        self._tracker.observe(StepBegan(cuts))
-        return Iteration(cuts, self.lost)
+        self.cuts = replace(cuts, batch=BatchRef(tuple(row.with_advantage(float(number)) for row, number in rows)))
+        return self.cuts
 
     def done(self, report: StepReport) -> None:
         """Ends the iteration: the version rises, or the samples of a skipped step are dropped.
 
         Raises:
             Refused: the report is of another incarnation, or led to an unexpected version.
-            NonFiniteLoss: three steps in a row were not finite.
-            OnlyTruncated: three steps in a row had no answer with an end.
-            PolicyMismatch: the step crossed a bound that ends the run.
+            NonFiniteLoss, OnlyTruncated, PolicyMismatch: as `SkippedSteps` and `PolicyMismatchAlarm` say.
             JournalError: the trainer trained other samples than it was given.
         """
-        running = self._end()
-        self._check(running.cuts, report)
-        report = replace(report, metrics=report.metrics | self._mismatch.take_canary())
-        if report.skipped:
-            self._drop(running.picked, report.skipped)
-        else:
-            advantages = tuple(row.advantage or 0.0 for row in running.cuts.batch)
-            self._tracker.trained(running.picked, report.version, advantages, report.chain)
-        self._observe_step(running, report)
-        self._skipped_steps.check(running.cuts, report.skipped)
-        if warning := self._mismatch.check(report.metrics, report.version):
-            self._tracker.observe(PoliciesApart(warning))
-
-    def add_canary(self, difference: float) -> None:
-        """Takes in how far a reader is from the trainer, in nats; the next step reports it."""
-        self._mismatch.add_canary(difference)
-
-    def lost(self, error: LostRows) -> None:
-        """Ends the iteration untrained: rows were gone before the trainer had read them."""
-        running = self._end()
-        self._tracker.observe(StepLost(running.cuts, str(error)))
-        self._tracker.requeue(running.picked)
-        self._rows_lost(running.cuts, str(error))
-
-    def _counts(self, row: RowRef) -> bool:
-        """Returns whether the sample is part of denominators and statistics."""
-        return not (self._mask_truncated and row.finish == "length")
-
-    def _with_advantages(self, picked: tuple[Cut, ...]) -> list[RowRef]:
-        advantages = self._advantages(self._tracker.rewarded(picked, self._counts), self._gate.version)
-        return [
-            row.with_advantage(advantage)
-            for (group, members), of_cut in zip(picked, advantages, strict=True)
-            for row, advantage in zip(self._tracker.rows(group, members), of_cut, strict=True)
-        ]
-
-    def _end(self) -> RunningIteration:
-        running = self._running
-        assert running is not None, "an iteration ends once, after it began"
-        self._running = None
-        return running
-
-    def _check(self, cuts: Cuts, report: StepReport) -> None:
+        cuts = self._end()
         expected = (cuts.incarnation, cuts.version + (not report.skipped))
         if (report.incarnation, report.version) != expected:
             raise Refused(
                 f"the trainer reports incarnation {report.incarnation}, version {report.version} after a step that "
                 f"should have led to incarnation {expected[0]}, version {expected[1]}"
             )
-
-    def _drop(self, picked: tuple[Cut, ...], reason: str) -> None:
-        self._tracker.requeue(picked)
-        for group, members in picked:
-            self._tracker.drop(group, members, reason)
-
-    def _observe_step(self, running: RunningIteration, report: StepReport) -> None:
+        report = replace(report, metrics=report.metrics | self.mismatch.take_canary())
+        if report.skipped:
+            self._drop(self._picked, report.skipped)
+        else:
+            advantages = tuple(row.advantage or 0.0 for row in cuts.batch)
+            self.tracker.trained(self._picked, report.version, advantages, report.chain)
         now = asyncio.get_running_loop().time()
         staleness = self.staleness.step(self._gate, report.samples)
-        waited = running.began - self._ended
+        self.tracker.observe(StepDone(cuts, report, staleness, self._began - self._ended, now - self._began))
         self._ended = now
-        self._tracker.observe(StepDone(running.cuts, report, staleness, waited, now - running.began))
+        self._skipped_steps.check(cuts, report.skipped)
+        if warning := self.mismatch.check(report.metrics, report.version):
+            self.tracker.observe(Warned(warning))
+
+    def lost(self, error: LostRows) -> None:
+        """Ends the iteration untrained: rows were gone before the trainer had read them."""
+        cuts = self._end()
+        self.tracker.observe(StepLost(cuts, str(error)))
+        self.tracker.requeue(self._picked)
+        self.rows_lost(cuts, str(error))
+
+    def _counts(self, row: RowRef) -> bool:
+        return not (self.mask_truncated and row.finish == "length")
+
+    def _end(self) -> Cuts:
+        cuts = self.cuts
+        assert cuts is not None, "an iteration ends once, after it began"
+        self.cuts = None
+        return cuts
+
+    def _drop(self, picked: tuple[Cut, ...], reason: str) -> None:
+        self.tracker.requeue(picked)
+        for group, members in picked:
+            self.tracker.drop(group, members, reason)
+
+    def state_changed(self) -> None:
+        if not self._prefetched:
+            self._changed.set()
+
+    async def prefetch(self, training: Training) -> None:
+        """Has the trainer prefetch once in an iteration, as soon as the samples of the next batch are ready.
+
+        Runs until cancelled, or until the trainer fails to prefetch, which never ends the run.
+        """
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._prefetched or self.cuts is None or not (rows := self.tracker.preview()):
+                continue
+            self._prefetched = True
+            try:
+                await training.prefetch(BatchRef(tuple(rows)))
+            except (PeerLost, DeadlineExceeded):
+                continue  # The loss of the trainer ends the run elsewhere; a slow trainer reads the rows in its step.
+            except AsyncrlError as error:
+                warning = f"the trainer could not prefetch rows, and reads them in its steps now: {error}"
+                self.tracker.observe(Warned(warning))
+                return
 
 
 class CheckedTraining:
-    """Forwards every call of an algorithm to the trainer; `step` takes the cuts of the running iteration only."""
+    """The trainer as an algorithm sees it, whose `step` takes the cuts of the running iteration only."""
 
     def __init__(self, training: Training, iterations: Iterations) -> None:
         self._training = training

@@ -2,19 +2,19 @@
 
 A group is the unit of retry. When a worker dies, the rows that it owned are lost: the members of a group that are not
 trained yet are sampled again in a new attempt, with the same seeds. A group that fails three attempts by itself is
-dropped as poison, and so is a group that the deaths of workers are attributed to (crash_attribution.py). An attempt
-that the death of a worker ended is no failure of the group.
+dropped as poison, and so is a group that the deaths of workers are attributed to. An attempt that the death of a worker
+ended is no failure of the group.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from asyncrl.controller.alarms.crash_attribution import CrashAttribution
 from asyncrl.controller.gate.group_state import DROPPABLE, OPEN, Stage
-from asyncrl.controller.observers.events import AttemptBegan, GroupPoisoned, Prompt
+from asyncrl.controller.observers.events import GroupPoisoned, Prompt
 from asyncrl.controller.sample_tracker import POISON, SampleTracker, stored_by
 from asyncrl.errors import Retryable, root_cause
 from asyncrl.fleet.stall_watchdog import where_task_waits
@@ -28,13 +28,18 @@ REMEMBERED_DEAD = 64
 ATTEMPTS = 3
 """Failed attempts after which a group is dropped: one may be chance, two bad luck, a third one is its prompt."""
 
+ISOLATED_AFTER, ATTRIBUTED_AFTER = 2, 5
+"""Deaths in the presence of a group after which it runs isolated from other such groups, and after which the deaths are
+attributed to it. Where every twentieth second one of three workers is killed from outside, a healthy group that takes
+25 s is dropped once in a thousand times; attribution after 3 deaths dropped it once in fifty."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One attempt at a group, as an algorithm gets it.
 
-    row: all columns of the prompt's row, for the reward functions. compared: whether the reward of the greedy answer is
-    known, or not needed.
+    prompts: the request for generation. row: all columns of the prompt's row, for the reward functions. compared:
+    whether the reward of the greedy answer is known, or not needed.
     """
 
     prompts: PromptGroup
@@ -50,10 +55,8 @@ class Attempt:
         return replace(self.prompts, members=() if self.compared else (GREEDY,), temperature=0.0)
 
 
-class PromptSource(Protocol):
-    """Gives the prompt and the row of a group: a pure function of the group's id (and of the run's seed)."""
-
-    def __call__(self, group: int) -> tuple[Prompt, dict[str, Any]]: ...
+PromptSource = Callable[[int], tuple[Prompt, dict[str, Any]]]
+"""Gives the prompt and the row of a group: a pure function of the group's id (and of the run's seed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,77 +69,90 @@ class Sampling:
     seed: int
     incarnation: int
 
-    def attempt(
-        self, prompts: PromptSource, group: int, attempt: int, members: tuple[int, ...], not_before: int
-    ) -> Attempt:
-        """Returns an attempt. members: samples to draw; not_before: oldest version that a sample may start with."""
-        prompt, row = prompts(group)
-        return Attempt(
-            PromptGroup(
-                id=group,
-                attempt=attempt,
-                incarnation=self.incarnation,
-                prompt=prompt,
-                members=members,
-                seed=group_seed(self.seed, group),
-                not_before=not_before,
-                temperature=self.temperature,
-                max_new_tokens=self.max_new_tokens,
-                deadline=self.deadline,
-            ),
-            row,
+    def request(
+        self, prompt: Prompt, group: int, attempt: int, members: tuple[int, ...], not_before: int
+    ) -> PromptGroup:
+        """Returns the request of an attempt. not_before: oldest version that a sample may start with."""
+        return PromptGroup(
+            id=group,
+            attempt=attempt,
+            incarnation=self.incarnation,
+            prompt=prompt,
+            members=members,
+            seed=group_seed(self.seed, group),
+            not_before=not_before,
+            temperature=self.temperature,
+            max_new_tokens=self.max_new_tokens,
+            deadline=self.deadline,
         )
 
 
+class CrashAttribution:
+    """Finds the group whose samples crash the workers that run them: counts the deaths at which each was present.
+
+    At most one of the groups that ran in a worker caused its death, and perhaps none did: the worker may have been
+    killed from outside. So a group that was present at two deaths runs beside no other such group, and three further
+    deaths in its presence are attributed to it. When a worker dies with no group that was present at an earlier death,
+    something else kills workers, and all counts start again.
+    """
+
+    def __init__(self) -> None:
+        self.deaths = 0
+        self._deaths_with: dict[int, int] = {}
+        self._isolation = asyncio.Lock()
+
+    def record_death(self, running: Iterable[int], in_flight: Collection[int]) -> int | None:
+        """Counts the death of a worker that was running these groups; returns the group that it is attributed to."""
+        self.deaths += 1
+        present = [group for group in dict.fromkeys(running) if group in in_flight]
+        self._deaths_with = {group: count for group, count in self._deaths_with.items() if group in in_flight}
+        if not any(group in self._deaths_with for group in present):
+            self._deaths_with.clear()
+        for group in present:
+            self._deaths_with[group] = self._deaths_with.get(group, 0) + 1
+        return next((group for group in present if self._deaths_with[group] == ATTRIBUTED_AFTER), None)
+
+    def isolation(self, group: int) -> AbstractAsyncContextManager[object]:
+        """Returns the scope in which this group runs: entered at once, unless another isolated group is running."""
+        return self._isolation if self._deaths_with.get(group, 0) >= ISOLATED_AFTER else nullcontext()
+
+
+@dataclass
 class Rollouts:
     """Keeps one task, owned by `tasks`, for each group with a member that is not scored yet.
 
-    roll_out: rolls out one attempt, and returns when every sample of it was handed to `ready`. tasks: set when the run
-    begins.
+    roll_out: returns when every sample of an attempt was handed to `ready`. tasks: set when the run begins. running:
+    the task of each group that is rolled out, in the order of their beginnings.
     """
 
-    def __init__(
-        self,
-        tracker: SampleTracker,
-        prompts: PromptSource,
-        sampling: Sampling,
-        crashes: CrashAttribution,
-        roll_out: Callable[[Attempt], Awaitable[None]],
-    ) -> None:
-        self._tracker = tracker
-        self._gate = tracker.gate
-        self._prompts = prompts
-        self._sampling = sampling
-        self._crashes = crashes
-        self._roll_out = roll_out
+    tracker: SampleTracker
+    prompts: PromptSource
+    sampling: Sampling
+    roll_out: Callable[[Attempt], Awaitable[None]]
+
+    def __post_init__(self) -> None:
+        self._gate = self.tracker.gate
+        self._crashes = CrashAttribution()
         self.tasks: asyncio.TaskGroup
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self.running: dict[int, asyncio.Task[None]] = {}
         self._scopes: dict[int, asyncio.Timeout] = {}
-        self._overtaken: dict[int, None] = {}
+        self._overtaken = set[int]()
         self._failures: dict[int, int] = {}
         self._again: dict[int, None] = {}
         self._dead: deque[str] = deque(maxlen=REMEMBERED_DEAD)
 
     def start(self, group: int) -> None:
-        """Rolls out this group in a task of its own."""
-        self._running[group] = self.tasks.create_task(self._run_group(group), name=f"group {group}")
-
-    @property
-    def running(self) -> "Mapping[int, asyncio.Task[None]]":
-        """The task of each group that is rolled out, in the order of their beginnings."""
-        return self._running
+        self.running[group] = self.tasks.create_task(self._run_group(group), name=f"group {group}")
 
     def stop(self) -> None:
-        """Abandons all groups; they stay in flight."""
-        for task in self._running.values():
+        for task in self.running.values():
             task.cancel()
 
     def worker_lost(self, instance: str, why: str, running: Iterable[int]) -> None:
-        """Restarts the groups that had rows at a worker that died. running: the groups that it worked for."""
         self._dead.append(instance)
         if (poison := self._crashes.record_death(running, self._gate.groups())) is not None:
             self.poison(poison, f"{instance}: {why}")
-        for group in self._tracker.groups_at(instance):
+        for group in self.tracker.groups_at(instance):
             self.lost(group, f"{instance}: {why}")
 
     def rows_lost(self, cuts: Cuts, why: str) -> None:
@@ -146,8 +162,7 @@ class Rollouts:
             self.lost(group, why)
 
     def describe_waits(self) -> Iterator[str]:
-        """Describes where the group that was begun first waits."""
-        for group, task in list(self._running.items())[:1]:
+        for group, task in list(self.running.items())[:1]:
             members = self._gate.members(group, *OPEN)
             yield f"  roll_out of group {group} has not ended for members {members}; {wait_of(task)}"
 
@@ -155,28 +170,22 @@ class Rollouts:
         """Begins a new attempt at a group whose rows are gone, and ends the running one where it is."""
         if self._open(group):
             self._restart(group, reason)
-        if group in self._scopes:
-            self._end_attempt(group)
-        else:
+        if group not in self._scopes:
             self._again[group] = None
+        self._end_attempt(group)
 
     def poison(self, group: int, reason: str) -> None:
-        """Drops the open members of this group as poison."""
-        prompt, _ = self._prompts(group)
-        self._tracker.observe(GroupPoisoned(group, prompt, reason))
-        self._tracker.drop(group, self._open(group), POISON)
-        if group in self._scopes:
-            self._end_attempt(group)
+        prompt, _ = self.prompts(group)
+        self.tracker.observe(GroupPoisoned(group, prompt, reason))
+        self.tracker.drop(group, self._open(group), POISON)
+        self._end_attempt(group)
 
     def start_again(self) -> None:
-        """Rolls out the groups that lost rows after their attempt had ended.
-
-        `lost` does not start them itself: it may be called when the run ends and takes no more tasks.
-        """
+        """Rolls out the groups that lost rows after their attempt had ended, when `lost` could not start tasks."""
         again = self._again
         self._again = {}
         for group in again:
-            if group not in self._running and self._gate.members(group, Stage.RUNNING):
+            if group not in self.running and self._gate.members(group, Stage.RUNNING):
                 self.start(group)
 
     async def _run_group(self, group: int) -> None:
@@ -189,15 +198,15 @@ class Rollouts:
                 self._restart(group, failure)
             elif failure:
                 self._failed(group, failure)
-        del self._running[group]
+        del self.running[group]
 
     def _unfinished(self, group: int) -> bool:
         return bool(self._gate.members(group, *OPEN)) or self._gate.awaits(group)
 
     def _end_attempt(self, group: int) -> None:
-        """Ends the running attempt, because a newer one overtakes it or the group is dropped."""
-        if group not in self._overtaken:
-            self._overtaken[group] = None
+        """Ends the running attempt, if there is one: a newer one overtakes it, or the group is dropped."""
+        if group in self._scopes and group not in self._overtaken:
+            self._overtaken.add(group)
             self._scopes[group].reschedule(asyncio.get_running_loop().time())
 
     async def _try(self, group: int) -> str:
@@ -205,13 +214,13 @@ class Rollouts:
         failure = ""
         try:
             async with asyncio.timeout(None) as self._scopes[group]:
-                await self._roll_out(self._attempt(group))
+                await self.roll_out(self._attempt(group))
         except* (Retryable, TimeoutError) as failures:
             failure = str(root_cause(failures))
         finally:
             del self._scopes[group]
-            overtaken = self._overtaken.pop(group, "no") is None
-        if overtaken:
+        if group in self._overtaken:
+            self._overtaken.remove(group)
             return ""
         missing = self._gate.members(group, *OPEN)
         if not failure and missing:
@@ -221,18 +230,16 @@ class Rollouts:
         return failure
 
     def _attempt(self, group: int) -> Attempt:
+        prompt, row = self.prompts(group)
         members, not_before = self._gate.members(group, Stage.RUNNING), self._gate.not_before(group)
-        attempt = self._sampling.attempt(self._prompts, group, self._gate.group(group).attempt, members, not_before)
-        attempt = replace(attempt, compared=not self._gate.awaits(group))
-        self._tracker.observe(AttemptBegan(attempt.prompts))
-        return attempt
+        request = self.sampling.request(prompt, group, self._gate.group(group).attempt, members, not_before)
+        return Attempt(request, row, compared=not self._gate.awaits(group))
 
     def _open(self, group: int) -> tuple[int, ...]:
-        """Returns the members that are neither trained nor dropped nor being trained."""
         return self._gate.members(group, *DROPPABLE)
 
     def _restart(self, group: int, reason: str) -> None:
-        self._tracker.restart(group, reason, self._failures.get(group, 0))
+        self.tracker.restart(group, reason, self._failures.get(group, 0))
 
     def _failed(self, group: int, reason: str) -> None:
         if not self._open(group):
@@ -246,6 +253,5 @@ class Rollouts:
 
 
 def wait_of(task: "asyncio.Task[None] | None") -> str:
-    """Describes where a task of the algorithm waits."""
     where = where_task_waits(task) if task is not None else ""
     return f"waits in {where}" if where else "waits for asyncrl"

@@ -1,12 +1,12 @@
 """Keeps gate, journal and observers in step: every change of a sample's state is made here, in all three or in none."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from dataclasses import dataclass
 
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import DROPPABLE, Cut, GroupState, Stage
-from asyncrl.controller.journal import journal_records
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal import ledger
+from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import (
     AttemptFailed,
     GroupDrawn,
@@ -26,6 +26,7 @@ NO_GREEDY = "greedy_unscorable"
 """The reason of a drop of a group whose greedy answer has no reward, so that no sample can be compared with it."""
 
 
+@dataclass
 class SampleTracker:
     """Tracks every sample in flight. What it knows of a sample or group is in the gate's state of it.
 
@@ -33,52 +34,35 @@ class SampleTracker:
     changed: called when a group may be drawn, or a batch may be complete.
     """
 
-    def __init__(
-        self,
-        gate: Gate,
-        journal: Journal,
-        observe: Observe,
-        release: Callable[[Iterable[SampleName]], None],
-        changed: Callable[[], None],
-    ) -> None:
-        self.gate = gate
-        self.journal = journal
-        self.observe = observe
-        self._release = release
-        self._changed = changed
+    gate: Gate
+    journal: Journal
+    observe: Observe
+    release: Callable[[Iterable[SampleName]], None]
+    changed: Callable[[], None]
 
     def rows(self, group: int, members: Iterable[int]) -> list[RowRef]:
-        """Returns the rows of these generated members, in order."""
         samples = self.gate.group(group).samples
         return [row for member in members if (row := samples[member].row) is not None]
 
     def groups_at(self, instance: str) -> list[int]:
         """Returns the groups with members that wait for scores or training and have rows at this worker."""
-        waiting = {group: self.gate.members(group, Stage.SCORING, Stage.READY) for group in self.gate.groups()}
-        return [
-            group
-            for group, members in waiting.items()
-            if any(stored_by(row, instance) for row in self.rows(group, members))
-        ]
-
-    # ---- a sample's way ----------------------------------------------------------------------------------
+        waiting = [(group, self.gate.members(group, Stage.SCORING, Stage.READY)) for group in self.gate.groups()]
+        return [cut[0] for cut in waiting if any(stored_by(row, instance) for row in self.rows(*cut))]
 
     def draw(self) -> int:
-        """Puts the next group in flight and returns its id."""
         group, version = self.gate.draw(), self.gate.version
-        self.journal.append(journal_records.Drawn(group, version, self.gate.config.members))
+        self.journal.append(ledger.Drawn(group, version, self.gate.config.members))
         self.observe(GroupDrawn(group, version))
         return group
 
     def restart(self, group: int, reason: str, failures: int) -> None:
-        """Begins a new attempt for all members but those that are trained, dropped or being trained."""
         state = self.gate.group(group)
         members, old = state.members(*DROPPABLE), state.attempt
         number = self.gate.restart(group, members)
-        self.journal.append(journal_records.AttemptStarted(group, number, members, reason))
+        self.journal.append(ledger.AttemptStarted(group, number, members, reason))
         self._free(state, (*members, GREEDY) if state.awaits else members, old)
         self.observe(AttemptFailed(group, failures, members, reason))
-        self._changed()
+        self.changed()
 
     def generated(self, samples: Iterable[RowRef]) -> None:
         """Takes samples of one attempt that left the engine. Late answers of an old attempt are refused and freed."""
@@ -87,7 +71,7 @@ class SampleTracker:
             return
         group, attempt = accepted[0].group, accepted[0].attempt
         stamps = tuple((row.member, row.first, row.last, row.tokens) for row in accepted)
-        self.journal.append(journal_records.Generated(group, attempt, stamps))
+        self.journal.append(ledger.Generated(group, attempt, stamps))
         for row in accepted:
             self.gate.group(group).samples[row.member].row = row
 
@@ -97,11 +81,10 @@ class SampleTracker:
             return True
         known = self._row(row)
         if known is None or known.name != row.name:
-            self._release([row.name])
+            self.release([row.name])
         return False
 
     def _row(self, row: RowRef) -> RowRef | None:
-        """Returns the row that is known of this sample in its newest attempt."""
         if row.member == GREEDY or self.gate.finished(row.group):
             return None
         return self.gate.group(row.group).samples[row.member].row
@@ -112,7 +95,7 @@ class SampleTracker:
         if known is not None and known.attempt == row.attempt:
             self.gate.group(row.group).samples[row.member].row = row
         else:
-            self._release([row.name])
+            self.release([row.name])
 
     def scored(self, row: RowRef, score: Score, cost: float | None = None) -> None:
         """Takes the score of a sample, which is dropped without a reward. A score of an old attempt is refused."""
@@ -122,94 +105,80 @@ class SampleTracker:
             return
         state.samples[row.member].row = scored = row.with_reward(reward, cost)
         if reward is not None:
-            self.journal.append(journal_records.Scored(row.group, row.member, reward))
+            self.journal.append(ledger.Scored(row.group, row.member, reward))
         self.observe(SampleScored(scored, score))
         if reward is None:
             self._dropped(state, (row.member,), "unscorable")
             self._close(state)
         if reward is None or self.gate.worth_picking:
-            self._changed()
+            self.changed()
 
     def compared(self, row: RowRef, score: Score) -> None:
-        """Takes the score of a group's greedy answer and frees its row; a group without that reward is dropped.
-
-        The first score counts: that of an old attempt, or of a group that has one, is refused.
-        """
+        """Takes the first score of a group's greedy answer and frees its row; without a reward the group is dropped."""
         assert row.member == GREEDY, f"sample {row.key} is no greedy answer: hand it to `ready`"
-        self._release([row.name])
+        self.release([row.name])
         if not self.gate.compared(row.group, row.attempt, score.reward):
             return
         if score.reward is None:
             self.drop(row.group, self.gate.members(row.group, *DROPPABLE), NO_GREEDY)
             return
-        self.journal.append(journal_records.Compared(row.group, score.reward))
-        self._changed()
+        self.journal.append(ledger.Compared(row.group, score.reward))
+        self.changed()
 
     def drop(self, group: int, members: Sequence[int], reason: str) -> None:
-        """Drops these members untrained."""
         state = self.gate.group(group)
         self.gate.drop(group, members, reason)
         self._dropped(state, tuple(members), reason)
         self._close(state, poison=reason == POISON)
-        self._changed()
-
-    # ---- training ----------------------------------------------------------------------------------------
+        self.changed()
 
     def pick(self) -> tuple[Cut, ...] | None:
-        """Returns what to train next; None: wait."""
         pick = self.gate.pick()
-        states = {drop.group: drop.state for drop in pick.dropped}
-        for (group, reason), drops in groupby(pick.dropped, key=lambda drop: (drop.group, drop.reason)):
-            self._dropped(states[group], tuple(drop.member for drop in drops), reason)
-        for state in states.values():
+        for drop in pick.dropped:
+            self._dropped(drop.group, drop.members, drop.reason)
+        for state in {drop.group.id: drop.group for drop in pick.dropped}.values():
             self._close(state)
         if pick.dropped:
-            self._changed()
+            self.changed()
         return pick.cuts
 
     def preview(self) -> list[RowRef]:
-        """Returns what would train next if no iteration were running; [] while that is no full batch."""
         return [row for group, members in self.gate.preview() for row in self.rows(group, members)]
 
     def rewarded(self, cuts: Iterable[Cut], counts: Callable[[RowRef], bool]) -> list[RewardedCut]:
         """Returns the cuts with every known reward of their groups. counts: whether a sample is in the loss."""
-        states = [(cut, self.gate.group(cut[0])) for cut in cuts]
-        return [RewardedCut(*cut, state.rewards(), self._tokens(cut, counts), state.greedy) for cut, state in states]
-
-    def _tokens(self, cut: Cut, counts: Callable[[RowRef], bool]) -> dict[int, int]:
-        return {row.member: row.tokens if counts(row) else 0 for row in self.rows(*cut)}
+        rewarded = []
+        for cut in cuts:
+            state = self.gate.group(cut[0])
+            tokens = {row.member: row.tokens if counts(row) else 0 for row in self.rows(*cut)}
+            rewarded.append(RewardedCut(*cut, state.rewards(), tokens, state.greedy))
+        return rewarded
 
     def trained(self, cuts: tuple[Cut, ...], version: int, advantages: tuple[float, ...], chain: str) -> None:
-        """Takes these cuts as trained by the iteration that led to `version`.
+        """Takes these cuts as trained by the iteration that led to `version`; raises what `Journal.append` does.
 
         The journal comes first: what it refuses has not happened for the gate. The rows are freed at once, for a group
         may wait long for its stragglers, and its trained samples hold no credit then.
-
-        Raises:
-            TrainedTwice, IllegalTransition, JournalError: as `Journal.append`.
         """
-        self.journal.append(journal_records.Trained(version, cuts, advantages, chain))
+        self.journal.append(ledger.Trained(version, cuts, advantages, chain))
         states = [self.gate.group(group) for group, _ in cuts]
         self.gate.trained(cuts, version)
         for state, (_, members) in zip(states, cuts, strict=True):
             self._free(state, members)
             self._close(state)
-        self._changed()
+        self.changed()
 
     def requeue(self, cuts: Iterable[Cut]) -> None:
-        """Returns cuts that were not trained to the samples that wait for training."""
         self.gate.requeue(cuts)
-        self._changed()
+        self.changed()
 
     def close(self) -> None:
         """Writes down what is in flight, at a clean exit."""
-        self.journal.append(journal_records.InFlight(self.journal.ledger.in_flight()))
+        self.journal.append(ledger.InFlight(self.journal.ledger.in_flight()))
         self.journal.sync()
 
-    # ---- parts -------------------------------------------------------------------------------------------
-
     def _dropped(self, state: GroupState, members: tuple[int, ...], reason: str) -> None:
-        self.journal.append(journal_records.Dropped(state.id, members, reason))
+        self.journal.append(ledger.Dropped(state.id, members, reason))
         self._free(state, members)
         self.observe(SamplesDropped(state.id, members, reason))
 
@@ -219,7 +188,7 @@ class SampleTracker:
         for member in members:
             if member != GREEDY:
                 state.samples[member].row = None
-        self._release([(state.id, member, last) for member in members])
+        self.release([(state.id, member, last) for member in members])
 
     def _close(self, state: GroupState, *, poison: bool = False) -> None:
         if not state.finished:

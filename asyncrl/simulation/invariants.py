@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import Event, GroupDrawn, StepDone, StepLost
 
 

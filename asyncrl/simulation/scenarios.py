@@ -17,10 +17,10 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller, Schedule
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.controller.journal.audit import AuditReport, audit_store
+from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.checkpoints import ResumePlan, commit, plan_resume, resume
-from asyncrl.controller.journal.journal_store import MemoryStore
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal.journal import Journal
+from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import AttemptFailed, Event, SampleScored, SamplesDropped, StepLost
 from asyncrl.controller.rollouts import Sampling
 from asyncrl.errors import root_cause
@@ -122,7 +122,7 @@ class SimulationResult:
     dropped: dict[tuple[int, int], str] = field(default_factory=dict)
     attempts_failed: int = 0
     deaths: int = 0
-    audit: AuditReport | None = None
+    audit: Audit | None = None
 
     @property
     def live_tokens(self) -> int:
@@ -265,7 +265,7 @@ class SimulatedRun:
         except BaseExceptionGroup as errors:
             raise root_cause(errors) from None
         self.invariants.check()
-        self.result.audit = audit_store(self.store)
+        self.result.audit = Audit(self.store)
         assert self.result.audit.ok, str(self.result.audit)
         self._check_rows()
         return self._finished()

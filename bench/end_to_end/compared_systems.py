@@ -20,7 +20,7 @@ from asyncrl.bench.child_process import environment, run_program
 from asyncrl.bench.end_to_end.workload import GROUPS, LEARNING_RATE, MEMBERS, PROMPT_TOKENS, Workload
 from asyncrl.bench.measurements import stage_seconds
 from asyncrl.config.sources import load
-from asyncrl.deploy.training_run import RunRequest, run
+from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.contracts import Generation
 from asyncrl.telemetry.display import LineDisplay

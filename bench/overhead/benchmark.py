@@ -33,7 +33,7 @@ from asyncrl.bench.measurements import (
 )
 from asyncrl.bench.overhead.emulated_services import stages
 from asyncrl.config.sources import load as load_config
-from asyncrl.deploy.training_run import RunRequest, run
+from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory

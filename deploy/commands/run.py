@@ -144,7 +144,7 @@ def train(config: "Config", run_dir: Path, accept_changes: bool, command: str, b
     from asyncrl.deploy.process.fork_client import forks_of
 
     with forks_of(config, begun) as forks:
-        from asyncrl.deploy.training_run import RunRequest, run
+        from asyncrl.deploy.run_setup import RunRequest, run
         from asyncrl.telemetry.display import open_display
         from asyncrl.telemetry.metrics_file import read_metrics
 

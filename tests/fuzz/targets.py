@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from asyncrl.controller.journal import journal_records as records
-from asyncrl.controller.journal.checkpoints import MANIFEST, Manifest, newest_good
-from asyncrl.controller.journal.journal_store import MemoryStore
-from asyncrl.controller.journal.ledger import replay
+from asyncrl.controller.journal import ledger as records
+from asyncrl.controller.journal.checkpoints import MANIFEST, Manifest, plan_resume
+from asyncrl.controller.journal.journal import FRAME, encode, replay
+from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.errors import AsyncrlError, JournalError, PeerLost, WireError
 from asyncrl.lanes.control import message_codec
 from asyncrl.lanes.control.client import Client
@@ -330,7 +330,7 @@ RECORDS: Sequence[records.Record] = (
 
 def framed(payloads: Sequence[bytes]) -> bytes:
     """A journal of these records, with true checksums."""
-    return b"".join(records.FRAME.pack(len(payload), zlib.crc32(payload)) + payload for payload in payloads)
+    return b"".join(FRAME.pack(len(payload), zlib.crc32(payload)) + payload for payload in payloads)
 
 
 def journal_of(data: bytes) -> MemoryStore:
@@ -342,9 +342,7 @@ def journal_of(data: bytes) -> MemoryStore:
 class JournalBytes(Pure):
     """The bytes of a journal."""
 
-    seeds: ClassVar = [
-        b"".join(records.encode(record) for record in RECORDS[:count]) for count in range(1, len(RECORDS) + 1)
-    ]
+    seeds: ClassVar = [b"".join(encode(record) for record in RECORDS[:count]) for count in range(1, len(RECORDS) + 1)]
 
     def __call__(self, data: bytes) -> None:
         _read_back(journal_of(data))
@@ -353,14 +351,14 @@ class JournalBytes(Pure):
 class JournalRecords(Pure):
     """Records with true checksums, whatever they say."""
 
-    seeds: ClassVar = [joined([[records.encode(record)[records.FRAME.size :] for record in RECORDS]])]
+    seeds: ClassVar = [joined([[encode(record)[FRAME.size :] for record in RECORDS]])]
 
     def __call__(self, data: bytes) -> None:
         _read_back(journal_of(framed([payload for frames in split(data) for payload in frames])))
 
 
 def _read_back(store: MemoryStore) -> None:
-    for read in (replay, newest_good):
+    for read in (replay, plan_resume):
         try:
             read(store)
         except JournalError:
@@ -371,7 +369,7 @@ class ManifestBytes(Pure):
     """The description of a checkpoint: its journal is whole, and none of its files is missing."""
 
     def __init__(self) -> None:
-        journal = b"".join(records.encode(record) for record in RECORDS[:2])
+        journal = b"".join(encode(record) for record in RECORDS[:2])
         chain = replay(journal_of(journal)).chain.hex()
         self._journal = journal
         good = Manifest(0, 0, len(journal), zlib.crc32(journal), chain, {"model/weights": "ab"})
@@ -382,7 +380,7 @@ class ManifestBytes(Pure):
         store.create("0")
         store.put("0", MANIFEST, data)
         try:
-            newest_good(store)
+            plan_resume(store)
         except JournalError:
             return
 

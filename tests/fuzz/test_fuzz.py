@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from targets import RECORDS, TARGETS, framed, frames_of, joined  # noqa: E402
 
-from asyncrl.controller.journal.journal_records import FRAME, encode  # noqa: E402
+from asyncrl.controller.journal.journal import FRAME, encode  # noqa: E402
 from asyncrl.lanes.data.row_reader import FETCH  # noqa: E402
 from asyncrl.protocols.batch import Place  # noqa: E402
 from asyncrl.protocols.messages import Call  # noqa: E402

@@ -14,10 +14,10 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import SampleState, Stage
 from asyncrl.controller.iterations import Iterations
-from asyncrl.controller.journal import journal_records
+from asyncrl.controller.journal import ledger
 from asyncrl.controller.rollouts import Rollouts
 from asyncrl.controller.sample_tracker import SampleTracker
-from asyncrl.controller.side_calls.weight_publisher import WeightPublisher
+from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import AsyncrlError
 from asyncrl.simulation.scenarios import Scenario, simulate
 
@@ -54,7 +54,7 @@ def answers_of_an_overtaken_attempt_are_accepted(patch: Patch) -> None:
 
     def lost(rolling: Rollouts, group: int, reason: str) -> None:
         rolling._failed(group, reason)
-        if group not in rolling._running and rolling._gate.members(group, Stage.RUNNING):
+        if group not in rolling.running and rolling._gate.members(group, Stage.RUNNING):
             rolling.start(group)
 
     def current(gate: Gate, group: int, member: int, attempt: int, stage: Stage) -> SampleState | None:
@@ -72,10 +72,8 @@ def rows_are_never_released(patch: Patch) -> None:
 def rows_of_a_failed_attempt_are_not_released(patch: Patch) -> None:
     def restart(tracker: SampleTracker, group: int, reason: str, failures: int) -> None:
         members = tracker.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
-        tracker.journal.append(
-            journal_records.AttemptStarted(group, tracker.gate.restart(group, members), members, reason)
-        )
-        tracker._changed()
+        tracker.journal.append(ledger.AttemptStarted(group, tracker.gate.restart(group, members), members, reason))
+        tracker.changed()
 
     patch.setattr(SampleTracker, "restart", restart)
 

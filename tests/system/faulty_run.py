@@ -17,10 +17,10 @@ from typing import Any
 from watching import dead, pid_of, wait_until
 
 from asyncrl.config.schema import Config
-from asyncrl.controller import session
+from asyncrl.controller import training_run
 from asyncrl.controller.journal.checkpoints import Manifest, commit
-from asyncrl.controller.journal.ledger import Journal
-from asyncrl.deploy import cli, training_run
+from asyncrl.controller.journal.journal import Journal
+from asyncrl.deploy import cli, run_setup
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.contracts import Generation, Reward, Training
 from asyncrl.protocols.messages import Checkpointed
@@ -69,7 +69,7 @@ def standin_specs(config: Config) -> list[ServiceSpec]:
 
 
 if __name__ == "__main__":
-    session.commit = faulty_commit
+    training_run.commit = faulty_commit
     if FAULTS.get("standins"):
-        training_run.prepare, training_run.service_specs = no_model, standin_specs
+        run_setup.prepare, run_setup.service_specs = no_model, standin_specs
     sys.exit(cli.main())

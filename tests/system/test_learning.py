@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.config.sources import load
 from asyncrl.controller.journal.audit import audit
-from asyncrl.deploy.training_run import RunRequest, run
+from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory

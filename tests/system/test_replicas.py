@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.sources import load
-from asyncrl.deploy.training_run import RunRequest, run
+from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from asyncrl.telemetry.display import open_display
 from asyncrl.telemetry.metrics_file import read_metrics

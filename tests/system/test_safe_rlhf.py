@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from asyncrl.config.schema import Config
 from asyncrl.controller.journal.audit import audit
 from asyncrl.controller.journal.checkpoints import MANIFEST
+from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.deploy.standalone_evaluation import evaluate_run
-from asyncrl.deploy.training_run import RunRequest, run
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.metrics_file import read_metrics

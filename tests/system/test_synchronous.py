@@ -10,7 +10,7 @@ import pytest
 from asyncrl.algorithms.select import advantages_of
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
-from asyncrl.deploy.training_run import RunRequest, run
+from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.engines.generation.interface import Completion, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
 from asyncrl.engines.training.batch.train_rows import TrainRow, ValueTarget, value_targets_of

@@ -17,9 +17,9 @@ from typing import Any
 from watching import PATIENCE, pid_of, wait_until, workers_of
 
 from asyncrl.controller.journal.audit import audit
-from asyncrl.controller.journal.journal_records import AttemptStarted, Scored, Trained
-from asyncrl.controller.journal.journal_store import FileStore
-from asyncrl.controller.journal.ledger import surviving
+from asyncrl.controller.journal.journal import surviving
+from asyncrl.controller.journal.ledger import AttemptStarted, Scored, Trained
+from asyncrl.controller.journal.run_storage import FileStore
 
 HERE = Path(__file__).parent
 EXPERIMENT = HERE / "torchless.toml"

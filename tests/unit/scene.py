@@ -8,10 +8,9 @@ from asyncrl.algorithms import grpo
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.controller import Controller, Schedule
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.controller.journal import journal_records
-from asyncrl.controller.journal.journal_records import Scan
-from asyncrl.controller.journal.journal_store import MemoryStore
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal import ledger
+from asyncrl.controller.journal.journal import Journal, Scan
+from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event
 from asyncrl.controller.rollouts import Sampling
 from asyncrl.fleet.fleet import Fleet
@@ -78,6 +77,6 @@ class Scene:
     def told(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def records(self, kind: type[journal_records.Record]) -> list[Any]:
-        scan = Scan(self.store.read, self.store.size)
+    def records(self, kind: type[ledger.Record]) -> list[Any]:
+        scan = Scan(self.store)
         return [framed.record for framed in scan if isinstance(framed.record, kind)]

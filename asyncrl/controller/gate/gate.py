@@ -1,12 +1,9 @@
 """The gate decides what may be drawn, what is trained next and what is too old. Pure: no I/O, no clock, no asyncio.
 
-A group is the samples of one prompt; a sample moves RUNNING -> SCORING -> READY -> TRAINING -> TRAINED, and from any
-of the first three to DROPPED. The staleness of a token is the trainer's version when an iteration begins minus the
-version that sampled it; under `mask`, `drop` and `block` no token older than the limit enters the loss.
-Samples, not groups, hold credits and are trained, so a straggler does not expire its siblings: a *cut* is the part of
-a group that trains together, usually all of it.
-
-All methods are for a single caller. Ids of groups come from `draw`; asking about another id is an error of the caller.
+A sample moves RUNNING -> SCORING -> READY -> TRAINING -> TRAINED, and from any of the first three to DROPPED. Under
+`mask`, `drop` and `block` no token older than the limit enters the loss. Samples, not groups, hold credits and are
+trained, so a straggler does not expire its siblings: a *cut* is the part of a group that trains together, usually all
+of it. Ids of groups come from `draw`; asking about another id is an error of the caller.
 """
 
 from collections import Counter, deque
@@ -22,12 +19,8 @@ from asyncrl.controller.gate.group_state import (
     EndedSample,
     GroupState,
     Pick,
-    RestoredGroup,
     SampleState,
     Stage,
-    StageCounts,
-    mean,
-    whole_cuts,
 )
 from asyncrl.errors import IllegalTransition
 from asyncrl.protocols.staleness import live
@@ -36,23 +29,22 @@ from asyncrl.protocols.staleness import live
 class Gate:
     """Keeps the groups in flight and applies the rules to them. Finished groups are forgotten at once.
 
-    version: the trainer's, raised by `trained`. next_group: id of the next draw. refused: number of answers of old
-    attempts. abandoned_tokens: tokens sampled in attempts that were given up. ended: samples that ended. gaps: baseline
-    at an early cut minus the baseline of the whole group, once it finished. `staleness_report` takes the last two each
-    step.
+    version: the trainer's. abandoned_tokens: sampled in attempts that were given up.
+    ended: samples that ended; gaps: baseline at an early cut minus the baseline of the whole group, once it finished.
+    The staleness report takes both each step.
     """
 
     def __init__(self, config: GateConfig, version: int = 0, next_group: int = 0) -> None:
         self.config = config
         self.version = version
         self.next_group = next_group
-        self.refused = 0
         self.abandoned_tokens = 0
         # Four times what can be in flight: when nothing is trained for that long, only the newest are reported.
         self.ended: deque[EndedSample] = deque(maxlen=4 * config.cap * config.members)
         self.gaps: deque[float] = deque(maxlen=4 * config.cap)
         self._groups: dict[int, GroupState] = {}
-        self._counts = StageCounts()
+        self._counts = Counter[Stage]()
+        self._running_since = Counter[int]()
         self._stopped = False
         self._early: dict[int, float] = {}
 
@@ -60,14 +52,11 @@ class Gate:
 
     def held(self) -> int:
         """Returns how many samples hold a credit: all in flight, except those that `mask` lets run past the limit."""
-        running = self._counts[Stage.RUNNING]
-        if self.config.policy == "mask":
-            since = self._counts.running_since.items()
-            running = sum([count for began, count in since if live(began, self.version, self.config.limit)])
-        return self._counts[Stage.SCORING] + self._counts[Stage.READY] + self._counts[Stage.TRAINING] + running
+        began = self._running_since.items() if self.config.policy == "mask" else ()
+        past = sum(count for version, count in began if not live(version, self.version, self.config.limit))
+        return self.in_flight - past
 
     def may_draw(self) -> bool:
-        """Returns whether a further group fits into the credits and under the cap."""
         new = self.config.members
         fits = self.held() + new <= self.config.credits and self.in_flight + new <= self.config.cap * new
         return fits and not self._stopped
@@ -81,45 +70,36 @@ class Gate:
         self._add(GroupState(group, self.version, samples, awaits=self.config.greedy))
         return group
 
-    def restore(self, restored: RestoredGroup) -> None:
-        """Puts a group in flight that a resumed run had drawn; its members count as started at this version."""
-        samples = [SampleState(since=self.version, attempt=restored.attempt) for _ in range(self.config.members)]
-        for member, reward in restored.trained.items():
-            samples[member].stage = Stage.TRAINED
-            samples[member].reward = reward
-        for member, (reason, known) in restored.dropped.items():
-            samples[member].stage = Stage.DROPPED
-            samples[member].reason = reason
-            samples[member].reward = known
-        awaits = self.config.greedy and restored.greedy is None
-        group = GroupState(restored.id, self.version, samples, restored.attempt, awaits=awaits, greedy=restored.greedy)
-        assert group.members(Stage.RUNNING) == tuple(sorted(restored.running)), "each member has one place"
-        assert restored.id < self.next_group, "a restored group was drawn before"
-        assert restored.id not in self._groups, f"group {restored.id} is in flight already"
-        self._add(group)
+    def restore(self, drawn: GroupState) -> None:
+        """Puts a group in flight that a resumed run had drawn, in a new attempt; its members begin at this version."""
+        assert drawn.id < self.next_group, "a restored group was drawn before"
+        assert drawn.id not in self._groups, f"group {drawn.id} is in flight already"
+        attempt, awaits = drawn.attempt + 1, self.config.greedy and drawn.greedy is None
+        samples = [
+            SampleState(since=self.version, attempt=attempt) if sample.stage in IN_FLIGHT else sample
+            for sample in drawn.samples
+        ]
+        self._add(GroupState(drawn.id, self.version, samples, attempt, awaits=awaits, greedy=drawn.greedy))
 
     def stop_drawing(self) -> None:
-        """Ends drawing. The groups in flight still train, at last in a short batch."""
+        """The groups in flight still train, at last in a short batch."""
         self._stopped = True
 
     @property
     def oldest(self) -> int:
-        """Id of the first group in flight, or of the next draw: no earlier group is needed any more."""
+        """Id of the first group in flight, or of the next draw."""
         return min(self._groups, default=self.next_group)
 
     def not_before(self, group: int) -> int:
-        """Returns the oldest version that the engine may start a sequence of this group with.
-
-        Under `block` the deadline of a sample counts from its draw, so no older version may start it.
-        """
-        if self.config.policy == "block":
+        """Returns the oldest version that the engine may start a sequence of this group with."""
+        if self.config.policy == "block":  # The deadline of a sample counts from its draw.
             return self._groups[group].drawn_at
         return max(0, self.version - self.config.limit)
 
     # ---- a sample's way ----------------------------------------------------------------------------------
 
     def generated(self, group: int, member: int, attempt: int, first: int, last: int, tokens: int = 0) -> bool:
-        """RUNNING -> SCORING. Returns False for an old attempt or a repeated answer, which is refused and counted."""
+        """RUNNING -> SCORING. Returns False for an old attempt or a repeated answer, which is refused."""
         assert first <= last, f"sample {(group, member)}: first version {first} is newer than its last {last}"
         sample = self._current(group, member, attempt, Stage.RUNNING)
         if sample is None:
@@ -144,22 +124,21 @@ class Gate:
     def compared(self, group: int, attempt: int, reward: float | None) -> bool:
         """Takes the reward of a group's greedy answer; later attempts keep it. Returns False as `generated` does."""
         if not self.awaits(group) or self._groups[group].attempt != attempt:
-            self.refused += 1
             return False
         self._groups[group].awaits = reward is None
         self._groups[group].greedy = reward
         return True
 
     def restart(self, group: int, members: Sequence[int]) -> int:
-        """Begins a new attempt for these members in flight, forgets their results and returns the attempt's number."""
+        """Begins a new attempt for these members in flight and returns its number."""
         entry = self._groups[group]
         entry.attempt += 1
         for member in members:
             sample = self._expect(group, member, IN_FLIGHT, "restarted")
             self.abandoned_tokens += sample.tokens
-            self._counts.leave(sample)
-            sample.begin_again(entry.attempt, self.version)
-            self._counts.enter(sample, Stage.RUNNING)
+            self._count(sample, -1)
+            entry.samples[member] = SampleState(attempt=entry.attempt, since=self.version)
+            self._count(entry.samples[member], +1)
         return entry.attempt
 
     def drop(self, group: int, members: Iterable[int], reason: str) -> None:
@@ -175,21 +154,20 @@ class Gate:
     def pick(self) -> Pick:
         """Picks what to train next and moves it to TRAINING; for when no iteration is running.
 
-        Drops first what the policy finds too old, and complete groups without a baseline, or without differing rewards
-        where they are needed.
+        Drops first what is too old, and complete groups without a baseline, or without differing rewards where needed.
         """
         assert not self._counts[Stage.TRAINING], "pick() is for when no iteration is running"
-        dropped = [*self._drop_old(), *self._drop_complete()]
-        cuts = whole_cuts(self.cuts(), self.config.batch)
-        short = sum(len(members) for _, members in cuts) < self.config.batch
-        if not cuts or (short and not self.exhausted) or self._must_wait(cuts):
-            return Pick(None, tuple(dropped))
+        dropped = self._drop_unusable()
+        cuts, full = self._urgent_cuts()
+        waits = not full or (self.config.policy == "block" and not self.fits_deadlines(cuts))
+        if not cuts or (waits and not self.exhausted):
+            return Pick(None, dropped)
         for group, members in cuts:
             for member in members:
                 self._move(self._groups[group].samples[member], Stage.TRAINING)
-        early = sorted(group for group, _ in cuts if self._groups[group].members(*OPEN))
-        self._early = {group: mean(self.rewards(group)) for group in early}
-        return Pick(tuple(sorted(cuts)), tuple(dropped), tuple(early), short)
+        open_groups = [self._groups[group] for group, _ in cuts if self._groups[group].members(*OPEN)]
+        self._early = {group.id: _mean(group) for group in open_groups}
+        return Pick(tuple(sorted(cuts)), dropped)
 
     def requeue(self, cuts: Iterable[Cut]) -> None:
         """TRAINING -> READY after a failed step; members restarted or dropped meanwhile keep their stage."""
@@ -200,7 +178,6 @@ class Gate:
                     self._move(sample, Stage.READY)
 
     def trained(self, cuts: Iterable[Cut], version: int) -> None:
-        """TRAINING -> TRAINED. The trainer is now at `version`."""
         assert version >= self.version, f"the trainer went back from version {self.version} to {version}"
         for group, members in cuts:
             for member in members:
@@ -212,14 +189,11 @@ class Gate:
         self.version = version
 
     def preview(self) -> tuple[Cut, ...]:
-        """Returns what `pick` would take if no iteration were running; () while that is no full batch.
-
-        The preview is not binding: at the next version some of it may be too old, or other samples more urgent.
-        """
+        """Returns what `pick` would take if no iteration were running; () while that is no full batch."""
         if self._counts[Stage.READY] < self.config.batch:
             return ()
-        cuts = whole_cuts(self.cuts(), self.config.batch)
-        return tuple(sorted(cuts)) if sum(len(members) for _, members in cuts) >= self.config.batch else ()
+        cuts, full = self._urgent_cuts()
+        return tuple(sorted(cuts)) if full else ()
 
     # ---- the rules ---------------------------------------------------------------------------------------
 
@@ -237,7 +211,6 @@ class Gate:
         return any(not live(sample.last, self.version + 1, self.config.limit) for sample in ready)
 
     def cuts(self) -> list[Cut]:
-        """Returns what could be trained now, the most urgent cut first."""
         ready = [group for group in self._groups.values() if group.members(Stage.READY) and self.may_cut(group)]
         return [(group.id, group.members(Stage.READY)) for group in sorted(ready, key=self._urgency)]
 
@@ -251,8 +224,7 @@ class Gate:
         return len(group.rewards()) >= (self.config.baseline if self.due(group) else enough)
 
     def fits_deadlines(self, cuts: Sequence[Cut]) -> bool:
-        """Returns whether, under `block`, the samples that these cuts leave over fit into the iterations before their
-        deadline.
+        """Returns whether, under `block`, what these cuts leave fits into the iterations before its deadline.
 
         For every k in 0..eta at most k x B x G samples may be left that were drawn at version + k - eta or before. To
         check k = 0 alone would overrun the bound or deadlock.
@@ -261,25 +233,22 @@ class Gate:
         left = Counter[int]()
         for group in self._groups.values():
             left[group.drawn_at] += len(group.members(*IN_FLIGHT)) - len(taken.get(group.id, ()))
-        horizon = [(k, self.version + k - self.config.limit) for k in range(self.config.limit + 1)]
+        limit, batch = self.config.limit, self.config.batch
         return all(
-            sum(count for drawn_at, count in left.items() if drawn_at <= latest) <= k * self.config.batch
-            for k, latest in horizon
+            sum(count for drawn_at, count in left.items() if drawn_at <= self.version + k - limit) <= k * batch
+            for k in range(limit + 1)
         )
 
     # ---- looking -----------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
-        """Number of samples that are neither TRAINED nor DROPPED."""
         return sum(self._counts[stage] for stage in IN_FLIGHT)
 
     @property
     def worth_picking(self) -> bool:
-        """Returns whether `pick` can find a batch: enough samples are ready, or no more will be. Cheap; asked at each
-        score."""
-        still_open = sum(self._counts[stage] for stage in OPEN)
-        return self._counts[Stage.READY] >= self.config.batch or not still_open
+        """Returns whether enough samples are ready, or no more will be. Cheap; asked at each score."""
+        return self._counts[Stage.READY] >= self.config.batch or not any(self._counts[stage] for stage in OPEN)
 
     @property
     def exhausted(self) -> bool:
@@ -287,20 +256,13 @@ class Gate:
         return not any(self._counts[stage] for stage in OPEN) and not self.awaited and not self.may_draw()
 
     def finished(self, group: int) -> bool:
-        """Returns whether every member is TRAINED or DROPPED."""
         return group not in self._groups
 
-    def rewards(self, group: int) -> dict[int, float]:
-        """Returns the rewards in the baseline of a group in flight, by member; members dropped as stale included."""
-        return self._groups[group].rewards()
-
     def awaits(self, group: int) -> bool:
-        """Returns whether this group is in flight and needs the reward of its greedy answer."""
         return group in self._groups and self._groups[group].awaits
 
     @property
     def awaited(self) -> int:
-        """Number of greedy answers that have no reward yet."""
         return sum(group.awaits for group in self._groups.values()) if self.config.greedy else 0
 
     def counts(self) -> dict[Stage, int]:
@@ -308,7 +270,6 @@ class Gate:
         return {stage: self._counts[stage] for stage in Stage}
 
     def group(self, group: int) -> GroupState:
-        """Returns the state of a group in flight; it stays valid after the gate has forgotten the group."""
         return self._groups[group]
 
     def members(self, group: int, *stages: Stage) -> tuple[int, ...]:
@@ -316,34 +277,33 @@ class Gate:
         return self._groups[group].members(*stages) if group in self._groups else ()
 
     def groups(self) -> tuple[int, ...]:
-        """Returns the ids of the groups in flight, rising."""
         return tuple(sorted(self._groups))
 
     def samples(self) -> Iterator[SampleState]:
-        """Iterates over the samples of the groups in flight."""
         return (sample for group in self._groups.values() for sample in group.samples)
-
-    def ages(self) -> list[int]:
-        """Returns for every READY sample how many versions ago its first token was sampled."""
-        return [self.version - sample.first for sample in self.samples() if sample.stage is Stage.READY]
 
     # ---- parts -------------------------------------------------------------------------------------------
 
     def _add(self, group: GroupState) -> None:
         self._groups[group.id] = group
         for member in group.members(Stage.RUNNING):
-            self._counts.enter(group.samples[member], Stage.RUNNING)
+            self._count(group.samples[member], +1)
+
+    def _count(self, sample: SampleState, change: int) -> None:
+        self._counts[sample.stage] += change
+        if sample.stage is Stage.RUNNING:
+            self._running_since[sample.since] += change
+            if not self._running_since[sample.since]:
+                del self._running_since[sample.since]
 
     def _move(self, sample: SampleState, stage: Stage) -> None:
-        self._counts.leave(sample)
-        self._counts.enter(sample, stage)
+        self._count(sample, -1)
+        sample.stage = stage
+        self._count(sample, +1)
 
     def _current(self, group: int, member: int, attempt: int, stage: Stage) -> SampleState | None:
         sample = self._groups[group].samples[member] if group in self._groups else None
-        if sample is None or sample.attempt != attempt or sample.stage is not stage:
-            self.refused += 1
-            return None
-        return sample
+        return sample if sample is not None and (sample.attempt, sample.stage) == (attempt, stage) else None
 
     def _expect(self, group: int, member: int, stages: Sequence[Stage], what: str) -> SampleState:
         sample = self._groups[group].samples[member] if group in self._groups else None
@@ -356,45 +316,51 @@ class Gate:
         sample = group.samples[member]
         self._move(sample, stage)
         early = stage is Stage.TRAINED and group.id in self._early
-        self.ended.append(EndedSample.of(sample, group.id, member, self.version, early))
+        known = (sample.tokens, sample.first, sample.last, self.version, sample.reason, early, sample.attempt)
+        self.ended.append(EndedSample(group.id, member, *known))
 
     def _forget(self, group: int) -> None:
         entry = self._groups[group]
         if entry.finished:
-            self.gaps.extend(baseline - mean(entry.rewards()) for baseline in entry.baselines)
+            self.gaps.extend(baseline - _mean(entry) for baseline in entry.baselines)
             del self._groups[group]
 
-    def _drop_old(self) -> list[Drop]:
-        too_old = {"mask": self.expired, "drop": self.stale}.get(self.config.policy)
-        if too_old is None:
-            return []
-        return self._drop_ready("stale", self._groups.values(), too_old)
-
-    def _drop_complete(self) -> list[Drop]:
-        """Drops samples that cannot train although no member of their group is open any more."""
+    def _drop_unusable(self) -> tuple[Drop, ...]:
+        """Drops what is too old, and what cannot train although no member of its group is open any more."""
+        too_old = {"mask": self.expired, "drop": self.stale}.get(self.config.policy, lambda _: False)
+        old = self._drop_ready("stale", list(self._groups.values()), too_old)
         complete = [group for group in self._groups.values() if not group.members(*OPEN) and not group.awaits]
         lacking = [group for group in complete if len(group.rewards()) < self.config.baseline]
         equal = [group for group in complete if self.config.need_signal and not group.has_signal]
-        dropped = self._drop_ready("no_baseline", lacking, lambda _: True)
-        return [*dropped, *self._drop_ready("no_signal", equal, lambda _: True)]
+        return (*old, *self._drop_ready("no_baseline", lacking), *self._drop_ready("no_signal", equal))
 
     def _drop_ready(
-        self, reason: str, groups: Iterable[GroupState], condition: Callable[[SampleState], bool]
+        self, reason: str, groups: Iterable[GroupState], condition: Callable[[SampleState], bool] = lambda _: True
     ) -> list[Drop]:
-        drops = [
-            Drop(group, member, reason)
-            for group in groups
-            for member, sample in enumerate(group.samples)
-            if sample.stage is Stage.READY and condition(sample)
-        ]
-        for out in drops:
-            self.drop(out.group, [out.member], reason)
+        drops = []
+        for group in groups:
+            members = tuple(member for member in group.members(Stage.READY) if condition(group.samples[member]))
+            if members:
+                self.drop(group.id, members, reason)
+                drops.append(Drop(group, members, reason))
         return drops
+
+    def _urgent_cuts(self) -> tuple[list[Cut], bool]:
+        """Returns the most urgent cuts, as many as make a full batch, and whether they make one."""
+        taken, samples = list[Cut](), 0
+        for cut in self.cuts():
+            if samples >= self.config.batch:
+                break
+            taken.append(cut)
+            samples += len(cut[1])
+        return taken, samples >= self.config.batch
 
     def _urgency(self, group: GroupState) -> tuple[int, int]:
         if self.config.policy == "block":
             return (group.drawn_at, group.id)
         return (min(group.samples[member].last for member in group.members(Stage.READY)), group.id)
 
-    def _must_wait(self, cuts: Sequence[Cut]) -> bool:
-        return self.config.policy == "block" and not self.exhausted and not self.fits_deadlines(cuts)
+
+def _mean(group: GroupState) -> float:
+    rewards = group.rewards()
+    return sum(rewards.values()) / len(rewards)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from asyncrl.config.install_hints import program
 from asyncrl.controller.journal.checkpoints import Manifest, prefix_crc, read_manifest, versions
-from asyncrl.controller.journal.journal_records import Framed, InFlight, Scan, Trained
-from asyncrl.controller.journal.journal_store import FileStore, Store
-from asyncrl.controller.journal.ledger import Ledger, difference, surviving
+from asyncrl.controller.journal.journal import Framed, Scan, surviving
+from asyncrl.controller.journal.ledger import InFlight, Ledger, Trained, difference
+from asyncrl.controller.journal.run_storage import FileStore, Store
 from asyncrl.errors import ConfigError, JournalError
 
 
@@ -33,137 +33,99 @@ class Witness:
         return f"{self.name}: {state} ({self.checked} compared)"
 
 
-@dataclass(frozen=True, slots=True)
-class AuditReport:
-    """The result of an audit. drawn, trained, in_flight: samples; dropped: samples by reason; notes: other findings."""
+def audit(run_dir: Path) -> "Audit":
+    """Audits the run in a directory. Raises ConfigError when it holds no run."""
+    if not (run_dir / "journal").is_file():
+        raise ConfigError(f"{run_dir} holds no journal: name a run directory, as made by `{program()} run --run-dir`")
+    store = FileStore(run_dir, writable=False)
+    try:
+        return Audit(store)
+    finally:
+        store.close()
 
-    version: int
-    incarnation: int
-    drawn: int
-    trained: int
-    dropped: dict[str, int]
-    in_flight: int
-    witnesses: tuple[Witness, ...]
-    notes: tuple[str, ...]
+
+class Audit:
+    """The audit of a run, made by reading its records that count up to the first illegal one.
+
+    ledger: what the records imply. notes: findings beside those of the witnesses.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.ledger = Ledger()
+        self.notes: list[str] = []
+        self._ways = Witness("samples move legally, attempts rise, none is trained twice")
+        self._lists = Witness("in-flight lists equal what the records imply")
+        self._chains = Witness("the trainer's chain equals that of the records")
+        self.witnesses = (self._ways, self._lists, self._chains)
+        self._manifests = self._read_manifests(store)
+        self._check_tail(store)
+        try:
+            for framed in surviving(store):
+                self._take(framed)
+        except JournalError as error:
+            self._ways.see(False, str(error))
+        self._chains.failures += [
+            f"checkpoint {manifest.version} was made after byte {offset}, where no record that counts ends"
+            for offset, manifest in sorted(self._manifests.items())
+        ]
 
     @property
     def ok(self) -> bool:
         return not any(witness.failures for witness in self.witnesses)
 
     def __str__(self) -> str:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
-        dropped = f"{sum(self.dropped.values())} dropped ({reasons})"
+        ledger = self.ledger
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(ledger.dropped.items())) or "none"
+        ended = f"{ledger.trained} trained + {ledger.dropped.total()} dropped ({reasons})"
         return "\n".join(
             [
-                f"version {self.version}, incarnation {self.incarnation}",
-                f"samples: {self.drawn} drawn = {self.trained} trained + {dropped} + {self.in_flight} in flight",
+                f"version {ledger.version}, incarnation {ledger.incarnation}",
+                f"samples: {ledger.drawn} drawn = {ended} + {ledger.samples_in_flight} in flight",
                 *map(str, self.witnesses),
                 *self.notes,
                 "the audit holds" if self.ok else "the audit FAILS",
             ]
         )
 
-
-def audit(run_dir: Path) -> AuditReport:
-    """Audits the run in a directory. Raises ConfigError when it holds no run."""
-    if not (run_dir / "journal").is_file():
-        raise ConfigError(f"{run_dir} holds no journal: name a run directory, as made by `{program()} run --run-dir`")
-    store = FileStore(run_dir, writable=False)
-    try:
-        return audit_store(store)
-    finally:
-        store.close()
-
-
-def audit_store(store: Store) -> AuditReport:
-    """Audits a run; reads only."""
-    auditor = Auditor(store)
-    auditor.walk()
-    return auditor.report()
-
-
-class Auditor:
-    """Walks over the records that count, up to the first illegal one."""
-
-    def __init__(self, store: Store) -> None:
-        self.ways = Witness("samples move legally, attempts rise, none is trained twice")
-        self.lists = Witness("in-flight lists equal what the records imply")
-        self.chains = Witness("the trainer's chain equals that of the records")
-        self.notes: list[str] = []
-        self._store = store
-        self._ledger = Ledger()
-        self._manifests = self._read_manifests()
-
-    def walk(self) -> None:
-        self._check_tail()
-        try:
-            for framed in surviving(self._store):
-                self._take(framed)
-        except JournalError as error:
-            self.ways.see(False, str(error))
-        self.chains.failures += [
-            f"checkpoint {manifest.version} was made after byte {offset}, where no record that counts ends"
-            for offset, manifest in sorted(self._manifests.items())
-        ]
-
-    def report(self) -> AuditReport:
-        ledger = self._ledger
-        in_flight = sum(len(members) for _, members in ledger.in_flight())
-        witnesses = (self.ways, self.lists, self.chains)
-        return AuditReport(
-            version=ledger.version,
-            incarnation=ledger.incarnation,
-            drawn=ledger.drawn,
-            trained=ledger.trained,
-            dropped=dict(ledger.dropped),
-            in_flight=in_flight,
-            witnesses=witnesses,
-            notes=tuple(self.notes),
-        )
-
     def _take(self, framed: Framed) -> None:
         record, where = framed.record, f"byte {framed.start}"
         if isinstance(record, InFlight):
-            derived = self._ledger.in_flight()
-            self.lists.see(record.groups == derived, f"{where}: {difference(record.groups, derived)}")
+            derived = self.ledger.in_flight()
+            self._lists.see(record.groups == derived, f"{where}: {difference(record.groups, derived)}")
         else:
-            self._apply(framed, where)
+            try:
+                self.ledger.apply(record)
+            except JournalError as error:
+                raise JournalError(f"{where}: {error}") from error
+            self._ways.see(self.ledger.balanced(), f"{where}: drawn is not trained + dropped + in flight")
         if isinstance(record, Trained):
             self._compare_chain(record.chain, f"{where}, version {record.version}")
-        manifest = self._manifests.pop(framed.end, None)
-        if manifest is not None:
+        if (manifest := self._manifests.pop(framed.end, None)) is not None:
             self._compare_chain(manifest.chain, f"checkpoint {manifest.version}")
 
-    def _apply(self, framed: Framed, where: str) -> None:
-        try:
-            self._ledger.apply(framed.record)
-        except JournalError as error:
-            raise JournalError(f"{where}: {error}") from error
-        self.ways.see(self._ledger.balanced(), f"{where}: drawn is not trained + dropped + in flight")
-
     def _compare_chain(self, chain: str, where: str) -> None:
-        own = self._ledger.chain.hex()
-        self.chains.see(chain == own, f"{where}: the trainer's chain is {chain[:16]}, by the records {own[:16]}")
+        own = self.ledger.chain.hex()
+        self._chains.see(chain == own, f"{where}: the trainer's chain is {chain[:16]}, by the records {own[:16]}")
 
-    def _read_manifests(self) -> dict[int, Manifest]:
+    def _read_manifests(self, store: Store) -> dict[int, Manifest]:
         manifests = {}
-        for version in versions(self._store):
+        for version in versions(store):
             try:
-                manifest = read_manifest(self._store, version)
+                manifest = read_manifest(store, version)
             except JournalError as error:
                 self.notes.append(f"checkpoint {version} cannot be used: {error}")
                 continue
-            if prefix_crc(self._store, manifest.offset) != manifest.crc:
-                self.ways.see(False, f"the journal no longer begins with what checkpoint {version} was made after")
+            if prefix_crc(store, manifest.offset) != manifest.crc:
+                self._ways.see(False, f"the journal no longer begins with what checkpoint {version} was made after")
             manifests[manifest.offset] = manifest
         return manifests
 
-    def _check_tail(self) -> None:
-        scan = Scan(self._store.read, self._store.size)
+    def _check_tail(self, store: Store) -> None:
+        scan = Scan(store)
         for _ in scan:
             pass
-        left = self._store.size - scan.end
+        left = store.size - scan.end
         if scan.damaged:
-            self.ways.see(False, f"byte {scan.end}: a damaged record, with {left} bytes from it on unread")
+            self._ways.see(False, f"byte {scan.end}: a damaged record, with {left} bytes from it on unread")
         elif left:
             self.notes.append(f"the last {left} bytes are an unfinished record; the next start cuts them off")

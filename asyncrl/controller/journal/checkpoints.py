@@ -13,10 +13,10 @@ from pathlib import PurePosixPath
 from typing import Any
 from zlib import crc32
 
-from asyncrl.controller.gate.group_state import RestoredGroup
-from asyncrl.controller.journal.journal_records import BLOCK, CheckpointMade, Drawn, InFlight, Scan, void_ranges
-from asyncrl.controller.journal.journal_store import Store
-from asyncrl.controller.journal.ledger import Journal, Ledger, replay, resumes
+from asyncrl.controller.gate.group_state import GroupState
+from asyncrl.controller.journal.journal import Journal, Scan, replay, resumes, void_ranges
+from asyncrl.controller.journal.ledger import CheckpointMade, Drawn, InFlight, Ledger
+from asyncrl.controller.journal.run_storage import Store
 from asyncrl.errors import JournalError, RemoteError, WireError
 from asyncrl.lanes.control.field_checks import field_checks
 from asyncrl.protocols.messages import Checkpointed
@@ -24,7 +24,10 @@ from asyncrl.protocols.messages import Checkpointed
 MANIFEST = "manifest.json"
 UNFINISHED = "tmp-"
 REFUSED = "refused-"
+BLOCK = 1 << 20
 
+WriteFiles = Callable[[str], Awaitable[Checkpointed]]
+"""Lets the trainer write its files, fsynced, into a directory."""
 FAULT_POINTS = ("appended", "synced", "written", "described", "renamed", "hinted", "deleted")
 """Points at which `commit` can be interrupted; a fault hook is called with each after that step was done."""
 
@@ -47,7 +50,7 @@ class Manifest:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
 
 
-MANIFEST_FIELDS = field_checks(Manifest)
+MANIFEST_FIELDS = dict(field_checks(Manifest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,8 @@ class ResumePlan:
     """The point from which a run is resumed.
 
     incarnation: the new one. version, offset: of the checkpoint. directory: folder of its files, for the trainer.
-    groups: the groups in flight there, with the attempt and the members to begin again. next_group: id of the next
-    draw. said: a line for the user about each newer checkpoint that cannot be used.
+    groups: the groups in flight there. next_group: id of the next draw. said: a line for the user about each newer
+    checkpoint that cannot be used.
     """
 
     incarnation: int
@@ -64,25 +67,18 @@ class ResumePlan:
     offset: int
     directory: str
     chain: str
-    groups: tuple[RestoredGroup, ...]
+    groups: tuple[GroupState, ...]
     next_group: int
     said: tuple[str, ...] = ()
 
 
-def no_fault(point: str) -> None:
-    """Interrupts nothing."""
-
-
 async def commit(
-    journal: Journal,
-    write: Callable[[str], Awaitable[Checkpointed]],
-    keep: int,
-    fault: Callable[[str], None] = no_fault,
+    journal: Journal, write: WriteFiles, keep: int, fault: Callable[[str], None] = lambda point: None
 ) -> Manifest:
     """Makes the checkpoint of the journal's version, while no iteration runs, unless it was made before.
 
-    write: lets the trainer write its files, fsynced, into a directory. keep: checkpoints left afterwards, at least 1.
-    Raises JournalError when the trainer is at another version, or trained other samples, than the journal says.
+    keep: checkpoints left afterwards, at least 1. Raises JournalError when the trainer is at another version or trained
+    other samples, than the journal says.
     """
     store, ledger = journal.store, journal.ledger
     journal.append(InFlight(ledger.in_flight()))
@@ -92,13 +88,14 @@ async def commit(
     if ledger.version in versions(store):
         return read_manifest(store, ledger.version)
     after = Manifest(ledger.incarnation, ledger.version, journal.offset, journal.crc, ledger.chain.hex(), {})
+    unfinished = f"{UNFINISHED}{ledger.version}"
     try:
-        manifest = await _write_files(store, after, write, fault)
+        manifest = await _write_files(store, unfinished, after, write, fault)
     except (OSError, RemoteError):
         with suppress(OSError):  # Another rank may be writing there: then a resume removes it.
-            store.remove(f"{UNFINISHED}{ledger.version}")  # On a full disk it is in the way of all that follows.
+            store.remove(unfinished)  # On a full disk it is in the way of all that follows.
         raise
-    store.rename(f"{UNFINISHED}{manifest.version}", str(manifest.version))
+    store.rename(unfinished, str(manifest.version))
     fault("renamed")
     journal.append(CheckpointMade(manifest.version, sha256(manifest.encode()).hexdigest()))
     fault("hinted")
@@ -109,9 +106,8 @@ async def commit(
 
 
 async def _write_files(
-    store: Store, after: Manifest, write: Callable[[str], Awaitable[Checkpointed]], fault: Callable[[str], None]
+    store: Store, unfinished: str, after: Manifest, write: WriteFiles, fault: Callable[[str], None]
 ) -> Manifest:
-    unfinished = f"{UNFINISHED}{after.version}"
     store.create(unfinished)
     made = await write(store.path(unfinished))
     if (made.version, made.chain) != (after.version, after.chain):
@@ -127,14 +123,13 @@ async def _write_files(
 
 
 def versions(store: Store) -> list[int]:
-    """Returns the versions that have a committed checkpoint, rising."""
     return sorted(int(name) for name in store.folders() if name.isdecimal())
 
 
 def read_manifest(store: Store, version: int) -> Manifest:
     """Reads the manifest of a checkpoint. Raises JournalError when there is none, or it is not one of asyncrl."""
     try:
-        manifest = _manifest(_renamed(json.loads(store.get(str(version), MANIFEST))))
+        manifest = _manifest(json.loads(store.get(str(version), MANIFEST)))
     except (FileNotFoundError, ValueError, RecursionError, WireError) as error:
         raise JournalError(f"{MANIFEST} cannot be read: {error}") from error
     if manifest.version != version:
@@ -142,18 +137,12 @@ def read_manifest(store: Store, version: int) -> Manifest:
     return manifest
 
 
-def _renamed(fields: Any) -> Any:
-    """Gives the field that older versions of asyncrl called `epoch` its present name."""
-    if type(fields) is dict and "epoch" in fields:
-        fields["incarnation"] = fields.pop("epoch")
-    return fields
-
-
 def _manifest(fields: Any) -> Manifest:
-    """Builds a manifest. Raises ValueError or WireError for other fields."""
-    if type(fields) is not dict or fields.keys() != dict(MANIFEST_FIELDS).keys():
-        raise ValueError(f"it holds other fields than {', '.join(dict(MANIFEST_FIELDS))}")
-    manifest = Manifest(**{name: check(fields[name]) for name, check in MANIFEST_FIELDS})
+    if type(fields) is dict and "epoch" in fields:  # Older versions of asyncrl called the field so.
+        fields["incarnation"] = fields.pop("epoch")
+    if type(fields) is not dict or fields.keys() != MANIFEST_FIELDS.keys():
+        raise ValueError(f"it holds other fields than {', '.join(MANIFEST_FIELDS)}")
+    manifest = Manifest(**{name: check(fields[name]) for name, check in MANIFEST_FIELDS.items()})
     if manifest.offset < 0:
         raise ValueError(f"the journal cannot have had {manifest.offset} bytes")
     if outside := [file for file in manifest.files if not _lies_within(file)]:
@@ -166,40 +155,8 @@ def _lies_within(file: str) -> bool:
     return "\0" not in file and file.isprintable() and not path.is_absolute() and ".." not in path.parts
 
 
-def newest_good(store: Store) -> tuple[Manifest, Ledger, tuple[str, ...]] | None:
-    """Returns the newest good checkpoint, the ledger at that point, and why newer checkpoints cannot be used.
-
-    None when the run has no checkpoint yet and drew nothing. Raises JournalError when no checkpoint is good.
-    """
-    said: list[str] = []
-    for version in reversed(versions(store)):
-        try:
-            manifest = read_manifest(store, version)
-            ledger = check(store, manifest)
-        except JournalError as error:
-            said.append(f"checkpoint {version} cannot be used: {error}")
-        else:
-            return manifest, ledger, tuple(said)
-    if not said and not any(isinstance(framed.record, Drawn) for framed in Scan(store.read, store.size)):
-        return None
-    reasons = "; ".join(said) or "there is none"
-    raise JournalError(f"this run cannot go on from any checkpoint ({reasons}); start it anew with another --run-dir")
-
-
-def check(store: Store, manifest: Manifest) -> Ledger:
+def _check(store: Store, manifest: Manifest) -> Ledger:
     """Returns the ledger at a checkpoint. Raises JournalError with the reason when the checkpoint is not good."""
-    _check_files(store, manifest)
-    _check_prefix(store, manifest)
-    ledger = replay(store, manifest.offset)
-    if (ledger.version, ledger.chain.hex()) != (manifest.version, manifest.chain):
-        raise JournalError(
-            f"its trainer was at version {manifest.version} with chain {manifest.chain[:16]}; "
-            f"the journal there says version {ledger.version} with chain {ledger.chain.hex()[:16]}"
-        )
-    return ledger
-
-
-def _check_files(store: Store, manifest: Manifest) -> None:
     for file, digest in sorted(manifest.files.items()):
         try:
             found = store.digest(str(manifest.version), file)
@@ -209,9 +166,6 @@ def _check_files(store: Store, manifest: Manifest) -> None:
             raise JournalError(f"{file} cannot be read: {error}") from error
         if found != digest:
             raise JournalError(f"{file} was changed or damaged: its digest is {found[:16]}, not {digest[:16]}")
-
-
-def _check_prefix(store: Store, manifest: Manifest) -> None:
     if manifest.offset > store.size:
         raise JournalError(f"the journal has {store.size} bytes; the checkpoint was made after {manifest.offset}")
     if prefix_crc(store, manifest.offset) != manifest.crc:
@@ -219,10 +173,16 @@ def _check_prefix(store: Store, manifest: Manifest) -> None:
     for low, high in void_ranges(resumes(store)):
         if low < manifest.offset <= high:
             raise JournalError(f"the run was taken up again from an earlier point (byte {low} of the journal)")
+    ledger = replay(store, manifest.offset)
+    if (ledger.version, ledger.chain.hex()) != (manifest.version, manifest.chain):
+        raise JournalError(
+            f"its trainer was at version {manifest.version} with chain {manifest.chain[:16]}; "
+            f"the journal there says version {ledger.version} with chain {ledger.chain.hex()[:16]}"
+        )
+    return ledger
 
 
 def prefix_crc(store: Store, size: int) -> int:
-    """Returns the crc32 of the first `size` bytes of the journal."""
     crc = 0
     for start in range(0, size, BLOCK):
         crc = crc32(store.read(start, min(BLOCK, size - start)), crc)
@@ -230,22 +190,33 @@ def prefix_crc(store: Store, size: int) -> int:
 
 
 def plan_resume(store: Store) -> ResumePlan | None:
-    """Plans the resume of a run without writing; None when it has not begun. Raises JournalError when it cannot."""
-    found = newest_good(store)
-    if found is None:
+    """Plans, without writing, to resume from the newest good checkpoint.
+
+    None when the run has no checkpoint yet and drew nothing. Raises JournalError when no checkpoint is good.
+    """
+    said: list[str] = []
+    for version in reversed(versions(store)):
+        try:
+            manifest = read_manifest(store, version)
+            ledger = _check(store, manifest)
+        except JournalError as error:
+            said.append(f"checkpoint {version} cannot be used: {error}")
+        else:
+            incarnations = [resumed.incarnation for _, resumed in resumes(store)]
+            return ResumePlan(
+                incarnation=max([manifest.incarnation, *incarnations]) + 1,
+                version=version,
+                offset=manifest.offset,
+                directory=store.path(str(version)),
+                chain=manifest.chain,
+                groups=tuple(ledger.groups.values()),
+                next_group=ledger.next_group,
+                said=tuple(said),
+            )
+    if not said and not any(isinstance(framed.record, Drawn) for framed in Scan(store)):
         return None
-    manifest, ledger, said = found
-    incarnations = [resumed.incarnation for _, resumed in resumes(store)]
-    return ResumePlan(
-        incarnation=max([manifest.incarnation, *incarnations]) + 1,
-        version=manifest.version,
-        offset=manifest.offset,
-        directory=store.path(str(manifest.version)),
-        chain=manifest.chain,
-        groups=ledger.restored(),
-        next_group=ledger.next_group,
-        said=said,
-    )
+    reasons = "; ".join(said) or "there is none"
+    raise JournalError(f"this run cannot go on from any checkpoint ({reasons}); start it anew with another --run-dir")
 
 
 def resume(store: Store, plan: ResumePlan) -> Journal:

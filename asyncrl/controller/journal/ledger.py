@@ -1,42 +1,131 @@
-"""The journal of a run and the state that follows from its records. The controller is its only writer.
+"""The ledger of a run: the records of what happens to samples, and the state that follows from them.
 
 The ledger checks the gate without using the gate's rules: samples move along legal transitions, attempts rise, and a
-(group, member) is trained at most once. No record is flushed by itself: a write survives the death of its process, and
-a power cut loses only records after the last checkpoint, where a resumed run begins.
+(group, member) is trained at most once.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import singledispatchmethod
-from zlib import crc32
 
-from asyncrl.controller.gate.group_state import DROPPABLE, IN_FLIGHT, Cut, GroupState, RestoredGroup, SampleState, Stage
-from asyncrl.controller.journal.journal_records import (
-    AttemptStarted,
-    CheckpointMade,
-    Compared,
-    Drawn,
-    Dropped,
-    Framed,
-    Generated,
-    InFlight,
-    Record,
-    Resumed,
-    Scan,
-    Scored,
-    Trained,
-    encode,
-    void_ranges,
-)
-from asyncrl.controller.journal.journal_store import Store
+from asyncrl.controller.gate.group_state import DROPPABLE, IN_FLIGHT, Cut, GroupState, SampleState, Stage
 from asyncrl.errors import IllegalTransition, JournalError, TrainedTwice
 from asyncrl.protocols.hash_chain import GENESIS, chain
 
-ANY = tuple(Stage)
 MOST_MEMBERS = 1 << 16
 """Members of one group: far more than any run samples, so that a damaged record cannot ask for all memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A group was put in flight at this version, with this many members, in attempt 0."""
+
+    group: int
+    version: int
+    members: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptStarted:
+    """These members begin again in attempt `number` of their group."""
+
+    group: int
+    number: int
+    members: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Samples left the engine. samples: member, versions of first and last token, number of sampled tokens."""
+
+    group: int
+    attempt: int
+    samples: tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A sample has its reward. A sample that cannot be scored is `Dropped` instead."""
+
+    group: int
+    member: int
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The greedy answer of a group has its reward, with which the samples are compared. The answer never trains."""
+
+    group: int
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """An iteration took these cuts and led to `version`.
+
+    advantages: of each sample, in the order of the cuts. chain: hex, as the trainer computed it.
+    """
+
+    version: int
+    cuts: tuple[Cut, ...]
+    advantages: tuple[float, ...]
+    chain: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """These members leave without training."""
+
+    group: int
+    members: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Every sample in flight, by group, at a checkpoint or a clean exit."""
+
+    groups: tuple[Cut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMade:
+    """A hint: the checkpoint of `version`, with this digest of its manifest, was committed before this record."""
+
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The run went back to where the journal was `offset` bytes long; the records from there to here are void."""
+
+    incarnation: int
+    version: int
+    offset: int
+
+
+Record = (
+    Drawn | AttemptStarted | Generated | Scored | Compared | Trained | Dropped | InFlight | CheckpointMade | Resumed
+)
+
+KINDS: dict[str, type[Record]] = {
+    "drawn": Drawn,
+    "attempt": AttemptStarted,
+    "generated": Generated,
+    "scored": Scored,
+    "compared": Compared,
+    "trained": Trained,
+    "dropped": Dropped,
+    "in_flight": InFlight,
+    "checkpoint": CheckpointMade,
+    "resumed": Resumed,
+}
+
+
+@dataclass
 class Ledger:
     """Derives the state of the run from the records so far. Finished groups are forgotten.
 
@@ -44,15 +133,14 @@ class Ledger:
     drawn, trained, dropped: samples since the beginning; dropped by reason.
     """
 
-    def __init__(self) -> None:
-        self.version = 0
-        self.incarnation = 0
-        self.next_group = 0
-        self.chain = GENESIS
-        self.drawn = 0
-        self.trained = 0
-        self.dropped: Counter[str] = Counter()
-        self.groups: dict[int, GroupState] = {}
+    version: int = 0
+    incarnation: int = 0
+    next_group: int = 0
+    chain: bytes = GENESIS
+    drawn: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    groups: dict[int, GroupState] = field(default_factory=dict)
 
     @singledispatchmethod
     def apply(self, record: Record) -> None:
@@ -67,9 +155,8 @@ class Ledger:
             raise IllegalTransition(f"group {record.group} was drawn at version {record.version}, not {self.version}")
         if not 0 < record.members <= MOST_MEMBERS:
             raise IllegalTransition(f"group {record.group} was drawn with {record.members} members")
-        self.groups[record.group] = GroupState(
-            record.group, record.version, [SampleState() for _ in range(record.members)]
-        )
+        samples = [SampleState() for _ in range(record.members)]
+        self.groups[record.group] = GroupState(record.group, record.version, samples)
         self.next_group += 1
         self.drawn += record.members
 
@@ -120,8 +207,9 @@ class Ledger:
     def _(self, record: Trained) -> None:
         if record.version != self.version + 1:
             raise IllegalTransition(f"an iteration led from version {self.version} to {record.version}")
-        samples = [self._to_train(group, member) for group, members in record.cuts for member in members]
-        self.chain = chain(self.chain, self.keys(record.cuts))
+        keys = [(group, member) for group, members in record.cuts for member in members]
+        samples = [self._to_train(*key) for key in keys]
+        self.chain = chain(self.chain, [(*key, each.attempt) for key, each in zip(keys, samples, strict=True)])
         for sample in samples:
             sample.stage = Stage.TRAINED
         self.trained += len(samples)
@@ -157,28 +245,16 @@ class Ledger:
             )
         self.incarnation = record.incarnation
 
-    # ---- looking -----------------------------------------------------------------------------------------
-
     def in_flight(self) -> tuple[Cut, ...]:
         """Returns the members neither trained nor dropped, by group, both rising: derived, not counted."""
         return tuple((group, self.groups[group].members(*IN_FLIGHT)) for group in sorted(self.groups))
 
-    def keys(self, cuts: tuple[Cut, ...]) -> list[tuple[int, int, int]]:
-        """Returns (group, member, attempt) of these samples in flight."""
-        return [
-            (group, member, self.groups[group].samples[member].attempt) for group, members in cuts for member in members
-        ]
+    @property
+    def samples_in_flight(self) -> int:
+        return sum(len(members) for _, members in self.in_flight())
 
     def balanced(self) -> bool:
-        """Returns whether drawn = trained + dropped + in flight."""
-        in_flight = sum(len(members) for _, members in self.in_flight())
-        return self.drawn == self.trained + self.dropped.total() + in_flight
-
-    def restored(self) -> tuple[RestoredGroup, ...]:
-        """Returns the groups in flight as a resumed run takes them over, each with a new attempt."""
-        return tuple(_restored(self.groups[group]) for group in sorted(self.groups))
-
-    # ---- parts -------------------------------------------------------------------------------------------
+        return self.drawn == self.trained + self.dropped.total() + self.samples_in_flight
 
     def _group(self, group: int, what: str) -> GroupState:
         if group in self.groups:
@@ -196,7 +272,7 @@ class Ledger:
 
     def _to_train(self, group: int, member: int) -> SampleState:
         finished = group not in self.groups and group < self.next_group
-        if finished or self._sample(group, member, ANY, "trained").stage is Stage.TRAINED:
+        if finished or self._sample(group, member, tuple(Stage), "trained").stage is Stage.TRAINED:
             raise TrainedTwice(f"sample {(group, member)} cannot be trained: it was trained or dropped before")
         return self._sample(group, member, (Stage.READY,), "trained")
 
@@ -210,93 +286,3 @@ def difference(listed: tuple[Cut, ...], derived: tuple[Cut, ...]) -> str:
     surplus = [cut for cut in listed if cut not in derived][:5]
     missing = [cut for cut in derived if cut not in listed][:5]
     return f"the in-flight list holds {surplus} and lacks {missing}, by the records before it"
-
-
-def _restored(group: GroupState) -> RestoredGroup:
-    samples = list(enumerate(group.samples))
-    return RestoredGroup(
-        group.id,
-        group.attempt + 1,
-        group.members(*IN_FLIGHT),
-        {member: sample.reward or 0.0 for member, sample in samples if sample.stage is Stage.TRAINED},
-        {member: (sample.reason, sample.reward) for member, sample in samples if sample.stage is Stage.DROPPED},
-        group.greedy,
-    )
-
-
-def resumes(store: Store, until: int | None = None) -> list[tuple[int, Resumed]]:
-    """Returns (byte, record) of every resume in the first `until` bytes, void ones included."""
-    scan = Scan(store.read, store.size if until is None else until)
-    return [(framed.start, framed.record) for framed in scan if isinstance(framed.record, Resumed)]
-
-
-def surviving(store: Store, until: int | None = None) -> Iterator[Framed]:
-    """Iterates over the records in the first `until` bytes that no resume made void, in order."""
-    void = void_ranges(resumes(store, until))
-    for framed in Scan(store.read, store.size if until is None else until):
-        if not any(low <= framed.start < high for low, high in void):
-            yield framed
-
-
-def replay(store: Store, until: int | None = None) -> Ledger:
-    """Returns the ledger after the surviving records of the first `until` bytes. Raises JournalError with the byte."""
-    ledger = Ledger()
-    for framed in surviving(store, until):
-        try:
-            ledger.apply(framed.record)
-        except JournalError as error:
-            raise type(error)(f"journal, byte {framed.start}: {error}") from error
-    return ledger
-
-
-class Journal:
-    """Appends records to a store, through the ledger, which refuses illegal records before they are written.
-
-    torn: bytes of an unfinished last record that were cut off when the journal was opened.
-    offset, crc: length and crc32 of the journal.
-    """
-
-    def __init__(self, store: Store) -> None:
-        scan = Scan(store.read, store.size)
-        for _ in scan:
-            pass
-        self.store = store
-        self.torn = store.size - scan.end
-        if self.torn:
-            store.truncate(scan.end)
-        self.offset = scan.end
-        self.crc = scan.crc
-        self.ledger = replay(store)
-
-    def append(self, record: Record) -> None:
-        """Appends a record. Raises JournalError, with nothing written, if it contradicts the records before it."""
-        self.ledger.apply(record)
-        if isinstance(record, Trained) and record.chain != self.ledger.chain.hex():
-            raise JournalError(
-                f"the trainer did not train what the journal says for version {record.version}: "
-                f"its chain is {record.chain[:16]}, by the records it is {self.ledger.chain.hex()[:16]}"
-            )
-        frame = encode(record)
-        self.store.append(frame)
-        self.offset += len(frame)
-        self.crc = crc32(frame, self.crc)
-
-    def sync(self) -> None:
-        """Makes what was appended survive a power cut."""
-        self.store.sync()
-
-    def resume(self, incarnation: int, offset: int) -> tuple[RestoredGroup, ...]:
-        """Goes back to where the journal was `offset` bytes long; the records after it are void.
-
-        Returns the groups in flight there, each with the attempt that begins now, which is journaled too. Raises
-        JournalError when that point is void itself.
-        """
-        ledger = replay(self.store, offset)
-        resumed = Resumed(incarnation, ledger.version, offset)
-        void_ranges([*resumes(self.store), (self.offset, resumed)])
-        self.ledger = ledger
-        groups = ledger.restored()
-        self.append(resumed)
-        for group in groups:
-            self.append(AttemptStarted(group.id, group.attempt, group.running, "resumed"))
-        return groups

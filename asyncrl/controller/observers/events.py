@@ -1,19 +1,27 @@
 """The events of a run, which the controller passes to its observers. An observer must not block."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from asyncrl.controller.gate.staleness_report import StepStaleness
 from asyncrl.protocols.batch import Cuts, RowRef
-from asyncrl.protocols.messages import PromptGroup, Score, StepReport
+from asyncrl.protocols.messages import Score, StepReport
 
 Prompt: TypeAlias = str | list[dict[str, Any]]
 """Text, or chat messages ({"role", "content"})."""
 
 
+class Event:
+    """Base of all events."""
+
+    __slots__ = ()
+
+
+Observe: TypeAlias = Callable[[Event], None]
+
+
 @dataclass(frozen=True, slots=True)
-class GroupDrawn:
+class GroupDrawn(Event):
     """A group is in flight. version: the trainer's at that moment."""
 
     group: int
@@ -21,14 +29,7 @@ class GroupDrawn:
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptBegan:
-    """An attempt at a group began. prompts: the request for generation."""
-
-    prompts: PromptGroup
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptFailed:
+class AttemptFailed(Event):
     """An attempt at a group failed. failures: failed attempts so far; members: samples to draw again."""
 
     group: int
@@ -38,7 +39,7 @@ class AttemptFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleScored:
+class SampleScored(Event):
     """A sample was scored. sample: with its reward inline."""
 
     sample: RowRef
@@ -46,7 +47,7 @@ class SampleScored:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplesDropped:
+class SamplesDropped(Event):
     """Samples left untrained.
 
     reason: "stale", "unscorable", "no_baseline", "no_signal", "greedy_unscorable", "truncated", "not finite", "poison",
@@ -59,7 +60,7 @@ class SamplesDropped:
 
 
 @dataclass(frozen=True, slots=True)
-class DroppedByAlgorithm:
+class DroppedByAlgorithm(Event):
     """An algorithm handed samples to `control.drop`; follows their SamplesDropped."""
 
     group: int
@@ -68,7 +69,7 @@ class DroppedByAlgorithm:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPoisoned:
+class GroupPoisoned(Event):
     """A group is dropped because its attempts failed or because it crashes workers. reason: of the last failure."""
 
     group: int
@@ -77,7 +78,7 @@ class GroupPoisoned:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFinished:
+class GroupFinished(Event):
     """Every member was trained or dropped. poison: whether the last members were dropped as poison."""
 
     group: int
@@ -85,14 +86,14 @@ class GroupFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class StepBegan:
+class StepBegan(Event):
     """A step begins. cuts: what the trainer gets; their rows live until the step is done."""
 
     cuts: Cuts
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(Event):
     """A step ended; `report.skipped` is not empty when it trained nothing.
 
     waited: seconds from the end of the previous step to the beginning of this one. seconds: duration of the step.
@@ -100,20 +101,13 @@ class StepDone:
 
     cuts: Cuts
     report: StepReport
-    staleness: StepStaleness
+    staleness: Mapping[str, float]
     waited: float
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class PoliciesApart:
-    """A bound of the section `[mismatch]` that warns was crossed. warning: the text for the user."""
-
-    warning: str
-
-
-@dataclass(frozen=True, slots=True)
-class StepLost:
+class StepLost(Event):
     """The trainer could not read some rows: nothing was trained, and the groups roll out again."""
 
     cuts: Cuts
@@ -121,46 +115,17 @@ class StepLost:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefetchFailed:
-    """The trainer could not prefetch rows; from now on it reads them in its steps."""
+class Warned(Event):
+    """Something that the user should know, and that does not end the run."""
 
-    reason: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsHandedOver:
+class WeightsHandedOver(Event):
     """A reader reads only `version` from now on. seconds: duration of the handover. canary: as in `Using`."""
 
     version: int
     reader: str
     seconds: float
     canary: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsOverdue:
-    """A reader did not take over `version` in time, and so keeps the trainer from its next slot."""
-
-    version: int
-    reader: str
-    seconds: float
-
-
-Event: TypeAlias = (
-    GroupDrawn
-    | AttemptBegan
-    | AttemptFailed
-    | SampleScored
-    | SamplesDropped
-    | DroppedByAlgorithm
-    | GroupPoisoned
-    | GroupFinished
-    | StepBegan
-    | StepDone
-    | PoliciesApart
-    | StepLost
-    | PrefetchFailed
-    | WeightsHandedOver
-    | WeightsOverdue
-)
-Observe: TypeAlias = Callable[[Event], None]

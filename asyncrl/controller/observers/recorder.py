@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from asyncrl.controller.observers.evaluation import Evaluation
 from asyncrl.controller.observers.events import Event, SampleScored, SamplesDropped, StepBegan, StepDone
+from asyncrl.controller.observers.held_out_evaluation import Evaluation
 from asyncrl.errors import FleetFailed, Retryable
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
@@ -22,6 +22,7 @@ from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.metrics_file import TimeShares, batch_metrics, report_metrics, step_of, term_metric
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import SampleRecord, sample_record, to_show
+from asyncrl.telemetry.sinks import SinkWorker
 
 WAITING_EVENTS = 100_000
 """Bound of the queue: far more than the samples of all groups in flight; reaching it means that the disk hangs."""
@@ -30,40 +31,29 @@ Key = tuple[int, int]  # group, member: what an earlier attempt was worth is ove
 Metrics = dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class StepLine:
-    """One step as the display gets it."""
-
-    metrics: Mapping[str, float]
-    samples: Sequence[SampleRecord]
-
-
+@dataclass
 class Recorder:
-    """Writes the files of a run directory. `show` and `send` are called with each step after it was written."""
+    """Writes the files of a run directory.
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        fleet: Fleet,
-        poll_health: Callable[[], Awaitable[Sequence[Health]]],
-        samples_per_step: int | Literal["all"],
-        incarnation: int,
-        show: Callable[[StepLine], None],
-        send: Callable[[int, Mapping[str, float]], None],
-    ) -> None:
-        self._fleet = fleet
-        self._poll_health = poll_health
-        self._samples_per_step = samples_per_step
-        self._incarnation = incarnation
-        self._show = show
-        self._send = send
-        self._path = directory.path
-        self._metrics = LineFile(directory.metrics)
-        self._samples = LineFile(directory.samples)
-        self._evaluations = LineFile(directory.evaluations)
+    show: called with the metrics of each step and a sample, after they were written. sinks: get the metrics too, and
+    are closed with the recorder.
+    """
+
+    directory: RunDirectory
+    fleet: Fleet
+    poll_health: Callable[[], Awaitable[Sequence[Health]]]
+    samples_per_step: int | Literal["all"]
+    incarnation: int
+    show: Callable[[Mapping[str, float], SampleRecord | None], None]
+    sinks: Sequence[SinkWorker] = ()
+
+    def __post_init__(self) -> None:
+        self._metrics = LineFile(self.directory.metrics)
+        self._samples = LineFile(self.directory.samples)
+        self._evaluations = LineFile(self.directory.evaluations)
         self._events: asyncio.Queue[Event] = asyncio.Queue(WAITING_EVENTS)
         self._terms: dict[Key, Mapping[str, float]] = {}
-        self._texts: dict[tuple[int, int], SampleText] = {}
+        self._texts: dict[Key, SampleText] = {}
         self._dropped: Counter[str] = Counter()
         self._evaluated: Metrics = {}
         self._shares = TimeShares()
@@ -78,12 +68,11 @@ class Recorder:
             self._events.put_nowait(event)
         except asyncio.QueueFull:
             raise FleetFailed(
-                f"{self._events.maxsize:,} events wait to be written below {self._path}: its disk takes no writes any "
-                "more; look at that disk or mount"
+                f"{self._events.maxsize:,} events wait to be written below {self.directory.path}: its disk takes no "
+                "writes any more; look at that disk or mount"
             ) from None
 
     async def run(self) -> None:
-        """Writes the observed events until cancelled."""
         while True:
             await self._handle(await self._events.get())
             self._events.task_done()
@@ -95,10 +84,12 @@ class Recorder:
     def close(self) -> None:
         for file in (self._metrics, self._samples, self._evaluations):
             file.close()
+        for sink in self.sinks:
+            sink.close()
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Writes one evaluation; sinks get it under its version, `metrics.jsonl` with the next step."""
-        self._evaluations.append({"incarnation": self._incarnation, **asdict(evaluation)})
+        self._evaluations.append({"incarnation": self.incarnation, **asdict(evaluation)})
         numbers = {"eval/reward/mean": evaluation.mean, "eval/reward/stderr": evaluation.stderr}
         if evaluation.cost is not None:
             numbers["eval/cost/mean"] = evaluation.cost
@@ -119,23 +110,23 @@ class Recorder:
             case _:
                 raise AssertionError(f"observe lets no {event} through")
 
-    async def _read_texts(self, batch: BatchRef) -> dict[tuple[int, int], SampleText]:
-        chosen = BatchRef(tuple(to_show(batch.rows, self._samples_per_step)))
+    async def _read_texts(self, batch: BatchRef) -> dict[Key, SampleText]:
+        chosen = BatchRef(tuple(to_show(batch.rows, self.samples_per_step)))
         try:
-            texts = await self._fleet.generation.texts(chosen)
+            texts = await self.fleet.generation.texts(chosen)
         except Retryable:
             return {}  # The worker of the texts died; the step itself reports that.
         return {(text.group, text.member): text for text in texts}
 
     async def _step(self, done: StepDone) -> None:
         now = asyncio.get_running_loop().time()
-        metrics: Metrics = {"step": step_of(done.report), "time": now - self._began, "incarnation": self._incarnation}
-        metrics |= done.staleness.metrics()
+        metrics: Metrics = {"step": step_of(done.report), "time": now - self._began, "incarnation": self.incarnation}
+        metrics |= done.staleness
         metrics |= batch_metrics(done.cuts.batch) | self._term_means(done.cuts.batch)
         metrics |= report_metrics(done.report, now - self._last_step)
         metrics |= {f"skipped/{done.report.skipped}": 1.0} if done.report.skipped else {}
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
-        metrics |= self._shares.since_last(await self._poll_health()) | self._evaluated
+        metrics |= self._shares.since_last(await self.poll_health()) | self._evaluated
         records = self._records(done)
         self._metrics.append(metrics)
         for record in records:
@@ -146,11 +137,15 @@ class Recorder:
             self._evaluated = {}
         self._last_step = now
         self._send(step_of(done.report), metrics)
-        self._show(StepLine(metrics, records))
+        self.show(metrics, records[0] if records else None)
+
+    def _send(self, step: int, metrics: Metrics) -> None:
+        for sink in self.sinks:
+            sink.write(step, metrics)
 
     def _records(self, done: StepDone) -> list[SampleRecord]:
         trained = {(sample.group, sample.member): sample for sample in done.report.samples}
-        by_token = self._fleet.critic is not None  # Then a row carries its reward in place of an advantage.
+        by_token = self.fleet.critic is not None  # Then a row carries its reward in place of an advantage.
         return [
             sample_record(
                 step_of(done.report),

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Self
 
-from asyncrl.controller.journal.journal_store import MemoryStore
+from asyncrl.controller.journal.run_storage import MemoryStore
 
 SLOW_WRITES = 20
 """Number of writes that one fault slows down."""

@@ -13,13 +13,13 @@ from asyncrl.algorithms import grpo, remax
 from asyncrl.config.schema import Config, FleetConfig, GenerationConfig, ModelConfig, TaskConfig
 from asyncrl.controller.controller import Controller, Schedule
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.controller.journal.audit import audit_store
+from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.checkpoints import ResumePlan, commit, plan_resume, resume
-from asyncrl.controller.journal.journal_records import Trained
-from asyncrl.controller.journal.ledger import Journal, surviving
+from asyncrl.controller.journal.journal import Journal, surviving
+from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned
 from asyncrl.controller.rollouts import Sampling
-from asyncrl.controller.worker_events import WorkerEvents
+from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, root_cause
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
 from asyncrl.fleet.handle import GROUP_MARGIN
@@ -199,7 +199,7 @@ class TrialRun:
 
     def _check_history(self) -> None:
         """Checks that the journal says exactly what was trained."""
-        audit = audit_store(self.disk)
+        audit = Audit(self.disk)
         assert audit.ok, str(audit)
         records = [framed.record for framed in surviving(self.disk) if isinstance(framed.record, Trained)]
         journaled = {

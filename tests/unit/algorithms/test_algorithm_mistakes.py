@@ -15,10 +15,9 @@ from asyncrl.algorithms.custom import FROM_PYTHON
 from asyncrl.algorithms.select import algorithm_problems
 from asyncrl.config.presets import expanded
 from asyncrl.config.schema import Config
-from asyncrl.controller.alarms.algorithm_checks import AlgorithmChecks
-from asyncrl.controller.alarms.algorithm_drops import AlgorithmDrops
-from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks
 from asyncrl.controller.controller import Controller
+from asyncrl.controller.observers.alarms import AlgorithmDrops
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, SampleScored
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import AlgorithmError

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.algorithms import grpo, ppo
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.journal.journal_records import Trained
+from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import AlgorithmError
 from asyncrl.fleet.fleet import Fleet

@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config.missing_packages import missing_packages
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
-from asyncrl.deploy.training_run import RunRequest, run
+from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.errors import ConfigError
 from asyncrl.experiments import experiment_text
 from asyncrl.telemetry.display import open_display

@@ -16,16 +16,16 @@ from asyncrl.config.schema import MismatchConfig
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.group_state import Stage
-from asyncrl.controller.journal import journal_records
-from asyncrl.controller.journal.journal_records import InFlight, Trained
+from asyncrl.controller.journal import ledger
+from asyncrl.controller.journal.ledger import InFlight, Trained
 from asyncrl.controller.observers.events import (
     AttemptFailed,
     GroupDrawn,
     GroupPoisoned,
-    PoliciesApart,
     SamplesDropped,
     StepBegan,
     StepDone,
+    Warned,
 )
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import (
@@ -124,15 +124,15 @@ def test_policies_that_drift_apart_are_told_once_and_then_end_the_run() -> None:
     scene.schedule = replace(scene.schedule, mismatch=MismatchConfig(warn_kl=0.15, stop_kl=0.35))
     with pytest.raises(PolicyMismatch, match=r"step 4: mismatch/kl is 0\.4, over mismatch\.stop_kl = 0\.35"):
         scene.play()
-    (told,) = scene.told(PoliciesApart)
-    assert told.warning.startswith("step 2: ")
+    (told,) = scene.told(Warned)
+    assert told.text.startswith("step 2: ")
     assert [record.version for record in scene.records(Trained)] == [1, 2, 3, 4], "what was trained is written down"
 
 
 def test_groups_of_equal_rewards_are_replaced_and_written_down() -> None:
     scene = Scene(replace(CONFIG, members=2, need_signal=True), steps=5)
     scene.play()
-    dropped = [record for record in scene.records(journal_records.Dropped) if record.reason == "no_signal"]
+    dropped = [record for record in scene.records(ledger.Dropped) if record.reason == "no_signal"]
     assert dropped
     for begun in scene.told(StepBegan):
         assert all(row.advantage != 0 for row in begun.cuts.batch)
@@ -339,7 +339,7 @@ def test_lost_rows_send_their_groups_back() -> None:
     scene.training = FailingTraining(scene.generation, LostRows("slot 3 was freed"))
     scene.play()
     assert scene.gate.version == 3
-    assert {attempt.reason for attempt in scene.records(journal_records.AttemptStarted)} == {"slot 3 was freed"}
+    assert {attempt.reason for attempt in scene.records(ledger.AttemptStarted)} == {"slot 3 was freed"}
 
 
 def test_another_error_of_a_step_is_the_runs_error() -> None:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.controller.journal.journal_store import MemoryStore
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal.journal import Journal
+from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.protocols.batch import Place, RowRef, SampleName
 from asyncrl.protocols.hash_chain import GENESIS, chain

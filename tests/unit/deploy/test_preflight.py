@@ -11,7 +11,7 @@ from asyncrl.deploy import cli
 from asyncrl.deploy.checks import memory_needs
 from asyncrl.deploy.commands import doctor
 from asyncrl.deploy.preflight import preflight
-from asyncrl.deploy.training_run import RunRequest, run
+from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.telemetry.display import open_display
 

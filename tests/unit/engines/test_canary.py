@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.schema import MismatchConfig
 from asyncrl.controller.controller import Schedule
-from asyncrl.controller.observers.events import PoliciesApart, StepDone
+from asyncrl.controller.observers.events import StepDone, Warned
 from asyncrl.protocols.messages import Published, Using
 from asyncrl.simulation.fakes.generation import FakeGeneration
 from asyncrl.simulation.fakes.sample_lengths import constant
@@ -34,5 +34,5 @@ def test_it_is_in_the_metrics_of_the_next_step_and_is_warned_of() -> None:
     scene.play()
     heard = [event.report.metrics.get("mismatch/canary") for event in scene.told(StepDone)]
     assert heard == [0.0, 0.5, 1.0, 1.5]
-    (apart,) = scene.told(PoliciesApart)
-    assert apart.warning.startswith("step 3: mismatch/canary is 1, over mismatch.warn_canary = 0.6; engine and trainer")
+    (apart,) = scene.told(Warned)
+    assert apart.text.startswith("step 3: mismatch/canary is 1, over mismatch.warn_canary = 0.6; engine and trainer")

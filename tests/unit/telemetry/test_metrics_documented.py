@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.controller.observers.evaluation import Evaluation
+from asyncrl.controller.observers.held_out_evaluation import Evaluation
 from asyncrl.controller.sample_tracker import NO_GREEDY, POISON
 from asyncrl.telemetry.display import SHOWN
 from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.controller.gate.group_state import Cut, Pick, RestoredGroup, Stage
+from asyncrl.controller.gate.group_state import Cut, GroupState, Pick, SampleState, Stage
 
 OPEN = (Stage.RUNNING, Stage.SCORING)
 ENDED = (Stage.TRAINED, Stage.DROPPED)
@@ -201,10 +201,9 @@ class World:
             facts = [self.facts[group, member] for member in range(self.config.members)]
             flying = [fact for fact in facts if fact.stage not in ENDED]
             attempt = max(fact.attempt for fact in facts) + 1
-            trained = {f.member: f.reward or 0.0 for f in facts if f.stage is Stage.TRAINED}
-            dropped = {f.member: (f.reason, f.reward) for f in facts if f.stage is Stage.DROPPED}
-            members, self.attempts[group] = tuple(f.member for f in flying), attempt
-            self.gate.restore(RestoredGroup(group, attempt, members, trained, dropped, self.greedy[group]))
+            samples = [SampleState(f.stage, f.attempt, reward=f.reward, reason=f.reason) for f in facts]
+            self.attempts[group] = attempt
+            self.gate.restore(GroupState(group, 0, samples, attempt - 1, greedy=self.greedy[group]))
             for fact in facts:
                 fact.drawn_at = self.gate.version
             for fact in flying:
@@ -265,7 +264,8 @@ class World:
         idle = [fact for fact in self.at(Stage.READY) if self.complete(fact.group) and self.flat(fact.group)]
         self.put(idle, Stage.DROPPED, "no_signal")
         expected = {(f.group, f.member, f.reason) for f in (*old, *lone, *idle)}
-        assert {(drop.group, drop.member, drop.reason) for drop in pick.dropped} == expected
+        found = {(drop.group.id, member, drop.reason) for drop in pick.dropped for member in drop.members}
+        assert found == expected
         self.check_pick(pick)
         self.training = pick.cuts or ()
         for group, members in self.training:
@@ -309,12 +309,12 @@ class World:
             return
         assert list(pick.cuts) == sorted(pick.cuts)
         assert all(members == tuple(f.member for f in possible[group]) for group, members in pick.cuts)
-        assert pick.short == (pick.samples < batch)
-        assert not pick.short or (finished and pick.samples == total)
+        samples = sum(len(members) for _, members in pick.cuts)
+        assert samples >= batch or (finished and samples == total)
         assert config.policy == "block" or self.most_urgent(pick, possible)
-        assert any(pick.samples - len(members) < batch for _, members in pick.cuts), "more than whole cuts need"
+        assert any(samples - len(members) < batch for _, members in pick.cuts), "more than whole cuts need"
         for group, members in pick.cuts:
-            assert self.gate.rewards(group) == self.rewards(group)
+            assert self.gate.group(group).rewards() == self.rewards(group)
             assert config.policy == "admit" or all(self.in_bound(self.facts[group, m], version) for m in members)
 
     def most_urgent(self, pick: Pick, possible: dict[int, list[Fact]]) -> bool:

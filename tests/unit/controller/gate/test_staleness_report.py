@@ -1,15 +1,22 @@
 """What the limit costs, on samples whose numbers can be counted by hand."""
 
+import re
+from collections import Counter
+
 import pytest
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.controller.gate.group_state import EndedSample
+from asyncrl.controller.gate.group_state import EndedSample, SampleState, Stage
 from asyncrl.controller.gate.staleness_report import (
+    LengthReport,
     StalenessReport,
+    by_tenth,
+    deciles,
     live_tokens,
-    shares_by_length,
+    samples_trained,
     smallest_limit,
+    tokens_trained,
 )
 from asyncrl.protocols.messages import TrainedSample
 
@@ -26,14 +33,14 @@ def short(count: int) -> list[EndedSample]:
 
 
 def test_shares_are_taken_by_decile_of_length() -> None:
-    shares = shares_by_length([*short(18), ended(100, 40, first=0), ended(300, 0, first=0)])
-    assert [share.samples for share in shares] == [1.0] * 9 + [0.5]
-    assert shares[-1].tokens == pytest.approx(40 / 400)
-    assert shares[-1].longest == 300
+    parts = deciles([*short(18), ended(100, 40, first=0), ended(300, 0, first=0)])
+    assert [samples_trained(part) for part in parts] == [1.0] * 9 + [0.5]
+    assert tokens_trained(parts[-1]) == pytest.approx(40 / 400)
+    assert parts[-1][-1].tokens == 300
 
 
 def test_fewer_samples_than_deciles_say_nothing() -> None:
-    assert shares_by_length(short(9)) == []
+    assert deciles(short(9)) == []
     assert smallest_limit(short(9), MASK) is None
 
 
@@ -64,14 +71,14 @@ def test_a_step_reports_what_left_the_gate_since_the_last() -> None:
     gate.draw()
     gate.generated(1, 0, 0, 1, 1, tokens=7)
     gate.restart(1, [0])
-    metrics = report.step(gate, [TrainedSample(0, 0, 0, 10, 0), TrainedSample(0, 1, 0, 6, 4, "stale")]).metrics()
+    metrics = report.step(gate, [TrainedSample(0, 0, 0, 10, 0), TrainedSample(0, 1, 0, 6, 4, "stale")])
     assert metrics == {
         "staleness/expired": 0,
         "staleness/cut_fraction": 0,
         "staleness/cut_baseline_gap": 0,
         "staleness/wasted_tokens": 4 + 7,
     }
-    assert report.step(gate, []).metrics()["staleness/wasted_tokens"] == 0
+    assert report.step(gate, [])["staleness/wasted_tokens"] == 0
 
 
 @pytest.mark.parametrize(("first", "told"), [(0, "staleness.limit = 2 is the smallest"), (3, None)])
@@ -99,7 +106,7 @@ def test_samples_that_were_sampled_again_are_told_by_length() -> None:
             assert gate.generated(group, member, attempt, 0, 0, tokens=1 + 2 * group + member)
             assert gate.scored(group, member, attempt, float(member))
     gate.trained(gate.pick().cuts or (), 1)
-    metrics = report.step(gate, []).metrics()
+    metrics = report.step(gate, [])
     redone = [metrics[f"staleness/redone/d{number}"] for number in range(1, 11)]
     assert redone == [0.0] * 7 + [1.0, 0.0, 1.0]
 
@@ -108,4 +115,40 @@ def test_samples_that_were_sampled_again_are_told_by_length() -> None:
 def test_nothing_is_said_of_redone_samples_when_there_are_none() -> None:
     gate, report = Gate(MASK), StalenessReport(MASK)
     gate.ended.extend(EndedSample(0, 0, 5, 4, 4, 4) for _ in range(20))
-    assert not [name for name in report.step(gate, []).metrics() if "redone" in name]
+    assert not [name for name in report.step(gate, []) if "redone" in name]
+
+
+def ending(tokens: int, reason: str = "") -> EndedSample:
+    return EndedSample(0, 0, tokens, 0, 0, 0, reason)
+
+
+@pytest.mark.trap("short_first")
+def test_the_end_of_a_run_tells_by_length_what_was_trained_dropped_and_abandoned() -> None:
+    lengths = LengthReport()
+    lengths.add([ending(tokens) for tokens in range(1, 9) for _ in range(2)])
+    lengths.add([ending(9), ending(9, "stale"), ending(0, "poison")])
+    running = [SampleState(Stage.RUNNING, tokens=0)] * 3
+    waiting = [SampleState(Stage.READY, tokens=40), SampleState(Stage.SCORING, tokens=90)]
+    text = str(lengths.report([*running, *waiting, SampleState(Stage.TRAINED, tokens=1)]))
+    assert "up to 1 2 3 4 5 6 7 8 9 90 tokens" in text
+    shares = {end: re.search(rf"{end} ([\d% ]+)", text)[1].split() for end in ("trained", "dropped", "abandoned")}  # type: ignore[index]
+    assert shares["trained"] == ["100%"] * 8 + ["50%", "0%"]
+    assert shares["dropped"] == ["0%"] * 8 + ["50%", "0%"]
+    assert shares["abandoned"] == ["0%"] * 9 + ["100%"]
+    assert '3 more were still being sampled (finish = "drain"' in text
+
+
+def test_a_run_that_leaves_nothing_says_nothing_of_it_and_a_tiny_one_nothing_at_all() -> None:
+    lengths = LengthReport()
+    lengths.add([ending(3)] * 9)
+    assert lengths.report([]) is None
+    lengths.add([ending(3)])
+    assert str(lengths.report([])).endswith("abandoned 0% 0% 0% 0% 0% 0% 0% 0% 0% 0%")
+
+
+def test_samples_of_one_length_are_shared_out_over_tenths() -> None:
+    tenths = by_tenth({5: Counter(trained=12, abandoned=3), 6: Counter(trained=5)})
+    assert [longest for longest, _ in tenths] == [5] * 7 + [6] * 3
+    assert tenths[0][1] == pytest.approx({"trained": 0.8, "dropped": 0.0, "abandoned": 0.2})
+    assert tenths[7][1] == pytest.approx({"trained": 0.9, "dropped": 0.0, "abandoned": 0.1})
+    assert sum(shares["abandoned"] for _, shares in tenths) == pytest.approx(3 / 2)

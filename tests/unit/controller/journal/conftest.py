@@ -6,18 +6,18 @@ from hashlib import sha256
 
 import pytest
 
-from asyncrl.controller.journal.journal_records import (
+from asyncrl.controller.journal.ledger import (
     AttemptStarted,
     Drawn,
     Dropped,
     Generated,
     InFlight,
+    Ledger,
     Record,
     Scored,
     Trained,
 )
-from asyncrl.controller.journal.journal_store import MemoryStore
-from asyncrl.controller.journal.ledger import Ledger
+from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed
 

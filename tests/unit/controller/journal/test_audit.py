@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.controller.journal.audit import AuditReport, audit, audit_store
+from asyncrl.controller.journal.audit import Audit, audit
 from asyncrl.controller.journal.checkpoints import commit
-from asyncrl.controller.journal.journal_records import AttemptStarted, Drawn, InFlight, Record, Scan, Trained, encode
-from asyncrl.controller.journal.journal_store import FileStore, MemoryStore
-from asyncrl.controller.journal.ledger import Journal
+from asyncrl.controller.journal.journal import Journal, Scan, encode
+from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, InFlight, Record, Trained
+from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
 from asyncrl.errors import ConfigError
 
 WAYS, LISTS, CHAINS = range(3)
@@ -33,16 +33,16 @@ async def recorded(run: Any, trainer: Any, store: Any) -> Journal:
     return journal
 
 
-async def audited(run: Any, trainer: Any, change: Change) -> AuditReport:
+async def audited(run: Any, trainer: Any, change: Change) -> Audit:
     """The audit of a run whose records were changed afterwards; checkpoints, made of other bytes, are taken away."""
     store, forged = MemoryStore(), MemoryStore()
     await recorded(run, trainer, store)
-    for record in change([framed.record for framed in Scan(store.read, store.size)]):
+    for record in change([framed.record for framed in Scan(store)]):
         forged.append(encode(record))
-    return audit_store(forged)
+    return Audit(forged)
 
 
-def failing(report: AuditReport) -> list[int]:
+def failing(report: Audit) -> list[int]:
     return [index for index, witness in enumerate(report.witnesses) if witness.failures]
 
 
@@ -54,10 +54,11 @@ async def test_an_honest_run_holds(run: Any, trainer: Any) -> None:
     store = MemoryStore()
     journal = await recorded(run, trainer, store)
     journal.resume(1, journal.offset)
-    report = audit_store(store)
+    report = Audit(store)
     assert report.ok
-    assert (report.version, report.incarnation) == (3, 1)
-    assert report.drawn == report.trained + sum(report.dropped.values()) + report.in_flight
+    ledger = report.ledger
+    assert (ledger.version, ledger.incarnation) == (3, 1)
+    assert ledger.drawn == ledger.trained + sum(ledger.dropped.values()) + ledger.samples_in_flight
     assert all(witness.checked > 3 for witness in report.witnesses)
     assert str(report).endswith("the audit holds")
 
@@ -123,7 +124,7 @@ async def test_a_manifest_that_lies_about_the_trainer_is_seen(run: Any, trainer:
     await recorded(run, trainer, store)
     fields = json.loads(store.get("2", "manifest.json"))
     store.put("2", "manifest.json", json.dumps(fields | {"chain": "cd" * 32}).encode())
-    report = audit_store(store)
+    report = Audit(store)
     assert failing(report) == [CHAINS]
     assert report.witnesses[CHAINS].failures[0].startswith("checkpoint 2: the trainer's chain is cdcdcdcd")
 
@@ -133,17 +134,17 @@ async def test_a_journal_changed_under_its_checkpoints_is_seen(run: Any, trainer
     await recorded(run, trainer, store)
     fields = json.loads(store.get("1", "manifest.json"))
     store.put("1", "manifest.json", json.dumps(fields | {"crc": 0}).encode())
-    assert failing(audit_store(store)) == [WAYS]
+    assert failing(Audit(store)) == [WAYS]
 
 
 async def test_damage_inside_fails_and_a_torn_tail_is_a_note(run: Any, trainer: Any) -> None:
     store = MemoryStore()
     journal = await recorded(run, trainer, store)
-    report = audit_store(store.after_power_cut(journal.offset - 3))
+    report = Audit(store.after_power_cut(journal.offset - 3))
     assert report.ok
     assert "unfinished record" in report.notes[0]
     store._journal[journal.offset // 2] ^= 1
-    report = audit_store(store)
+    report = Audit(store)
     assert any("a damaged record" in failure for failure in report.witnesses[WAYS].failures)
 
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl.controller.journal import checkpoints
-from asyncrl.controller.journal.audit import audit_store
-from asyncrl.controller.journal.checkpoints import FAULT_POINTS, commit, newest_good, plan_resume, resume, versions
-from asyncrl.controller.journal.journal_records import CheckpointMade, Scan, Trained
-from asyncrl.controller.journal.journal_store import FileStore, MemoryStore
-from asyncrl.controller.journal.ledger import Journal
-from asyncrl.controller.journal.run_lock import run_lock
+from asyncrl.controller.gate.group_state import IN_FLIGHT
+from asyncrl.controller.journal.audit import Audit
+from asyncrl.controller.journal.checkpoints import FAULT_POINTS, commit, plan_resume, resume, versions
+from asyncrl.controller.journal.journal import Journal, Scan
+from asyncrl.controller.journal.ledger import CheckpointMade, Trained
+from asyncrl.controller.journal.run_storage import FileStore, MemoryStore, run_lock
 from asyncrl.errors import ConfigError, JournalError, RemoteError
 from asyncrl.protocols.messages import Checkpointed
 
@@ -30,7 +29,7 @@ class Saga:
         self.journal = Journal(self.store)
         self.trainer = trainer(self.store, lambda: self.journal.ledger)
 
-    async def checkpoint(self, keep: int = 2, fault: Any = checkpoints.no_fault) -> None:
+    async def checkpoint(self, keep: int = 2, fault: Any = lambda point: None) -> None:
         await commit(self.journal, self.trainer.write, keep, fault)
 
     def train(self, iterations: int = 1) -> None:
@@ -81,7 +80,7 @@ async def test_killed_at_any_point_a_run_goes_on(saga: Saga, point: str, power_c
     journal = resume(found, plan)
     assert (journal.ledger.incarnation, journal.ledger.version) == (1, plan.version)
     assert not [name for name in found.folders() if name.startswith("tmp-")]
-    assert audit_store(found).ok
+    assert Audit(found).ok
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), RemoteError("SafetensorError", "full", "training", 0, "")])
@@ -109,8 +108,7 @@ async def test_what_was_recorded_after_a_checkpoint_is_void(saga: Saga) -> None:
     plan = plan_resume(saga.store.after_death())
     assert plan is not None
     assert (plan.incarnation, plan.version, plan.next_group) == (1, 1, drawn)
-    assert tuple((group.id, group.running) for group in plan.groups) == flying
-    assert all(group.attempt > 0 for group in plan.groups)
+    assert tuple((group.id, group.members(*IN_FLIGHT)) for group in plan.groups) == flying
 
 
 async def test_records_that_come_while_the_trainer_writes_lie_behind_the_checkpoint(saga: Saga) -> None:
@@ -184,17 +182,17 @@ async def test_a_checkpoint_of_a_history_that_became_void_is_never_used(saga: Sa
     assert plan is not None
     resume(saga.store, plan)
     saga.store._folders["2"] = kept
-    found = newest_good(saga.store)
+    found = plan_resume(saga.store)
     assert found is not None
-    assert found[0].version == 1
-    assert "taken up again from an earlier point" in found[2][0]
+    assert found.version == 1
+    assert "taken up again from an earlier point" in found.said[0]
 
 
 async def test_the_oldest_go_and_the_newest_stay(saga: Saga) -> None:
     await saga.with_checkpoints(4)
     assert versions(saga.store) == [3, 4]
     await saga.checkpoint(keep=1)
-    hints = [f.record for f in Scan(saga.store.read, saga.store.size) if isinstance(f.record, CheckpointMade)]
+    hints = [f.record for f in Scan(saga.store) if isinstance(f.record, CheckpointMade)]
     assert [hint.version for hint in hints] == [0, 1, 2, 3, 4], "a version is written once"
 
 
@@ -206,8 +204,8 @@ async def test_resumed_twice_from_one_checkpoint_the_incarnation_rises(saga: Sag
         assert plan is not None
         assert (plan.incarnation, plan.version) == (incarnation, 1)
         resume(store, plan)
-    assert audit_store(store).incarnation == 3
-    assert audit_store(store).ok
+    assert Audit(store).ledger.incarnation == 3
+    assert Audit(store).ok
 
 
 async def test_a_trainer_at_another_state_is_refused(saga: Saga) -> None:
@@ -228,7 +226,7 @@ async def test_on_disk_a_run_is_found_again(run: Any, trainer: Any, tmp_path: Pa
     saga = Saga(run, trainer, seed=4, store=store)
     await saga.with_checkpoints(2)
     saga.train()
-    trained = [f.record for f in Scan(store.read, store.size) if isinstance(f.record, Trained)]
+    trained = [f.record for f in Scan(store) if isinstance(f.record, Trained)]
     store.append(b"\0\0\1\0torn")
     store.close()
     again = FileStore(tmp_path)
@@ -238,7 +236,7 @@ async def test_on_disk_a_run_is_found_again(run: Any, trainer: Any, tmp_path: Pa
     journal = resume(again, plan)
     assert journal.torn == 8
     assert len(trained) == 3
-    assert (audit_store(again).ok, audit_store(again).version) == (True, 2)
+    assert (Audit(again).ok, Audit(again).ledger.version) == (True, 2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
     again.close()
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.controller.gate.group_state import Stage
-from asyncrl.controller.journal.journal_records import (
+from asyncrl.controller.journal.journal import Journal, replay
+from asyncrl.controller.journal.ledger import (
     AttemptStarted,
     CheckpointMade,
     Compared,
@@ -16,13 +17,13 @@ from asyncrl.controller.journal.journal_records import (
     Dropped,
     Generated,
     InFlight,
+    Ledger,
     Record,
     Resumed,
     Scored,
     Trained,
 )
-from asyncrl.controller.journal.journal_store import MemoryStore
-from asyncrl.controller.journal.ledger import Journal, Ledger, replay
+from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.errors import IllegalTransition, JournalError, TrainedTwice
 
 SEEDS = 500
@@ -111,7 +112,7 @@ def test_a_group_is_compared_once_and_a_resumed_run_knows_with_what() -> None:
     ledger = ledger_of([Drawn(0, 0, 2), Compared(0, 0.25), AttemptStarted(0, 1, (0, 1), "its worker died")])
     with pytest.raises(IllegalTransition, match="greedy answer had its reward before"):
         ledger.apply(Compared(0, 0.5))
-    assert [group.greedy for group in ledger.restored()] == [0.25]
+    assert [group.greedy for group in ledger.groups.values()] == [0.25]
 
 
 def test_memory_holds_groups_in_flight_only(run: Any) -> None:
@@ -287,10 +288,11 @@ def test_resuming_voids_what_follows_and_begins_new_attempts(run: Any) -> None:
     flying, version, drawn = before.in_flight(), before.version, before.next_group
     for record in history.records[25:]:
         journal.append(record)
-    groups = journal.resume(incarnation=1, offset=offset)
-    assert tuple((group.id, group.running) for group in groups) == flying == journal.ledger.in_flight()
+    attempts = {group.id: group.attempt for group in replay(journal.store, offset).groups.values()}
+    journal.resume(incarnation=1, offset=offset)
+    assert flying == journal.ledger.in_flight()
     assert (journal.ledger.version, journal.ledger.incarnation, journal.ledger.next_group) == (version, 1, drawn)
-    assert all(journal.ledger.groups[group.id].attempt == group.attempt > 0 for group in groups)
+    assert attempts == {group.id: group.attempt - 1 for group in journal.ledger.groups.values()}
     journal.append(Drawn(drawn, version, 3))
     again = replay(journal.store)
     assert (again.in_flight(), again.next_group, again.incarnation) == (journal.ledger.in_flight(), drawn + 1, 1)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.controller.gate.staleness_report import StepStaleness
 from asyncrl.controller.observers import recorder as recorder_module
 from asyncrl.controller.observers.events import SampleScored, SamplesDropped, StepDone
-from asyncrl.controller.observers.recorder import Recorder, StepLine
+from asyncrl.controller.observers.recorder import Recorder
 from asyncrl.errors import FleetFailed
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
@@ -26,7 +25,7 @@ async def poll_health() -> list[Health]:
 
 
 def recorder_of(fleet: Any, folder: Path) -> Recorder:
-    return Recorder(RunDirectory(folder), fleet, poll_health, 0, 0, lambda line: None, lambda step, numbers: None)
+    return Recorder(RunDirectory(folder), fleet, poll_health, 0, 0, lambda metrics, sample: None)
 
 
 def scored(member: int, attempt: int) -> SampleScored:
@@ -67,16 +66,16 @@ async def test_where_a_critic_judges_tokens_a_sample_has_no_advantage(
 
 async def test_what_a_step_that_trained_nothing_told_is_told_again_by_the_next_try(tmp_path: Path) -> None:
     service: Any = SimpleNamespace()
-    told: list[StepLine] = []
+    told: list[Any] = []
     fleet = Fleet(service, service, service)
-    recorder = Recorder(RunDirectory(tmp_path), fleet, poll_health, 0, 0, told.append, lambda step, numbers: None)
+    recorder = Recorder(RunDirectory(tmp_path), fleet, poll_health, 0, 0, lambda metrics, sample: told.append(metrics))
     recorder._dropped["not finite"] += 3
     for skipped, version in (("not finite", 5), ("", 6), ("", 7)):
         report = StepReport(0, version, 0 if skipped else 1, skipped, "00", {}, (), None)
-        await recorder._step(StepDone(Cuts(0, 5, BatchRef(()), 0, 0), report, StepStaleness((), (), 0, ()), 0.0, 1.0))
-    assert [line.metrics["step"] for line in told] == [6, 6, 7]
-    assert [line.metrics.get("data/dropped/not finite") for line in told] == [3, 3, None]
-    assert [line.metrics.get("skipped/not finite") for line in told] == [1, None, None]
+        await recorder._step(StepDone(Cuts(0, 5, BatchRef(()), 0, 0), report, {}, 0.0, 1.0))
+    assert [line["step"] for line in told] == [6, 6, 7]
+    assert [line.get("data/dropped/not finite") for line in told] == [3, 3, None]
+    assert [line.get("skipped/not finite") for line in told] == [1, None, None]
     recorder.close()
 
 

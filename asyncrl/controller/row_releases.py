@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +15,7 @@ from asyncrl.protocols.contracts import Contract
 T = TypeVar("T")
 
 
+@dataclass
 class ReleaseQueue(Generic[T]):
     """Sends items of one kind to one service, all items of one moment in one call.
 
@@ -21,38 +23,35 @@ class ReleaseQueue(Generic[T]):
     acknowledged: called when some items were answered.
     """
 
-    def __init__(self, send: Callable[[list[T]], Awaitable[None]], acknowledged: Callable[[], None]) -> None:
-        self._send = send
-        self._acknowledged = acknowledged
+    send: Callable[[list[T]], Awaitable[None]]
+    acknowledged: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._waiting: list[T] = []
         self._sent: list[T] = []
         self._changed = asyncio.Event()
 
     @property
     def unacknowledged(self) -> int:
-        """Number of items that were not answered yet."""
         return len(self._waiting) + len(self._sent)
 
     def put(self, items: Iterable[T]) -> None:
-        """Adds items, to be sent soon and in this order."""
         self._waiting.extend(items)
         self._changed.set()
 
     async def run(self) -> None:
-        """Sends items until cancelled."""
         while True:
             await self._changed.wait()
             await self.flush()
 
     async def flush(self) -> None:
-        """Sends the items that wait now."""
         self._changed.clear()
         self._sent = self._waiting
         self._waiting = []
         if not self._sent:
             return
         try:
-            await self._send(self._sent)
+            await self.send(self._sent)
         except Retryable:
             pass  # The worker died, and its rows with it.
         except TimeoutError:
@@ -60,7 +59,7 @@ class ReleaseQueue(Generic[T]):
             self._changed.set()
         finally:
             self._sent = []
-        self._acknowledged()
+        self.acknowledged()
 
 
 class RowReleases:
@@ -73,15 +72,14 @@ class RowReleases:
         self._fleet = fleet
         self._oldest = oldest
         makers = (fleet.generation, fleet.reference, fleet.critic, fleet.cost_critic)
-        holders = [each for each in makers if each is not None]
-        self._releases = [ReleaseQueue[SampleName](partial(self._release, holder), acknowledged) for holder in holders]
+        self._releases = [ReleaseQueue(partial(self._release, maker), acknowledged) for maker in filter(None, makers)]
         self._idle = ReleaseQueue[str](self._send_idle_reason, acknowledged=lambda: None)
         self._idle_reason = "starved"
         self._queues: tuple[ReleaseQueue[Any], ...] = (*self._releases, self._idle)
 
     @property
     def unreleased(self) -> int:
-        """Number of samples whose rows some service may still hold, because it has not acknowledged their release."""
+        """Number of samples whose rows some service may still hold."""
         return max(queue.unacknowledged for queue in self._releases)
 
     def release(self, samples: Iterable[SampleName]) -> None:
@@ -95,11 +93,9 @@ class RowReleases:
         self._idle.put([reason])
 
     async def run(self) -> None:
-        """Sends what is queued until cancelled."""
         await gather(*(queue.run() for queue in self._queues))
 
     async def flush(self) -> None:
-        """Sends what is queued now."""
         await gather(*(queue.flush() for queue in self._queues))
 
     async def _release(self, holder: Contract, samples: list[SampleName]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from asyncrl.controller.side_calls.row_release import RowReleases
+from asyncrl.controller.row_releases import RowReleases
 from asyncrl.errors import DeadlineExceeded, PeerLost
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import SampleName

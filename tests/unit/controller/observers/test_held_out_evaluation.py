@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.controller.observers.evaluation import (
+from asyncrl.controller.observers.held_out_evaluation import (
     Evaluation,
     EvaluationSchedule,
-    EvaluationTimeouts,
     copy_weights,
     summary,
 )
@@ -74,7 +73,8 @@ def taken_over(training_busy: float, back: float) -> Training:
             await copy_weights(
                 Fleet(UNUSED, UNUSED, training, None, evaluation),
                 Published(0, 0, "a", 0, ""),
-                EvaluationTimeouts(PATIENCE, 3000.0),
+                PATIENCE,
+                3000.0,
             )
         finally:
             working.cancel()
@@ -124,7 +124,8 @@ def scheduled(fleet_back: float, evaluated: Any, told: list[tuple[int, str]], do
     return EvaluationSchedule(
         fleet,
         evaluated,
-        EvaluationTimeouts(PATIENCE, 100.0),
+        PATIENCE,
+        100.0,
         lambda found: done.append(found.version),
         lambda version, why: told.append((version, why)),
     )
@@ -140,7 +141,7 @@ def test_a_version_that_another_one_replaces_is_told_with_that_one() -> None:
         for version in (0, 0, 3):
             schedule.ask(published(version))
         may_answer.set()
-        schedule._fleet.training.leases.end_write(3)  # type: ignore[attr-defined]
+        schedule.fleet.training.leases.end_write(3)  # type: ignore[attr-defined]
         await schedule.finish(published(3))
 
     virtual_loop.run(main())

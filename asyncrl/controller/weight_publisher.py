@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from asyncrl.controller.observers.events import Observe, WeightsHandedOver, WeightsOverdue
+from asyncrl.controller.observers.events import Observe, WeightsHandedOver
 from asyncrl.errors import Refused, Retryable
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.messages import Published, Using
@@ -13,6 +13,7 @@ NO_VERSION = -1
 """Version of a reader that has taken over no weights yet."""
 
 
+@dataclass
 class WeightPublisher:
     """Hands the newest version to every reader, each in a task of its own, and reports to the trainer what each reads.
 
@@ -22,11 +23,12 @@ class WeightPublisher:
     no weights to sample with, so `kill` is called with it.
     """
 
-    def __init__(self, fleet: Fleet, deadline: float, observe: Observe, kill: Callable[[str], None]) -> None:
-        self._fleet = fleet
-        self._deadline = deadline
-        self._observe = observe
-        self._kill = kill
+    fleet: Fleet
+    deadline: float
+    observe: Observe
+    kill: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._newest: Published | None = None
         self._changed = asyncio.Event()
         self._reading: dict[str, int] = {}
@@ -37,16 +39,12 @@ class WeightPublisher:
         self._reading[reader] = NO_VERSION
 
     def announce(self, published: Published) -> None:
-        """Hands this version over, also when it is the same again because a reader joined that does not have it.
-
-        A version older than the newest one announced was overtaken on its way here.
-        """
-        if self._newest is None or self._newest.version <= published.version:
+        """Hands this version over, also when it is the same again because a reader joined that does not have it."""
+        if self._newest is None or self._newest.version <= published.version:  # An older one was overtaken on its way.
             self._newest = published
         self._changed.set()
 
     def forget(self, reader: str) -> None:
-        """Removes a reader that died."""
         self._reading.pop(reader, None)
         if (handover := self._handovers.pop(reader, None)) is not None:
             handover.cancel()
@@ -63,7 +61,6 @@ class WeightPublisher:
                         self._handovers[reader] = tasks.create_task(self._keep_up(reader), name=f"weights to {reader}")
 
     async def _keep_up(self, reader: str) -> None:
-        """Hands over versions until the reader was called with the newest one."""
         called_with = NO_VERSION
         while reader in self._reading and self._newest is not None and called_with < self._newest.version:
             called_with = self._newest.version
@@ -77,7 +74,7 @@ class WeightPublisher:
                 await self._attach(reader, published)
             using = await self._use_weights(reader, published)
             if using is None:
-                return self._overdue(reader, published, asyncio.get_running_loop().time() - began)
+                return self._overdue(reader)
             if reader not in using.readers:
                 return  # The reader keeps the version that it reads.
             await self._relay(reader, using)
@@ -86,28 +83,26 @@ class WeightPublisher:
         except Refused:
             return  # Overwritten before a late joiner was attached; the newer version is announced already.
         seconds = asyncio.get_running_loop().time() - began
-        self._observe(WeightsHandedOver(using.version, reader, seconds, using.canary))
+        self.observe(WeightsHandedOver(using.version, reader, seconds, using.canary))
 
     async def _attach(self, reader: str, published: Published) -> None:
         """Leases this version to the reader, so that the trainer does not overwrite it."""
-        await self._fleet.training.using(reader, published.version)
+        await self.fleet.training.using(reader, published.version)
 
     async def _use_weights(self, reader: str, published: Published) -> Using | None:
         """Calls the replica of the reader, for another one may hang; returns None without an answer in time."""
-        replica = self._fleet.generation.replica_of(reader)
+        replica = self.fleet.generation.replica_of(reader)
         try:
-            async with asyncio.timeout(self._deadline):
+            async with asyncio.timeout(self.deadline):
                 return await replica.use_weights(replace(published, readers=(reader,)))
         except TimeoutError:
             return None
 
     async def _relay(self, reader: str, using: Using) -> None:
-        """Reports to the trainer which version the reader uses now."""
         self._reading[reader] = using.version
-        await self._fleet.training.using(reader, using.version)
+        await self.fleet.training.using(reader, using.version)
 
-    def _overdue(self, reader: str, published: Published, seconds: float) -> None:
+    def _overdue(self, reader: str) -> None:
         """Gives up on a reader; it keeps its lease until its process is gone."""
         del self._reading[reader]
-        self._observe(WeightsOverdue(published.version, reader, seconds))
-        self._kill(reader)
+        self.kill(reader)

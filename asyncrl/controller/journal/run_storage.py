@@ -1,10 +1,15 @@
-"""Stores journal and checkpoints: in a folder, or in memory that can lose writes as a power cut does."""
+"""Stores the bytes of a run, which are its journal and its checkpoints: in a run directory, or in memory."""
 
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Protocol, Self
+
+from asyncrl.errors import ConfigError
 
 
 class Store(Protocol):
@@ -13,49 +18,38 @@ class Store(Protocol):
     @property
     def size(self) -> int:
         """Returns the number of bytes in the journal."""
-        ...
 
     def append(self, data: bytes) -> None:
         """Appends to the journal; the bytes survive the death of this process."""
-        ...
 
     def sync(self) -> None:
         """Makes what was appended survive a power cut."""
-        ...
 
     def read(self, offset: int, size: int) -> bytes:
         """Returns at most `size` bytes of the journal."""
-        ...
 
     def truncate(self, size: int) -> None: ...
 
     def folders(self) -> list[str]:
         """Returns the names of the checkpoint folders, sorted."""
-        ...
 
     def path(self, folder: str) -> str:
         """Returns the path of a folder, for other processes."""
-        ...
 
     def create(self, folder: str) -> None:
         """Makes an empty folder, in place of one with this name."""
-        ...
 
     def put(self, folder: str, file: str, data: bytes) -> None:
         """Writes a file of a folder; it survives a power cut once the folder was renamed."""
-        ...
 
     def get(self, folder: str, file: str) -> bytes:
         """Reads a file of a folder. Raises FileNotFoundError."""
-        ...
 
     def digest(self, folder: str, file: str) -> str:
         """Returns the SHA-256 of a file in hex. Raises FileNotFoundError."""
-        ...
 
     def rename(self, folder: str, name: str) -> None:
         """Renames a folder atomically: after a power cut the whole folder has the name, or no folder has it."""
-        ...
 
     def remove(self, folder: str) -> None: ...
 
@@ -137,6 +131,25 @@ def _sync_directory(path: Path) -> None:
         os.close(directory)
 
 
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Holds `run.lock`, so that one process works in a run directory. Raises ConfigError when another process does."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / "run.lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            raise ConfigError(
+                f"{run_dir} is in use by process {holder}; wait for it, end it, or choose another --run-dir"
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
 class MemoryStore:
     """Stores both in memory.
 
@@ -146,7 +159,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._journal = bytearray()
-        self._synced = 0
+        self.synced = 0
         self._frozen = False
         self._folders: dict[str, dict[str, bytes]] = {}
 
@@ -160,14 +173,10 @@ class MemoryStore:
     def after_power_cut(self, kept: int = 0, tail: bytes = b"") -> Self:
         """Returns the store with the journal up to its last sync, at least `kept` bytes, then a torn `tail`."""
         found = type(self)()
-        found._journal = self._journal[: max(self._synced, kept)] + tail
-        found._synced = len(found._journal)
+        found._journal = self._journal[: max(self.synced, kept)] + tail
+        found.synced = len(found._journal)
         found._folders = {name: dict(files) for name, files in self._folders.items()}
         return found
-
-    @property
-    def synced(self) -> int:
-        return self._synced
 
     @property
     def size(self) -> int:
@@ -179,7 +188,7 @@ class MemoryStore:
 
     def sync(self) -> None:
         if not self._frozen:
-            self._synced = len(self._journal)
+            self.synced = len(self._journal)
 
     def read(self, offset: int, size: int) -> bytes:
         return bytes(self._journal[offset : offset + size])
@@ -187,7 +196,7 @@ class MemoryStore:
     def truncate(self, size: int) -> None:
         if not self._frozen:
             del self._journal[size:]
-            self._synced = min(self._synced, size)
+            self.synced = min(self.synced, size)
 
     def folders(self) -> list[str]:
         return sorted(self._folders)

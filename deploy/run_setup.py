@@ -20,11 +20,10 @@ from asyncrl.config.toml_writer import dump
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import ResumePlan, plan_resume, resume, versions
-from asyncrl.controller.journal.journal_records import Trained
-from asyncrl.controller.journal.journal_store import FileStore
-from asyncrl.controller.journal.ledger import Journal, surviving
-from asyncrl.controller.journal.run_lock import run_lock
-from asyncrl.controller.session import Questions, RunState, Session
+from asyncrl.controller.journal.journal import Journal, surviving
+from asyncrl.controller.journal.ledger import Trained
+from asyncrl.controller.journal.run_storage import FileStore, run_lock
+from asyncrl.controller.training_run import Questions, RunState, TrainingRun
 from asyncrl.deploy.checks.resource_limits import allow_descriptors, exhausted
 from asyncrl.deploy.preflight import model_problems, preflight
 from asyncrl.deploy.process.fork_client import Forks, forks_of
@@ -161,8 +160,8 @@ async def _train(
         async with _fleet(replace(request, forks=forks), questions, facts, signals, scorers) as running:
             rollback.begun = True
             with gc_frozen():
-                session = Session(config, state, questions, algorithm, advantages, running, request.display, signals)
-                await session.run()
+                run = TrainingRun(config, state, questions, algorithm, advantages, running, request.display, signals)
+                await run.run()
 
 
 # ---- the state that a run starts from --------------------------------------------------------------------

@@ -8,10 +8,10 @@ from asyncrl.algorithms import grpo
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.controller import Controller, Schedule
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.controller.journal.journal_records import Scan, Trained
-from asyncrl.controller.journal.journal_store import MemoryStore
-from asyncrl.controller.journal.ledger import Journal
-from asyncrl.controller.observers.events import Event, PrefetchFailed
+from asyncrl.controller.journal.journal import Journal, Scan
+from asyncrl.controller.journal.ledger import Trained
+from asyncrl.controller.journal.run_storage import MemoryStore
+from asyncrl.controller.observers.events import Event, Warned
 from asyncrl.controller.rollouts import Sampling
 from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.fleet.fleet import Fleet
@@ -25,6 +25,7 @@ from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 CONFIG = GateConfig(groups=2, members=4, limit=2, policy="mask", slots=16, cut_at=2)
 STEPS = 6
+WARNING = "the trainer could not prefetch rows, and reads them in its steps now: "
 
 
 class Plain(FakeTraining):
@@ -55,6 +56,10 @@ class Hanging(Plain):
         raise DeadlineExceeded("training0.0[0] did not answer prefetch within 60 s")
 
 
+async def nothing(version: int) -> None:
+    return
+
+
 def play(kind: type[Plain]) -> tuple[Plain, list[Trained], list[Event]]:
     """A run with this trainer: the trainer, what the journal says was trained, all events."""
     store, events = MemoryStore(), list[Event]()
@@ -70,6 +75,7 @@ def play(kind: type[Plain]) -> tuple[Plain, list[Trained], list[Event]]:
             Sampling(1.0, 20, 600.0, seed=0, incarnation=0),
             group_baseline,
             Schedule(STEPS),
+            between=nothing,
             observe=events.append,
         )
         controller.worker_lives("generation", generation.instance)
@@ -78,7 +84,7 @@ def play(kind: type[Plain]) -> tuple[Plain, list[Trained], list[Event]]:
         return trainer
 
     trainer = virtual_loop.run(main())
-    records = [framed.record for framed in Scan(store.read, store.size)]
+    records = [framed.record for framed in Scan(store)]
     return trainer, [record for record in records if isinstance(record, Trained)], events
 
 
@@ -94,5 +100,5 @@ def test_a_prefetch_that_fails_never_ends_the_run(kind: type[Plain], asked: int)
     trainer, trained, events = play(kind)
     assert trained == play(Plain)[1]
     assert len(trainer.asked) in (asked, asked + (kind is Hanging))
-    failed = [event.reason for event in events if isinstance(event, PrefetchFailed)]
-    assert failed == (["rows larger than what was declared"] if kind is Broken else [])
+    failed = [event.text for event in events if isinstance(event, Warned)]
+    assert failed == ([WARNING + "rows larger than what was declared"] if kind is Broken else [])

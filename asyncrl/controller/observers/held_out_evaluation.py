@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.concurrency import gather
 from asyncrl.config.schema import Config
+from asyncrl.controller.observers.events import Prompt
 from asyncrl.errors import Refused, Retryable, WeightsError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
@@ -19,7 +20,9 @@ from asyncrl.protocols.seeds import group_seed
 READER = "evaluation"
 """Name of the reader that leases a version from the trainer while it is copied out."""
 
-Question = tuple[str | list[dict[str, Any]], dict[str, Any]]
+Known = list[float | None]
+"""Rewards or costs of a prompt's samples; None for samples without one."""
+Question = tuple[Prompt, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,54 +42,46 @@ class Evaluation:
     seconds: float
 
 
-Known = list[float | None]
-"""Rewards or costs of a prompt's samples; None for samples without one."""
-
-
+@dataclass
 class Evaluator:
     """Samples all held-out prompts with one version and scores them. cost: the cost service, in a run with costs.
 
     Groups have negative ids, which groups of training never have.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        reward: Reward,
-        questions: Sequence[Question],
-        config: Config,
-        cost: Reward | None = None,
-    ) -> None:
-        self._generation = generation
-        self._questions = questions
-        self._config = config
-        self._scorers = [reward] if cost is None else [reward, cost]
+    generation: Generation
+    reward: Reward
+    questions: Sequence[Question]
+    config: Config
+    cost: Reward | None = None
+
+    def __post_init__(self) -> None:
+        self._scorers = [self.reward] if self.cost is None else [self.reward, self.cost]
         # At most as many groups as the engine has slots for: more would only wait in its queue.
-        self._places = asyncio.Semaphore(max(1, config.generation.slots // config.evaluate.samples))
+        self._places = asyncio.Semaphore(max(1, self.config.generation.slots // self.config.evaluate.samples))
 
     async def evaluate(self, version: int, incarnation: int) -> Evaluation:
         """Evaluates one version. Raises errors of reward and cost, and Retryable when a worker died meanwhile."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        found = await gather(*(self._ask(index, version, incarnation) for index in range(len(self._questions))))
+        found = await gather(*(self._ask(index, version, incarnation) for index in range(len(self.questions))))
         rewards, *costs = zip(*found, strict=True)
         return summary(version, rewards, costs[0] if costs else None, loop.time() - began)
 
     async def _ask(self, index: int, version: int, incarnation: int) -> list[Known]:
-        """Samples one prompt; returns the values of its samples by each scorer."""
         async with self._places:
-            prompts, row = self._group(index, version, incarnation)
-            samples = BatchRef.join([finished async for finished in self._generation.generate(prompts)])
+            prompt, row = self.questions[index]
+            prompts = self._request(prompt, -1 - index, version, incarnation)
+            samples = BatchRef.join([finished async for finished in self.generation.generate(prompts)])
             try:
                 scored = await gather(*(scorer.score(samples, row) for scorer in self._scorers))
                 return [[score.reward for score in scores] for scores in scored]
             finally:
-                await self._generation.release([sample.name for sample in samples], oldest=0)
+                await self.generation.release([sample.name for sample in samples], oldest=0)
 
-    def _group(self, index: int, version: int, incarnation: int) -> tuple[PromptGroup, dict[str, Any]]:
-        prompt, row = self._questions[index]
-        config, group = self._config, -1 - index
-        prompts = PromptGroup(
+    def _request(self, prompt: Prompt, group: int, version: int, incarnation: int) -> PromptGroup:
+        config = self.config
+        return PromptGroup(
             id=group,
             attempt=version,
             incarnation=incarnation,
@@ -98,7 +93,6 @@ class Evaluator:
             max_new_tokens=config.generation.max_new_tokens,
             deadline=config.generation.deadline,
         )
-        return prompts, row
 
 
 def summary(version: int, rewards: Sequence[Known], costs: Sequence[Known] | None, seconds: float) -> Evaluation:
@@ -115,24 +109,10 @@ def _means(prompts: Sequence[Known]) -> list[float]:
     return [fmean(known) for each in prompts if (known := [one for one in each if one is not None])]
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationTimeouts:
-    """Timeouts in seconds.
-
-    lease: of one lease of a version; between leases the trainer may write. deadline: until a version is given up;
-    longer than the restart of a worker takes.
-    """
-
-    lease: float
-    deadline: float
-
-    @classmethod
-    def of(cls, config: Config) -> "EvaluationTimeouts":
-        return cls(config.staleness.publish_deadline, config.fleet.start_deadline + config.fleet.call_deadline)
-
-
-async def copy_weights(fleet: Fleet, published: Published, timeouts: EvaluationTimeouts) -> None:
+async def copy_weights(fleet: Fleet, published: Published, lease: float, deadline: float) -> None:
     """Lets the evaluation service copy out a version, leased meanwhile so that the trainer cannot overwrite it.
+
+    lease: seconds of one lease; between leases the trainer may write. deadline: seconds until the version is given up.
 
     Raises:
         Refused: the version was overwritten.
@@ -140,11 +120,11 @@ async def copy_weights(fleet: Fleet, published: Published, timeouts: EvaluationT
     """
     assert fleet.evaluation is not None
     loop = asyncio.get_running_loop()
-    until = loop.time() + timeouts.deadline
+    until = loop.time() + deadline
     while loop.time() < until:
         await fleet.training.using(READER, published.version)
         try:
-            async with asyncio.timeout(timeouts.lease):
+            async with asyncio.timeout(lease):
                 await fleet.evaluation.use_weights(published)
             return
         except TimeoutError:
@@ -152,30 +132,27 @@ async def copy_weights(fleet: Fleet, published: Published, timeouts: EvaluationT
         finally:
             await fleet.training.detached(READER)
     raise WeightsError(
-        f"weights of version {published.version} could not be copied within {timeouts.deadline:g} s, in tries of "
-        f"{timeouts.lease:g} s: raise staleness.publish_deadline when a copy takes longer, or read the worker's log"
+        f"weights of version {published.version} could not be copied within {deadline:g} s, in tries of "
+        f"{lease:g} s: raise staleness.publish_deadline when a copy takes longer, or read the worker's log"
     )
 
 
+@dataclass
 class EvaluationSchedule:
     """Evaluates versions on request, one at a time, beside training. At most one waits: a newer one replaces it.
 
-    done: called with each evaluation. skipped: called with each version that is not evaluated, and the reason.
+    lease, deadline: as for `copy_weights`. done: called with each evaluation. skipped: called with each version that is
+    not evaluated, and the reason.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        evaluator: Evaluator,
-        timeouts: EvaluationTimeouts,
-        done: Callable[[Evaluation], None],
-        skipped: Callable[[int, str], None],
-    ) -> None:
-        self._fleet = fleet
-        self._evaluator = evaluator
-        self._timeouts = timeouts
-        self._done = done
-        self._skipped = skipped
+    fleet: Fleet
+    evaluator: Evaluator
+    lease: float
+    deadline: float
+    done: Callable[[Evaluation], None]
+    skipped: Callable[[int, str], None]
+
+    def __post_init__(self) -> None:
         self._asked: Published | None = None
         self._changed = asyncio.Event()
         self._idle = asyncio.Lock()
@@ -184,18 +161,16 @@ class EvaluationSchedule:
     def ask(self, published: Published) -> None:
         """Requests the evaluation of this version after the running one."""
         if self._asked is not None and self._asked.version != published.version:
-            self._skipped(self._asked.version, f"version {published.version} came before its turn")
+            self.skipped(self._asked.version, f"version {published.version} came before its turn")
         self._asked = published
         self._changed.set()
 
     async def run(self) -> None:
-        """Evaluates the version that was requested last, until cancelled."""
         while True:
             await self._changed.wait()
             await self._next()
 
     async def finish(self, last: Published) -> None:
-        """Evaluates the requested version, if one waits, and the last version."""
         await self._next()
         self.ask(last)
         await self._next()
@@ -212,14 +187,14 @@ class EvaluationSchedule:
         """Evaluates a version; tries again once when a worker dies, and skips a version that was overwritten."""
         for attempt in range(2):
             try:
-                await copy_weights(self._fleet, published, self._timeouts)
-                self._done(await self._evaluator.evaluate(published.version, published.incarnation))
+                await copy_weights(self.fleet, published, self.lease, self.deadline)
+                self.done(await self.evaluator.evaluate(published.version, published.incarnation))
                 self._newest = published.version
                 return
             except (WeightsError, Refused) as error:
                 self._newest = published.version
-                self._skipped(published.version, str(error))
+                self.skipped(published.version, str(error))
                 return
             except Retryable as error:
                 if attempt:
-                    self._skipped(published.version, str(error))
+                    self.skipped(published.version, str(error))

@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.controller.journal.checkpoints import ResumePlan
-from asyncrl.controller.journal.journal_store import FileStore
-from asyncrl.deploy.training_run import (
+from asyncrl.controller.journal.run_storage import FileStore
+from asyncrl.deploy.run_setup import (
     LONGEST,
     RunRequest,
     facts_of,

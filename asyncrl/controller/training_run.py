@@ -1,38 +1,31 @@
-"""A session: one controller on one running fleet, with everything that observes it.
+"""A training run: one controller on one running fleet, with everything that observes it.
 
 Controller.run ──> events ──> Recorder, alarms, evaluation schedule, progress of the fleet
      └── between iterations: checkpoints
+workers ──> WorkerEvents ──> Controller
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from asyncrl.config.schema import Config
-from asyncrl.controller.alarms.algorithm_drops import AlgorithmDrops
-from asyncrl.controller.alarms.poisoned_groups import PoisonedGroups
-from asyncrl.controller.alarms.reward_failures import RewardFailures
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller, Schedule
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import ResumePlan, commit
-from asyncrl.controller.journal.journal_store import FileStore
-from asyncrl.controller.journal.ledger import Journal
-from asyncrl.controller.observers.evaluation import (
-    Evaluation,
-    EvaluationSchedule,
-    EvaluationTimeouts,
-    Evaluator,
-    Question,
-)
-from asyncrl.controller.observers.events import Event, GroupFinished, PoliciesApart, PrefetchFailed, StepDone
-from asyncrl.controller.observers.recorder import Recorder, StepLine
+from asyncrl.controller.journal.journal import Journal
+from asyncrl.controller.journal.run_storage import FileStore
+from asyncrl.controller.observers.alarms import AlgorithmDrops, PoisonedGroups, RewardFailures
+from asyncrl.controller.observers.events import Event, GroupFinished, StepDone, Warned
+from asyncrl.controller.observers.held_out_evaluation import Evaluation, EvaluationSchedule, Evaluator, Question
+from asyncrl.controller.observers.recorder import Recorder
 from asyncrl.controller.rollouts import Sampling
-from asyncrl.controller.worker_events import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed, root_cause
 from asyncrl.fleet.fleet import RunningFleet
+from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.tasks import Draw
@@ -56,7 +49,6 @@ class Questions:
     rows: int
 
     def where(self, group: int, seed: int) -> str:
-        """Names the row of a group in messages."""
         return f"{self.source}, row {drawn_row(seed, group, self.rows)}"
 
 
@@ -73,69 +65,93 @@ class RunState:
 
 
 class InterruptScope(Protocol):
-    """The part of interrupt handling that a session needs."""
+    """The part of interrupt handling that a training run needs."""
 
     def ending_in_order(self, end: Callable[[], None]) -> AbstractContextManager[None]:
         """Inside this scope the first interrupt calls `end`, and does not abandon the run."""
-        ...
 
     def abandon(self, why: str) -> None:
         """Cancels the run."""
-        ...
 
 
-class Session:
-    """Runs one controller on one running fleet, with recorder, alarms, evaluation and checkpoints.
+class WorkerEvents:
+    """Notifies the controller at once that a worker started or is lost; `follow` does what has to be awaited, in order.
 
-    Args:
-        config: of the run. state: where the run starts. questions: its prompts.
-        algorithm, advantages: what trains. running: the fleet. display: shows texts and steps to the user.
-        interrupts: end the run in order.
+    The queue is bounded by the deaths of workers, each of which is followed by a pause.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        state: RunState,
-        questions: Questions,
-        algorithm: Algorithm,
-        advantages: Advantages,
-        running: RunningFleet,
-        display: Display,
-        interrupts: InterruptScope,
-    ) -> None:
-        self._config = config
-        self._state = state
-        self._questions = questions
-        self._algorithm = algorithm
-        self._advantages = advantages
-        self._running = running
-        self._fleet = running.fleet
-        self._display = display
-        self._interrupts = interrupts
+    def __init__(self, running: RunningFleet, controller: Controller) -> None:
+        self._controller = controller
+        self._training = running.fleet.training
+        self._workers = running.workers
+        self._queue: asyncio.Queue[WorkerStarted | WorkerCleanedUp] = asyncio.Queue()
+        for service, workers in running.workers.items():
+            for worker in workers:
+                if worker.alive:
+                    controller.worker_lives(service, worker.instance)
+        running.subscribers.append(self._take)
+
+    def _take(self, event: FleetEvent) -> None:
+        match event:
+            case WorkerStarted(service, instance):
+                self._controller.worker_lives(service, instance)
+                self._queue.put_nowait(event)
+            case WorkerLost(service, instance, reason):
+                self._controller.worker_lost(instance, reason, self._workers[service].groups_at(instance))
+            case WorkerCleanedUp("generation"):
+                self._queue.put_nowait(event)
+
+    async def follow(self) -> None:
+        """Runs until cancelled. A generation worker reads no weights any more only once its process was waited for."""
+        while True:
+            match await self._queue.get():
+                case WorkerStarted(service):
+                    await self._controller.worker_started(service)
+                case WorkerCleanedUp(_, instance):
+                    await self._training.detached(instance)
+
+
+@dataclass
+class TrainingRun:
+    """Runs one controller on one running fleet, with recorder, alarms, evaluation and checkpoints.
+
+    state: where the run starts. algorithm, advantages: what trains. running: the fleet. display: shows texts and steps
+    to the user. interrupts: end the run in order.
+    """
+
+    config: Config
+    state: RunState
+    questions: Questions
+    algorithm: Algorithm
+    advantages: Advantages
+    running: RunningFleet
+    display: Display
+    interrupts: InterruptScope
+
+    def __post_init__(self) -> None:
+        self._fleet = self.running.fleet
+        self._recorder: Recorder
+        self._controller: Controller
         self._stopping = False
         self._abandon_timer: asyncio.TimerHandle | None = None
-        self._last_commit = state.plan.version if state.plan else -1
-        gate = state.gate
+        self._last_commit = self.state.plan.version if self.state.plan else -1
+        gate = self.state.gate
         # Twice what can be in flight: a row of failures that long contains all members of any good group.
         limit = 2 * gate.config.cap * gate.config.members
         self._alarms = (
-            RewardFailures(limit, display.say),
+            RewardFailures(limit, self.display.say),
             AlgorithmDrops(limit, gate.config.baseline, gate.version),
-            PoisonedGroups(display.say),
+            PoisonedGroups(self.display.say),
         )
-        self._evaluations = self._evaluation_schedule()
-        self._recorder: Recorder
-        self._controller: Controller
+        self._evaluations = self._evaluation_schedule() if self.questions.held_out else None
 
-    def _evaluation_schedule(self) -> EvaluationSchedule | None:
-        fleet, config = self._fleet, self._config
-        if not self._questions.held_out:
-            return None
+    def _evaluation_schedule(self) -> EvaluationSchedule:
+        fleet, config = self._fleet, self.config
         assert fleet.evaluation is not None, "a run with held-out prompts has this service"
-        evaluator = Evaluator(fleet.evaluation, fleet.reward, self._questions.held_out, config, fleet.cost)
-        timeouts = EvaluationTimeouts.of(config)
-        return EvaluationSchedule(fleet, evaluator, timeouts, self._evaluated, self._not_evaluated)
+        evaluator = Evaluator(fleet.evaluation, fleet.reward, self.questions.held_out, config, fleet.cost)
+        deadline = config.fleet.start_deadline + config.fleet.call_deadline  # Longer than a worker's restart takes.
+        lease = config.staleness.publish_deadline
+        return EvaluationSchedule(fleet, evaluator, lease, deadline, self._evaluated, self._not_evaluated)
 
     async def run(self) -> None:
         """Runs the controller to its end; makes the last checkpoint and the last evaluation.
@@ -144,73 +160,67 @@ class Session:
             FleetFailed: the trainer or a critic was lost, or did not answer in time.
             AsyncrlError: as `Controller.run`, and what the alarms raise.
         """
-        with self._open_recorder() as self._recorder:
+        with closing(self._open_recorder()) as self._recorder:
             self._controller = self._make_controller()
-            self._running.describe_algorithm = self._controller.describe_waits
+            self.running.describe_algorithm = self._controller.describe_waits
             try:
                 async with self._observers():
-                    with self._interrupts.ending_in_order(self._stop):
+                    with self.interrupts.ending_in_order(self._stop):
                         await self._train()
                         await self._finish()
             except DeadlineExceeded as late:  # Other workers are killed or called again, so the trainer or a critic is.
                 raise FleetFailed(str(late)) from late
 
     def _make_controller(self) -> Controller:
-        config, state, generation = self._config, self._state, self._config.generation
+        config, state = self.config, self.state
+        temperature, max_new_tokens = config.generation.temperature, config.generation.max_new_tokens
+        sampling = Sampling(temperature, max_new_tokens, config.generation.deadline, config.seed, state.incarnation)
         return Controller(
             state.gate,
             state.journal,
             self._fleet,
-            self._questions.training,
-            Sampling(
-                generation.temperature,
-                generation.max_new_tokens,
-                generation.deadline,
-                config.seed,
-                state.incarnation,
-            ),
-            self._advantages,
+            self.questions.training,
+            sampling,
+            self.advantages,
             Schedule.of(config),
             between=self._between,
             observe=self._observe,
             kill=self._kill_reader,
-            prompt_name=lambda group: self._questions.where(group, config.seed),
+            prompt_name=lambda group: self.questions.where(group, config.seed),
         )
-
-    # ---- training ----------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
         try:
-            await self._controller.run(self._algorithm)
+            await self._controller.run(self.algorithm)
         finally:
             if self._abandon_timer is not None:
                 self._abandon_timer.cancel()
 
     def _stop(self) -> None:
         """Lets the running iteration end, within STOP_TIMEOUT."""
-        self._display.say(
+        self.display.say(
             f"ending with a checkpoint, after the running iteration (at most {STOP_TIMEOUT:.0f} s); "
             "Ctrl-C once more abandons the wait"
         )
         self._stopping = True
         self._controller.stop()
         why = f"the running iteration did not end within {STOP_TIMEOUT:.0f} s of Ctrl-C"
-        self._abandon_timer = asyncio.get_running_loop().call_later(STOP_TIMEOUT, self._interrupts.abandon, why)
+        self._abandon_timer = asyncio.get_running_loop().call_later(STOP_TIMEOUT, self.interrupts.abandon, why)
 
     async def _between(self, version: int) -> None:
-        every = self._config.training.checkpoint_every
+        every = self.config.training.checkpoint_every
         if self._last_commit < 0 or (every and version - self._last_commit >= every):
             await self._commit(version)
 
     async def _commit(self, version: int) -> None:
         async def write(directory: str) -> Checkpointed:
-            made = await self._fleet.training.checkpoint(directory, self._state.incarnation, version)
+            made = await self._fleet.training.checkpoint(directory, self.state.incarnation, version)
             for critic in filter(None, (self._fleet.critic, self._fleet.cost_critic)):
-                learnt = await critic.checkpoint(directory, self._state.incarnation, version)
+                learnt = await critic.checkpoint(directory, self.state.incarnation, version)
                 made = replace(made, files={**made.files, **learnt.files})
             return made
 
-        await commit(self._state.journal, write, self._config.training.keep_checkpoints)
+        await commit(self.state.journal, write, self.config.training.keep_checkpoints)
         self._last_commit = version
 
     async def _finish(self) -> None:
@@ -220,42 +230,28 @@ class Session:
             await self._evaluations.finish(await self._fleet.training.published())
         await self._recorder.drain()
         staleness = self._controller.staleness
-        for text in (staleness.lengths.report(self._state.gate.samples()), staleness.advice()):
+        for text in (staleness.lengths.report(self.state.gate.samples()), staleness.advice()):
             if text:
-                self._display.say(text)
+                self.display.say(text)
 
-    # ---- observers ---------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _open_recorder(self) -> Iterator[Recorder]:
-        config, directory, display = self._config, self._state.directory, self._display
-        settings = config.model_dump(mode="json")
-        sinks = open_sinks(config.telemetry.sinks, directory.path, config.name, settings, display.say)
-
-        def send(step: int, metrics: Mapping[str, float]) -> None:
-            for sink in sinks:
-                sink.write(step, metrics)
-
-        def show(line: StepLine) -> None:
-            display.step(line.metrics, line.samples[0] if line.samples else None)
-
-        per_step = config.telemetry.samples_per_step
-        recorder = Recorder(
-            directory, self._fleet, self._running.health_poller.poll, per_step, self._state.incarnation, show, send
+    def _open_recorder(self) -> Recorder:
+        config, directory, settings = self.config, self.state.directory, self.config.model_dump(mode="json")
+        return Recorder(
+            directory,
+            self._fleet,
+            self.running.health_poller.poll,
+            config.telemetry.samples_per_step,
+            self.state.incarnation,
+            self.display.step,
+            open_sinks(config.telemetry.sinks, directory.path, config.name, settings, self.display.say),
         )
-        try:
-            yield recorder
-        finally:
-            recorder.close()
-            for sink in sinks:
-                sink.close()
 
     @asynccontextmanager
     async def _observers(self) -> AsyncIterator[None]:
         """Runs recorder, evaluation and worker events beside the controller."""
         beside = {
             "recorder": self._recorder.run(),
-            "worker events": WorkerEvents(self._running, self._controller).follow(),
+            "worker events": WorkerEvents(self.running, self._controller).follow(),
         }
         if self._evaluations is not None:
             self._evaluations.ask(await self._fleet.training.published())
@@ -274,29 +270,25 @@ class Session:
         for alarm in self._alarms:
             alarm.observe(event)
         match event:
-            case PoliciesApart(warning):
-                self._display.say(warning)
-            case PrefetchFailed(reason):
-                self._display.say(f"the trainer could not prefetch rows, and reads them in its steps now: {reason}")
+            case Warned(text):
+                self.display.say(text)
             case GroupFinished(poison=False):
-                self._running.progressed()
+                self.running.progressed()
             case StepDone(report=report) if report.published and self._evaluations is not None:
-                if report.version % self._config.evaluate.every == 0 and report.version < self._config.steps:
+                if report.version % self.config.evaluate.every == 0 and report.version < self.config.steps:
                     self._evaluations.ask(report.published)
-            case _:
-                pass
 
     def _not_evaluated(self, version: int, why: str) -> None:
-        self._display.say(f"version {version} is not evaluated: {why}")
+        self.display.say(f"version {version} is not evaluated: {why}")
 
     def _evaluated(self, evaluation: Evaluation) -> None:
         self._recorder.evaluated(evaluation)
         cost = "" if evaluation.cost is None else f", cost {evaluation.cost:.3f}"
-        self._display.say(
+        self.display.say(
             f"held out, version {evaluation.version}: reward {evaluation.mean:.3f} ± {evaluation.stderr:.3f}{cost} "
             f"over {evaluation.prompts} prompts"
         )
 
     def _kill_reader(self, reader: str) -> None:
-        self._display.say(f"{reader} did not take over new weights in time; it is killed and started again")
-        self._running.kill(reader)
+        self.display.say(f"{reader} did not take over new weights in time; it is killed and started again")
+        self.running.kill(reader)

@@ -1,1 +1,0 @@
-"""Alarms report trouble once, or end the run: mistakes of an algorithm, crashes, failed rewards, policy mismatch."""

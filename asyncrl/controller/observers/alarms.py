@@ -1,0 +1,209 @@
+"""Alarms report trouble once, or end the run: failed rewards, poison, drops, skipped steps, policy mismatch."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncrl.config.schema import MismatchConfig
+from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, GroupPoisoned, SampleScored, StepDone
+from asyncrl.errors import AlgorithmError, NonFiniteLoss, OnlyTruncated, PolicyMismatch, RewardError
+from asyncrl.protocols.batch import Cuts
+
+REPORTED = 5
+"""Poisoned groups that are reported one by one."""
+EXCERPT = 200
+"""Characters of a prompt that are shown."""
+NAMED = 3
+"""Reasons of drops that the error names; an algorithm may give a new reason for each sample."""
+SKIPPED_IN_A_ROW = 3
+"""Skipped steps in a row, all for one reason, that end the run: a rare batch causes one, the run's settings three."""
+POISON_ADVICE = (
+    "If its prompt is to blame, take it out of the task. If the reason is a call that was not answered in time, look "
+    "into the logs/ of the worker that is named, or raise fleet.call_deadline or generation.deadline"
+)
+STALE = "a smaller staleness.limit or training.learning_rate brings the policies together; see docs/corrections.md"
+FAULTY = (
+    "engine and trainer do not compute the same with the same weights: rounding, if model.dtype or training.precision "
+    "is bfloat16, else a fault; see docs/troubleshooting.md"
+)
+
+
+@dataclass(slots=True)
+class RewardFailures:
+    """Reports the first failed score of a run, and ends a run in which nothing can be scored.
+
+    limit: samples in a row without a reward that end the run. say: shows a text to the user.
+    """
+
+    limit: int
+    say: Callable[[str], None]
+    failed: int = 0
+    unscored: int = 0
+
+    def observe(self, event: Event) -> None:
+        """Raises RewardError when as many samples in a row as the limit have no reward."""
+        if not isinstance(event, SampleScored):
+            return
+        score = event.score
+        self.failed += bool(score.error)
+        if score.error and self.failed == 1:
+            logs = "logs/cost*.jsonl" if score.error.startswith("cost") else "logs/reward*.jsonl"
+            self.say(f"a reward failed, the run goes on; further failures are in {logs}:\n{score.error}")
+        self.unscored = self.unscored + 1 if score.reward is None else 0
+        if self.unscored >= self.limit:
+            raise RewardError(f"the last {self.unscored} samples could not be scored; the last one:\n{score.error}")
+
+
+@dataclass(slots=True)
+class PoisonedGroups:
+    """Reports the first poisoned groups one by one, with advice at the first, and then that the rest is only counted.
+
+    say: shows a text to the user.
+    """
+
+    say: Callable[[str], None]
+    total: int = 0
+
+    def observe(self, event: Event) -> None:
+        if not isinstance(event, GroupPoisoned):
+            return
+        self.total += 1
+        if self.total <= REPORTED:
+            prompt = repr(event.prompt)
+            excerpt = prompt if len(prompt) <= EXCERPT else f"{prompt[:EXCERPT]}..."
+            what = f"group {event.group} is given up as poison, its open samples will not train: {event.reason}"
+            advice = [POISON_ADVICE] if self.total == 1 else []
+            self.say("\n".join([what, f"  prompt: {excerpt}", *advice]))
+        elif self.total == REPORTED + 1:
+            self.say("further groups are given up as poison; they are counted as data/dropped/poison in metrics.jsonl")
+
+
+@dataclass(slots=True)
+class AlgorithmDrops:
+    """Ends a run whose algorithm drops samples without a step, and without a group that can train, in between.
+
+    limit: dropped samples in a row that end the run. baseline: ready samples that a group needs for its advantages.
+    version: the trainer's version, at first that of the beginning.
+    """
+
+    limit: int
+    baseline: int
+    version: int
+    reasons: Counter[str] = field(default_factory=Counter)
+    ready: Counter[int] = field(default_factory=Counter)
+
+    def observe(self, event: Event) -> None:
+        """Raises AlgorithmError when as many samples as the limit were dropped in a row."""
+        match event:
+            case DroppedByAlgorithm(members=members, reason=reason):
+                self.reasons[reason] += len(members)
+                if self.reasons.total() >= self.limit:
+                    raise AlgorithmError(self._message())
+            case SampleScored(sample=sample, score=score) if score.reward is not None:
+                self.ready[sample.group] += 1
+                if self.ready[sample.group] >= self.baseline:
+                    self._clear()
+            case StepDone(report=report):
+                self.version = report.version
+                self._clear()
+
+    def _clear(self) -> None:
+        self.reasons.clear()
+        self.ready.clear()
+
+    def _message(self) -> str:
+        reasons = ", ".join(repr(reason) for reason, _ in self.reasons.most_common(NAMED))
+        some = "some samples" if self.baseline == 1 else f"{self.baseline} samples or more"
+        return (
+            f"{self.reasons.total()} samples were dropped as {reasons} and none trained since step {self.version}: "
+            "what an algorithm hands to `control.drop` never trains, so hand "
+            f"{some} of some groups to `control.ready`"
+        )
+
+
+@dataclass(slots=True)
+class SkippedSteps:
+    """Ends a run whose steps are skipped again and again for one reason. samples: of the last skipped steps."""
+
+    reason: str = ""
+    samples: deque[list[tuple[int, int]]] = field(default_factory=lambda: deque(maxlen=SKIPPED_IN_A_ROW))
+
+    def check(self, cuts: Cuts, reason: str) -> None:
+        """Counts a step. reason: why the step was skipped; empty: it trained.
+
+        Raises:
+            OnlyTruncated, NonFiniteLoss: the last steps were all skipped for this reason.
+        """
+        if reason != self.reason:
+            self.samples.clear()
+        self.reason = reason
+        if reason:
+            self.samples.append([row.key for row in cuts.batch])
+        if len(self.samples) < SKIPPED_IN_A_ROW:
+            return
+        where = f"{SKIPPED_IN_A_ROW} steps in a row from version {cuts.version}"
+        if reason == "truncated":
+            raise OnlyTruncated(
+                f"{where} had no answer that came to its end, so algorithm.mask_truncated left nothing to train: write "
+                "a larger generation.max_new_tokens, or mask_truncated = false"
+            )
+        if reason == "not finite":
+            raise NonFiniteLoss(
+                f"{where} had a loss or gradient that is not finite; their samples (group, member) were "
+                f"{[key for keys in self.samples for key in keys]}. Try a smaller learning rate or max_grad_norm"
+            )
+
+
+WATCHED = {"kl": (True, STALE), "ess": (False, STALE), "canary": (True, FAULTY)}
+"""The metrics `mismatch/<key>`: whether their bounds `warn_<key>` and `stop_<key>` are upper bounds, and the advice."""
+
+
+class PolicyMismatchAlarm:
+    """Compares each step with the bounds on how far the policy that sampled is from the policy that trains.
+
+    It warns once, and again after a step that was within the bounds.
+    """
+
+    def __init__(self, bounds: MismatchConfig) -> None:
+        self._bounds = bounds
+        self._canary: float | None = None
+        self._warned = set[str]()
+
+    def add_canary(self, difference: float) -> None:
+        """Takes in how far a reader of weights is from the trainer, in nats."""
+        self._canary = difference if self._canary is None else float(np.maximum(difference, self._canary))
+
+    def take_canary(self) -> dict[str, float]:
+        """Returns `mismatch/canary`, the largest difference since the last call; empty when there was none."""
+        canary = self._canary
+        self._canary = None
+        return {} if canary is None else {"mismatch/canary": canary}
+
+    def check(self, metrics: Mapping[str, float], version: int) -> str | None:
+        """Checks the metrics of the step that led to `version`; returns a warning for the user, if there is one.
+
+        A step that trained nothing has no metric but the canary, and leaves what was warned of the others as it is.
+
+        Raises:
+            PolicyMismatch: a bound that ends the run was crossed.
+        """
+        for key, crossed in self._crossed(metrics, "stop").items():
+            raise PolicyMismatch(f"step {version}: {crossed}; {WATCHED[key][1]}")
+        warned = self._crossed(metrics, "warn")
+        reported = {key: crossed for key, crossed in warned.items() if key not in self._warned}
+        unmeasured = {key for key in self._warned if f"mismatch/{key}" not in metrics}
+        self._warned = unmeasured | warned.keys()
+        advice = "; ".join(dict.fromkeys(WATCHED[key][1] for key in reported))
+        return f"step {version}: {', '.join(reported.values())}; {advice}" if reported else None
+
+    def _crossed(self, metrics: Mapping[str, float], kind: str) -> dict[str, str]:
+        """Describes, by key, the bounds that are crossed. A value that is not a number crosses every bound."""
+        crossed = {}
+        for key, (at_most, _) in WATCHED.items():
+            bound, value = getattr(self._bounds, f"{kind}_{key}"), metrics.get(f"mismatch/{key}")
+            if bound is not None and value is not None and not (value <= bound if at_most else value >= bound):
+                beyond = "over" if at_most else "under"
+                crossed[key] = f"mismatch/{key} is {value:.3g}, {beyond} mismatch.{kind}_{key} = {bound:g}"
+        return crossed
