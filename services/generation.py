@@ -19,7 +19,7 @@ from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.generation.decode_loop import DecodeLoop
 from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, GenerationEngine, Key, SampleRequest
-from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
+from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import DeadlineExceeded, LostRows, Refused, TaskError
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_slot
@@ -235,7 +235,7 @@ class GenerationService(Service, Generation):
     def _load_engine(self) -> TorchEngine:
         refuse_unusable("generation.device", self.context.config.generation.device)
         version = self.context.options.get("own_version", NO_WEIGHTS)
-        return TorchEngine(self.context.model_dir, EngineSettings.of(self.context.config), version)
+        return TorchEngine(self.context.model_dir, self.context.config, version)
 
     def _load_weights(self, published: Published) -> None:
         """Loads weights on the compute thread; on the CPU, the engine reads the arena in place, else it copies."""

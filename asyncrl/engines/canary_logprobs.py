@@ -3,7 +3,7 @@
 With each version the trainer publishes the log-probs that its own weights give the likeliest next tokens after a fixed
 prompt, the probe. An engine that loads the version computes the same log-probs. The largest difference is the metric
 `mismatch/canary`: near 0 while engine and trainer agree, and large at once when weights, masks or precision differ.
-The probe also checks a loaded model once, see `generation/forward/supported_models.py`.
+The probe also checks a loaded model once, see `generation/forward/flat_model.py`.
 """
 
 from typing import Any

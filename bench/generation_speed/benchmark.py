@@ -21,8 +21,8 @@ from torch import Tensor
 from asyncrl.bench.benchmark_model import SPECIAL, VOCABULARY, write_model
 from asyncrl.bench.end_to_end.prescribed_lengths import EndlessEngine
 from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, ratios, round_values, table
+from asyncrl.config.schema import Config
 from asyncrl.engines.generation.interface import Completion, SampleRequest
-from asyncrl.engines.generation.torch_engine import EngineSettings
 from asyncrl.engines.model_loading import load_pretrained
 
 PROMPTS, SHORTEST_PROMPT, LONGEST_PROMPT = 256, 8, 64
@@ -52,8 +52,9 @@ class EngineSampler(EndlessEngine):
     """Submits all requests at once and decodes until they are finished."""
 
     def __init__(self, folder: Path, slots: int) -> None:
-        settings = EngineSettings(slots=slots, max_prompt_tokens=LONGEST_PROMPT, max_new_tokens=MOST)
-        super().__init__(folder, settings, version=0)
+        task = {"prompts": "none", "max_prompt_tokens": LONGEST_PROMPT}
+        sections = {"model": {"name": "tiny"}, "task": task, "generation": {"slots": slots, "max_new_tokens": MOST}}
+        super().__init__(folder, Config.model_validate(sections), version=0)
 
     def complete(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         for request in requests:

@@ -13,7 +13,7 @@ from asyncrl.config.sources import load
 from asyncrl.deploy.run import run
 from asyncrl.deploy.run_request import RunRequest
 from asyncrl.engines.generation.interface import Completion, Key, SampleRequest
-from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
+from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.training.batch.rows_from_columns import value_targets_of
 from asyncrl.engines.training.batch.value_targets import ValueTarget
 from asyncrl.engines.training.interface import StepOutcome, TrainRow, run_step
@@ -52,7 +52,7 @@ def config(request: pytest.FixtureRequest) -> Config:
 
 def plain_loop(config: Config, model: Path) -> list[dict[str, float]]:
     """Synchronous GRPO, PPO or Safe RLHF: sample, score, train, copy weights; no controller, gate, ledger or handle."""
-    generator = TorchEngine(model, EngineSettings.of(config), version=0)
+    generator = TorchEngine(model, config, version=0)
     trainer = PolicyTrainer(config, model)
     critics = {signal: CriticTrainer(config, model, signal) for signal in value_targets_of(config.algorithm)}
     draw, estimate = Draw(training_prompts(config), config.seed), advantages_of(config)

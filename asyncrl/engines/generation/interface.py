@@ -50,12 +50,17 @@ class Completion:
 
 
 class GenerationEngine(Protocol):
-    """Samples with continuous batching: `submit` at any time, and call `step` while the engine is `active`."""
+    """Samples with continuous batching: `submit` at any time, and call `step` while the engine is `active`.
 
-    @property
-    def version(self) -> int:
-        """Returns the version of the weights in use, or NO_WEIGHTS before the first."""
-        ...
+    version: of the weights in use, NO_WEIGHTS before the first. spec: names, shapes and dtype of weights for `load`.
+    context: context length of the model in tokens, None if it has no limit. token_bytes: the most UTF-8 bytes that one
+    token can decode to.
+    """
+
+    version: int
+    spec: WeightsSpec
+    context: int | None
+    token_bytes: int
 
     @property
     def active(self) -> bool:
@@ -70,21 +75,6 @@ class GenerationEngine(Protocol):
     @property
     def running(self) -> int:
         """Counts the requests with a slot."""
-        ...
-
-    @property
-    def spec(self) -> WeightsSpec:
-        """Returns names, shapes and dtype of the weights that `load` takes."""
-        ...
-
-    @property
-    def context(self) -> int | None:
-        """Returns the context length of the model in tokens, or None if the model has no limit."""
-        ...
-
-    @property
-    def token_bytes(self) -> int:
-        """Returns the most UTF-8 bytes that one token can decode to."""
         ...
 
     def tokenize(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:

@@ -1,22 +1,12 @@
 """The running batch: a table of the samples in slots. Row i is slot i, and used rows are always the first `count`."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.generation.interface import SampleRequest
+from asyncrl.engines.generation.interface import Completion, Finish, SampleRequest
 from asyncrl.protocols.seeds import draws
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """Holds what was recorded of one sample, all arrays [sampled tokens]."""
-
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
 
 
 class RunningBatch:
@@ -71,15 +61,12 @@ class RunningBatch:
 
     def sequence(self, row: int) -> NDArray[np.int64]:
         """Returns all tokens of a row, prompt first."""
-        tokens: NDArray[np.int64] = np.concatenate(
-            [self.requests[row].prompt, self.tokens[row, : self.sampled[row]]], dtype=np.int64
-        )
-        return tokens
+        parts = [self.requests[row].prompt, self.tokens[row, : self.sampled[row]]]
+        return np.concatenate(parts).astype(np.int64)
 
     def newest(self, rows: int) -> NDArray[np.int64]:
         """Returns the newest token of each of the first `rows` rows."""
-        tokens: NDArray[np.int64] = self.tokens[np.arange(rows), self.sampled[:rows] - 1].astype(np.int64)
-        return tokens
+        return self.tokens[np.arange(rows), self.sampled[:rows] - 1].astype(np.int64)
 
     def uniforms(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns the uniform numbers that draw the next token of each row."""
@@ -96,7 +83,8 @@ class RunningBatch:
         self.sampled[rows] += 1
         self.cached[rows] = True
 
-    def recorded(self, row: int) -> SampledTokens:
+    def completion(self, row: int, finish: Finish, text: str) -> Completion:
         """Returns a copy of what was recorded of a row."""
         span = np.s_[row, : self.sampled[row]]
-        return SampledTokens(self.tokens[span].copy(), self.logprobs[span].copy(), self.versions[span].copy())
+        recorded = (self.tokens[span].copy(), self.logprobs[span].copy(), self.versions[span].copy())
+        return Completion(self.requests[row], *recorded, finish, text)

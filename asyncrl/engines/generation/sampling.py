@@ -30,7 +30,8 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
     greedy = temperatures == 0
     scaled = logits.float() / temperatures.masked_fill(greedy, 1.0)[:, None]
     peak = scaled.amax(-1, keepdim=True)
-    blocks = _blocks((scaled - peak).exp_())
+    # pad and view: [rows, vocabulary] -> [rows, blocks, BLOCK]
+    blocks = pad((scaled - peak).exp_(), (0, -scaled.shape[-1] % BLOCK)).view(len(scaled), -1, BLOCK)
     sums = blocks.sum(-1).double()
     ends = sums.cumsum(-1)
     total = ends[:, -1:].contiguous()
@@ -43,12 +44,6 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
         tokens = torch.where(greedy[:, None], scaled.argmax(-1, keepdim=True), tokens)
     logprobs = (scaled.gather(-1, tokens) - peak).double() - total.log()
     return tokens[:, 0], logprobs[:, 0].float()
-
-
-def _blocks(mass: Tensor) -> Tensor:
-    """Reshapes [rows, vocabulary] to [rows, blocks, BLOCK], padded with zeros."""
-    missing = -mass.shape[-1] % BLOCK
-    return (pad(mass, (0, missing)) if missing else mass).view(len(mass), -1, BLOCK)
 
 
 def _inside(blocks: Tensor, block: Tensor, rest: Tensor) -> Tensor:

@@ -11,9 +11,8 @@ each prompt has a forward of its own. Other rows and masked positions then do no
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +22,13 @@ from transformers import AutoTokenizer
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import probe_tokens
-from asyncrl.engines.generation.forward.supported_models import load_model, probe_logprobs, verify
-from asyncrl.engines.generation.forward.transformers_forward import NOTHING, FlatModel, PrefillSequence
+from asyncrl.engines.generation.forward.flat_model import (
+    NOTHING,
+    FlatModel,
+    PrefillSequence,
+    load_model,
+    probe_logprobs,
+)
 from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
 from asyncrl.engines.generation.running_batch import RunningBatch
 from asyncrl.engines.generation.sampling import sample
@@ -42,36 +46,6 @@ SharedPrefill = list[int]
 """Rows whose prompts are the same and share one prefill; the first row computes it."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Configures the engine. slots: samples that decode together, of max_prompt_tokens + max_new_tokens positions."""
-
-    slots: int = 32
-    max_prompt_tokens: int = 512
-    max_new_tokens: int = 64
-    stop: tuple[str, ...] = ()
-    kv: Literal["keep", "recompute"] = "keep"
-    deterministic: bool = False
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    float32_head: bool = False
-    device: str = "cpu"
-
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        generation = config.generation
-        return cls(
-            slots=generation.slots,
-            max_prompt_tokens=config.task.max_prompt_tokens,
-            max_new_tokens=generation.max_new_tokens,
-            stop=generation.stop,
-            kv=generation.kv,
-            deterministic=generation.deterministic,
-            dtype=config.model.dtype,
-            float32_head=config.model.float32_head,
-            device=generation.device,
-        )
-
-
 class TorchEngine:
     """Implements GenerationEngine on torch, on any device.
 
@@ -83,24 +57,24 @@ class TorchEngine:
         ConfigError: the attention of the model is not plain and causal.
     """
 
-    def __init__(self, folder: Path, settings: EngineSettings, version: int = NO_WEIGHTS) -> None:
+    def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS) -> None:
+        generation = config.generation
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = load_model(folder, DTYPES[settings.dtype], settings.device)
+        model = load_model(folder, DTYPES[config.model.dtype], generation.device)
         probe = probe_tokens(tokenizer)
         expected = probe_logprobs(model, probe)
-        fixed = settings.deterministic
-        slots = max(settings.slots, FIXED_ROWS) if fixed else settings.slots
-        limit = settings.max_prompt_tokens + settings.max_new_tokens
-        self._flat = FlatModel(model, slots, limit, len(tokenizer), fixed=fixed, float32_head=settings.float32_head)
-        verify(self._flat, probe, expected)
-        self._settings = settings
-        self._tokenizer = TokenizerWithStops(tokenizer, settings.stop)
+        fixed, exact = generation.deterministic, config.model.float32_head
+        slots = max(generation.slots, FIXED_ROWS) if fixed else generation.slots
+        limit = config.task.max_prompt_tokens + generation.max_new_tokens
+        self._flat = FlatModel(model, slots, limit, len(tokenizer), fixed=fixed, float32_head=exact)
+        self._flat.verify(probe, expected)
+        self._config = config
+        self._tokenizer = TokenizerWithStops(tokenizer, generation.stop)
         self._end_ids = end_ids(model.generation_config, tokenizer)
-        self._batch = RunningBatch(slots, settings.max_new_tokens)
+        self._batch = RunningBatch(slots, generation.max_new_tokens)
         self._waiting: deque[SampleRequest] = deque()  # bounded by the gate, which bounds the groups in flight
-        self._shared = False
         self.version = version
-        self.spec: WeightsSpec = spec_of(model, settings.dtype)
+        self.spec: WeightsSpec = spec_of(model, config.model.dtype)
         self.token_bytes = self._tokenizer.longest_token_bytes()
         self.context = context_of(model.config.get_text_config().to_dict())
 
@@ -123,11 +97,12 @@ class TorchEngine:
         return self._tokenizer.decode(tokens)
 
     def submit(self, request: SampleRequest) -> None:
-        for name, found in (("max_new_tokens", request.max_new_tokens), ("max_prompt_tokens", len(request.prompt))):
-            most = getattr(self._settings, name)
+        for key, found, most in (
+            ("generation.max_new_tokens", request.max_new_tokens, self._config.generation.max_new_tokens),
+            ("task.max_prompt_tokens", len(request.prompt), self._config.task.max_prompt_tokens),
+        ):
             if not 0 < found <= most:
-                section = "generation" if name == "max_new_tokens" else "task"
-                raise ConfigError(f"group {request.key[0]} asks for {found} tokens where {section}.{name} is {most}")
+                raise ConfigError(f"group {request.key[0]} asks for {found} tokens where {key} is {most}")
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:
@@ -150,9 +125,7 @@ class TorchEngine:
         Raises:
             WeightsError: a parameter is missing, or tied names come with different values.
         """
-        self._check(tensors)
-        assert share or not self._shared, "copying would write into the shared tensors"
-        self._shared = share
+        self._refuse_incomplete(tensors)
         with torch.no_grad():
             for name, parameter in self._flat.model.named_parameters():
                 if share:
@@ -161,14 +134,14 @@ class TorchEngine:
                     parameter.copy_(tensors[name])
             self._flat.weights_changed()
         self.version = version
-        if self._settings.kv == "recompute":
+        if self._config.generation.kv == "recompute":
             self._batch.cached[:] = False
 
     def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
         found: NDArray[np.float32] = self._flat.logits_after(prompt).float().log_softmax(-1).cpu().numpy()
         return found
 
-    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+    def _refuse_incomplete(self, tensors: Mapping[str, Tensor]) -> None:
         missing = [tensor.name for tensor in self.spec.tensors if tensor.name not in tensors]
         if missing:
             raise WeightsError(f"new weights lack {', '.join(missing)}")
@@ -183,7 +156,7 @@ class TorchEngine:
     def _admit(self) -> None:
         """Moves waiting requests into free slots; requests that need newer weights keep their place in the queue."""
         early: list[SampleRequest] = []
-        while self._waiting and self.running < self._settings.slots:
+        while self._waiting and self.running < self._config.generation.slots:
             request = self._waiting.popleft()
             if self._may_start(request):
                 self._batch.add(request)
@@ -195,7 +168,7 @@ class TorchEngine:
         """Yields the forwards of a step: the number of rows that decode, and the prefills that ride along."""
         decoding = self._batch.decoding
         prefills = self._shared_prefills(decoding)
-        if self._settings.deterministic:
+        if self._config.generation.deterministic:
             parts = [[prefill] for prefill in prefills]
             if decoding:
                 yield decoding, []
@@ -252,7 +225,7 @@ class TorchEngine:
         """Returns newest tokens and their positions. In deterministic mode idle slots decode too, at position 0."""
         if decoding == 0:
             return NOTHING, NOTHING
-        idle = self._flat.slots - decoding if self._settings.deterministic else 0
+        idle = self._flat.slots - decoding if self._config.generation.deterministic else 0
         batch = self._batch
         positions = batch.prompt_tokens[:decoding] + batch.sampled[:decoding] - 1
         return np.pad(batch.newest(decoding), (0, idle)), np.pad(positions, (0, idle))
@@ -264,15 +237,16 @@ class TorchEngine:
         for row in range(count):
             if ended[row]:
                 yield row, "stop"
-            elif self._settings.stop and self._tokenizer.stops(batch.tokens[row, : batch.sampled[row]]):
+            elif self._tokenizer.stops(batch.tokens[row, : batch.sampled[row]]):
                 yield row, "stop_string"
             elif full[row]:
                 yield row, "length"
 
     def _finish(self, row: int, finish: Finish) -> Completion:
-        request, sampled = self._batch.requests[row], self._batch.recorded(row)
+        tokens = self._batch.tokens[row, : self._batch.sampled[row]]
+        text = self._tokenizer.before_stop(tokens) if finish == "stop_string" else self.decode(tokens)
+        completion = self._batch.completion(row, finish, text)
         self._flat.cache.free(row)
         self._flat.cache.swap(row, self.running - 1)
         self._batch.remove(row)
-        text = self._tokenizer.before_stop(sampled.tokens) if finish == "stop_string" else self.decode(sampled.tokens)
-        return Completion(request, sampled.tokens, sampled.logprobs, sampled.versions, finish, text)
+        return completion

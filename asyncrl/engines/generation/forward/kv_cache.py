@@ -6,9 +6,12 @@ A sequence uses the memory of its own length, attention reads no more than that,
 slot takes its blocks along.
 """
 
+from itertools import chain
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 Ints = NDArray[np.int64]
 KV_BLOCK = 32  # positions; 16 doubles the partial sums that attention combines, 64 leaves more positions unused
@@ -109,30 +112,22 @@ class KVCache:
         Returns the keys and values of the whole layer.
         """
         if layer == len(self._layers):
-            self._layers.append((self._new(keys), self._new(values)))
-        cached_keys, cached_values = self._layers[layer]
+            shape = (len(self._used), keys.shape[1], KV_BLOCK, keys.shape[2])
+            self._layers.append((keys.new_zeros(shape), values.new_zeros(shape)))
         blocks, offsets = locations
-        cached_keys[blocks, :, offsets] = keys
-        cached_values[blocks, :, offsets] = values
-        return cached_keys, cached_values
+        for cached, new in zip(self._layers[layer], (keys, values), strict=True):
+            cached[blocks, :, offsets] = new
+        return self._layers[layer]
 
     def _copy_blocks(self, sources: Ints, targets: Ints) -> None:
-        for layer in self._layers:
-            for cached in layer:
-                cached[targets] = cached[sources]
-
-    def _new(self, like: Tensor) -> Tensor:
-        return like.new_zeros(len(self._used), like.shape[1], KV_BLOCK, like.shape[2])
+        for cached in chain.from_iterable(self._layers):
+            cached[targets] = cached[sources]
 
     def _grow(self) -> None:
         more = min(len(self._used), self._most - len(self._used))
         self._used = np.pad(self._used, (0, more))
-        self._layers = [(self._grown(keys), self._grown(values)) for keys, values in self._layers]
-
-    def _grown(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(len(self._used), *old.shape[1:])
-        new[: len(old)] = old
-        return new
+        padding = (0, 0, 0, 0, 0, 0, 0, more)
+        self._layers = [(pad(keys, padding), pad(values, padding)) for keys, values in self._layers]
 
 
 def blocks_for(length: int) -> int:

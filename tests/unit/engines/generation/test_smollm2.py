@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.config.schema import Config
 from asyncrl.engines.generation.interface import SampleRequest
-from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
+from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.models.model_maker import make_model
 
 pytestmark = [
@@ -31,7 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_logprobs_equal_a_plain_forward(folder: Path) -> None:
     torch.set_num_threads(1)
-    engine = TorchEngine(folder, EngineSettings(slots=4, max_prompt_tokens=64, max_new_tokens=16), version=0)
+    sections = {"generation": {"slots": 4, "max_new_tokens": 16}, "task": {"prompts": "none", "max_prompt_tokens": 64}}
+    engine = TorchEngine(folder, Config.model_validate({"model": {"name": "smollm2"}, **sections}), version=0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for number, question in enumerate(QUESTIONS):
         messages = [{"role": "user", "content": question}]
