@@ -31,8 +31,8 @@ from asyncrl.deploy.run_request import (
     settle_config,
 )
 from asyncrl.deploy.service_specs import service_specs, worker_count
-from asyncrl.engines.models.model_folder import is_complete, prepare
-from asyncrl.engines.models.scoring_models import scoring_model_folders
+from asyncrl.engines.models.folder_checks import is_complete, scoring_model_folders
+from asyncrl.engines.models.model_folder import prepare
 from asyncrl.errors import (
     AlgorithmError,
     FleetFailed,

