@@ -135,7 +135,9 @@ def _decode_attention(
 
 def _prefill_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None) -> Tensor:
     """Computes causal attention inside each sequence; padding follows the real tokens, which do not see it."""
-    padded = [pad_sequence(each.split(lengths), batch_first=True).transpose(1, 2) for each in (query, key, value)]
+    padded = [
+        pad_sequence(torch.split(each, lengths), batch_first=True).transpose(1, 2) for each in (query, key, value)
+    ]
     queries, keys, values = (
         padded[0],
         *(each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in padded[1:]),
