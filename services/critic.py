@@ -57,7 +57,7 @@ class CriticService(Service, Critic):
         target, places = self._target, []
         results = await results_of_forward_passes(self.context, samples, self._forward)
         for row, (values, updates) in zip(samples, results, strict=True):
-            columns: dict[str, Array] = {target.values: values, target.valued_at: np.array([updates])}
+            columns: dict[str, Array] = {target.values: values, target.valued_at: np.array([updates], np.int64)}
             places.append(self.keep(row.name, columns))
         return samples.with_places(places)
 

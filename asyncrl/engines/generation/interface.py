@@ -54,7 +54,8 @@ class GenerationEngine(Protocol):
 
     version: of the weights in use, NO_WEIGHTS before the first. spec: names, shapes and dtype of weights for `load`.
     context: context length of the model in tokens, None if it has no limit. token_bytes: the most UTF-8 bytes that one
-    token can decode to.
+    token can decode to. active: whether `step` would sample a token now. waiting, running: requests without and with a
+    slot.
     """
 
     version: int
@@ -63,19 +64,13 @@ class GenerationEngine(Protocol):
     token_bytes: int
 
     @property
-    def active(self) -> bool:
-        """Returns whether `step` would sample a token now."""
-        ...
+    def active(self) -> bool: ...
 
     @property
-    def waiting(self) -> int:
-        """Counts the requests without a slot."""
-        ...
+    def waiting(self) -> int: ...
 
     @property
-    def running(self) -> int:
-        """Counts the requests with a slot."""
-        ...
+    def running(self) -> int: ...
 
     def tokenize(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:
         """Returns the token ids of a prompt, either text or messages for the chat template."""
@@ -88,8 +83,7 @@ class GenerationEngine(Protocol):
     def submit(self, request: SampleRequest) -> None:
         """Queues a request. Requests start in order of arrival once a slot is free and the weights are new enough.
 
-        Raises:
-            ConfigError: prompt or completion does not fit into a slot.
+        Raises ConfigError when prompt or completion does not fit into a slot.
         """
         ...
 
@@ -106,5 +100,10 @@ class GenerationEngine(Protocol):
         ...
 
     def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
-        """Uses these weights from the next step on; running requests continue. share: keep the tensors uncopied."""
+        """Uses these weights from the next step on; running requests continue.
+
+        share: keep the tensors themselves, of the same device and dtype, which must not be written while in use.
+
+        Raises WeightsError when a parameter is missing or tied names come with different values.
+        """
         ...

@@ -39,18 +39,11 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
         raise WeightsError("the model's logits are not finite: its weights are damaged or its precision is too small")
     target = uniforms[:, None] * total
     block = torch.searchsorted(ends, target, right=True)
-    tokens = block * BLOCK + _inside(blocks, block, target - (ends - sums).gather(1, block))
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    # Rounding may have moved the rest outside the block; clamped, it never finds a token without mass.
+    rest = torch.minimum((target - (ends - sums).gather(1, block)).clamp(min=0), BELOW * inside[:, -1:])
+    tokens = block * BLOCK + torch.searchsorted(inside, rest, right=True)
     if bool(greedy.any()):
         tokens = torch.where(greedy[:, None], scaled.argmax(-1, keepdim=True), tokens)
     logprobs = (scaled.gather(-1, tokens) - peak).double() - total.log()
     return tokens[:, 0], logprobs[:, 0].float()
-
-
-def _inside(blocks: Tensor, block: Tensor, rest: Tensor) -> Tensor:
-    """Returns the first token of each row's block whose cumulative mass exceeds `rest`, [rows, 1].
-
-    block, rest: [rows, 1]. A rest that rounding moved outside the block is clamped; tokens without mass are never
-    returned.
-    """
-    ends = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(ends, torch.minimum(rest.clamp(min=0), BELOW * ends[:, -1:]), right=True)

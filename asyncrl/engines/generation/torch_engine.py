@@ -11,6 +11,7 @@ each prompt has a forward of its own. Other rows and masked positions then do no
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import probe_tokens
-from asyncrl.engines.generation.forward.flat_model import (
-    NOTHING,
-    FlatModel,
-    PrefillSequence,
-    load_model,
-    probe_logprobs,
-)
+from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
 from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
 from asyncrl.engines.generation.running_batch import RunningBatch
 from asyncrl.engines.generation.sampling import sample
@@ -118,13 +113,6 @@ class TorchEngine:
         return [self._finish(row, finish) for row in reversed(rows)]
 
     def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
-        """Uses these weights from the next step on; running sequences continue.
-
-        share: keep the tensors themselves, of the same device and dtype, which must not be written while in use.
-
-        Raises:
-            WeightsError: a parameter is missing, or tied names come with different values.
-        """
         self._refuse_incomplete(tensors)
         with torch.no_grad():
             for name, parameter in self._flat.model.named_parameters():
@@ -202,17 +190,16 @@ class TorchEngine:
 
     def _forward(self, decoding: int, prefills: list[SharedPrefill]) -> None:
         """Samples the next token of the first `decoding` rows and of all rows of the prefills."""
-        sequences = [PrefillSequence(prefill[0], self._batch.sequence(prefill[0])) for prefill in prefills]
+        sequences = {prefill[0]: self._batch.sequence(prefill[0]) for prefill in prefills}
         logits = self._flat.logits(*self._newest(decoding), sequences)
         first = len(logits) - len(sequences)
         copies = [first + index for index, prefill in enumerate(prefills) for _ in prefill]
-        rows = np.array([*range(decoding), *(row for prefill in prefills for row in prefill)], np.int64)
+        rows = np.array([*range(decoding), *chain.from_iterable(prefills)], np.int64)
         if len(rows) != len(logits):
             logits = logits[self._flat.tensor(np.array([*range(decoding), *copies], np.int64))]
         tokens, logprobs = self._sample(logits, rows)
-        for prefill, sequence in zip(prefills, sequences, strict=True):
-            if len(prefill) > 1:
-                self._flat.cache.copy(prefill[0], prefill[1:], len(sequence.tokens))
+        for source, *others in prefills:
+            self._flat.cache.copy(source, others, len(sequences[source]))
         self._batch.record(rows, tokens, logprobs, self.version)
 
     def _sample(self, logits: Tensor, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -4,9 +4,8 @@ The model's own modules compute, or `llama_fast_path.py` where that knows the mo
 and causal are refused: by their config where it tells, and by a comparison of logits where nothing does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,11 @@ from asyncrl.engines.model_loading import load_pretrained
 from asyncrl.errors import ConfigError
 
 NOTHING: Ints = np.zeros(0, np.int64)
+NO_PREFILL: Mapping[int, Ints] = {}
 PROBE_PREFILL = 8  # tokens of the probe in prefill; the rest is decoded one by one
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Largest difference to transformers, in nats: far above rounding and far below the effect of a wrong mask. It bounds
 the maximum over log-probs in float32 and their mean in bfloat16, which rounds single unlikely tokens by more."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSequence:
-    """Holds a sequence without cached keys. row: the slot that stores them."""
-
-    row: int
-    tokens: Ints
 
 
 class FlatModel:
@@ -67,18 +59,18 @@ class FlatModel:
         self._head = deepcopy(head).float() if self._float32_head else head
 
     @torch.no_grad()
-    def logits(self, tokens: Ints, positions: Ints, prefill: Sequence[PrefillSequence] = ()) -> Tensor:
+    def logits(self, tokens: Ints, positions: Ints, prefill: Mapping[int, Ints] = NO_PREFILL) -> Tensor:
         """Returns the logits [rows, vocabulary] of the next token of each sequence, in float32 or the model's dtype.
 
-        tokens, positions: [decoding], one new token of each of the first slots. prefill: further sequences from their
-        first token on. Rows have this order.
+        tokens, positions: [decoding], one new token of each of the first slots. prefill: all tokens of sequences
+        without cached keys, by the slot that stores these. Rows have this order.
         """
-        lengths = [len(sequence.tokens) for sequence in prefill]
+        lengths = [len(sequence) for sequence in prefill.values()]
         self.cache.allocate_next(positions)
-        for sequence in prefill:
-            self.cache.allocate(sequence.row, len(sequence.tokens))
-        flat = self._flat_tokens(positions, prefill, lengths)
-        ids = self.tensor(np.concatenate([tokens, *(sequence.tokens for sequence in prefill)]))
+        for slot, sequence in prefill.items():
+            self.cache.allocate(slot, len(sequence))
+        flat = self._flat_tokens(positions, list(prefill), lengths)
+        ids = self.tensor(np.concatenate([tokens, *prefill.values()]))
         last = np.concatenate([np.arange(len(tokens)), len(tokens) + np.cumsum(lengths, dtype=np.int64) - 1])
         logits = self._logits(ids, flat, self.tensor(last))
         logits[:, self._vocabulary :] = -torch.inf
@@ -89,7 +81,7 @@ class FlatModel:
         own = self.cache
         self.cache = KVCache(1, len(tokens))
         try:
-            return self.logits(NOTHING, NOTHING, [PrefillSequence(0, tokens)])[0]
+            return self.logits(NOTHING, NOTHING, {0: tokens})[0]
         finally:
             self.cache = own
 
@@ -129,18 +121,17 @@ class FlatModel:
         states: Tensor = self.model.base_model(**inputs, use_cache=False, flat=flat).last_hidden_state
         return states[0, last]
 
-    def _flat_tokens(self, positions: Ints, prefill: Sequence[PrefillSequence], lengths: list[int]) -> FlatTokens:
-        decoding = len(positions)
+    def _flat_tokens(self, positions: Ints, slots: list[int], lengths: list[int]) -> FlatTokens:
         # DecodeBlocks.of may move blocks, so it comes before `locations`.
-        blocks = DecodeBlocks.of(self.cache, positions, self.model.device) if decoding else None
-        rows = np.concatenate([np.arange(decoding), np.repeat([sequence.row for sequence in prefill], lengths)])
+        blocks = DecodeBlocks.of(self.cache, positions, self.model.device) if len(positions) else None
+        rows = np.concatenate([np.arange(len(positions)), np.repeat(slots, lengths)])
         steps = np.concatenate([positions, *(np.arange(length) for length in lengths)])
         at, offsets = self.cache.locations(rows.astype(np.int64), steps)
         return FlatTokens(self.cache, (self.tensor(at), self.tensor(offsets)), self.tensor(steps), blocks, lengths)
 
     def _largest_difference(self, ids: Ints, expected: Tensor) -> float:
         """Returns the difference of log-probs as PROBE_TOLERANCE counts it, without offsets common to all tokens."""
-        found = [self.logits(NOTHING, NOTHING, [PrefillSequence(0, ids[:PROBE_PREFILL])])]
+        found = [self.logits(NOTHING, NOTHING, {0: ids[:PROBE_PREFILL]})]
         for position in range(PROBE_PREFILL, PROBE_TOKENS):
             found.append(self.logits(ids[position : position + 1], np.array([position])))
         real = torch.isfinite(found[0][0])

@@ -72,6 +72,8 @@ class KVCache:
 
     def copy(self, source: int, targets: list[int], length: int) -> None:
         """Copies the first `length` positions of one slot to other slots."""
+        if not targets:
+            return
         for target in targets:
             self.allocate(target, length)
         count = blocks_for(length)

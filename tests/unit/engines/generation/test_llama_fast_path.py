@@ -10,13 +10,7 @@ import torch
 
 from asyncrl.engines.canary_logprobs import PROBE_TOKENS
 from asyncrl.engines.generation.forward import llama_fast_path
-from asyncrl.engines.generation.forward.flat_model import (
-    NOTHING,
-    FlatModel,
-    PrefillSequence,
-    load_model,
-    probe_logprobs,
-)
+from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
 from asyncrl.engines.generation.interface import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 
@@ -30,9 +24,9 @@ def steps(flat: FlatModel) -> torch.Tensor:
     """Log-probs of prompts together, of a step of all of them, and of one in which another prompt joins."""
     random = np.random.default_rng(0)
     prompts = [random.integers(5, 261, length) for length in PROMPTS]
-    found = [flat.logits(NOTHING, NOTHING, [PrefillSequence(row, ids) for row, ids in enumerate(prompts)])]
+    found = [flat.logits(NOTHING, NOTHING, dict(enumerate(prompts)))]
     found.append(flat.logits(random.integers(5, 261, 3), np.array(PROMPTS)))
-    joining = [PrefillSequence(3, random.integers(5, 261, 12))]
+    joining = {3: random.integers(5, 261, 12)}
     found.append(flat.logits(random.integers(5, 261, 3), np.array(PROMPTS) + 1, joining))
     return torch.cat(found).float().log_softmax(-1)
 
@@ -67,7 +61,7 @@ def test_a_float32_head_multiplies_the_rounded_states_with_the_rounded_weights_a
     assert flat.fast == (family != "llama-gelu")
     ids = np.arange(5, 25)
     for _ in range(2):
-        found = flat.logits(NOTHING, NOTHING, [PrefillSequence(0, ids)])[0, :261]
+        found = flat.logits(NOTHING, NOTHING, {0: ids})[0, :261]
         weight, bias = model.get_output_embeddings().weight.double(), model.get_output_embeddings().bias.double()
         states = last_states(flat, ids)
         assert found.dtype == torch.float32
@@ -88,7 +82,7 @@ def last_states(flat: FlatModel, ids: np.ndarray) -> torch.Tensor:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FlatModel, "_states", states)
-        flat.logits(NOTHING, NOTHING, [PrefillSequence(0, ids)])
+        flat.logits(NOTHING, NOTHING, {0: ids})
     return seen[0][0].double()
 
 
