@@ -1,7 +1,5 @@
 """The running batch: a table of the samples in slots. Row i is slot i, and used rows are always the first `count`."""
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,21 +10,16 @@ from asyncrl.protocols.seeds import draws
 class RunningBatch:
     """Holds one array per column, each with one entry per slot.
 
-    cached: whether the KV cache holds all tokens of the row but the newest.
+    sampled: number of sampled tokens. cached: whether the KV cache holds all tokens of the row but the newest.
     """
 
     def __init__(self, slots: int, max_new_tokens: int) -> None:
         self.requests: list[SampleRequest] = []
-        self.prompt_tokens = np.zeros(slots, np.int64)
         self.sampled = np.zeros(slots, np.int64)
-        self.budget = np.zeros(slots, np.int64)
-        self.seeds = np.zeros(slots, np.uint64)
-        self.temperatures = np.zeros(slots, np.float32)
         self.cached = np.zeros(slots, np.bool_)
         self.tokens = np.zeros((slots, max_new_tokens), np.int32)
         self.logprobs = np.zeros((slots, max_new_tokens), np.float32)
         self.versions = np.zeros((slots, max_new_tokens), np.int32)
-        self._columns: list[NDArray[Any]] = [each for each in vars(self).values() if isinstance(each, np.ndarray)]
 
     @property
     def count(self) -> int:
@@ -38,26 +31,21 @@ class RunningBatch:
         return int(np.count_nonzero(self.cached[: self.count]))
 
     def add(self, request: SampleRequest) -> None:
-        row = self.count
+        self.sampled[self.count] = 0
+        self.cached[self.count] = False
         self.requests.append(request)
-        self.prompt_tokens[row] = len(request.prompt)
-        self.sampled[row] = 0
-        self.budget[row] = request.max_new_tokens
-        self.seeds[row] = request.seed
-        self.temperatures[row] = request.temperature
-        self.cached[row] = False
 
     def remove(self, row: int) -> None:
         """Removes a row; the last row takes its place."""
         last = self.requests.pop()
         if row < self.count:
             self.requests[row] = last
-            for column in self._columns:
+            for column in (self.sampled, self.cached, self.tokens, self.logprobs, self.versions):
                 column[row] = column[self.count]
 
-    def length(self, row: int) -> int:
-        """Counts the prompt and sampled tokens of a row."""
-        return int(self.prompt_tokens[row] + self.sampled[row])
+    def lengths(self, rows: int) -> NDArray[np.int64]:
+        """Returns the prompt and sampled tokens of each of the first `rows` rows."""
+        return np.array([len(request.prompt) for request in self.requests[:rows]], np.int64) + self.sampled[:rows]
 
     def sequence(self, row: int) -> NDArray[np.int64]:
         """Returns all tokens of a row, prompt first."""
@@ -70,7 +58,8 @@ class RunningBatch:
 
     def uniforms(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns the uniform numbers that draw the next token of each row."""
-        return draws(self.seeds[rows], self.sampled[rows].astype(np.uint64))
+        seeds = np.array([self.requests[row].seed for row in rows], np.uint64)
+        return draws(seeds, self.sampled[rows].astype(np.uint64))
 
     def record(
         self, rows: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int

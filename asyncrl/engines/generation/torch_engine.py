@@ -33,12 +33,9 @@ from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec, spec_of
 
 PREFILL_TOKENS = 8192  # prefill tokens per forward; bounds its activations, not what a step admits
-FIXED_ROWS = (
-    4  # fewest slots of deterministic mode: matrix products over 1 to 3 rows round differently from larger ones
-)
+FIXED_ROWS = 4  # fewest slots of deterministic mode: products over 1 to 3 rows round differently from larger ones
 
-SharedPrefill = list[int]
-"""Rows whose prompts are the same and share one prefill; the first row computes it."""
+SharedPrefill = list[int]  # rows with the same prompt, which share one prefill; the first row computes it
 
 
 class TorchEngine:
@@ -102,8 +99,11 @@ class TorchEngine:
 
     def step(self) -> list[Completion]:
         self._admit()
-        for decoding, prefills in self._forwards():
-            self._forward(decoding, prefills)
+        decoding = self._batch.decoding
+        for prefills in self._prefills(decoding):
+            if decoding or prefills:
+                self._forward(decoding, prefills)
+            decoding = 0
         return [self._finish(row, finish) for row, finish in reversed(list(self._finished()))]
 
     def end(self, keys: Iterable[Key], finish: Finish) -> list[Completion]:
@@ -143,50 +143,34 @@ class TorchEngine:
 
     def _admit(self) -> None:
         """Moves waiting requests into free slots; requests that need newer weights keep their place in the queue."""
-        early: list[SampleRequest] = []
-        while self._waiting and self.running < self._config.generation.slots:
-            request = self._waiting.popleft()
-            if self._may_start(request):
+        early: deque[SampleRequest] = deque()
+        for request in self._waiting:
+            if self.running < self._config.generation.slots and self._may_start(request):
                 self._batch.add(request)
             else:
                 early.append(request)
-        self._waiting.extendleft(reversed(early))
+        self._waiting = early
 
-    def _forwards(self) -> Iterator[tuple[int, list[SharedPrefill]]]:
-        """Yields the forwards of a step: the number of rows that decode, and the prefills that ride along."""
-        decoding = self._batch.decoding
-        prefills = self._shared_prefills(decoding)
-        if self._config.generation.deterministic:
-            parts = [[prefill] for prefill in prefills]
-            if decoding:
-                yield decoding, []
-        else:
-            parts = self._within_token_limit(prefills)
-            if decoding:
-                yield decoding, parts.pop(0) if parts else []
-        yield from ((0, part) for part in parts)
+    def _prefills(self, first: int) -> list[list[SharedPrefill]]:
+        """Distributes the prefills of the rows from `first` on over forwards, of which the first one decodes as well.
 
-    def _shared_prefills(self, first: int) -> list[SharedPrefill]:
-        """Groups rows from `first` on that can share a prefill: the same prompt, and nothing sampled yet."""
-        prefills: dict[tuple[int, int], SharedPrefill] = {}
+        Rows share a prefill if they have the same prompt and nothing was sampled yet. A forward has at most
+        PREFILL_TOKENS tokens, or one longer sequence; in deterministic mode it has one prefill, or only decodes.
+        """
+        lengths, prefills = self._batch.lengths(self.running), dict[tuple[int, int], SharedPrefill]()
         for row in range(first, self.running):
             own = row if self._batch.sampled[row] else -1
             prefills.setdefault((id(self._batch.requests[row].prompt), own), []).append(row)
-        return list(prefills.values())
-
-    def _within_token_limit(self, prefills: list[SharedPrefill]) -> list[list[SharedPrefill]]:
-        """Splits prefills into forwards of at most PREFILL_TOKENS tokens, or of one longer sequence."""
-        parts: list[list[SharedPrefill]] = []
+        forwards: list[list[SharedPrefill]] = [[]]
         tokens = 0
-        for prefill in prefills:
-            length = self._batch.length(prefill[0])
-            if parts and tokens + length <= PREFILL_TOKENS:
-                parts[-1].append(prefill)
-                tokens += length
-            else:
-                parts.append([prefill])
+        for prefill in prefills.values():
+            length = int(lengths[prefill[0]])
+            tokens += length
+            if self._config.generation.deterministic or (forwards[-1] and tokens > PREFILL_TOKENS):
+                forwards.append([])
                 tokens = length
-        return parts
+            forwards[-1].append(prefill)
+        return forwards
 
     def _forward(self, decoding: int, prefills: list[SharedPrefill]) -> None:
         """Samples the next token of the first `decoding` rows and of all rows of the prefills."""
@@ -203,9 +187,9 @@ class TorchEngine:
         self._batch.record(rows, tokens, logprobs, self.version)
 
     def _sample(self, logits: Tensor, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Returns the next token of each row and its log-prob."""
-        temperatures, uniforms = self._batch.temperatures[rows], self._batch.uniforms(rows)
-        tokens, logprobs = sample(logits, self._flat.tensor(temperatures), self._flat.tensor(uniforms))
+        temperatures = np.array([self._batch.requests[row].temperature for row in rows], np.float32)
+        tensors = self._flat.tensor(temperatures), self._flat.tensor(self._batch.uniforms(rows))
+        tokens, logprobs = sample(logits, *tensors)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _newest(self, decoding: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -213,20 +197,17 @@ class TorchEngine:
         if decoding == 0:
             return NOTHING, NOTHING
         idle = self._flat.slots - decoding if self._config.generation.deterministic else 0
-        batch = self._batch
-        positions = batch.prompt_tokens[:decoding] + batch.sampled[:decoding] - 1
-        return np.pad(batch.newest(decoding), (0, idle)), np.pad(positions, (0, idle))
+        return np.pad(self._batch.newest(decoding), (0, idle)), np.pad(self._batch.lengths(decoding) - 1, (0, idle))
 
     def _finished(self) -> Iterator[tuple[int, Finish]]:
         batch, count = self._batch, self.running
         ended = np.isin(batch.newest(count), self._end_ids)
-        full = batch.sampled[:count] >= batch.budget[:count]
         for row in range(count):
             if ended[row]:
                 yield row, "stop"
             elif self._tokenizer.stops(batch.tokens[row, : batch.sampled[row]]):
                 yield row, "stop_string"
-            elif full[row]:
+            elif batch.sampled[row] >= batch.requests[row].max_new_tokens:
                 yield row, "length"
 
     def _finish(self, row: int, finish: Finish) -> Completion:

@@ -29,11 +29,10 @@ NAME = "asyncrl_flat"
 class DecodeBlocks:
     """Describes the leading KV blocks of the cache for decode attention.
 
-    Free blocks, and blocks of sequences that do not decode, are computed with the query of row 0 and fully masked,
-    which is cheaper than selecting the others.
-
-    rows: int64 [blocks], the row whose query a block meets. mask: float32 [blocks, 1, KV_BLOCK], 0 or -inf. order:
-    int64, the blocks of row 0, then those of row 1, and so on. starts: int64 [rows], the first entry of each row.
+    Blocks that no decoding sequence owns are computed with the query of row 0 and fully masked, which is cheaper than
+    selecting the others. rows: int64 [blocks], the row whose query a block meets. mask: float32 [blocks, 1, KV_BLOCK],
+    0 or -inf. order: int64, the blocks of row 0, then those of row 1, and so on. starts: int64 [rows], the first entry
+    of each row.
     """
 
     rows: Tensor
@@ -134,7 +133,7 @@ def _decode_attention(
 
 
 def _prefill_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None) -> Tensor:
-    """Computes causal attention inside each sequence; padding follows the real tokens, which do not see it."""
+    # Padding follows the real tokens of each sequence, which do not see it, because attention is causal.
     padded = [
         pad_sequence(torch.split(each, lengths), batch_first=True).transpose(1, 2) for each in (query, key, value)
     ]

@@ -31,7 +31,6 @@ class KVCache:
 
     def __init__(self, slots: int, limit: int, *, fixed: bool = False) -> None:
         most = blocks_for(limit)
-        self.limit = limit
         self._most = slots * most
         self._owned: Ints = np.zeros((slots, most), np.int64)
         self._counts: Ints = np.zeros(slots, np.int64)
@@ -44,7 +43,6 @@ class KVCache:
 
     def allocate(self, slot: int, length: int) -> None:
         """Gives a slot the blocks that it lacks for `length` positions."""
-        assert length <= self.limit, f"a sequence of {length} positions in slots of {self.limit}"
         while self._counts[slot] < blocks_for(length):
             block = int(self._used.argmin())
             if self._used[block]:
@@ -60,13 +58,11 @@ class KVCache:
             self.allocate(int(slot), int(positions[slot]) + 1)
 
     def free(self, slot: int) -> None:
-        """Frees the blocks of a slot."""
         if not self._fixed:
             self._used[self._owned[slot, : self._counts[slot]]] = False
             self._counts[slot] = 0
 
     def swap(self, slot: int, other: int) -> None:
-        """Exchanges the blocks of two slots."""
         for table in (self._owned, self._counts):
             table[[slot, other]] = table[[other, slot]]
 
@@ -84,10 +80,7 @@ class KVCache:
         return self._owned[slots, positions // KV_BLOCK], positions % KV_BLOCK
 
     def blocks_up_to(self, positions: Ints) -> tuple[Ints, Ints]:
-        """Returns the blocks of the first slots up to these positions, slot by slot, and their number per slot.
-
-        With `fixed` these are all blocks of the slots.
-        """
+        """Returns the blocks of the first slots up to these positions (with `fixed` all), and their number per slot."""
         counts = self._counts[: len(positions)] if self._fixed else positions // KV_BLOCK + 1
         return self._owned[: len(positions)][np.arange(self._owned.shape[1]) < counts[:, None]], counts
 
@@ -133,5 +126,4 @@ class KVCache:
 
 
 def blocks_for(length: int) -> int:
-    """Returns the number of blocks that `length` positions need."""
     return -(-length // KV_BLOCK)
