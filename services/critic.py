@@ -66,11 +66,7 @@ class CriticService(Service, Critic):
         async with self._lock:
             if self._last_update is None or self._last_digest != digest:
                 await self._finish_update()
-                if cuts.incarnation != self.context.incarnation or cuts.version < self._version:
-                    raise Refused(
-                        f"the critic cannot update from version {cuts.version} of incarnation {cuts.incarnation}: its "
-                        f"last batch was of version {self._version} of incarnation {self.context.incarnation}"
-                    )
+                self._refuse_earlier("update from", cuts.incarnation, cuts.version)
                 # The task belongs to the worker, so that an update that has begun is finished without its call.
                 work = self.context.tasks.create_task(self._learn(cuts), name=f"learn from version {cuts.version}")
                 self._last_digest = digest
@@ -80,11 +76,7 @@ class CriticService(Service, Critic):
     async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
         async with self._lock:
             await self._finish_update()
-            if incarnation != self.context.incarnation or version < self._version:
-                raise Refused(
-                    f"the critic cannot save version {version} of incarnation {incarnation}: its last batch was of "
-                    f"version {self._version} of incarnation {self.context.incarnation}"
-                )
+            self._refuse_earlier("save", incarnation, version)
             files = await self.context.compute.run(self._save, Path(directory) / self._target.critic, version)
             return Checkpointed(version, "", files)
 
@@ -94,6 +86,14 @@ class CriticService(Service, Critic):
         """Waits for the running update; its call may have ended."""
         if self._last_update is not None:
             await asyncio.shield(self._last_update)
+
+    def _refuse_earlier(self, action: str, incarnation: int, version: int) -> None:
+        own = self.context.incarnation
+        if incarnation != own or version < self._version:
+            raise Refused(
+                f"the critic cannot {action} version {version} of incarnation {incarnation}: its last batch was of "
+                f"version {self._version} of incarnation {own}"
+            )
 
     async def _learn(self, cuts: Cuts) -> ValueReport:
         if cuts.version > self._version:

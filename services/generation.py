@@ -32,9 +32,7 @@ from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleT
 from asyncrl.protocols.seeds import member_seed
 from asyncrl.tasks.prompt_check import TokenBudget, refuse_what_has_no_room
 
-EVALUATION = "evaluation"
-"""Service that samples held-out prompts: it copies the version under evaluation and holds no lease."""
-
+EVALUATION = "evaluation"  # samples held-out prompts: copies the version under evaluation and holds no lease
 SLICE_SECONDS = 0.02  # longest wait of another call for the compute thread, plus one decode step
 
 CompletionQueue = asyncio.Queue[Completion]
@@ -65,14 +63,17 @@ class GenerationService(Service, Generation):
     async def start(self) -> None:
         context = self.context
         self._engine: GenerationEngine = await context.compute.run(self._load_engine)
-        config, task, generation = context.config, context.config.task, context.config.generation
-        self._token_budget = TokenBudget(task.max_prompt_tokens, generation.max_new_tokens, self._engine.context)
+        config, generation, tokenizer = context.config, context.config.generation, self._engine.tokenizer
+        prompt, response = config.task.max_prompt_tokens, generation.max_new_tokens
+        self._token_budget = TokenBudget(prompt, response, self._engine.context)
         if longest := context.options.get("longest_prompts"):
-            await context.compute.run(refuse_what_has_no_room, Path(longest), self._engine.tokenize, self._token_budget)
+            await context.compute.run(refuse_what_has_no_room, Path(longest), tokenizer.prompt_ids, self._token_budget)
         # One group of the run at least, and as many groups as an evaluation samples at a time.
         evaluation_slots = max(generation.slots, config.evaluate.samples)
         slots = evaluation_slots if self._evaluates else GateConfig.of(config).row_slots
-        self.rows = context.open_rows(slots, self._row_bytes())
+        ids, letters = (np.dtype(np.int32), response), (np.dtype(np.uint8), response * tokenizer.longest_token_bytes())
+        columns = {"response_ids": ids, "logprobs": (np.dtype(np.float32), response), "versions": ids, "text": letters}
+        self.rows = context.open_rows(slots, bytes_of_slot({"prompt_ids": (np.dtype(np.int32), prompt), **columns}))
         context.tasks.create_task(self._decode(), name="decode loop")
 
     async def stop(self) -> None:
@@ -136,25 +137,19 @@ class GenerationService(Service, Generation):
                 continue
             with suppress(LostRows):
                 prompt_ids, text = self.rows.read(place, ["prompt_ids", "text"])
-                prompt = await self.context.compute.run(self._engine.decode, prompt_ids)
+                prompt = await self.context.compute.run(self._engine.tokenizer.decode, prompt_ids)
                 texts.append(SampleText(row.group, row.member, prompt, bytes(text).decode()))
         return texts
 
     # ---- samples -----------------------------------------------------------------------------------------
 
     def _requests(self, prompts: PromptGroup) -> list[SampleRequest]:
-        ids = self._engine.tokenize(prompts.prompt)
+        ids = self._engine.tokenizer.prompt_ids(prompts.prompt)
         if mistake := self._token_budget.mistake(len(ids)):
             raise TaskError(mistake)
+        settings = (prompts.temperature, prompts.max_new_tokens, prompts.not_before)
         return [
-            SampleRequest(
-                key=(prompts.id, member, prompts.attempt),
-                prompt=ids,
-                seed=member_seed(prompts.seed, member),
-                temperature=prompts.temperature,
-                max_new_tokens=prompts.max_new_tokens,
-                not_before=prompts.not_before,
-            )
+            SampleRequest((prompts.id, member, prompts.attempt), ids, member_seed(prompts.seed, member), *settings)
             for member in prompts.members
         ]
 
@@ -182,27 +177,20 @@ class GenerationService(Service, Generation):
         )
 
     def _store(self, completion: Completion) -> RowRef:
-        request, own = completion.request, self.context
+        request, versions = completion.request, completion.versions
         group, member, attempt = request.key
         columns: dict[str, Array] = {
             "prompt_ids": request.prompt,
             "response_ids": completion.tokens,
             "logprobs": completion.logprobs,
-            "versions": completion.versions,
+            "versions": versions,
             "text": np.frombuffer(completion.text.encode(), np.uint8),
         }
         place = self.keep(request.key, columns)
-        own.tracer.flow_start(f"sample {group}.{member}.{attempt}")
-        return RowRef(
-            *request.key,
-            incarnation=own.incarnation,
-            prompt_tokens=len(request.prompt),
-            tokens=len(completion.tokens),
-            first=int(completion.versions[0]),
-            last=int(completion.versions[-1]),
-            finish=completion.finish,
-            places=(place,),
-        )
+        self.context.tracer.flow_start(f"sample {group}.{member}.{attempt}")
+        prompt_tokens, tokens, first, last = len(request.prompt), len(versions), int(versions[0]), int(versions[-1])
+        identity = (group, member, attempt, self.context.incarnation)
+        return RowRef(*identity, prompt_tokens, tokens, first, last, completion.finish, (place,))
 
     def _abort(self, keys: Iterable[Key]) -> None:
         """Ends the open samples of these keys at the next decode step."""
@@ -236,16 +224,15 @@ class GenerationService(Service, Generation):
         self._engine.end(aborted, "abort")
         until = time.monotonic() + SLICE_SECONDS
         done: list[Completion] = []
-        while not done and self._engine.active and self._may_begin_step():
+        while not done and self._engine.active:
+            with self._step_lock:
+                if self._paused:
+                    break
+                self._steps_begun += 1
             done = self._engine.step()
             if self.context.compute.queued > 1 or time.monotonic() >= until:
                 break
         return done, self._engine.active
-
-    def _may_begin_step(self) -> bool:
-        with self._step_lock:
-            self._steps_begun += not self._paused
-            return not self._paused
 
     def _set_paused(self, paused: bool) -> Boundary:
         """Prevents or allows further steps; returns the last step that has begun. May be called from any thread."""
@@ -282,26 +269,10 @@ class GenerationService(Service, Generation):
             self._canary_distance = canary_distance(published.canary, logprobs)
 
     def _check_incarnation(self, incarnation: int, subject: str) -> None:
-        if incarnation != self.context.incarnation:
-            raise Refused(
-                f"{subject} has incarnation {incarnation}; {self.context.instance} has incarnation "
-                f"{self.context.incarnation}"
-            )
-
-    def _row_bytes(self) -> int:
-        prompt, response = self._token_budget.prompt, self._token_budget.answer
-        ids, numbers, letters = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint8)
-        return bytes_of_slot(
-            {
-                "prompt_ids": (ids, prompt),
-                "response_ids": (ids, response),
-                "logprobs": (numbers, response),
-                "versions": (ids, response),
-                "text": (letters, response * self._engine.token_bytes),
-            }
-        )
+        own = self.context.incarnation
+        if incarnation != own:
+            raise Refused(f"{subject} has incarnation {incarnation}; {self.context.instance} has incarnation {own}")
 
 
 def _drain(stream: CompletionQueue) -> list[Completion]:
-    """Takes all completions that are queued now."""
     return [stream.get_nowait() for _ in range(stream.qsize())]

@@ -88,8 +88,14 @@ class TrainingService(Service, Training):
         async with self._lock:
             if (report := self._last_report.get(digest)) is not None:
                 return report
-            step = await self._running_step()
-            self._refuse_other_step(cuts, digest, step)
+            step, position = await self._running_step(), _position_text(*self._position)
+            if (cuts.incarnation, cuts.version) != self._position:
+                wanted = _position_text(cuts.incarnation, cuts.version)
+                raise Refused(f"cannot train from {wanted}: the trainer is at {position}")
+            if step is not None and step.digest != digest:
+                raise Refused(
+                    f"cannot train batch {digest[:16]} from {position}: batch {step.digest[:16]} is trained from there"
+                )
             if step is None:
                 self._step = step = StepInProgress(digest)
                 # A task of the worker: an error in it ends the worker, because its weights are unknown then.
@@ -116,10 +122,8 @@ class TrainingService(Service, Training):
     async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
         async with self._lock:
             if (incarnation, version) != self._position or await self._running_step() is not None:
-                raise Refused(
-                    f"cannot save a checkpoint of {_position_text(incarnation, version)}: the trainer is at "
-                    f"{_position_text(*self._position)}"
-                )
+                wanted, position = _position_text(incarnation, version), _position_text(*self._position)
+                raise Refused(f"cannot save a checkpoint of {wanted}: the trainer is at {position}")
             try:
                 files = await self.context.compute.run(self._save, Path(directory))
             except PeerLost as lost:
@@ -135,17 +139,6 @@ class TrainingService(Service, Training):
             return None
         await step.rows_checked.wait()
         return None if step.lost else step
-
-    def _refuse_other_step(self, cuts: Cuts, digest: str, step: StepInProgress | None) -> None:
-        position = _position_text(*self._position)
-        if (cuts.incarnation, cuts.version) != self._position:
-            raise Refused(
-                f"cannot train from {_position_text(cuts.incarnation, cuts.version)}: the trainer is at {position}"
-            )
-        if step is not None and step.digest != digest:
-            raise Refused(
-                f"cannot train batch {digest[:16]} from {position}: batch {step.digest[:16]} is trained from there"
-            )
 
     async def _work(self, step: StepInProgress, cuts: Cuts) -> StepOutcome | None:
         """Reads the rows and runs the engine by micro-batches, so that other work can run between them."""

@@ -92,7 +92,7 @@ def sample(engine: TorchEngine, draw: Draw, groups: range, config: Config) -> di
     """All members of all groups."""
     generation, done = config.generation, list[Completion]()
     for group in groups:
-        prompt = engine.tokenize(draw(group)[0])
+        prompt = engine.tokenizer.prompt_ids(draw(group)[0])
         for member in range(config.task.samples_per_prompt):
             seed = member_seed(group_seed(config.seed, group), member)
             engine.submit(

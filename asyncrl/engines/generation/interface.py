@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 
 Key = tuple[int, int, int]  # group, member, attempt
@@ -53,15 +54,14 @@ class GenerationEngine(Protocol):
     """Samples with continuous batching: `submit` at any time, and call `step` while the engine is `active`.
 
     version: of the weights in use, NO_WEIGHTS before the first. spec: names, shapes and dtype of weights for `load`.
-    context: context length of the model in tokens, None if it has no limit. token_bytes: the most UTF-8 bytes that one
-    token can decode to. active: whether `step` would sample a token now. waiting, running: requests without and with a
-    slot.
+    context: context length of the model in tokens, None if it has no limit. active: whether `step` would sample a token
+    now. waiting, running: requests without and with a slot.
     """
 
     version: int
     spec: WeightsSpec
     context: int | None
-    token_bytes: int
+    tokenizer: TokenizerWithStops
 
     @property
     def active(self) -> bool: ...
@@ -72,20 +72,11 @@ class GenerationEngine(Protocol):
     @property
     def running(self) -> int: ...
 
-    def tokenize(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:
-        """Returns the token ids of a prompt, either text or messages for the chat template."""
-        ...
-
-    def decode(self, tokens: NDArray[np.int32]) -> str:
-        """Returns the text of tokens without special tokens."""
-        ...
-
     def submit(self, request: SampleRequest) -> None:
         """Queues a request. Requests start in order of arrival once a slot is free and the weights are new enough.
 
         Raises ConfigError when prompt or completion does not fit into a slot.
         """
-        ...
 
     def step(self) -> list[Completion]:
         """Samples one token of every running request; returns the requests that finished."""
@@ -106,4 +97,3 @@ class GenerationEngine(Protocol):
 
         Raises WeightsError when a parameter is missing or tied names come with different values.
         """
-        ...

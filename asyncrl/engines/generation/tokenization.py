@@ -16,12 +16,7 @@ Message = dict[str, Any]
 
 
 class TokenizerWithStops:
-    """Wraps a tokenizer with the stop strings of a run.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        stop: strings that end a completion.
-    """
+    """Wraps a tokenizer of transformers with the strings that end a completion."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
@@ -47,9 +42,9 @@ class TokenizerWithStops:
         encoded = self._tokenizer(text, add_special_tokens=isinstance(prompt, str))
         return np.asarray(encoded["input_ids"], np.int32)
 
-    def decode(self, tokens: NDArray[np.int32]) -> str:
-        """Returns the text of tokens without special tokens."""
-        return self._decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
+        settings = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(tokens.tolist(), **settings))
 
     def stops(self, tokens: NDArray[np.int32]) -> bool:
         """Returns whether the newest tokens complete a stop string; searches a window first, then the whole text."""
@@ -57,19 +52,15 @@ class TokenizerWithStops:
 
     def before_stop(self, tokens: NDArray[np.int32]) -> str:
         """Returns the text before the first stop string, which may contain special tokens."""
-        for text in (self.decode(tokens), self._decode(tokens, skip_special_tokens=False)):
+        for text in (self.decode(tokens), self.decode(tokens, skip_special_tokens=False)):
             found = [text.index(stop) for stop in self._stop if stop in text]
             if found:
                 return text[: min(found)]
         return self.decode(tokens)
 
     def _contains(self, tokens: NDArray[np.int32]) -> bool:
-        text = self._decode(tokens, skip_special_tokens=False)
+        text = self.decode(tokens, skip_special_tokens=False)
         return any(stop in text for stop in self._stop)
-
-    def _decode(self, tokens: NDArray[np.int32], *, skip_special_tokens: bool) -> str:
-        settings = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        return str(self._tokenizer.decode(tokens.tolist(), **settings))
 
 
 def end_ids(generation_config: Any, tokenizer: Any) -> NDArray[np.int64]:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, Finish,
 from asyncrl.engines.generation.running_batch import RunningBatch
 from asyncrl.engines.generation.sampling import sample
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
-from asyncrl.engines.models.context_window import context_of
+from asyncrl.engines.models.folder_checks import context_of
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec, spec_of
 
@@ -61,13 +60,12 @@ class TorchEngine:
         self._flat = FlatModel(model, slots, limit, len(tokenizer), fixed=fixed, float32_head=exact)
         self._flat.verify(probe, expected)
         self._config = config
-        self._tokenizer = TokenizerWithStops(tokenizer, generation.stop)
+        self.tokenizer = TokenizerWithStops(tokenizer, generation.stop)
         self._end_ids = end_ids(model.generation_config, tokenizer)
         self._batch = RunningBatch(slots, generation.max_new_tokens)
         self._waiting: deque[SampleRequest] = deque()  # bounded by the gate, which bounds the groups in flight
         self.version = version
         self.spec: WeightsSpec = spec_of(model, config.model.dtype)
-        self.token_bytes = self._tokenizer.longest_token_bytes()
         self.context = context_of(model.config.get_text_config().to_dict())
 
     @property
@@ -81,12 +79,6 @@ class TorchEngine:
     @property
     def active(self) -> bool:
         return self.running > 0 or any(self._may_start(request) for request in self._waiting)
-
-    def tokenize(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:
-        return self._tokenizer.prompt_ids(prompt)
-
-    def decode(self, tokens: NDArray[np.int32]) -> str:
-        return self._tokenizer.decode(tokens)
 
     def submit(self, request: SampleRequest) -> None:
         for key, found, most in (
@@ -205,14 +197,14 @@ class TorchEngine:
         for row in range(count):
             if ended[row]:
                 yield row, "stop"
-            elif self._tokenizer.stops(batch.tokens[row, : batch.sampled[row]]):
+            elif self.tokenizer.stops(batch.tokens[row, : batch.sampled[row]]):
                 yield row, "stop_string"
             elif batch.sampled[row] >= batch.requests[row].max_new_tokens:
                 yield row, "length"
 
     def _finish(self, row: int, finish: Finish) -> Completion:
         tokens = self._batch.tokens[row, : self._batch.sampled[row]]
-        text = self._tokenizer.before_stop(tokens) if finish == "stop_string" else self.decode(tokens)
+        text = self.tokenizer.before_stop(tokens) if finish == "stop_string" else self.tokenizer.decode(tokens)
         completion = self._batch.completion(row, finish, text)
         self._flat.cache.free(row)
         self._flat.cache.swap(row, self.running - 1)

@@ -1,28 +1,35 @@
 """Checks model folders by their JSON files, headers and sizes, without torch and without reading weights.
 
 A folder of a scoring model (reward, cost, critics) must also fit the policy: its tokenizer, its head, its context.
+Beyond its context length a model does not fail but generates nonsense, which would be trained on.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.context_window import context_of_folder, longest_row
 from asyncrl.errors import ConfigError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEADS = ("score", "classifier")
 """Names of a classifier's head in transformers, which depend on the model family."""
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 """Patterns of tokenizer files; every saved tokenizer has at least one of them."""
+POSITIONS = ("max_position_embeddings", "n_positions")
+STRETCHED = ("linear", "dynamic", "yarn")
+"""Kinds of rotary scaling whose factor is not yet part of the number of positions in the config."""
 
 
 def is_complete(folder: Path) -> bool:
     """Returns whether `folder` holds a model that `from_pretrained` can load."""
-    return (folder / "config.json").exists() and _holds(folder, ("*.safetensors", "pytorch_model*.bin"))
+    return (folder / "config.json").exists() and any(next(folder.glob(each), None) for each in WEIGHT_FILES)
 
 
 def existing_folder(name: str, key: str = "model.name") -> Path | None:
@@ -66,43 +73,28 @@ def head_labels(folder: Path) -> int | None:
 def damages(folder: Path) -> Iterator[str]:
     """Yields one clause for each file that cannot be loaded."""
     for path in sorted(folder.glob("*.json")):
-        if not _is_json(path):
+        try:
+            json.loads(path.read_bytes())
+        except ValueError:
             yield f"{path} is cut short or damaged: it is not JSON"
     for name in _weight_files(folder):
         path = folder / name
-        if not path.is_file():
+        try:
+            with safe_open(path, framework="np"):
+                pass
+        except FileNotFoundError:
             yield f"{path} is missing, and {INDEX} names it"
-        elif why := _damage_of_weights(path):
-            yield f"{path} is cut short or damaged: {why}"
-
-
-def _is_json(path: Path) -> bool:
-    try:
-        json.loads(path.read_bytes())
-    except ValueError:
-        return False
-    return True
+        except SafetensorError as error:
+            yield f"{path} is cut short or damaged: it has {path.stat().st_size} bytes. {error}"
 
 
 def _weight_files(folder: Path) -> list[str]:
     """Returns the names of the weight files that transformers loads; a damaged index names none."""
-    index = folder / INDEX
-    if (folder / WEIGHTS).is_file() or not index.is_file() or not _is_json(index):
-        return [WEIGHTS] if (folder / WEIGHTS).is_file() else []
-    return sorted(set(json.loads(index.read_bytes()).get("weight_map", {}).values()))
-
-
-def _damage_of_weights(path: Path) -> str:
-    """Returns what is wrong with a safetensors file, or ""."""
-    try:
-        with safe_open(path, framework="np"):
-            return ""
-    except SafetensorError as error:
-        return f"it has {path.stat().st_size} bytes. {error}"
-
-
-def _holds(folder: Path, patterns: Iterable[str]) -> bool:
-    return any(next(folder.glob(pattern), None) for pattern in patterns)
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    with suppress(OSError, ValueError):
+        return sorted(set(json.loads((folder / INDEX).read_bytes()).get("weight_map", {}).values()))
+    return []
 
 
 def scoring_model_folders(config: Config, policy: Path) -> dict[str, Path]:
@@ -114,16 +106,11 @@ def scoring_model_folders(config: Config, policy: Path) -> dict[str, Path]:
         ConfigError: a folder is missing, holds no model, is damaged, has no tokenizer or another one than the policy, a
             head with more than one output, or a context shorter than the longest row.
     """
-    default = {"critic": policy, "cost_critic": policy}
-    named = {
-        "reward": config.reward.model,
-        "cost": config.cost.model,
-        "critic": config.critic.model,
-        "cost_critic": config.cost_critic.model,
-    }
-    return default | {
-        name: scoring_model_folder(config, given, f"{name}.model", policy) for name, given in named.items() if given
-    }
+    folders = {"critic": policy, "cost_critic": policy}
+    for service in ("reward", "cost", "critic", "cost_critic"):
+        if name := getattr(config, service).model:
+            folders[service] = scoring_model_folder(config, name, f"{service}.model", policy)
+    return folders
 
 
 def scoring_model_folder(config: Config, name: str, key: str, policy: Path) -> Path:
@@ -132,13 +119,13 @@ def scoring_model_folder(config: Config, name: str, key: str, policy: Path) -> P
     if folder is None:
         raise ConfigError(f"{key}: there is no folder {name}; write one that from_pretrained loads")
     refuse_damaged(folder)
-    if not _holds(folder, TOKENIZERS):
+    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
         raise ConfigError(f"{key}: there is no tokenizer in {folder}; save that of model.name beside it")
     own, others = vocabulary(folder), vocabulary(policy)
     if own and others and own != others:
         raise ConfigError(another_tokenizer(key))
     _refuse_other_heads(folder, key)
-    context, longest = context_of_folder(folder), longest_row(config, context_of_folder(policy))
+    context, longest = _context_of_folder(folder), longest_row(config, _context_of_folder(policy))
     if context is not None and context < longest:
         raise ConfigError(
             f"{key}: {folder} was made for {context} positions (max_position_embeddings in its config.json), and a "
@@ -182,3 +169,41 @@ def vocabulary(folder: Path) -> dict[int, str]:
         return {int(number): str(token) for token, number in by_token} | added
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return {}
+
+
+def context_of(shape: Mapping[str, Any]) -> int | None:
+    """Returns the context length in tokens from the contents of config.json, or None if it names none."""
+    shape = shape.get("text_config") or shape
+    known = next((int(shape[name]) for name in POSITIONS if shape.get(name)), None)
+    if known is None:
+        return None
+    scaling = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    if scaling.get("rope_type", scaling.get("type")) not in STRETCHED:
+        return known
+    original = scaling.get("original_max_position_embeddings") or known
+    return max(known, int(original * float(scaling.get("factor") or 1.0)))
+
+
+def longest_row(config: Config, context: int | None = None) -> int:
+    """Returns the tokens of the longest prompt with its longest answer, at most `context`."""
+    tokens = config.task.max_prompt_tokens + config.generation.max_new_tokens
+    return tokens if context is None else min(tokens, context)
+
+
+def context_problems(config: Config, folder: Path) -> Iterator[Problem]:
+    """Yields a problem when the longest answer leaves no room for a prompt in the context of the model.
+
+    A folder without config.json belongs to user-defined services and is not checked.
+    """
+    context, answer = _context_of_folder(folder), config.generation.max_new_tokens
+    if context is not None and answer >= context:
+        text = (
+            f"{answer} new tokens leave no room for a prompt: {config.model.name} was made for {context} positions "
+            f"(max_position_embeddings in its config.json); write fewer than {context}"
+        )
+        yield Problem("generation.max_new_tokens", "", text)
+
+
+def _context_of_folder(folder: Path) -> int | None:
+    path = folder / "config.json"
+    return context_of(json.loads(path.read_text())) if path.exists() else None

@@ -1,9 +1,7 @@
 """Finds or makes the model folder of the policy for `model.name`: a folder, a download, a package's file, a tiny model.
 
-    prepare ── name, seed, target ──> child: `python -m asyncrl.engines.models.model_folder`, where `make_model` runs
-            <── ["progress", text] and ["mistake", text], one JSON list a line
-
-The child imports torch, so that the caller never does. The folder appears complete or not at all.
+A child (`python -m asyncrl.engines.models.model_folder NAME SEED TARGET`) makes it, so that the caller never imports
+torch. It writes one JSON list a line: ["progress", text], or ["mistake", text] for an error that the user can correct.
 """
 
 import asyncio
@@ -102,14 +100,18 @@ async def _follow(child: Process, name: str, show: Show) -> None:
 
 
 def make_model(name: str, seed: int, target: Path, show: Show) -> None:
-    """Makes the model `name` in `target`. Raises ConfigError when there is no such model."""
+    """Makes the model `name`; `target` appears complete or not at all. Raises ConfigError for an unknown name."""
     making = target.with_name(f"{target.name}.making-{os.getpid()}")
     making.mkdir(parents=True)
     try:
         source, _, rest = name.partition(":")
         match source:
             case "warmed":
-                _warm_up(rest, seed, making, show)
+                demonstrations = demonstrations_of(rest)
+                show("warming up a tiny model: loading torch")
+                from asyncrl.engines.models.warmed_up_model import warm_up
+
+                warm_up(demonstrations, seed, making, show)
             case "pypi":
                 _unpack(rest, making, show)
             case _:
@@ -129,14 +131,6 @@ def demonstrations_of(task: str) -> Demonstrations:
     if not isinstance(found, Demonstrations):
         raise ConfigError(f"model.name: warmed:{task} is no asyncrl.tasks.builtin.demonstrations.Demonstrations")
     return found
-
-
-def _warm_up(task: str, seed: int, making: Path, show: Show) -> None:
-    demonstrations = demonstrations_of(task)
-    show("warming up a tiny model: loading torch")
-    from asyncrl.engines.models.warmed_up_model import warm_up
-
-    warm_up(demonstrations, seed, making, show)
 
 
 def _unpack(key: str, making: Path, show: Show) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
-from asyncrl.engines.models.context_window import context_of, longest_row
+from asyncrl.engines.models.folder_checks import context_of, longest_row
 from asyncrl.engines.training.batch.packing import pad_rows
 from asyncrl.engines.training.loss.logprobs import token_logprobs
 from asyncrl.engines.training.state.models_with_heads import CausalModel

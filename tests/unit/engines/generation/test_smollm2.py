@@ -37,7 +37,7 @@ def test_logprobs_equal_a_plain_forward(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for number, question in enumerate(QUESTIONS):
         messages = [{"role": "user", "content": question}]
-        prompt = engine.tokenize(messages)
+        prompt = engine.tokenizer.prompt_ids(messages)
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert prompt.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
         for member in range(2):

@@ -1,13 +1,10 @@
 import asyncio
 import errno
-import json
 import os
 import random
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.folder_checks import head_labels, is_complete, scoring_model_folders, vocabulary
+from asyncrl.engines.models.folder_checks import is_complete
 from asyncrl.engines.models.model_folder import prepare
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer, completion_loss, train
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
@@ -202,104 +199,3 @@ def test_the_quickstart_warms_up_on_training_words_only() -> None:
 
 def test_an_unfinished_folder_is_not_complete(tmp_path: Path) -> None:
     assert not is_complete(tmp_path)
-
-
-def test_a_critic_begins_with_the_policy_or_with_a_folder_that_holds_a_model(tmp_path: Path) -> None:
-    def with_critic(model: str) -> Config:
-        changes = {"algorithm": {"preset": "ppo"}, "critic": {"model": model}}
-        return Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p.jsonl"}, **changes})
-
-    assert scoring_model_folders(with_critic(""), tmp_path) == {"critic": tmp_path, "cost_critic": tmp_path}
-    with pytest.raises(ConfigError, match=r"^critic\.model: there is no folder nowhere; write one"):
-        scoring_model_folders(with_critic("nowhere"), tmp_path)
-    with pytest.raises(ConfigError, match=r"^critic\.model: .* holds no model: .* found are nothing"):
-        scoring_model_folders(with_critic(str(tmp_path)), tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ConfigError, match=r"^critic\.model: there is no tokenizer in .*; save that of model\.name besi"
-    ):
-        scoring_model_folders(with_critic(str(tmp_path)), tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert scoring_model_folders(with_critic(str(tmp_path)), Path("policy"))["critic"] == tmp_path
-
-
-def test_a_model_that_judges_has_to_have_the_policys_tokenizer(tmp_path: Path) -> None:
-    """Known before anything is started: tokenizer.json says what each id means."""
-    folders = {}
-    for name, words in (("policy", "abc"), ("same", "abc"), ("other", "acb"), ("silent", "")):
-        folders[name] = tmp_path / name
-        folders[name].mkdir()
-        (folders[name] / "config.json").write_text("{}")
-        save_file({"score.weight": torch.zeros(1, 4)}, folders[name] / "model.safetensors")
-        described = {"model": {"vocab": {word: i for i, word in enumerate(words)}}, "added_tokens": None}
-        (folders[name] / "tokenizer.json").write_text(json.dumps(described) if words else "{}")
-
-    for service in ("reward", "cost", "critic", "cost_critic"):
-        assert judged_by(service, folders["same"])[service] == folders["same"]
-        assert judged_by(service, folders["silent"])[service] == folders["silent"], "only the service itself can tell"
-        with pytest.raises(ConfigError, match=rf"^{service}\.model: its tokenizer is not that of model\.name"):
-            judged_by(service, folders["other"], folders["policy"])
-
-
-def test_a_model_that_judges_has_positions_for_the_longest_row(tmp_path: Path) -> None:
-    folders = {}
-    for name, positions in (("policy", 2000), ("small", 500), ("short", 520)):
-        folders[name] = tmp_path / name
-        folders[name].mkdir()
-        (folders[name] / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
-        save_file({"score.weight": torch.zeros(1, 4)}, folders[name] / "model.safetensors")
-        (folders[name] / "tokenizer.json").write_text("{}")
-    for service in ("reward", "cost", "critic", "cost_critic"):
-        with pytest.raises(ConfigError, match=rf"^{service}\.model: .* made for 520 positions .* may have \d+ tokens"):
-            judged_by(service, folders["short"], folders["policy"])
-        assert judged_by(service, folders["short"], folders["small"]), "no row is longer than the policy's positions"
-
-
-def judged_by(service: str, folder: Path, policy: Path | None = None) -> dict[str, Path]:
-    changes: dict[str, dict[str, Any]] = {"algorithm": {"preset": "safe_rlhf"}}
-    changes["cost"] = {"functions": ["exact_match"], "limit": 1}
-    changes[service] = {**changes.get(service, {}), "model": str(folder)}
-    given = {"model": {"name": "m"}, "task": {"prompts": "p.jsonl"}, **changes}
-    return scoring_model_folders(Config.model_validate(given), policy or folder)
-
-
-@pytest.mark.parametrize(
-    ("weights", "config", "labels"),
-    [
-        ({"score.weight": (1, 4)}, {}, 1),
-        ({"score.weight": (2, 4)}, {"id2label": {"0": "no"}}, 2),
-        ({"classifier.weight": (3, 4), "classifier.bias": (3,)}, {}, 3),
-        ({"classifier.dense.weight": (4, 4)}, {}, None),
-        ({"lm_head.weight": (9, 4)}, {"num_labels": 1}, 0),
-        (None, {"id2label": {"0": "no", "1": "yes"}}, 2),
-        (None, {"num_labels": 1}, 1),
-        (None, {}, None),
-    ],
-)
-def test_a_head_of_other_than_one_score_is_known_before_anything_is_started(
-    weights: dict[str, tuple[int, ...]] | None, config: dict[str, Any], labels: int | None, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    if weights is None:
-        (tmp_path / "pytorch_model.bin").touch()
-    else:
-        tensors = {name: torch.zeros(shape) for name, shape in weights.items()}
-        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    assert head_labels(tmp_path) == labels
-    for service in ("reward", "cost", "critic", "cost_critic"):
-        refused = labels in (2, 3) and weights is not None if "critic" in service else labels in (0, 2, 3)
-        says = "has no head that scores" if labels == 0 else rf"the head of .* has {labels} labels"
-        with pytest.raises(ConfigError, match=rf"^{service}\.model: .*{says}") if refused else nullcontext():
-            assert judged_by(service, tmp_path)[service] == tmp_path
-
-
-def test_a_vocabulary_is_read_as_each_kind_of_tokenizer_writes_it(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<eos>"}]}))
-    assert vocabulary(tmp_path) == {0: "a", 1: "b", 2: "<eos>"}
-    path.write_text(json.dumps({"model": {"vocab": [["a", -1.5], ["b", -2.0]]}, "added_tokens": []}))
-    assert vocabulary(tmp_path) == {0: "a", 1: "b"}
-    path.write_text("no json")
-    assert vocabulary(tmp_path) == {}
