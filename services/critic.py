@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,11 +43,9 @@ class CriticService(Service, Critic):
     async def start(self) -> None:
         """Loads the model, or the checkpoint of a resumed run, and reserves memory for every sample in flight."""
         config = self.context.config
-        columns: dict[str, tuple[np.dtype[Any], int]] = {
-            self._target.values: (np.dtype(np.float32), config.generation.max_new_tokens),
-            self._target.valued_at: (np.dtype(np.int64), 1),
-        }
-        self.rows = self.context.open_rows(GateConfig.of(config).row_slots, bytes_of_slot(columns))
+        values, valued_at = (np.dtype(np.float32), config.generation.max_new_tokens), (np.dtype(np.int64), 1)
+        slot_bytes = bytes_of_slot({self._target.values: values, self._target.valued_at: valued_at})
+        self.rows = self.context.open_rows(GateConfig.of(config).row_slots, slot_bytes)
         self._engine = await self.context.compute.run(self._load)
 
     # ---- endpoints ---------------------------------------------------------------------------------------

@@ -72,8 +72,11 @@ class GenerationService(Service, Generation):
         evaluation_slots = max(generation.slots, config.evaluate.samples)
         slots = evaluation_slots if self._evaluates else GateConfig.of(config).row_slots
         ids, letters = (np.dtype(np.int32), response), (np.dtype(np.uint8), response * tokenizer.longest_token_bytes())
-        columns = {"response_ids": ids, "logprobs": (np.dtype(np.float32), response), "versions": ids, "text": letters}
-        self.rows = context.open_rows(slots, bytes_of_slot({"prompt_ids": (np.dtype(np.int32), prompt), **columns}))
+        numbers, prompt_ids = (np.dtype(np.float32), response), (np.dtype(np.int32), prompt)
+        slot_bytes = bytes_of_slot(
+            {"prompt_ids": prompt_ids, "response_ids": ids, "logprobs": numbers, "versions": ids, "text": letters}
+        )
+        self.rows = context.open_rows(slots, slot_bytes)
         context.tasks.create_task(self._decode(), name="decode loop")
 
     async def stop(self) -> None:
@@ -85,8 +88,7 @@ class GenerationService(Service, Generation):
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         """Yields samples as they finish, one row each: columns prompt_ids, response_ids, versions (int32), logprobs
-        (float32) and text (uint8, UTF-8, cut before a stop string). At the deadline of the group, running samples end
-        with finish `length`.
+        (float32) and text (uint8, UTF-8, cut before a stop string). At the deadline, running samples end as `length`.
 
         Raises:
             Refused: the group has another incarnation.

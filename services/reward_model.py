@@ -33,8 +33,7 @@ class RewardModelService(RewardService):
     async def start(self) -> None:
         """Loads the model and starts the functions.
 
-        Raises:
-            ConfigError: torch lacks the device, or the folder holds no reward model with the tokenizer of the policy.
+        Raises ConfigError when torch lacks the device or the folder holds no reward model with the policy's tokenizer.
         """
         self._model = await self.context.compute.run(self._load)
         await super().start()

@@ -176,14 +176,14 @@ class TrainingService(Service, Training):
         if outcome.skipped:
             self._step = None
             self.context.log.warning("step skipped", reason=outcome.skipped, samples=outcome.culprits)
-            return self._report(outcome, None)
+            return self._report(outcome)
         version = self._version + 1
         if self._writer is not None:
             await self._wait_for_slot(self._writer.leases, version)
         self._published = await self.context.compute.run(self._write, version)
         self._version = version
         self._chain = chain(self._chain, outcome.batch)
-        report = self._report(outcome, self._published if self._writer is not None else None)
+        report = self._report(outcome)
         self._step = None
         self._last_report = {step.digest: report}
         return report
@@ -207,7 +207,8 @@ class TrainingService(Service, Training):
                 "are only slow"
             ) from None
 
-    def _report(self, outcome: StepOutcome, published: Published | None) -> StepReport:
+    def _report(self, outcome: StepOutcome) -> StepReport:
+        published = self._published if self._writer is not None and not outcome.skipped else None
         samples = tuple(TrainedSample(*s.key, s.trained, s.masked, s.reason, s.rejected) for s in outcome.samples)
         chain_hex, metrics = self._chain.hex(), outcome.metrics
         return StepReport(*self._position, outcome.updates, outcome.skipped, chain_hex, metrics, samples, published)
@@ -246,10 +247,7 @@ class TrainingService(Service, Training):
         return DistributedRanks(meeting, context.rank, context.layout.size, context.config.training.device, waiting)
 
     def open_engine(self, ranks: Ranks) -> tuple[TrainingEngine, dict[str, Any]]:
-        """Makes the engine; returns it with the values saved beside its state, none at the first start.
-
-        options: `pretrain`: the file of texts for the pretraining loss.
-        """
+        """Makes the engine; returns it with the values saved beside its state. options: `pretrain`: file of texts."""
         context = self.context
         texts = Path(context.options["pretrain"]) if context.config.algorithm.pretrain_coefficient > 0 else None
         if context.checkpoint_dir is None:
@@ -265,8 +263,8 @@ class TrainingService(Service, Training):
 
     def _save(self, directory: Path) -> dict[str, str]:
         directory.mkdir(parents=True, exist_ok=True)
-        incarnation, version = self._position
-        self._engine.save(directory, {"version": version, "incarnation": incarnation, "chain": self._chain.hex()})
+        facts = {"version": self._version, "incarnation": self.context.incarnation, "chain": self._chain.hex()}
+        self._engine.save(directory, facts)
         return file_digests(directory, self.context.rank)
 
 

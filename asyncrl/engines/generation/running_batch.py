@@ -1,4 +1,6 @@
-"""The running batch: a table of the samples in slots. Row i is slot i, and used rows are always the first `count`."""
+"""The running batch: a table of the samples in slots. Row i is slot i, and used rows are always the first ones."""
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,26 +24,22 @@ class RunningBatch:
         self.versions = np.zeros((slots, max_new_tokens), np.int32)
 
     @property
-    def count(self) -> int:
-        return len(self.requests)
-
-    @property
     def decoding(self) -> int:
         """Counts the cached rows. They come first: new rows are appended, and new weights uncache all rows."""
-        return int(np.count_nonzero(self.cached[: self.count]))
+        return int(np.count_nonzero(self.cached[: len(self.requests)]))
 
     def add(self, request: SampleRequest) -> None:
-        self.sampled[self.count] = 0
-        self.cached[self.count] = False
+        self.sampled[len(self.requests)] = 0
+        self.cached[len(self.requests)] = False
         self.requests.append(request)
 
     def remove(self, row: int) -> None:
         """Removes a row; the last row takes its place."""
-        last = self.requests.pop()
-        if row < self.count:
-            self.requests[row] = last
-            for column in (self.sampled, self.cached, self.tokens, self.logprobs, self.versions):
-                column[row] = column[self.count]
+        last = len(self.requests) - 1
+        columns: list[list[Any] | NDArray[Any]] = [self.requests, self.sampled, self.cached]
+        for column in (*columns, self.tokens, self.logprobs, self.versions):
+            column[row] = column[last]
+        self.requests.pop()
 
     def lengths(self, rows: int) -> NDArray[np.int64]:
         """Returns the prompt and sampled tokens of each of the first `rows` rows."""

@@ -13,19 +13,12 @@ BELOW = 1 - 2.0**-50  # keeps a number that was rounded up to the sum of a block
 def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Samples by inverse CDF: takes the first token whose cumulative probability exceeds the number of the row.
 
-    The cumulative sums are float64, over blocks and then inside one block. In float32 the small ones of 150,000
-    probabilities would be lost.
+    logits: [rows, vocabulary]; -inf for a token that must not be sampled. temperatures: float32 [rows]; 0 takes the
+    likeliest token. uniforms: float64 [rows] in (0, 1). Returns tokens, int64 [rows], and their
+    log-softmax(logits / temperature), float32 [rows]; temperature 0 counts as 1.
 
-    Args:
-        logits: [rows, vocabulary]; -inf for a token that must not be sampled.
-        temperatures: float32 [rows]; 0 takes the likeliest token.
-        uniforms: float64 [rows] in (0, 1).
-
-    Returns:
-        Tokens, int64 [rows], and their log-softmax(logits / temperature), float32 [rows]; temperature 0 counts as 1.
-
-    Raises:
-        WeightsError: the logits of a row are not finite.
+    The cumulative sums are float64, over blocks and then inside one block: float32 would lose the small ones of 150,000
+    probabilities. Raises WeightsError when the logits of a row are not finite.
     """
     greedy = temperatures == 0
     scaled = logits.float() / temperatures.masked_fill(greedy, 1.0)[:, None]

@@ -91,8 +91,10 @@ def _render_chat(tokenizer: Any, messages: list[Message]) -> str:
             "takes, or the prompt as text"
         ) from error
     for number, message in enumerate(messages, 1):
-        for part in _text_parts(message):
-            if part.strip() not in text:
+        content = message["content"]
+        for each in content if isinstance(content, list) else [content]:
+            part = each.get("text") if isinstance(each, dict) else each
+            if isinstance(part, str) and part.strip() not in text:
                 excerpt = repr(part if len(part) <= EXCERPT else part[:EXCERPT] + "...")
                 raise TaskError(
                     f"the model's chat template leaves out or changes a part of message {number} ({message['role']}), "
@@ -100,10 +102,3 @@ def _render_chat(tokenizer: Any, messages: list[Message]) -> str:
                     "template shows it (without <think> parts where it drops them), or the prompt as text"
                 )
     return text
-
-
-def _text_parts(message: Message) -> list[str]:
-    content = message["content"]
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    return [text for text in texts if isinstance(text, str)]

@@ -70,7 +70,7 @@ class TorchEngine:
 
     @property
     def running(self) -> int:
-        return self._batch.count
+        return len(self._batch.requests)
 
     @property
     def waiting(self) -> int:
@@ -105,7 +105,13 @@ class TorchEngine:
         return [self._finish(row, finish) for row in reversed(rows)]
 
     def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
-        self._refuse_incomplete(tensors)
+        missing = [tensor.name for tensor in self.spec.tensors if tensor.name not in tensors]
+        if missing:
+            raise WeightsError(f"new weights lack {', '.join(missing)}")
+        for alias, name in self.spec.aliases:
+            tied = tensors.get(alias, tensors[name])
+            if tied.data_ptr() != tensors[name].data_ptr() and not torch.equal(tied, tensors[name]):
+                raise WeightsError(f"{alias} and {name} are tied in this model but were given different values")
         with torch.no_grad():
             for name, parameter in self._flat.model.named_parameters():
                 if share:
@@ -120,15 +126,6 @@ class TorchEngine:
     def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
         found: NDArray[np.float32] = self._flat.logits_after(prompt).float().log_softmax(-1).cpu().numpy()
         return found
-
-    def _refuse_incomplete(self, tensors: Mapping[str, Tensor]) -> None:
-        missing = [tensor.name for tensor in self.spec.tensors if tensor.name not in tensors]
-        if missing:
-            raise WeightsError(f"new weights lack {', '.join(missing)}")
-        for alias, name in self.spec.aliases:
-            tied = tensors.get(alias, tensors[name])
-            if tied.data_ptr() != tensors[name].data_ptr() and not torch.equal(tied, tensors[name]):
-                raise WeightsError(f"{alias} and {name} are tied in this model but were given different values")
 
     def _may_start(self, request: SampleRequest) -> bool:
         return self.version != NO_WEIGHTS and request.not_before <= self.version

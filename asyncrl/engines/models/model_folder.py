@@ -39,10 +39,9 @@ DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 async def prepare(config: Config, target: Path, show: Show, deadline: float = 3600.0) -> Path:
-    """Returns a folder with config.json, safetensors and a tokenizer.
+    """Returns a folder with config.json, safetensors and a tokenizer: an existing one, or `target`, made at first.
 
-    An existing folder is used as it is; any other model is made in `target`, unless a former call did so. show:
-    receives one line of progress at a time. deadline: seconds.
+    show: receives one line of progress at a time. deadline: seconds.
 
     Raises:
         ConfigError: there is no such model, or its files are damaged.

@@ -31,7 +31,7 @@ def warm_up(demonstrations: Demonstrations, seed: int, target: Path, show: Show)
     torch.manual_seed(seed)
     tokenizer = build_tokenizer(demonstrations.words)
     model = build_model(tokenizer)
-    train(model, tokenizer, demonstrations, random.Random(seed), show)
+    train(model, tokenizer, demonstrations, seed, show)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
@@ -55,12 +55,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def train(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    demonstrations: Demonstrations,
-    source: random.Random,
-    show: Show,
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, demonstrations: Demonstrations, seed: int, show: Show
 ) -> None:
+    source = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
     steps = demonstrations.steps
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 50, 1 - step / (steps + 1)))

@@ -70,22 +70,16 @@ class FlatTokens:
 
 
 def flat_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    flat: FlatTokens | None = None,
-    **settings: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Computes attention for transformers.
+    """Computes attention for transformers, with `flat` (FlatTokens) and `scaling` among the settings.
 
     query [1, heads, tokens, size], key and value [1, kv heads, tokens, size] -> [1, tokens, heads, size].
 
     Raises:
         ConfigError: the layer asks for attention that is not plain and causal, or the model did not pass on `flat`.
     """
+    flat: FlatTokens | None = settings.get("flat")
     if flat is None:
         raise ConfigError(f"{type(module).__name__} does not pass keyword arguments on to its attention function")
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
@@ -95,7 +89,7 @@ def flat_attention(
         raise ConfigError(f"{type(module).__name__} is not causal")
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    return attend(layer, query, key, value, flat, scaling)[None], None
+    return attend(layer, query, key, value, flat, settings.get("scaling"))[None], None
 
 
 def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, flat: FlatTokens, scaling: float | None) -> Tensor:
@@ -135,7 +129,7 @@ def _decode_attention(
 def _prefill_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None) -> Tensor:
     # Padding follows the real tokens of each sequence, which do not see it, because attention is causal.
     padded = [
-        pad_sequence(torch.split(each, lengths), batch_first=True).transpose(1, 2) for each in (query, key, value)
+        pad_sequence(list(torch.split(each, lengths)), batch_first=True).transpose(1, 2) for each in (query, key, value)
     ]
     queries, keys, values = (
         padded[0],

@@ -63,13 +63,18 @@ class FlatModel:
         """Returns the logits [rows, vocabulary] of the next token of each sequence, in float32 or the model's dtype.
 
         tokens, positions: [decoding], one new token of each of the first slots. prefill: all tokens of sequences
-        without cached keys, by the slot that stores these. Rows have this order.
+        without cached keys, by slot. Rows have this order.
         """
         lengths = [len(sequence) for sequence in prefill.values()]
         self.cache.allocate_next(positions)
         for slot, sequence in prefill.items():
             self.cache.allocate(slot, len(sequence))
-        flat = self._flat_tokens(positions, list(prefill), lengths)
+        # DecodeBlocks.of may move blocks, so it comes before `locations`.
+        blocks = DecodeBlocks.of(self.cache, positions, self.model.device) if len(positions) else None
+        rows = np.concatenate([np.arange(len(positions)), np.repeat(list(prefill), lengths)]).astype(np.int64)
+        steps = np.concatenate([positions, *(np.arange(length) for length in lengths)])
+        at, offsets = (self.tensor(each) for each in self.cache.locations(rows, steps))
+        flat = FlatTokens(self.cache, (at, offsets), self.tensor(steps), blocks, lengths)
         ids = self.tensor(np.concatenate([tokens, *prefill.values()]))
         last = np.concatenate([np.arange(len(tokens)), len(tokens) + np.cumsum(lengths, dtype=np.int64) - 1])
         logits = self._logits(ids, flat, self.tensor(last))
@@ -88,17 +93,12 @@ class FlatModel:
     def verify(self, ids: Ints, expected: Tensor) -> None:
         """Compares this forward, in prefill and decode, with `expected` from `probe_logprobs`.
 
-        The comparison finds what no setting of the model tells. A fast path that differs is replaced by the modules.
-
-        Raises:
-            ConfigError: the modules differ too, by more than rounding.
+        A fast path that differs is replaced by the modules. Raises ConfigError when they differ by more than rounding.
         """
         tolerance = PROBE_TOLERANCE[self.model.dtype]
-        found = self._largest_difference(ids, expected)
-        if not found <= tolerance and self.fast:
+        if self.fast and not self._largest_difference(ids, expected) <= tolerance:
             self.fast = False
-            found = self._largest_difference(ids, expected)
-        if not found <= tolerance:
+        if not self.fast and not (found := self._largest_difference(ids, expected)) <= tolerance:
             reason = f"its logits differ by {found:.2g} from transformers' own forward, so its attention is not plain"
             raise _unsupported(self.model.config.model_type, reason)
 
@@ -120,14 +120,6 @@ class FlatModel:
         inputs = {"input_ids": ids[None], "position_ids": flat.positions[None]}
         states: Tensor = self.model.base_model(**inputs, use_cache=False, flat=flat).last_hidden_state
         return states[0, last]
-
-    def _flat_tokens(self, positions: Ints, slots: list[int], lengths: list[int]) -> FlatTokens:
-        # DecodeBlocks.of may move blocks, so it comes before `locations`.
-        blocks = DecodeBlocks.of(self.cache, positions, self.model.device) if len(positions) else None
-        rows = np.concatenate([np.arange(len(positions)), np.repeat(slots, lengths)])
-        steps = np.concatenate([positions, *(np.arange(length) for length in lengths)])
-        at, offsets = self.cache.locations(rows.astype(np.int64), steps)
-        return FlatTokens(self.cache, (self.tensor(at), self.tensor(offsets)), self.tensor(steps), blocks, lengths)
 
     def _largest_difference(self, ids: Ints, expected: Tensor) -> float:
         """Returns the difference of log-probs as PROBE_TOLERANCE counts it, without offsets common to all tokens."""

@@ -184,7 +184,7 @@ def test_warming_up_teaches_a_format() -> None:
     torch.manual_seed(0)
     tokenizer = build_tokenizer(())
     model = build_model(tokenizer)
-    train(model, tokenizer, Demonstrations(draw, steps=60), random.Random(0), silent)
+    train(model, tokenizer, Demonstrations(draw, steps=60), 0, silent)
     with torch.no_grad():
         assert completion_loss(model, tokenizer, [("3?", "!")]).item() < 0.1
 
