@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import strftime
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -238,7 +239,7 @@ def _reward_here(functions: Sequence[Function], model: str, say: Callable[[str],
     """Returns a reward service of this process; empty without functions. model: `reward.model`."""
     from asyncrl.fleet.fleet import ServiceSpec
     from asyncrl.protocols.contracts import Reward
-    from asyncrl.services.reward import reward_service_of
+    from asyncrl.services.reward import RewardService
 
     if not functions:
         return {}
@@ -249,7 +250,7 @@ def _reward_here(functions: Sequence[Function], model: str, say: Callable[[str],
         )
     for function in functions:
         say(f"reward {name_of(function)} has no importable name: it is called in this process")
-    return {"reward": ServiceSpec("reward", Reward, reward_service_of(functions), here=True)}
+    return {"reward": ServiceSpec("reward", Reward, partial(RewardService, functions=functions), here=True)}
 
 
 def _run_here_or_beside(work: Coroutine[Any, Any, T]) -> T:

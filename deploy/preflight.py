@@ -11,8 +11,7 @@ from asyncrl.controller.algorithm import Algorithm
 from asyncrl.deploy.checks.memory_needs import memory_problems
 from asyncrl.deploy.checks.resource_limits import descriptor_problems
 from asyncrl.deploy.service_specs import worker_count
-from asyncrl.engines.models.context_window import context_problems
-from asyncrl.engines.models.file_checks import damages
+from asyncrl.engines.models.folder_checks import context_problems, damages
 from asyncrl.rewards.functions import function_problems
 from asyncrl.telemetry.sinks import sink_problems
 

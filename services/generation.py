@@ -2,24 +2,25 @@
 
     generate ── requests ──┐                          ┌── finished samples ── rows ── reference to the caller
     use_weights ── flip ───┼── compute thread, in turn ┤
-                           └── slices of decode steps ─┘      (engines/generation/decode_loop.py)
+                           └── slices of decode steps ─┘
 
 All engine calls run on the compute thread, so that a change of weights falls between two decode steps.
 """
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.generation.decode_loop import DecodeLoop
 from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, GenerationEngine, Key, SampleRequest
-from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
+from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import DeadlineExceeded, LostRows, Refused, TaskError
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_slot
@@ -31,8 +32,8 @@ from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleT
 from asyncrl.protocols.seeds import member_seed
 from asyncrl.tasks.prompt_check import TokenBudget, refuse_what_has_no_room
 
-EVALUATION = "evaluation"
-"""Service that samples held-out prompts: it copies the version under evaluation and holds no lease."""
+EVALUATION = "evaluation"  # samples held-out prompts: copies the version under evaluation and holds no lease
+SLICE_SECONDS = 0.02  # longest wait of another call for the compute thread, plus one decode step
 
 CompletionQueue = asyncio.Queue[Completion]
 
@@ -51,6 +52,9 @@ class GenerationService(Service, Generation):
         self._aborted: list[Key] = []
         self._wakeup = asyncio.Event()
         self._weights_lock = asyncio.Lock()
+        self._step_lock = threading.Lock()  # guards the two below, which loop and compute thread share
+        self._paused = False
+        self._steps_begun = 0
         self._published: Published | None = None
         self._reader: Reader | None = None
         self._canary_distance: float | None = None
@@ -59,14 +63,20 @@ class GenerationService(Service, Generation):
     async def start(self) -> None:
         context = self.context
         self._engine: GenerationEngine = await context.compute.run(self._load_engine)
-        config = context.config
-        self._token_budget = TokenBudget(
-            config.task.max_prompt_tokens, config.generation.max_new_tokens, self._engine.context
-        )
+        config, generation, tokenizer = context.config, context.config.generation, self._engine.tokenizer
+        prompt, response = config.task.max_prompt_tokens, generation.max_new_tokens
+        self._token_budget = TokenBudget(prompt, response, self._engine.context)
         if longest := context.options.get("longest_prompts"):
-            await context.compute.run(refuse_what_has_no_room, Path(longest), self._engine.tokenize, self._token_budget)
-        self._decode_loop = DecodeLoop(self._engine, lambda: context.compute.queued > 1)
-        self.rows = context.open_rows(_row_slots(context.config, self._evaluates), self._row_bytes())
+            await context.compute.run(refuse_what_has_no_room, Path(longest), tokenizer.prompt_ids, self._token_budget)
+        # One group of the run at least, and as many groups as an evaluation samples at a time.
+        evaluation_slots = max(generation.slots, config.evaluate.samples)
+        slots = evaluation_slots if self._evaluates else GateConfig.of(config).row_slots
+        ids, letters = (np.dtype(np.int32), response), (np.dtype(np.uint8), response * tokenizer.longest_token_bytes())
+        numbers, prompt_ids = (np.dtype(np.float32), response), (np.dtype(np.int32), prompt)
+        slot_bytes = bytes_of_slot(
+            {"prompt_ids": prompt_ids, "response_ids": ids, "logprobs": numbers, "versions": ids, "text": letters}
+        )
+        self.rows = context.open_rows(slots, slot_bytes)
         context.tasks.create_task(self._decode(), name="decode loop")
 
     async def stop(self) -> None:
@@ -78,8 +88,7 @@ class GenerationService(Service, Generation):
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         """Yields samples as they finish, one row each: columns prompt_ids, response_ids, versions (int32), logprobs
-        (float32) and text (uint8, UTF-8, cut before a stop string). At the deadline of the group, running samples end
-        with finish `length`.
+        (float32) and text (uint8, UTF-8, cut before a stop string). At the deadline, running samples end as `length`.
 
         Raises:
             Refused: the group has another incarnation.
@@ -115,36 +124,34 @@ class GenerationService(Service, Generation):
         return Using(() if self._evaluates else (self.context.instance,), self._engine.version, self._canary_distance)
 
     async def pause(self) -> Boundary:
-        return Boundary("decode step", self._decode_loop.pause())
+        return self._set_paused(True)
 
     async def resume(self) -> Boundary:
-        boundary = Boundary("decode step", self._decode_loop.resume())
+        boundary = self._set_paused(False)
         self._wakeup.set()
         return boundary
 
     async def texts(self, refs: BatchRef) -> list[SampleText]:
         texts = []
         for row in refs:
-            if (columns := self._read_own(row)) is not None:
-                prompt = await self.context.compute.run(self._engine.decode, columns[0])
-                texts.append(SampleText(row.group, row.member, prompt, bytes(columns[1]).decode()))
+            place = row.place_of("text")
+            if self.rows is None or place.owner != self.rows.address:
+                continue
+            with suppress(LostRows):
+                prompt_ids, text = self.rows.read(place, ["prompt_ids", "text"])
+                prompt = await self.context.compute.run(self._engine.tokenizer.decode, prompt_ids)
+                texts.append(SampleText(row.group, row.member, prompt, bytes(text).decode()))
         return texts
 
     # ---- samples -----------------------------------------------------------------------------------------
 
     def _requests(self, prompts: PromptGroup) -> list[SampleRequest]:
-        ids = self._engine.tokenize(prompts.prompt)
+        ids = self._engine.tokenizer.prompt_ids(prompts.prompt)
         if mistake := self._token_budget.mistake(len(ids)):
             raise TaskError(mistake)
+        settings = (prompts.temperature, prompts.max_new_tokens, prompts.not_before)
         return [
-            SampleRequest(
-                key=(prompts.id, member, prompts.attempt),
-                prompt=ids,
-                seed=member_seed(prompts.seed, member),
-                temperature=prompts.temperature,
-                max_new_tokens=prompts.max_new_tokens,
-                not_before=prompts.not_before,
-            )
+            SampleRequest((prompts.id, member, prompts.attempt), ids, member_seed(prompts.seed, member), *settings)
             for member in prompts.members
         ]
 
@@ -162,41 +169,30 @@ class GenerationService(Service, Generation):
         except TimeoutError:
             open_keys = [key for key in keys if key in self._streams]
             self._deliver(await self.context.compute.run(self._engine.end, open_keys, "length"))
-        if stream.empty():
-            raise DeadlineExceeded(self._not_begun([key for key in keys if key in self._streams]))
-        return _drain(stream)
-
-    def _not_begun(self, keys: Sequence[Key]) -> str:
-        engine, members = self._engine, ", ".join(str(member) for _, member, _ in keys)
+        if not stream.empty():
+            return _drain(stream)
+        engine, members = self._engine, ", ".join(str(key[1]) for key in keys if key in self._streams)
         version = "none yet" if engine.version == NO_WEIGHTS else engine.version
-        return (
+        raise DeadlineExceeded(
             f"members {members} of group {keys[0][0]} had not begun at their deadline: {self.context.instance} runs "
             f"{engine.running} samples, {engine.waiting} samples wait, and its weights have version {version}"
         )
 
     def _store(self, completion: Completion) -> RowRef:
-        group, member, attempt = completion.request.key
+        request, versions = completion.request, completion.versions
+        group, member, attempt = request.key
         columns: dict[str, Array] = {
-            "prompt_ids": completion.request.prompt,
+            "prompt_ids": request.prompt,
             "response_ids": completion.tokens,
             "logprobs": completion.logprobs,
-            "versions": completion.versions,
+            "versions": versions,
             "text": np.frombuffer(completion.text.encode(), np.uint8),
         }
-        place = self.keep(completion.request.key, columns)
+        place = self.keep(request.key, columns)
         self.context.tracer.flow_start(f"sample {group}.{member}.{attempt}")
-        return RowRef(
-            group=group,
-            member=member,
-            attempt=attempt,
-            incarnation=self.context.incarnation,
-            prompt_tokens=len(completion.request.prompt),
-            tokens=len(completion.tokens),
-            first=int(completion.versions[0]),
-            last=int(completion.versions[-1]),
-            finish=completion.finish,
-            places=(place,),
-        )
+        prompt_tokens, tokens, first, last = len(request.prompt), len(versions), int(versions[0]), int(versions[-1])
+        identity = (group, member, attempt, self.context.incarnation)
+        return RowRef(*identity, prompt_tokens, tokens, first, last, completion.finish, (place,))
 
     def _abort(self, keys: Iterable[Key]) -> None:
         """Ends the open samples of these keys at the next decode step."""
@@ -214,13 +210,37 @@ class GenerationService(Service, Generation):
             await self._wakeup.wait()
             self._wakeup.clear()
             more = True
-            while self._aborted or (more and not self._decode_loop.paused):
+            while self._aborted or (more and not self._paused):
                 aborted = self._aborted
                 self._aborted = []
-                done, more = await self.context.compute.run(self._decode_loop.run, aborted)
+                done, more = await self.context.compute.run(self._run_slice, aborted)
                 self._deliver(done)
                 await asyncio.sleep(0)  # Lets callers run where the compute thread is this event loop.
             self.context.clock.idle()
+
+    def _run_slice(self, aborted: Iterable[Key]) -> tuple[list[Completion], bool]:
+        """Ends aborted requests, then steps until a request finishes, another call waits or the slice is over.
+
+        Returns the finished requests, and whether there is more to sample.
+        """
+        self._engine.end(aborted, "abort")
+        until = time.monotonic() + SLICE_SECONDS
+        done: list[Completion] = []
+        while not done and self._engine.active:
+            with self._step_lock:
+                if self._paused:
+                    break
+                self._steps_begun += 1
+            done = self._engine.step()
+            if self.context.compute.queued > 1 or time.monotonic() >= until:
+                break
+        return done, self._engine.active
+
+    def _set_paused(self, paused: bool) -> Boundary:
+        """Prevents or allows further steps; returns the last step that has begun. May be called from any thread."""
+        with self._step_lock:
+            self._paused = paused
+            return Boundary("decode step", self._steps_begun)
 
     def _deliver(self, completions: Iterable[Completion]) -> None:
         for completion in completions:
@@ -235,7 +255,7 @@ class GenerationService(Service, Generation):
     def _load_engine(self) -> TorchEngine:
         refuse_unusable("generation.device", self.context.config.generation.device)
         version = self.context.options.get("own_version", NO_WEIGHTS)
-        return TorchEngine(self.context.model_dir, EngineSettings.of(self.context.config), version)
+        return TorchEngine(self.context.model_dir, self.context.config, version)
 
     def _load_weights(self, published: Published) -> None:
         """Loads weights on the compute thread; on the CPU, the engine reads the arena in place, else it copies."""
@@ -251,44 +271,10 @@ class GenerationService(Service, Generation):
             self._canary_distance = canary_distance(published.canary, logprobs)
 
     def _check_incarnation(self, incarnation: int, subject: str) -> None:
-        if incarnation != self.context.incarnation:
-            raise Refused(
-                f"{subject} has incarnation {incarnation}; {self.context.instance} has incarnation "
-                f"{self.context.incarnation}"
-            )
-
-    def _read_own(self, row: RowRef) -> list[np.ndarray] | None:
-        """Returns prompt and text of a row that this worker stores."""
-        place = row.place_of("text")
-        if self.rows is None or place.owner != self.rows.address:
-            return None
-        try:
-            return self.rows.read(place, ["prompt_ids", "text"])
-        except LostRows:
-            return None
-
-    def _row_bytes(self) -> int:
-        config = self.context.config
-        prompt, response = config.task.max_prompt_tokens, config.generation.max_new_tokens
-        ids, numbers, letters = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.uint8)
-        return bytes_of_slot(
-            {
-                "prompt_ids": (ids, prompt),
-                "response_ids": (ids, response),
-                "logprobs": (numbers, response),
-                "versions": (ids, response),
-                "text": (letters, response * self._engine.token_bytes),
-            }
-        )
+        own = self.context.incarnation
+        if incarnation != own:
+            raise Refused(f"{subject} has incarnation {incarnation}; {self.context.instance} has incarnation {own}")
 
 
 def _drain(stream: CompletionQueue) -> list[Completion]:
-    """Takes all completions that are queued now."""
     return [stream.get_nowait() for _ in range(stream.qsize())]
-
-
-def _row_slots(config: Config, evaluates: bool) -> int:
-    """Reserves rows for one group at least, and for as many groups as an evaluation samples at a time."""
-    if evaluates:
-        return max(config.generation.slots, config.evaluate.samples)
-    return GateConfig.of(config).row_slots

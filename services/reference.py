@@ -1,5 +1,8 @@
 """Computes log-probs of a frozen model with the code of the trainer."""
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,13 +17,11 @@ from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.protocols.contracts import Reference
 
 COLUMN = "reference_logprobs"
+T = TypeVar("T")
 
 
 class ReferenceService(Service, Reference):
-    """Stores one row per sample: `reference_logprobs` float32 [tokens].
-
-    With `generation.deterministic`, each row has a forward pass of its own, so that its bits do not depend on others.
-    """
+    """Stores one row per sample: `reference_logprobs` float32 [tokens]."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -34,24 +35,33 @@ class ReferenceService(Service, Reference):
         self._model = await self.context.compute.run(self._load)
 
     async def logprobs(self, samples: BatchRef) -> BatchRef:
-        rows = await self.context.reader.read(samples, ["prompt_ids", "response_ids"])
-        logprobs: dict[int, NDArray[np.float32]] = {}
-        for part in forward_passes(rows, self.context.config):
-            values = await self.context.compute.run(self._forward, rows.take(part))
-            logprobs.update(zip(part, values, strict=True))
-        places = [self.keep(row.name, {COLUMN: logprobs[number]}) for number, row in enumerate(samples)]
+        logprobs = await results_of_forward_passes(self.context, samples, self._forward)
+        places = [self.keep(row.name, {COLUMN: own}) for row, own in zip(samples, logprobs, strict=True)]
         return samples.with_places(places)
 
+    # ---- on the compute thread ---------------------------------------------------------------------------
+
     def _load(self) -> CausalModel:
-        """Loads the model; runs on the compute thread."""
-        config = self.context.config
-        refuse_unusable("reference.device", config.reference.device)
-        folder, device = self.context.model_dir, config.reference.device
-        return load_causal_model(folder, device, config.training.precision, float32_head=config.model.float32_head)
+        config, device = self.context.config, self.context.config.reference.device
+        refuse_unusable("reference.device", device)
+        precision, exact = config.training.precision, config.model.float32_head
+        return load_causal_model(self.context.model_dir, device, precision, float32_head=exact)
 
     def _forward(self, rows: Batch) -> list[NDArray[np.float32]]:
-        """Runs one forward pass on the compute thread."""
         config = self.context.config
         temperatures = [config.generation.temperature] * len(rows)
-        prompts, responses = token_ids(rows)
-        return frozen_logprobs(self._model, prompts, responses, temperatures, config.training.logits_chunk)
+        return frozen_logprobs(self._model, *token_ids(rows), temperatures, config.training.logits_chunk)
+
+
+async def results_of_forward_passes(
+    context: WorkerContext, samples: BatchRef, forward: Callable[[Batch], Sequence[T]]
+) -> list[T]:
+    """Reads the samples, and returns what `forward` computes of each, pass by pass on the compute thread.
+
+    With `generation.deterministic`, each row has a forward pass of its own, so that its bits do not depend on others.
+    """
+    rows = await context.reader.read(samples, ["prompt_ids", "response_ids"])
+    results: dict[int, T] = {}
+    for part in forward_passes(rows, context.config):
+        results.update(zip(part, await context.compute.run(forward, rows.take(part)), strict=True))
+    return [results[row] for row in range(len(samples))]

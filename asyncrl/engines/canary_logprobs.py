@@ -3,7 +3,7 @@
 With each version the trainer publishes the log-probs that its own weights give the likeliest next tokens after a fixed
 prompt, the probe. An engine that loads the version computes the same log-probs. The largest difference is the metric
 `mismatch/canary`: near 0 while engine and trainer agree, and large at once when weights, masks or precision differ.
-The probe also checks a loaded model once, see `generation/forward/supported_models.py`.
+The probe also checks a loaded model once, see `generation/forward/flat_model.py`.
 """
 
 from typing import Any
@@ -18,11 +18,9 @@ PROBE_TEXT = "The ferry left the harbour at seven, carrying three goats and a pi
 """The probe is a sentence because correct forwards agree best on likely text. On SmolLM2-135M in bfloat16 two correct
 forwards differ by 0.07 nats in the mean over this sentence and wrong ones by 0.7 or more; over a row of special tokens,
 which the model never saw in training, correct forwards already differ by 2.7 nats."""
-PROBE_TOKENS = 12
-"""Short enough that a forward over the probe costs next to nothing."""
+PROBE_TOKENS = 12  # short enough that a forward over the probe costs next to nothing
 CANARY_TOKENS = 16
-"""Log-probs compared per version. Only the likeliest tokens are compared: log-probs of unlikely tokens are large, so
-rounding moves them more."""
+"""Only these likeliest tokens are compared: log-probs of unlikely tokens are large, so rounding moves them more."""
 
 
 def probe_tokens(tokenizer: Any) -> NDArray[np.int64]:

@@ -30,13 +30,9 @@ def _suggestion(device: str) -> str:
     return 'torch finds no GPU (does `nvidia-smi` list one?): make it visible, or write "cpu"'
 
 
-def main(arguments: list[str]) -> None:
-    for key, _, device in (each.partition("=") for each in arguments):
+if __name__ == "__main__":
+    for asked in sys.argv[1:]:
         try:
-            refuse_unusable(key, device)
+            refuse_unusable(*asked.split("=", 1))
         except ConfigError as error:
             sys.stdout.write(f"{error}\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

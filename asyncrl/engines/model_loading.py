@@ -1,4 +1,8 @@
-"""Loads models with transformers: one at a time per process, quietly, and into private memory."""
+"""Loads models with transformers: one at a time per process, quietly, and into private memory.
+
+transformers maps the weights from the file. They are copied: if the file is truncated later, every process that reads
+mapped weights is killed by SIGBUS.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -7,11 +11,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from asyncrl.engines.models.file_checks import HEADS, refuse_damaged
+from asyncrl.engines.models.folder_checks import HEADS, refuse_damaged
 from asyncrl.errors import ConfigError
 
 _loading = threading.Lock()  # transformers patches global state of torch while it loads a model
@@ -33,17 +36,10 @@ def _exclusive_and_quiet() -> Iterator[None]:
 
 
 def load_pretrained(folder: Path, **options: Any) -> Any:
-    """Loads a causal model with `AutoModelForCausalLM.from_pretrained`; safe in several threads of one process.
-
-    The weights are copied into private memory. transformers maps them from the file: if the file is truncated later,
-    every process that reads the weights is killed by SIGBUS.
-
-    Raises:
-        ConfigError: a file of the folder is damaged.
-    """
+    """Loads a causal model; safe in several threads. Raises ConfigError when a file of the folder is damaged."""
     refuse_damaged(folder)
     with _exclusive_and_quiet():
-        return _in_memory(AutoModelForCausalLM.from_pretrained(folder, **options))
+        return _in_private_memory(AutoModelForCausalLM.from_pretrained(folder, **options))
 
 
 def load_pretrained_classifier(folder: Path, kind: Any, role: str, **options: Any) -> tuple[Any, list[str]]:
@@ -61,7 +57,6 @@ def load_pretrained_classifier(folder: Path, kind: Any, role: str, **options: An
     try:
         with _exclusive_and_quiet():
             model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
-            _in_memory(model)
     except ValueError as error:
         raise ConfigError(f"model {folder} cannot be a {role}: {error}") from error
     except RuntimeError as error:
@@ -71,12 +66,10 @@ def load_pretrained_classifier(folder: Path, kind: Any, role: str, **options: An
     missing = sorted(info["missing_keys"])
     if body := [name for name in missing if name.split(".")[0] not in HEADS]:
         raise ConfigError(f"model {folder} cannot be a {role}: it has no weights {', '.join(body[:3])}")
-    return model, missing
+    return _in_private_memory(model), missing
 
 
-@torch.no_grad()
-def _in_memory(model: Any) -> Any:
-    """Copies every parameter and buffer out of the memory-mapped file."""
+def _in_private_memory(model: Any) -> Any:
     for tensor in chain(model.parameters(), model.buffers()):
         tensor.data = tensor.data.clone()
     return model

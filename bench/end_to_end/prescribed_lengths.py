@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncrl.config.schema import Config
 from asyncrl.engines.generation.interface import NO_WEIGHTS, SampleRequest
-from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
+from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.services.generation import GenerationService
 
@@ -14,8 +15,8 @@ from asyncrl.services.generation import GenerationService
 class EndlessEngine(TorchEngine):
     """Ignores end tokens, so that every completion has its requested length."""
 
-    def __init__(self, folder: Path, settings: EngineSettings, version: int = NO_WEIGHTS) -> None:
-        super().__init__(folder, settings, version)
+    def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS) -> None:
+        super().__init__(folder, config, version)
         self._end_ids = np.zeros(0, np.int64)
 
 
@@ -32,4 +33,4 @@ class PrescribedLengths(GenerationService):
 
     def _load_engine(self) -> EndlessEngine:
         version = self.context.options.get("own_version", NO_WEIGHTS)
-        return EndlessEngine(self.context.model_dir, EngineSettings.of(self.context.config), version)
+        return EndlessEngine(self.context.model_dir, self.context.config, version)

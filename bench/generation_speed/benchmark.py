@@ -22,8 +22,8 @@ from torch import Tensor
 from asyncrl.bench.benchmark_model import SPECIAL, VOCABULARY, write_model
 from asyncrl.bench.end_to_end.prescribed_lengths import EndlessEngine
 from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, ratios, round_values, table
+from asyncrl.config.schema import Config
 from asyncrl.engines.generation.interface import Completion, SampleRequest
-from asyncrl.engines.generation.torch_engine import EngineSettings
 from asyncrl.engines.model_loading import load_pretrained
 
 PROMPTS, SHORTEST_PROMPT, LONGEST_PROMPT = 256, 8, 64
@@ -58,8 +58,8 @@ def complete(engine: EndlessEngine, work: SamplingWork) -> list[Completion]:
 class TimedEngine(EndlessEngine):
     """Measures the CPU seconds of each stage; bookkeeping is the rest of a step."""
 
-    def __init__(self, folder: Path, settings: EngineSettings) -> None:
-        super().__init__(folder, settings, version=0)
+    def __init__(self, folder: Path, config: Config) -> None:
+        super().__init__(folder, config, version=0)
         self.spent = dict.fromkeys(STAGES, 0.0)
         self.steps = 0
         self._flat.logits = self._timed("forward", self._flat.logits)  # type: ignore[method-assign]
@@ -106,8 +106,10 @@ def work_of(*, equal: bool) -> SamplingWork:
 
 def measure(name: str, goal: float, work: SamplingWork, model: Path, slots: int, rounds: int) -> None:
     load, tokens = MachineLoad(), sum(work.lengths)
-    settings = EngineSettings(slots=slots, max_prompt_tokens=LONGEST_PROMPT, max_new_tokens=MOST)
-    engine, plain = EndlessEngine(model, settings, 0), load_pretrained(model, dtype=torch.float32).eval()
+    task = {"prompts": "none", "max_prompt_tokens": LONGEST_PROMPT}
+    generation = {"slots": slots, "max_new_tokens": MOST}
+    config = Config.model_validate({"model": {"name": "tiny"}, "task": task, "generation": generation})
+    engine, plain = EndlessEngine(model, config, version=0), load_pretrained(model, dtype=torch.float32).eval()
     plain.generation_config.eos_token_id = None
 
     def rate(run: Callable[[], object]) -> float:
@@ -123,7 +125,7 @@ def measure(name: str, goal: float, work: SamplingWork, model: Path, slots: int,
     ratio = ratios(found["asyncrl"], found["transformers.generate"])
     print(f"  ratio per round: {ratio}")
     print(goal_line("asyncrl over transformers.generate", ratio.median, goal))
-    timed = TimedEngine(model, settings)
+    timed = TimedEngine(model, config)
     complete(timed, work)
     whole = sum(timed.spent.values())
     parts = ", ".join(f"{stage} {each / whole:.0%}" for stage, each in timed.spent.items())

@@ -11,7 +11,7 @@ from asyncrl.config.install_hints import program
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.deploy.checks.machine import available_memory, size_text
-from asyncrl.engines.models.context_window import longest_row
+from asyncrl.engines.models.folder_checks import longest_row
 
 FLOAT = 4
 ADAM_BYTES = 4 * FLOAT

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from asyncrl.config.schema import Config
 from asyncrl.engines.generation.interface import Completion, SampleRequest
-from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
+from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from asyncrl.lanes.weights.arena import open_reader, open_writer
 
@@ -26,9 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def make_engine(folder: Path, **settings: object) -> TorchEngine:
-    shape = {"slots": 24, "max_prompt_tokens": 40, "max_new_tokens": 32, "device": "cuda"} | settings
-    return TorchEngine(folder, EngineSettings(**shape), version=0)
+def make_engine(folder: Path, dtype: str = "float32", **generation: object) -> TorchEngine:
+    sections = {
+        "model": {"name": "tiny", "dtype": dtype},
+        "task": {"prompts": "none", "max_prompt_tokens": 40},
+        "generation": {"slots": 24, "max_new_tokens": 32, "device": "cuda"} | generation,
+    }
+    return TorchEngine(folder, Config.model_validate(sections), version=0)
 
 
 def requests(count: int) -> list[SampleRequest]:

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
-from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
+from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
@@ -72,10 +72,10 @@ def test_a_step_is_that_of_the_cpu(folder: Path, rows: list[TrainRow]) -> None:
 @pytest.mark.parametrize(("dtype", "exact_head", "most"), [("float32", False, 1e-3), ("bfloat16", True, 0.3)])
 def test_an_engine_says_what_the_trainers_canary_says(folder: Path, dtype: str, exact_head: bool, most: float) -> None:
     model = {"name": "tiny", "dtype": dtype, "float32_head": exact_head}
-    settings = config("cuda", precision=dtype).model_dump() | {"model": model}
-    canary = PolicyTrainer(Config.model_validate(settings), folder).canary()
-    shape = EngineSettings(slots=4, max_prompt_tokens=20, device="cuda", dtype=dtype, float32_head=exact_head)
-    sampling = TorchEngine(folder, shape, version=0)
+    sections = {"model": model, "generation": {"slots": 4, "device": "cuda"}}
+    settings = Config.model_validate(config("cuda", precision=dtype).model_dump() | sections)
+    canary = PolicyTrainer(settings, folder).canary()
+    sampling = TorchEngine(folder, settings, version=0)
     assert canary_distance(canary, sampling.logprobs_after(np.array(canary.prompt))) < most
 
 

@@ -12,7 +12,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.engines.generation.interface import Completion, Key, SampleRequest
-from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
+from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.training.batch.train_rows import TrainRow, ValueTarget, value_targets_of
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
@@ -50,7 +50,7 @@ def config(request: pytest.FixtureRequest) -> Config:
 
 def plain_loop(config: Config, model: Path) -> list[dict[str, float]]:
     """Synchronous GRPO, PPO or Safe RLHF: sample, score, train, copy weights; no controller, gate, ledger or handle."""
-    generator = TorchEngine(model, EngineSettings.of(config), version=0)
+    generator = TorchEngine(model, config, version=0)
     trainer = PolicyTrainer(config, model)
     critics = {signal: CriticTrainer(config, model, signal) for signal in value_targets_of(config.algorithm)}
     draw, estimate = Draw(training_prompts(config), config.seed), advantages_of(config)
@@ -90,7 +90,7 @@ def sample(engine: TorchEngine, draw: Draw, groups: range, config: Config) -> di
     """All members of all groups."""
     generation, done = config.generation, list[Completion]()
     for group in groups:
-        prompt = engine.tokenize(draw(group)[0])
+        prompt = engine.tokenizer.prompt_ids(draw(group)[0])
         for member in range(config.task.samples_per_prompt):
             seed = member_seed(group_seed(config.seed, group), member)
             engine.submit(

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 
 Key = tuple[int, int, int]  # group, member, attempt
@@ -50,58 +51,32 @@ class Completion:
 
 
 class GenerationEngine(Protocol):
-    """Samples with continuous batching: `submit` at any time, and call `step` while the engine is `active`."""
+    """Samples with continuous batching: `submit` at any time, and call `step` while the engine is `active`.
+
+    version: of the weights in use, NO_WEIGHTS before the first. spec: names, shapes and dtype of weights for `load`.
+    context: context length of the model in tokens, None if it has no limit. active: whether `step` would sample a token
+    now. waiting, running: requests without and with a slot.
+    """
+
+    version: int
+    spec: WeightsSpec
+    context: int | None
+    tokenizer: TokenizerWithStops
 
     @property
-    def version(self) -> int:
-        """Returns the version of the weights in use, or NO_WEIGHTS before the first."""
-        ...
+    def active(self) -> bool: ...
 
     @property
-    def active(self) -> bool:
-        """Returns whether `step` would sample a token now."""
-        ...
+    def waiting(self) -> int: ...
 
     @property
-    def waiting(self) -> int:
-        """Counts the requests without a slot."""
-        ...
-
-    @property
-    def running(self) -> int:
-        """Counts the requests with a slot."""
-        ...
-
-    @property
-    def spec(self) -> WeightsSpec:
-        """Returns names, shapes and dtype of the weights that `load` takes."""
-        ...
-
-    @property
-    def context(self) -> int | None:
-        """Returns the context length of the model in tokens, or None if the model has no limit."""
-        ...
-
-    @property
-    def token_bytes(self) -> int:
-        """Returns the most UTF-8 bytes that one token can decode to."""
-        ...
-
-    def tokenize(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:
-        """Returns the token ids of a prompt, either text or messages for the chat template."""
-        ...
-
-    def decode(self, tokens: NDArray[np.int32]) -> str:
-        """Returns the text of tokens without special tokens."""
-        ...
+    def running(self) -> int: ...
 
     def submit(self, request: SampleRequest) -> None:
         """Queues a request. Requests start in order of arrival once a slot is free and the weights are new enough.
 
-        Raises:
-            ConfigError: prompt or completion does not fit into a slot.
+        Raises ConfigError when prompt or completion does not fit into a slot.
         """
-        ...
 
     def step(self) -> list[Completion]:
         """Samples one token of every running request; returns the requests that finished."""
@@ -116,5 +91,9 @@ class GenerationEngine(Protocol):
         ...
 
     def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
-        """Uses these weights from the next step on; running requests continue. share: keep the tensors uncopied."""
-        ...
+        """Uses these weights from the next step on; running requests continue.
+
+        share: keep the tensors themselves, of the same device and dtype, which must not be written while in use.
+
+        Raises WeightsError when a parameter is missing or tied names come with different values.
+        """

@@ -1,89 +1,63 @@
-"""The running batch: a table of the samples in slots. Row i is slot i, and used rows are always the first `count`."""
+"""The running batch: a table of the samples in slots. Row i is slot i, and used rows are always the first ones."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.generation.interface import SampleRequest
+from asyncrl.engines.generation.interface import Completion, Finish, SampleRequest
 from asyncrl.protocols.seeds import draws
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """Holds what was recorded of one sample, all arrays [sampled tokens]."""
-
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
 
 
 class RunningBatch:
     """Holds one array per column, each with one entry per slot.
 
-    cached: whether the KV cache holds all tokens of the row but the newest.
+    sampled: number of sampled tokens. cached: whether the KV cache holds all tokens of the row but the newest.
     """
 
     def __init__(self, slots: int, max_new_tokens: int) -> None:
         self.requests: list[SampleRequest] = []
-        self.prompt_tokens = np.zeros(slots, np.int64)
         self.sampled = np.zeros(slots, np.int64)
-        self.budget = np.zeros(slots, np.int64)
-        self.seeds = np.zeros(slots, np.uint64)
-        self.temperatures = np.zeros(slots, np.float32)
         self.cached = np.zeros(slots, np.bool_)
         self.tokens = np.zeros((slots, max_new_tokens), np.int32)
         self.logprobs = np.zeros((slots, max_new_tokens), np.float32)
         self.versions = np.zeros((slots, max_new_tokens), np.int32)
-        self._columns: list[NDArray[Any]] = [each for each in vars(self).values() if isinstance(each, np.ndarray)]
-
-    @property
-    def count(self) -> int:
-        return len(self.requests)
 
     @property
     def decoding(self) -> int:
         """Counts the cached rows. They come first: new rows are appended, and new weights uncache all rows."""
-        return int(np.count_nonzero(self.cached[: self.count]))
+        return int(np.count_nonzero(self.cached[: len(self.requests)]))
 
     def add(self, request: SampleRequest) -> None:
-        row = self.count
+        self.sampled[len(self.requests)] = 0
+        self.cached[len(self.requests)] = False
         self.requests.append(request)
-        self.prompt_tokens[row] = len(request.prompt)
-        self.sampled[row] = 0
-        self.budget[row] = request.max_new_tokens
-        self.seeds[row] = request.seed
-        self.temperatures[row] = request.temperature
-        self.cached[row] = False
 
     def remove(self, row: int) -> None:
         """Removes a row; the last row takes its place."""
-        last = self.requests.pop()
-        if row < self.count:
-            self.requests[row] = last
-            for column in self._columns:
-                column[row] = column[self.count]
+        last = len(self.requests) - 1
+        columns: list[list[Any] | NDArray[Any]] = [self.requests, self.sampled, self.cached]
+        for column in (*columns, self.tokens, self.logprobs, self.versions):
+            column[row] = column[last]
+        self.requests.pop()
 
-    def length(self, row: int) -> int:
-        """Counts the prompt and sampled tokens of a row."""
-        return int(self.prompt_tokens[row] + self.sampled[row])
+    def lengths(self, rows: int) -> NDArray[np.int64]:
+        """Returns the prompt and sampled tokens of each of the first `rows` rows."""
+        return np.array([len(request.prompt) for request in self.requests[:rows]], np.int64) + self.sampled[:rows]
 
     def sequence(self, row: int) -> NDArray[np.int64]:
         """Returns all tokens of a row, prompt first."""
-        tokens: NDArray[np.int64] = np.concatenate(
-            [self.requests[row].prompt, self.tokens[row, : self.sampled[row]]], dtype=np.int64
-        )
-        return tokens
+        parts = [self.requests[row].prompt, self.tokens[row, : self.sampled[row]]]
+        return np.concatenate(parts).astype(np.int64)
 
     def newest(self, rows: int) -> NDArray[np.int64]:
         """Returns the newest token of each of the first `rows` rows."""
-        tokens: NDArray[np.int64] = self.tokens[np.arange(rows), self.sampled[:rows] - 1].astype(np.int64)
-        return tokens
+        return self.tokens[np.arange(rows), self.sampled[:rows] - 1].astype(np.int64)
 
     def uniforms(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns the uniform numbers that draw the next token of each row."""
-        return draws(self.seeds[rows], self.sampled[rows].astype(np.uint64))
+        seeds = np.array([self.requests[row].seed for row in rows], np.uint64)
+        return draws(seeds, self.sampled[rows].astype(np.uint64))
 
     def record(
         self, rows: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
@@ -96,7 +70,8 @@ class RunningBatch:
         self.sampled[rows] += 1
         self.cached[rows] = True
 
-    def recorded(self, row: int) -> SampledTokens:
+    def completion(self, row: int, finish: Finish, text: str) -> Completion:
         """Returns a copy of what was recorded of a row."""
         span = np.s_[row, : self.sampled[row]]
-        return SampledTokens(self.tokens[span].copy(), self.logprobs[span].copy(), self.versions[span].copy())
+        recorded = (self.tokens[span].copy(), self.logprobs[span].copy(), self.versions[span].copy())
+        return Completion(self.requests[row], *recorded, finish, text)

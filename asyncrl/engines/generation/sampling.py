@@ -13,24 +13,18 @@ BELOW = 1 - 2.0**-50  # keeps a number that was rounded up to the sum of a block
 def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Samples by inverse CDF: takes the first token whose cumulative probability exceeds the number of the row.
 
-    The cumulative sums are float64, over blocks and then inside one block. In float32 the small ones of 150,000
-    probabilities would be lost.
+    logits: [rows, vocabulary]; -inf for a token that must not be sampled. temperatures: float32 [rows]; 0 takes the
+    likeliest token. uniforms: float64 [rows] in (0, 1). Returns tokens, int64 [rows], and their
+    log-softmax(logits / temperature), float32 [rows]; temperature 0 counts as 1.
 
-    Args:
-        logits: [rows, vocabulary]; -inf for a token that must not be sampled.
-        temperatures: float32 [rows]; 0 takes the likeliest token.
-        uniforms: float64 [rows] in (0, 1).
-
-    Returns:
-        Tokens, int64 [rows], and their log-softmax(logits / temperature), float32 [rows]; temperature 0 counts as 1.
-
-    Raises:
-        WeightsError: the logits of a row are not finite.
+    The cumulative sums are float64, over blocks and then inside one block: float32 would lose the small ones of 150,000
+    probabilities. Raises WeightsError when the logits of a row are not finite.
     """
     greedy = temperatures == 0
     scaled = logits.float() / temperatures.masked_fill(greedy, 1.0)[:, None]
     peak = scaled.amax(-1, keepdim=True)
-    blocks = _blocks((scaled - peak).exp_())
+    # pad and view: [rows, vocabulary] -> [rows, blocks, BLOCK]
+    blocks = pad((scaled - peak).exp_(), (0, -scaled.shape[-1] % BLOCK)).view(len(scaled), -1, BLOCK)
     sums = blocks.sum(-1).double()
     ends = sums.cumsum(-1)
     total = ends[:, -1:].contiguous()
@@ -38,24 +32,11 @@ def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tens
         raise WeightsError("the model's logits are not finite: its weights are damaged or its precision is too small")
     target = uniforms[:, None] * total
     block = torch.searchsorted(ends, target, right=True)
-    tokens = block * BLOCK + _inside(blocks, block, target - (ends - sums).gather(1, block))
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    # Rounding may have moved the rest outside the block; clamped, it never finds a token without mass.
+    rest = torch.minimum((target - (ends - sums).gather(1, block)).clamp(min=0), BELOW * inside[:, -1:])
+    tokens = block * BLOCK + torch.searchsorted(inside, rest, right=True)
     if bool(greedy.any()):
         tokens = torch.where(greedy[:, None], scaled.argmax(-1, keepdim=True), tokens)
     logprobs = (scaled.gather(-1, tokens) - peak).double() - total.log()
     return tokens[:, 0], logprobs[:, 0].float()
-
-
-def _blocks(mass: Tensor) -> Tensor:
-    """Reshapes [rows, vocabulary] to [rows, blocks, BLOCK], padded with zeros."""
-    missing = -mass.shape[-1] % BLOCK
-    return (pad(mass, (0, missing)) if missing else mass).view(len(mass), -1, BLOCK)
-
-
-def _inside(blocks: Tensor, block: Tensor, rest: Tensor) -> Tensor:
-    """Returns the first token of each row's block whose cumulative mass exceeds `rest`, [rows, 1].
-
-    block, rest: [rows, 1]. A rest that rounding moved outside the block is clamped; tokens without mass are never
-    returned.
-    """
-    ends = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(ends, torch.minimum(rest.clamp(min=0), BELOW * ends[:, -1:]), right=True)

@@ -1,23 +1,22 @@
-"""Tokenization of prompts and completions, stop strings, and end-of-sequence ids."""
+"""Tokenization of prompts (text, or messages with a chat template) and completions, stop strings and end ids."""
 
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from asyncrl.engines.generation.chat_template import render_chat
+from asyncrl.errors import TaskError
 
 WINDOW_MARGIN = 8  # extra tokens in the search window, for what a tokenizer strips at its edge
 BYTES_PER_CHARACTER = 4  # longest UTF-8 character; a byte-level token may be a single byte
+EXCERPT = 60  # longest quote of a message in an error, in characters
+
+Message = dict[str, Any]
 
 
 class TokenizerWithStops:
-    """Wraps a tokenizer with the stop strings of a run.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        stop: strings that end a completion.
-    """
+    """Wraps a tokenizer of transformers with the strings that end a completion."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
@@ -31,7 +30,7 @@ class TokenizerWithStops:
         """
         return 1 + max(3, *(len(token.encode()) for token in self._tokenizer.get_vocab()))
 
-    def prompt_ids(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:
+    def prompt_ids(self, prompt: str | list[Message]) -> NDArray[np.int32]:
         """Returns the token ids of a prompt.
 
         Text is tokenized with special tokens; messages go through the chat template, which writes its own first token.
@@ -39,13 +38,13 @@ class TokenizerWithStops:
         Raises:
             TaskError: there is no chat template for messages, it fails, or it changes or omits a part of them.
         """
-        text = prompt if isinstance(prompt, str) else render_chat(self._tokenizer, prompt)
+        text = prompt if isinstance(prompt, str) else _render_chat(self._tokenizer, prompt)
         encoded = self._tokenizer(text, add_special_tokens=isinstance(prompt, str))
         return np.asarray(encoded["input_ids"], np.int32)
 
-    def decode(self, tokens: NDArray[np.int32]) -> str:
-        """Returns the text of tokens without special tokens."""
-        return self._decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
+        settings = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(tokens.tolist(), **settings))
 
     def stops(self, tokens: NDArray[np.int32]) -> bool:
         """Returns whether the newest tokens complete a stop string; searches a window first, then the whole text."""
@@ -53,22 +52,15 @@ class TokenizerWithStops:
 
     def before_stop(self, tokens: NDArray[np.int32]) -> str:
         """Returns the text before the first stop string, which may contain special tokens."""
-        for text in (self.decode(tokens), self._decode(tokens, skip_special_tokens=False)):
+        for text in (self.decode(tokens), self.decode(tokens, skip_special_tokens=False)):
             found = [text.index(stop) for stop in self._stop if stop in text]
             if found:
                 return text[: min(found)]
         return self.decode(tokens)
 
     def _contains(self, tokens: NDArray[np.int32]) -> bool:
-        text = self._decode(tokens, skip_special_tokens=False)
+        text = self.decode(tokens, skip_special_tokens=False)
         return any(stop in text for stop in self._stop)
-
-    def _decode(self, tokens: NDArray[np.int32], *, skip_special_tokens: bool) -> str:
-        return str(
-            self._tokenizer.decode(
-                tokens.tolist(), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        )
 
 
 def end_ids(generation_config: Any, tokenizer: Any) -> NDArray[np.int64]:
@@ -79,3 +71,34 @@ def end_ids(generation_config: Any, tokenizer: Any) -> NDArray[np.int64]:
     named = [getattr(generation_config, "eos_token_id", None), tokenizer.eos_token_id]
     ids = {token for entry in named for token in (entry if isinstance(entry, list | tuple) else [entry])}
     return np.array(sorted(ids - {None}), np.int64)
+
+
+def _render_chat(tokenizer: Any, messages: list[Message]) -> str:
+    """Renders messages with the model's template, which is third-party code, and its mark for the start of an answer.
+
+    Some templates drop the thoughts of earlier answers; the model would then see another history than the row has.
+    """
+    if not tokenizer.chat_template:
+        raise TaskError(
+            "the prompt is a list of messages and the model's tokenizer has no chat template: write the prompts as "
+            "text, without task.system, or use a model with a chat template (most -Instruct models have one)"
+        )
+    try:
+        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise TaskError(
+            f"the model's chat template fails on this prompt: {type(error).__name__}: {error}; write messages that it "
+            "takes, or the prompt as text"
+        ) from error
+    for number, message in enumerate(messages, 1):
+        content = message["content"]
+        for each in content if isinstance(content, list) else [content]:
+            part = each.get("text") if isinstance(each, dict) else each
+            if isinstance(part, str) and part.strip() not in text:
+                excerpt = repr(part if len(part) <= EXCERPT else part[:EXCERPT] + "...")
+                raise TaskError(
+                    f"the model's chat template leaves out or changes a part of message {number} ({message['role']}), "
+                    f"{excerpt}: the model would see another history than the row has; write the message as the "
+                    "template shows it (without <think> parts where it drops them), or the prompt as text"
+                )
+    return text

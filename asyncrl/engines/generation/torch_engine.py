@@ -11,9 +11,8 @@ each prompt has a forward of its own. Other rows and masked positions then do no
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -23,53 +22,19 @@ from transformers import AutoTokenizer
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import probe_tokens
-from asyncrl.engines.generation.forward.supported_models import load_model, probe_logprobs, verify
-from asyncrl.engines.generation.forward.transformers_forward import NOTHING, FlatModel, PrefillSequence
+from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
 from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
 from asyncrl.engines.generation.running_batch import RunningBatch
 from asyncrl.engines.generation.sampling import sample
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
-from asyncrl.engines.models.context_window import context_of
+from asyncrl.engines.models.folder_checks import context_of
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec, spec_of
 
 PREFILL_TOKENS = 8192  # prefill tokens per forward; bounds its activations, not what a step admits
-FIXED_ROWS = (
-    4  # fewest slots of deterministic mode: matrix products over 1 to 3 rows round differently from larger ones
-)
+FIXED_ROWS = 4  # fewest slots of deterministic mode: products over 1 to 3 rows round differently from larger ones
 
-SharedPrefill = list[int]
-"""Rows whose prompts are the same and share one prefill; the first row computes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Configures the engine. slots: samples that decode together, of max_prompt_tokens + max_new_tokens positions."""
-
-    slots: int = 32
-    max_prompt_tokens: int = 512
-    max_new_tokens: int = 64
-    stop: tuple[str, ...] = ()
-    kv: Literal["keep", "recompute"] = "keep"
-    deterministic: bool = False
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    float32_head: bool = False
-    device: str = "cpu"
-
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        generation = config.generation
-        return cls(
-            slots=generation.slots,
-            max_prompt_tokens=config.task.max_prompt_tokens,
-            max_new_tokens=generation.max_new_tokens,
-            stop=generation.stop,
-            kv=generation.kv,
-            deterministic=generation.deterministic,
-            dtype=config.model.dtype,
-            float32_head=config.model.float32_head,
-            device=generation.device,
-        )
+SharedPrefill = list[int]  # rows with the same prompt, which share one prefill; the first row computes it
 
 
 class TorchEngine:
@@ -83,30 +48,29 @@ class TorchEngine:
         ConfigError: the attention of the model is not plain and causal.
     """
 
-    def __init__(self, folder: Path, settings: EngineSettings, version: int = NO_WEIGHTS) -> None:
+    def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS) -> None:
+        generation = config.generation
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = load_model(folder, DTYPES[settings.dtype], settings.device)
+        model = load_model(folder, DTYPES[config.model.dtype], generation.device)
         probe = probe_tokens(tokenizer)
         expected = probe_logprobs(model, probe)
-        fixed = settings.deterministic
-        slots = max(settings.slots, FIXED_ROWS) if fixed else settings.slots
-        limit = settings.max_prompt_tokens + settings.max_new_tokens
-        self._flat = FlatModel(model, slots, limit, len(tokenizer), fixed=fixed, float32_head=settings.float32_head)
-        verify(self._flat, probe, expected)
-        self._settings = settings
-        self._tokenizer = TokenizerWithStops(tokenizer, settings.stop)
+        fixed, exact = generation.deterministic, config.model.float32_head
+        slots = max(generation.slots, FIXED_ROWS) if fixed else generation.slots
+        limit = config.task.max_prompt_tokens + generation.max_new_tokens
+        self._flat = FlatModel(model, slots, limit, len(tokenizer), fixed=fixed, float32_head=exact)
+        self._flat.verify(probe, expected)
+        self._config = config
+        self.tokenizer = TokenizerWithStops(tokenizer, generation.stop)
         self._end_ids = end_ids(model.generation_config, tokenizer)
-        self._batch = RunningBatch(slots, settings.max_new_tokens)
+        self._batch = RunningBatch(slots, generation.max_new_tokens)
         self._waiting: deque[SampleRequest] = deque()  # bounded by the gate, which bounds the groups in flight
-        self._shared = False
         self.version = version
-        self.spec: WeightsSpec = spec_of(model, settings.dtype)
-        self.token_bytes = self._tokenizer.longest_token_bytes()
+        self.spec: WeightsSpec = spec_of(model, config.model.dtype)
         self.context = context_of(model.config.get_text_config().to_dict())
 
     @property
     def running(self) -> int:
-        return self._batch.count
+        return len(self._batch.requests)
 
     @property
     def waiting(self) -> int:
@@ -116,24 +80,22 @@ class TorchEngine:
     def active(self) -> bool:
         return self.running > 0 or any(self._may_start(request) for request in self._waiting)
 
-    def tokenize(self, prompt: str | list[dict[str, Any]]) -> NDArray[np.int32]:
-        return self._tokenizer.prompt_ids(prompt)
-
-    def decode(self, tokens: NDArray[np.int32]) -> str:
-        return self._tokenizer.decode(tokens)
-
     def submit(self, request: SampleRequest) -> None:
-        for name, found in (("max_new_tokens", request.max_new_tokens), ("max_prompt_tokens", len(request.prompt))):
-            most = getattr(self._settings, name)
+        for key, found, most in (
+            ("generation.max_new_tokens", request.max_new_tokens, self._config.generation.max_new_tokens),
+            ("task.max_prompt_tokens", len(request.prompt), self._config.task.max_prompt_tokens),
+        ):
             if not 0 < found <= most:
-                section = "generation" if name == "max_new_tokens" else "task"
-                raise ConfigError(f"group {request.key[0]} asks for {found} tokens where {section}.{name} is {most}")
+                raise ConfigError(f"group {request.key[0]} asks for {found} tokens where {key} is {most}")
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:
         self._admit()
-        for decoding, prefills in self._forwards():
-            self._forward(decoding, prefills)
+        decoding = self._batch.decoding
+        for prefills in self._prefills(decoding):
+            if decoding or prefills:
+                self._forward(decoding, prefills)
+            decoding = 0
         return [self._finish(row, finish) for row, finish in reversed(list(self._finished()))]
 
     def end(self, keys: Iterable[Key], finish: Finish) -> list[Completion]:
@@ -143,16 +105,13 @@ class TorchEngine:
         return [self._finish(row, finish) for row in reversed(rows)]
 
     def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
-        """Uses these weights from the next step on; running sequences continue.
-
-        share: keep the tensors themselves, of the same device and dtype, which must not be written while in use.
-
-        Raises:
-            WeightsError: a parameter is missing, or tied names come with different values.
-        """
-        self._check(tensors)
-        assert share or not self._shared, "copying would write into the shared tensors"
-        self._shared = share
+        missing = [tensor.name for tensor in self.spec.tensors if tensor.name not in tensors]
+        if missing:
+            raise WeightsError(f"new weights lack {', '.join(missing)}")
+        for alias, name in self.spec.aliases:
+            tied = tensors.get(alias, tensors[name])
+            if tied.data_ptr() != tensors[name].data_ptr() and not torch.equal(tied, tensors[name]):
+                raise WeightsError(f"{alias} and {name} are tied in this model but were given different values")
         with torch.no_grad():
             for name, parameter in self._flat.model.named_parameters():
                 if share:
@@ -161,118 +120,90 @@ class TorchEngine:
                     parameter.copy_(tensors[name])
             self._flat.weights_changed()
         self.version = version
-        if self._settings.kv == "recompute":
+        if self._config.generation.kv == "recompute":
             self._batch.cached[:] = False
 
     def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
         found: NDArray[np.float32] = self._flat.logits_after(prompt).float().log_softmax(-1).cpu().numpy()
         return found
 
-    def _check(self, tensors: Mapping[str, Tensor]) -> None:
-        missing = [tensor.name for tensor in self.spec.tensors if tensor.name not in tensors]
-        if missing:
-            raise WeightsError(f"new weights lack {', '.join(missing)}")
-        for alias, name in self.spec.aliases:
-            tied = tensors.get(alias, tensors[name])
-            if tied.data_ptr() != tensors[name].data_ptr() and not torch.equal(tied, tensors[name]):
-                raise WeightsError(f"{alias} and {name} are tied in this model but were given different values")
-
     def _may_start(self, request: SampleRequest) -> bool:
         return self.version != NO_WEIGHTS and request.not_before <= self.version
 
     def _admit(self) -> None:
         """Moves waiting requests into free slots; requests that need newer weights keep their place in the queue."""
-        early: list[SampleRequest] = []
-        while self._waiting and self.running < self._settings.slots:
-            request = self._waiting.popleft()
-            if self._may_start(request):
+        early: deque[SampleRequest] = deque()
+        for request in self._waiting:
+            if self.running < self._config.generation.slots and self._may_start(request):
                 self._batch.add(request)
             else:
                 early.append(request)
-        self._waiting.extendleft(reversed(early))
+        self._waiting = early
 
-    def _forwards(self) -> Iterator[tuple[int, list[SharedPrefill]]]:
-        """Yields the forwards of a step: the number of rows that decode, and the prefills that ride along."""
-        decoding = self._batch.decoding
-        prefills = self._shared_prefills(decoding)
-        if self._settings.deterministic:
-            parts = [[prefill] for prefill in prefills]
-            if decoding:
-                yield decoding, []
-        else:
-            parts = self._within_token_limit(prefills)
-            if decoding:
-                yield decoding, parts.pop(0) if parts else []
-        yield from ((0, part) for part in parts)
+    def _prefills(self, first: int) -> list[list[SharedPrefill]]:
+        """Distributes the prefills of the rows from `first` on over forwards, of which the first one decodes as well.
 
-    def _shared_prefills(self, first: int) -> list[SharedPrefill]:
-        """Groups rows from `first` on that can share a prefill: the same prompt, and nothing sampled yet."""
-        prefills: dict[tuple[int, int], SharedPrefill] = {}
+        Rows share a prefill if they have the same prompt and nothing was sampled yet. A forward has at most
+        PREFILL_TOKENS tokens, or one longer sequence; in deterministic mode it has one prefill, or only decodes.
+        """
+        lengths, prefills = self._batch.lengths(self.running), dict[tuple[int, int], SharedPrefill]()
         for row in range(first, self.running):
             own = row if self._batch.sampled[row] else -1
             prefills.setdefault((id(self._batch.requests[row].prompt), own), []).append(row)
-        return list(prefills.values())
-
-    def _within_token_limit(self, prefills: list[SharedPrefill]) -> list[list[SharedPrefill]]:
-        """Splits prefills into forwards of at most PREFILL_TOKENS tokens, or of one longer sequence."""
-        parts: list[list[SharedPrefill]] = []
+        forwards: list[list[SharedPrefill]] = [[]]
         tokens = 0
-        for prefill in prefills:
-            length = self._batch.length(prefill[0])
-            if parts and tokens + length <= PREFILL_TOKENS:
-                parts[-1].append(prefill)
-                tokens += length
-            else:
-                parts.append([prefill])
+        for prefill in prefills.values():
+            length = int(lengths[prefill[0]])
+            tokens += length
+            if self._config.generation.deterministic or (forwards[-1] and tokens > PREFILL_TOKENS):
+                forwards.append([])
                 tokens = length
-        return parts
+            forwards[-1].append(prefill)
+        return forwards
 
     def _forward(self, decoding: int, prefills: list[SharedPrefill]) -> None:
         """Samples the next token of the first `decoding` rows and of all rows of the prefills."""
-        sequences = [PrefillSequence(prefill[0], self._batch.sequence(prefill[0])) for prefill in prefills]
+        sequences = {prefill[0]: self._batch.sequence(prefill[0]) for prefill in prefills}
         logits = self._flat.logits(*self._newest(decoding), sequences)
         first = len(logits) - len(sequences)
         copies = [first + index for index, prefill in enumerate(prefills) for _ in prefill]
-        rows = np.array([*range(decoding), *(row for prefill in prefills for row in prefill)], np.int64)
+        rows = np.array([*range(decoding), *chain.from_iterable(prefills)], np.int64)
         if len(rows) != len(logits):
             logits = logits[self._flat.tensor(np.array([*range(decoding), *copies], np.int64))]
         tokens, logprobs = self._sample(logits, rows)
-        for prefill, sequence in zip(prefills, sequences, strict=True):
-            if len(prefill) > 1:
-                self._flat.cache.copy(prefill[0], prefill[1:], len(sequence.tokens))
+        for source, *others in prefills:
+            self._flat.cache.copy(source, others, len(sequences[source]))
         self._batch.record(rows, tokens, logprobs, self.version)
 
     def _sample(self, logits: Tensor, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Returns the next token of each row and its log-prob."""
-        temperatures, uniforms = self._batch.temperatures[rows], self._batch.uniforms(rows)
-        tokens, logprobs = sample(logits, self._flat.tensor(temperatures), self._flat.tensor(uniforms))
+        temperatures = np.array([self._batch.requests[row].temperature for row in rows], np.float32)
+        tensors = self._flat.tensor(temperatures), self._flat.tensor(self._batch.uniforms(rows))
+        tokens, logprobs = sample(logits, *tensors)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _newest(self, decoding: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns newest tokens and their positions. In deterministic mode idle slots decode too, at position 0."""
         if decoding == 0:
             return NOTHING, NOTHING
-        idle = self._flat.slots - decoding if self._settings.deterministic else 0
-        batch = self._batch
-        positions = batch.prompt_tokens[:decoding] + batch.sampled[:decoding] - 1
-        return np.pad(batch.newest(decoding), (0, idle)), np.pad(positions, (0, idle))
+        idle = self._flat.slots - decoding if self._config.generation.deterministic else 0
+        return np.pad(self._batch.newest(decoding), (0, idle)), np.pad(self._batch.lengths(decoding) - 1, (0, idle))
 
     def _finished(self) -> Iterator[tuple[int, Finish]]:
         batch, count = self._batch, self.running
         ended = np.isin(batch.newest(count), self._end_ids)
-        full = batch.sampled[:count] >= batch.budget[:count]
         for row in range(count):
             if ended[row]:
                 yield row, "stop"
-            elif self._settings.stop and self._tokenizer.stops(batch.tokens[row, : batch.sampled[row]]):
+            elif self.tokenizer.stops(batch.tokens[row, : batch.sampled[row]]):
                 yield row, "stop_string"
-            elif full[row]:
+            elif batch.sampled[row] >= batch.requests[row].max_new_tokens:
                 yield row, "length"
 
     def _finish(self, row: int, finish: Finish) -> Completion:
-        request, sampled = self._batch.requests[row], self._batch.recorded(row)
+        tokens = self._batch.tokens[row, : self._batch.sampled[row]]
+        text = self.tokenizer.before_stop(tokens) if finish == "stop_string" else self.tokenizer.decode(tokens)
+        completion = self._batch.completion(row, finish, text)
         self._flat.cache.free(row)
         self._flat.cache.swap(row, self.running - 1)
         self._batch.remove(row)
-        text = self._tokenizer.before_stop(sampled.tokens) if finish == "stop_string" else self.decode(sampled.tokens)
-        return Completion(request, sampled.tokens, sampled.logprobs, sampled.versions, finish, text)
+        return completion

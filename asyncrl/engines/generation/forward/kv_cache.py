@@ -6,9 +6,12 @@ A sequence uses the memory of its own length, attention reads no more than that,
 slot takes its blocks along.
 """
 
+from itertools import chain
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 Ints = NDArray[np.int64]
 KV_BLOCK = 32  # positions; 16 doubles the partial sums that attention combines, 64 leaves more positions unused
@@ -28,7 +31,6 @@ class KVCache:
 
     def __init__(self, slots: int, limit: int, *, fixed: bool = False) -> None:
         most = blocks_for(limit)
-        self.limit = limit
         self._most = slots * most
         self._owned: Ints = np.zeros((slots, most), np.int64)
         self._counts: Ints = np.zeros(slots, np.int64)
@@ -41,7 +43,6 @@ class KVCache:
 
     def allocate(self, slot: int, length: int) -> None:
         """Gives a slot the blocks that it lacks for `length` positions."""
-        assert length <= self.limit, f"a sequence of {length} positions in slots of {self.limit}"
         while self._counts[slot] < blocks_for(length):
             block = int(self._used.argmin())
             if self._used[block]:
@@ -57,18 +58,18 @@ class KVCache:
             self.allocate(int(slot), int(positions[slot]) + 1)
 
     def free(self, slot: int) -> None:
-        """Frees the blocks of a slot."""
         if not self._fixed:
             self._used[self._owned[slot, : self._counts[slot]]] = False
             self._counts[slot] = 0
 
     def swap(self, slot: int, other: int) -> None:
-        """Exchanges the blocks of two slots."""
         for table in (self._owned, self._counts):
             table[[slot, other]] = table[[other, slot]]
 
     def copy(self, source: int, targets: list[int], length: int) -> None:
         """Copies the first `length` positions of one slot to other slots."""
+        if not targets:
+            return
         for target in targets:
             self.allocate(target, length)
         count = blocks_for(length)
@@ -79,10 +80,7 @@ class KVCache:
         return self._owned[slots, positions // KV_BLOCK], positions % KV_BLOCK
 
     def blocks_up_to(self, positions: Ints) -> tuple[Ints, Ints]:
-        """Returns the blocks of the first slots up to these positions, slot by slot, and their number per slot.
-
-        With `fixed` these are all blocks of the slots.
-        """
+        """Returns the blocks of the first slots up to these positions (with `fixed` all), and their number per slot."""
         counts = self._counts[: len(positions)] if self._fixed else positions // KV_BLOCK + 1
         return self._owned[: len(positions)][np.arange(self._owned.shape[1]) < counts[:, None]], counts
 
@@ -109,32 +107,23 @@ class KVCache:
         Returns the keys and values of the whole layer.
         """
         if layer == len(self._layers):
-            self._layers.append((self._new(keys), self._new(values)))
-        cached_keys, cached_values = self._layers[layer]
+            shape = (len(self._used), keys.shape[1], KV_BLOCK, keys.shape[2])
+            self._layers.append((keys.new_zeros(shape), values.new_zeros(shape)))
         blocks, offsets = locations
-        cached_keys[blocks, :, offsets] = keys
-        cached_values[blocks, :, offsets] = values
-        return cached_keys, cached_values
+        for cached, new in zip(self._layers[layer], (keys, values), strict=True):
+            cached[blocks, :, offsets] = new
+        return self._layers[layer]
 
     def _copy_blocks(self, sources: Ints, targets: Ints) -> None:
-        for layer in self._layers:
-            for cached in layer:
-                cached[targets] = cached[sources]
-
-    def _new(self, like: Tensor) -> Tensor:
-        return like.new_zeros(len(self._used), like.shape[1], KV_BLOCK, like.shape[2])
+        for cached in chain.from_iterable(self._layers):
+            cached[targets] = cached[sources]
 
     def _grow(self) -> None:
         more = min(len(self._used), self._most - len(self._used))
         self._used = np.pad(self._used, (0, more))
-        self._layers = [(self._grown(keys), self._grown(values)) for keys, values in self._layers]
-
-    def _grown(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(len(self._used), *old.shape[1:])
-        new[: len(old)] = old
-        return new
+        padding = (0, 0, 0, 0, 0, 0, 0, more)
+        self._layers = [(pad(keys, padding), pad(values, padding)) for keys, values in self._layers]
 
 
 def blocks_for(length: int) -> int:
-    """Returns the number of blocks that `length` positions need."""
     return -(-length // KV_BLOCK)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
-from asyncrl.engines.models.context_window import context_of, longest_row
+from asyncrl.engines.models.folder_checks import context_of, longest_row
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompt_draw import drawn_row
 

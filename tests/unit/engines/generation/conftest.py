@@ -18,8 +18,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from asyncrl.config.schema import Config
 from asyncrl.engines.generation.interface import Completion, SampleRequest
-from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
+from asyncrl.engines.generation.torch_engine import TorchEngine
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<|im_end|>", "<|endoftext|>")
 PADDED_VOCABULARY = 288  # rows of the head; the tokenizer knows 261 ids
@@ -39,6 +40,15 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "smollm2": (LlamaConfig, {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
 MakeEngine = Callable[..., TorchEngine]
+OTHER_SECTIONS = {"max_prompt_tokens": "task", "dtype": "model", "float32_head": "model"}
+
+
+def engine_config(**settings: Any) -> Config:
+    """The config of an engine; each setting goes to its section."""
+    sections: dict[str, dict[str, Any]] = {"model": {"name": "tiny"}, "task": {"prompts": "none"}, "generation": {}}
+    for name, value in settings.items():
+        sections[OTHER_SECTIONS.get(name, "generation")][name] = value
+    return Config.model_validate(sections)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -100,7 +110,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def make_engine(model_folder: Callable[[str], Path]) -> MakeEngine:
     def make(family: str = "llama", version: int = 0, **settings: Any) -> TorchEngine:
         shape = {"slots": 5, "max_prompt_tokens": 40, "max_new_tokens": 24} | settings
-        return TorchEngine(model_folder(family), EngineSettings(**shape), version)
+        return TorchEngine(model_folder(family), engine_config(**shape), version)
 
     return make
 

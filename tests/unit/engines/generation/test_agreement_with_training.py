@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.generation.interface import Completion, SampleRequest
-from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
+from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
@@ -24,11 +24,16 @@ MakeRequests = Callable[..., list[SampleRequest]]
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "smollm2"]
 KNOWN, ENDS = 261, (2, 3)
 NOTHING_ELSE: Mapping[str, Any] = {}
-SHAPE = {"slots": 8, "max_prompt_tokens": 40, "max_new_tokens": 24}
+SHAPE = {"slots": 8, "max_new_tokens": 24}
 
 
-def engine(folder: Path, **settings: Any) -> TorchEngine:
-    return TorchEngine(folder, EngineSettings(**(SHAPE | settings)), 0)
+def engine(folder: Path, dtype: str = "float32", float32_head: bool = False, **generation: Any) -> TorchEngine:
+    sections = {
+        "model": {"name": "tiny", "dtype": dtype, "float32_head": float32_head},
+        "task": {"prompts": "none", "max_prompt_tokens": 40},
+        "generation": SHAPE | generation,
+    }
+    return TorchEngine(folder, Config.model_validate(sections), 0)
 
 
 def train_row(done: Completion) -> TrainRow:

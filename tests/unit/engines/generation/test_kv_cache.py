@@ -117,7 +117,7 @@ def test_one_token_attends_to_its_sequence_and_nothing_else(dtype: torch.dtype, 
     positions = np.array(LENGTHS) - 1
     blocks = DecodeBlocks.of(filled, positions, torch.device("cpu"))
     places = tuple(torch.from_numpy(each) for each in filled.locations(np.arange(len(LENGTHS)), positions))
-    flat = FlatTokens(filled, places, torch.from_numpy(positions), len(LENGTHS), blocks, None)
+    flat = FlatTokens(filled, places, torch.from_numpy(positions), blocks, [])
     newest = [torch.stack([sequence[-1] for sequence in each]) for each in (keys, values)]
     found = attend(0, query, *newest, flat, scaling)
     assert found.dtype == dtype

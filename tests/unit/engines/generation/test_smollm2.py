@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.config.schema import Config
 from asyncrl.engines.generation.interface import SampleRequest
-from asyncrl.engines.generation.torch_engine import EngineSettings, TorchEngine
-from asyncrl.engines.models.model_maker import make_model
+from asyncrl.engines.generation.torch_engine import TorchEngine
+from asyncrl.engines.models.model_folder import make_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,11 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_logprobs_equal_a_plain_forward(folder: Path) -> None:
     torch.set_num_threads(1)
-    engine = TorchEngine(folder, EngineSettings(slots=4, max_prompt_tokens=64, max_new_tokens=16), version=0)
+    sections = {"generation": {"slots": 4, "max_new_tokens": 16}, "task": {"prompts": "none", "max_prompt_tokens": 64}}
+    engine = TorchEngine(folder, Config.model_validate({"model": {"name": "smollm2"}, **sections}), version=0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for number, question in enumerate(QUESTIONS):
         messages = [{"role": "user", "content": question}]
-        prompt = engine.tokenize(messages)
+        prompt = engine.tokenizer.prompt_ids(messages)
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert prompt.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
         for member in range(2):

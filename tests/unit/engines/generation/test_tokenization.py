@@ -32,13 +32,13 @@ def test_chat_prompts_are_the_template_with_one_first_token(
 ) -> None:
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     engine = make_engine(family)
-    found = engine.tokenize(messages)
+    found = engine.tokenizer.prompt_ids(messages)
     tokenizer = AutoTokenizer.from_pretrained(model_folder(family))
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert found.dtype == np.int32
     assert found.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert (found == tokenizer.bos_token_id).sum() == 1
-    assert engine.tokenize("hi").tolist() == tokenizer("hi")["input_ids"]
+    assert engine.tokenizer.prompt_ids("hi").tolist() == tokenizer("hi")["input_ids"]
 
 
 @pytest.mark.parametrize(

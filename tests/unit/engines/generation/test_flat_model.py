@@ -19,8 +19,7 @@ from transformers import (
 
 from asyncrl.engines.canary_logprobs import PROBE_TEXT, PROBE_TOKENS, probe_tokens
 from asyncrl.engines.generation.forward.attention import flat_attention
-from asyncrl.engines.generation.forward.supported_models import load_model, probe_logprobs, refuse_unsupported, verify
-from asyncrl.engines.generation.forward.transformers_forward import FlatModel
+from asyncrl.engines.generation.forward.flat_model import FlatModel, load_model, probe_logprobs, refuse_unsupported
 from asyncrl.errors import ConfigError
 
 SMALL: dict[str, Any] = {
@@ -57,11 +56,11 @@ def test_what_no_setting_tells_is_found_by_comparing(model_folder: Callable[[str
     for dtype, changed in ((torch.float32, slice(1, 2)), (torch.bfloat16, slice(None))):
         model = load_model(model_folder("llama"), dtype, "cpu")
         expected = probe_logprobs(model, ids)
-        verify(FlatModel(model, 2, 32, 261), ids, expected)
+        FlatModel(model, 2, 32, 261).verify(ids, expected)
         for layer in model.model.layers[changed]:
             layer.self_attn.scaling *= 3
         with pytest.raises(ConfigError, match="differ by"):
-            verify(FlatModel(model, 2, 32, 261), ids, expected)
+            FlatModel(model, 2, 32, 261).verify(ids, expected)
 
 
 def test_a_sentence_is_looked_at_and_where_there_are_no_words_different_tokens(
@@ -83,7 +82,7 @@ def test_other_plain_families_run_too() -> None:
     refuse_unsupported(model.config)
     ids = np.arange(PROBE_TOKENS)
     expected = probe_logprobs(model, ids)
-    verify(FlatModel(model, 2, 32, 64), ids, expected)
+    FlatModel(model, 2, 32, 64).verify(ids, expected)
 
 
 def test_attention_names_what_it_does_not_do() -> None:

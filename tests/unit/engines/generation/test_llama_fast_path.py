@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from asyncrl.engines.canary_logprobs import PROBE_TOKENS
-from asyncrl.engines.generation.forward import llama_forward
-from asyncrl.engines.generation.forward.supported_models import load_model, probe_logprobs, verify
-from asyncrl.engines.generation.forward.transformers_forward import NOTHING, FlatModel, PrefillSequence
+from asyncrl.engines.generation.forward import llama_fast_path
+from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
 from asyncrl.engines.generation.interface import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 
@@ -25,9 +24,9 @@ def steps(flat: FlatModel) -> torch.Tensor:
     """Log-probs of prompts together, of a step of all of them, and of one in which another prompt joins."""
     random = np.random.default_rng(0)
     prompts = [random.integers(5, 261, length) for length in PROMPTS]
-    found = [flat.logits(NOTHING, NOTHING, [PrefillSequence(row, ids) for row, ids in enumerate(prompts)])]
+    found = [flat.logits(NOTHING, NOTHING, dict(enumerate(prompts)))]
     found.append(flat.logits(random.integers(5, 261, 3), np.array(PROMPTS)))
-    joining = [PrefillSequence(3, random.integers(5, 261, 12))]
+    joining = {3: random.integers(5, 261, 12)}
     found.append(flat.logits(random.integers(5, 261, 3), np.array(PROMPTS) + 1, joining))
     return torch.cat(found).float().log_softmax(-1)
 
@@ -35,9 +34,9 @@ def steps(flat: FlatModel) -> torch.Tensor:
 @pytest.mark.parametrize("family", WRITTEN_OUT)
 def test_logprobs_equal_those_of_the_modules(model_folder: ModelFolder, family: str) -> None:
     flat = FlatModel(load_model(model_folder(family), torch.float32, "cpu"), 4, 64, 261)
-    assert flat.direct is not None
+    assert flat.fast
     found = steps(flat)
-    flat.direct = None
+    flat.fast = False
     torch.testing.assert_close(found, steps(flat), atol=1e-5, rtol=0)
 
 
@@ -46,7 +45,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_modules_are(model_folder: ModelFo
     exact = steps(FlatModel(load_model(model_folder(family), torch.float32, "cpu"), 4, 64, 261))[:, :261]
     flat = FlatModel(load_model(model_folder(family), torch.bfloat16, "cpu"), 4, 64, 261)
     ours = (steps(flat)[:, :261] - exact).abs().mean()
-    flat.direct = None
+    flat.fast = False
     assert ours < 1.3 * (steps(flat)[:, :261] - exact).abs().mean()
 
 
@@ -59,10 +58,10 @@ def test_a_float32_head_multiplies_the_rounded_states_with_the_rounded_weights_a
     model = load_model(model_folder(family), torch.bfloat16, "cpu")
     model.get_output_embeddings().bias = torch.nn.Parameter(torch.randn(288).bfloat16())
     flat = FlatModel(model, 4, 64, 261, float32_head=True)
-    assert (flat.direct is None) == (family == "llama-gelu")
+    assert flat.fast == (family != "llama-gelu")
     ids = np.arange(5, 25)
     for _ in range(2):
-        found = flat.logits(NOTHING, NOTHING, [PrefillSequence(0, ids)])[0, :261]
+        found = flat.logits(NOTHING, NOTHING, {0: ids})[0, :261]
         weight, bias = model.get_output_embeddings().weight.double(), model.get_output_embeddings().bias.double()
         states = last_states(flat, ids)
         assert found.dtype == torch.float32
@@ -83,7 +82,7 @@ def last_states(flat: FlatModel, ids: np.ndarray) -> torch.Tensor:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FlatModel, "_states", states)
-        flat.logits(NOTHING, NOTHING, [PrefillSequence(0, ids)])
+        flat.logits(NOTHING, NOTHING, {0: ids})
     return seen[0][0].double()
 
 
@@ -93,10 +92,10 @@ def test_a_layer_of_another_kind_is_left_to_the_modules(model_folder: ModelFolde
             return 2 * super().forward(states)
 
     model = load_model(model_folder("llama"), torch.float32, "cpu")
-    assert llama_forward.LlamaForward.of(model) is not None
+    assert llama_fast_path.is_llama_like(model)
     model.model.layers[1].mlp.up_proj.__class__ = Doubled
-    assert llama_forward.LlamaForward.of(model) is None
-    assert llama_forward.LlamaForward.of(load_model(model_folder("llama-gelu"), torch.float32, "cpu")) is None
+    assert not llama_fast_path.is_llama_like(model)
+    assert not llama_fast_path.is_llama_like(load_model(model_folder("llama-gelu"), torch.float32, "cpu"))
 
 
 def test_one_that_differs_gives_way(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,11 +103,11 @@ def test_one_that_differs_gives_way(model_folder: ModelFolder, monkeypatch: pyte
     model = load_model(model_folder("llama"), torch.float32, "cpu")
     expected = probe_logprobs(model, PROBED)
     flat = FlatModel(model, 2, 32, 261)
-    verify(flat, PROBED, expected)
-    assert flat.direct is not None
-    monkeypatch.setattr(llama_forward.RotaryEmbedding, "__call__", lambda self, states: states)
-    verify(flat, PROBED, expected)
-    assert flat.direct is None
+    flat.verify(PROBED, expected)
+    assert flat.fast
+    monkeypatch.setattr(llama_fast_path, "_rotate", lambda states, cosine, sine: states)
+    flat.verify(PROBED, expected)
+    assert not flat.fast
 
 
 def test_what_is_not_written_out_is_sampled_by_the_modules(
@@ -118,7 +117,7 @@ def test_what_is_not_written_out_is_sampled_by_the_modules(
     plain_logprobs: Callable[..., np.ndarray],
 ) -> None:
     engine = make_engine("llama-gelu")
-    assert engine._flat.direct is None
+    assert not engine._flat.fast
     for completion in drain(engine, requests(17)).values():
         expected = plain_logprobs(completion, "llama-gelu")
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)

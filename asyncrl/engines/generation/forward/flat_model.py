@@ -1,0 +1,170 @@
+"""Loads a causal LM for sampling and computes its logits over a flat row of tokens, with our own KV cache.
+
+The model's own modules compute, or `llama_fast_path.py` where that knows the model. Models whose attention is not plain
+and causal are refused: by their config where it tells, and by a comparison of logits where nothing does.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.engines.canary_logprobs import PROBE_TOKENS
+from asyncrl.engines.generation.forward.attention import NAME, DecodeBlocks, FlatTokens
+from asyncrl.engines.generation.forward.kv_cache import Ints, KVCache
+from asyncrl.engines.generation.forward.llama_fast_path import is_llama_like, llama_states
+from asyncrl.engines.model_loading import load_pretrained
+from asyncrl.errors import ConfigError
+
+NOTHING: Ints = np.zeros(0, np.int64)
+NO_PREFILL: Mapping[int, Ints] = {}
+PROBE_PREFILL = 8  # tokens of the probe in prefill; the rest is decoded one by one
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Largest difference to transformers, in nats: far above rounding and far below the effect of a wrong mask. It bounds
+the maximum over log-probs in float32 and their mean in bfloat16, which rounds single unlikely tokens by more."""
+
+
+class FlatModel:
+    """Wraps a causal LM so that it attends with `flat_attention`. The wrapper owns the model and changes its config.
+
+    fast: whether the fast path computes instead of the model's modules.
+
+    Args:
+        model: a transformers causal LM in evaluation mode.
+        vocabulary: number of token ids; padding rows of the head from here on get the logit -inf.
+        fixed: attend to all blocks of a slot, so that no sequence's length changes the shapes of another.
+        float32_head: compute logits in float32, whatever the dtype of the model.
+    """
+
+    def __init__(
+        self, model: Any, slots: int, limit: int, vocabulary: int, *, fixed: bool = False, float32_head: bool = False
+    ) -> None:
+        self.model = model
+        self.slots = slots
+        self.cache = KVCache(slots, limit, fixed=fixed)
+        self.fast = is_llama_like(model)
+        self._vocabulary = vocabulary
+        self._float32_head = float32_head
+        model.set_attn_implementation(NAME)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Must be called after the values or the tensors of the model's parameters changed."""
+        head = self.model.get_output_embeddings()
+        self._head = deepcopy(head).float() if self._float32_head else head
+
+    @torch.no_grad()
+    def logits(self, tokens: Ints, positions: Ints, prefill: Mapping[int, Ints] = NO_PREFILL) -> Tensor:
+        """Returns the logits [rows, vocabulary] of the next token of each sequence, in float32 or the model's dtype.
+
+        tokens, positions: [decoding], one new token of each of the first slots. prefill: all tokens of sequences
+        without cached keys, by slot. Rows have this order.
+        """
+        lengths = [len(sequence) for sequence in prefill.values()]
+        self.cache.allocate_next(positions)
+        for slot, sequence in prefill.items():
+            self.cache.allocate(slot, len(sequence))
+        # DecodeBlocks.of may move blocks, so it comes before `locations`.
+        blocks = DecodeBlocks.of(self.cache, positions, self.model.device) if len(positions) else None
+        rows = np.concatenate([np.arange(len(positions)), np.repeat(list(prefill), lengths)]).astype(np.int64)
+        steps = np.concatenate([positions, *(np.arange(length) for length in lengths)])
+        at, offsets = (self.tensor(each) for each in self.cache.locations(rows, steps))
+        flat = FlatTokens(self.cache, (at, offsets), self.tensor(steps), blocks, lengths)
+        ids = self.tensor(np.concatenate([tokens, *prefill.values()]))
+        last = np.concatenate([np.arange(len(tokens)), len(tokens) + np.cumsum(lengths, dtype=np.int64) - 1])
+        logits = self._logits(ids, flat, self.tensor(last))
+        logits[:, self._vocabulary :] = -torch.inf
+        return logits
+
+    def logits_after(self, tokens: Ints) -> Tensor:
+        """Returns the logits [vocabulary] of the token after these, with a KV cache of its own."""
+        own = self.cache
+        self.cache = KVCache(1, len(tokens))
+        try:
+            return self.logits(NOTHING, NOTHING, {0: tokens})[0]
+        finally:
+            self.cache = own
+
+    def verify(self, ids: Ints, expected: Tensor) -> None:
+        """Compares this forward, in prefill and decode, with `expected` from `probe_logprobs`.
+
+        A fast path that differs is replaced by the modules. Raises ConfigError when they differ by more than rounding.
+        """
+        tolerance = PROBE_TOLERANCE[self.model.dtype]
+        if self.fast and not self._largest_difference(ids, expected) <= tolerance:
+            self.fast = False
+        if not self.fast and not (found := self._largest_difference(ids, expected)) <= tolerance:
+            reason = f"its logits differ by {found:.2g} from transformers' own forward, so its attention is not plain"
+            raise _unsupported(self.model.config.model_type, reason)
+
+    def tensor(self, values: NDArray[Any]) -> Tensor:
+        """Copies an array to the device of the model."""
+        return torch.from_numpy(values).to(self.model.device)
+
+    def _logits(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
+        if self.fast or self._float32_head:
+            logits: Tensor = self._head(self._states(ids, flat, last).to(self._head.weight.dtype))
+        else:
+            inputs = {"input_ids": ids[None], "position_ids": flat.positions[None], "logits_to_keep": last}
+            logits = self.model(**inputs, use_cache=False, flat=flat).logits[0]
+        return logits
+
+    def _states(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
+        if self.fast:
+            return llama_states(self.model.model, ids, flat, last)
+        inputs = {"input_ids": ids[None], "position_ids": flat.positions[None]}
+        states: Tensor = self.model.base_model(**inputs, use_cache=False, flat=flat).last_hidden_state
+        return states[0, last]
+
+    def _largest_difference(self, ids: Ints, expected: Tensor) -> float:
+        """Returns the difference of log-probs as PROBE_TOLERANCE counts it, without offsets common to all tokens."""
+        found = [self.logits(NOTHING, NOTHING, {0: ids[:PROBE_PREFILL]})]
+        for position in range(PROBE_PREFILL, PROBE_TOKENS):
+            found.append(self.logits(ids[position : position + 1], np.array([position])))
+        real = torch.isfinite(found[0][0])
+        difference = (torch.cat(found).float()[:, real] - expected[:, real]).float()
+        spread = (difference - difference.mean(-1, keepdim=True)).abs()
+        return float(spread.max() if self.model.dtype == torch.float32 else spread.mean())
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: str) -> Any:
+    """Loads a model for sampling. Raises ConfigError when its attention is not plain and causal."""
+    model = load_pretrained(folder, dtype=dtype)
+    refuse_unsupported(model.config)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raises ConfigError for attention features in the config that this engine would silently ignore."""
+    name = config.model_type
+    if config.is_encoder_decoder:
+        raise _unsupported(name, "it is an encoder-decoder")
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        raise _unsupported(name, f"its attention slides over a window of {config.sliding_window} tokens")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    if others:
+        raise _unsupported(name, f"it has layers of type {', '.join(others)}")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise _unsupported(name, f"it caps attention logits at {config.attn_logit_softcapping}")
+    if getattr(config, "alibi", False):
+        raise _unsupported(name, "it biases attention by distance (ALiBi)")
+
+
+def _unsupported(name: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f'model type {name!r} does not run on generation.engine = "torch": {reason}. '
+        "Use a model with plain causal attention (Llama, Qwen2, Qwen3, SmolLM2 and similar models)"
+    )
+
+
+@torch.no_grad()
+def probe_logprobs(model: Any, ids: Ints) -> Tensor:
+    """Returns log-probs of the model's own forward over the probe `ids`; must run before its attention is replaced."""
+    tokens = torch.from_numpy(ids).to(model.device)
+    logits: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0, PROBE_PREFILL - 1 :]
+    return logits.float().log_softmax(-1)
