@@ -28,7 +28,6 @@ from asyncrl.fleet.replicas import DEATH_NOTICE, RemoteWorker, Replicas
 from asyncrl.fleet.stall_watchdog import StallWatchdog
 from asyncrl.fleet.supervisor import STOP_STAGES, RunningInstance, Supervisor, WorkerSlot
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
-from asyncrl.fleet.worker.run_worker import identity
 from asyncrl.fleet.worker.worker_spec import Origin, RunFacts, WorkerSpec
 from asyncrl.fleet.worker_connection import WorkerConnection
 from asyncrl.lanes.control.auth import CurveKeys
@@ -246,7 +245,7 @@ async def fleet_on(
         for worker in running.workers[spec.name]
     ]
     deadline = facts.config.fleet.start_deadline
-    hello = identity(facts, "controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
+    hello = facts.hello("controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
 
     def connect(spec: WorkerSpec) -> WorkerConnection:
         return WorkerConnection(spec, platform.wire, hello, deadline)

@@ -7,7 +7,7 @@ from typing import Self
 
 from asyncrl.errors import unwrap
 from asyncrl.fleet.worker.compute_thread import Compute, Occupancy
-from asyncrl.fleet.worker.run_worker import run_worker
+from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import Wire

@@ -31,7 +31,9 @@ class WorkerContext:
     run, incarnation, service, replica, rank, layout, instance: identity of the worker. run_dir, model_dir,
     checkpoint_dir, weights_arena: see RunFacts. options: plain values for this service. reader: reads rows of other
     workers. compute: runs torch calls. clock, occupancy: book the worker's time. tasks: for what the service runs
-    beside calls; an error in one ends the worker, and all are cancelled at its end.
+    beside calls; an error in one ends the worker, and all are cancelled at its end. open_rows: makes the store for rows
+    of this worker, once per worker, from the number of slots and the bytes of each; its memory is allocated at once,
+    and ArenaFull is raised when this machine has too little.
     """
 
     config: Config
@@ -53,16 +55,8 @@ class WorkerContext:
     tracer: Tracer
     log: FilteringBoundLogger
     tasks: asyncio.TaskGroup
-    row_store: "Callable[[int, int], RowStore]"
+    open_rows: "Callable[[int, int], RowStore]"
     options: Mapping[str, Any] = field(default_factory=dict)
-
-    def open_rows(self, slots: int, slot_bytes: int) -> "RowStore":
-        """Makes the store for the rows of this worker, once per worker; its memory is allocated at once.
-
-        Raises:
-            ArenaFull: this machine has too little memory.
-        """
-        return self.row_store(slots, slot_bytes)
 
 
 class Service:
@@ -80,7 +74,7 @@ class Service:
         self.rows: RowStore | None = None
         self._retention = RowRetention()
         self.counters: dict[str, float] = {}
-        self.running: dict[int, tuple[str, float]] = {}
+        self.running: dict[object, tuple[str, float]] = {}
 
     @cached_property
     def ready(self) -> asyncio.Future[None]:

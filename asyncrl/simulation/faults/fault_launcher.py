@@ -9,7 +9,7 @@ import structlog
 
 from asyncrl.fleet.inproc_launcher import how_task_ended
 from asyncrl.fleet.worker.compute_thread import InlineCompute
-from asyncrl.fleet.worker.run_worker import Instruments, run_worker
+from asyncrl.fleet.worker.worker_runtime import Instruments, run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.simulation.fakes.fake_service import now
 from asyncrl.simulation.faults.fault_wire import FaultyWire, ProcessWire
