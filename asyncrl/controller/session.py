@@ -279,7 +279,7 @@ class Session:
             case PrefetchFailed(reason):
                 self._display.say(f"the trainer could not prefetch rows, and reads them in its steps now: {reason}")
             case GroupFinished(poison=False):
-                self._running.progressed()
+                self._running.supervisor.progressed()
             case StepDone(report=report) if report.published and self._evaluations is not None:
                 if report.version % self._config.evaluate.every == 0 and report.version < self._config.steps:
                     self._evaluations.ask(report.published)
@@ -299,4 +299,4 @@ class Session:
 
     def _kill_reader(self, reader: str) -> None:
         self._display.say(f"{reader} did not take over new weights in time; it is killed and started again")
-        self._running.kill(reader)
+        self._running.supervisor.kill(reader)

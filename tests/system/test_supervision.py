@@ -119,7 +119,7 @@ async def test_an_instance_can_be_killed_and_is_said_to_be_gone_once_it_is(start
 
         running.subscribers.append(note)
         victim = running.workers["echo"].worker(1, 0).instance
-        running.kill(victim)
+        running.supervisor.kill(victim)
         assert await cleaned_up.get() == (victim, False)
 
 

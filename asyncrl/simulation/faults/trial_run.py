@@ -317,7 +317,7 @@ class ControllerLife:
         run = self._run
         self._training = fleet.fleet.training
         self._incarnation = incarnation
-        self._progressed = fleet.progressed
+        self._progressed = fleet.supervisor.progressed
         invariants = Invariants(self._gate, self._journal, run.check_truth, thorough=True)
         self._checks = TrialChecks(invariants, fleet.workers, run.call_limit, run.age_limit, run.now)
         self._checks.in_flight(self._gate.groups())
@@ -351,7 +351,7 @@ class ControllerLife:
             schedule=Schedule(trial.steps, trial.finish),
             between=self._between,
             observe=self._observe,
-            kill=fleet.kill,
+            kill=fleet.supervisor.kill,
         )
 
     async def _count_tickets(self, reward: TicketReward) -> None:
