@@ -29,8 +29,7 @@ from asyncrl.objectives.advantages import Advantages, GreedyBaseline, GroupBasel
 from asyncrl.protocols.staleness import Policy, live
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.fake_service import FakeService
-from asyncrl.simulation.fakes.generation import FakeGeneration
-from asyncrl.simulation.fakes.sample_lengths import Lengths, stragglers
+from asyncrl.simulation.fakes.generation import FakeGeneration, Lengths, stragglers
 from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from asyncrl.simulation.invariants import Invariants

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.simulation.fakes.sample_lengths import Lengths, lognormal, stragglers
+from asyncrl.simulation.fakes.generation import Lengths, lognormal, stragglers
 from asyncrl.simulation.fakes.training import StepCost
 from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_trial
 from asyncrl.simulation.faults.trial_run import run_trial

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,7 +12,7 @@ from asyncrl.errors import LostRows, PeerLost
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_retention import RowRetention
 from asyncrl.lanes.data.row_store import HeapRows, RowStore
-from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef, SampleName
+from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, SampleName
 from asyncrl.telemetry.state_clock import StateClock
 
 KEY = "key"
@@ -28,15 +29,13 @@ class DirectReader:
 
     async def read(self, samples: BatchRef, columns: Sequence[str]) -> Batch:
         """Returns these columns. Raises LostRows when any part of a row is gone, whatever its columns are."""
-        rows = [self._row(row, columns) for row in samples]
+        rows: list[dict[str, Array]] = []
+        for row in samples:
+            rows.append({})
+            for place in row.places:
+                wanted = [name for name in columns if name in place.columns]
+                rows[-1] |= zip(wanted, self._store(place).read(place, wanted), strict=True)
         return Batch({name: Column.of([row[name] for row in rows]) for name in columns})
-
-    def _row(self, row: RowRef, columns: Sequence[str]) -> dict[str, Array]:
-        found: dict[str, Array] = {}
-        for place in row.places:
-            wanted = [name for name in columns if name in place.columns]
-            found |= zip(wanted, self._store(place).read(place, wanted), strict=True)
-        return found
 
     def _store(self, place: Place) -> RowStore:
         for service in self.services:
@@ -45,16 +44,14 @@ class DirectReader:
         raise LostRows(f"the owner {place.owner} of slot {place.slot} is gone")
 
 
-@dataclass
 class DirectContext:
     """Stands in for the WorkerContext of a fake that runs in no worker."""
 
-    service: str
-    reader: DirectReader
-    instance: str = ""
-    incarnation: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self, service: str, reader: DirectReader) -> None:
+        self.service = service
+        self.reader = reader
+        self.instance = ""
+        self.incarnation = 0
         self.clock = StateClock(lambda: 0.0)
 
     def open_rows(self, slots: int, slot_bytes: int) -> HeapRows:
@@ -113,15 +110,15 @@ class FakeService(Service):
 
     def lose_row(self, chance: random.Random) -> None:
         """Frees one of the stored rows, whoever still needs it."""
-        if stored := [place for place in self._places.values() if self._stores(place)]:
-            assert self.rows is not None, "it stores rows"
-            self.rows.free([chance.choice(stored)])
-
-    def _stores(self, place: Place) -> bool:
-        try:
-            return self.rows is not None and self.rows.read(place, ()) == []
-        except LostRows:
-            return False
+        if (rows := self.rows) is None:
+            return
+        stored = []
+        for place in self._places.values():
+            with suppress(LostRows):
+                rows.read(place, ())
+                stored.append(place)
+        if stored:
+            rows.free([chance.choice(stored)])
 
     @property
     def stored_rows(self) -> int:
@@ -144,7 +141,7 @@ class FakeService(Service):
         raise PeerLost(f"{self.context.service} died twice in one call")
 
     async def wait_until_alive(self) -> int:
-        """Waits for the next instance as a handle does; returns the number of deaths, for `check_alive`."""
+        """Waits for the next instance, as a handle does; returns the number of deaths so far, for `check_alive`."""
         await self._alive.wait()
         return self.deaths
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.protocols.staleness import Policy
-from asyncrl.simulation.fakes.sample_lengths import Lengths, constant, lognormal, stragglers
+from asyncrl.simulation.fakes.generation import Lengths, constant, lognormal, stragglers
 
 Kind = Literal[
     "lose",
