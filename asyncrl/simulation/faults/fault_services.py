@@ -18,7 +18,7 @@ from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from asyncrl.simulation.faults.ground_truth import GroundTruth
 from asyncrl.simulation.faults.slow_disk import SlowDisk
-from asyncrl.simulation.faults.trial_plan import TOKEN_TIME, Trial
+from asyncrl.simulation.faults.trial import TOKEN_TIME, Trial
 
 STATE = "state.txt"
 COUNTING_TIME = 1.0
@@ -61,7 +61,7 @@ class TrialGeneration(TrialService, FakeGeneration):
         await asyncio.sleep(self.truth.take_stuck_seconds())
         using = await super().use_weights(published)
         if using.readers:
-            self.truth.reads(self.instance, self.version)
+            self.truth.reading[self.instance] = self.version
         return using
 
     async def _crash(self) -> None:
@@ -112,7 +112,7 @@ class TrialTraining(TrialService, FakeTraining):
         FakeTraining.__init__(
             self,
             StepCost(trial.step_time),
-            None if trial.policy == "admit" else trial.limit,
+            trial.enforced_limit,
             read_columns=columns,
             slot_patience=SLOT_PATIENCE,
             context=context,

@@ -19,8 +19,8 @@ class GroundTruth:
     """Notices what must never happen. limit: how many versions old a token in the loss may be; None admits any.
 
     reading: version of the weights that each living reader reads in place. steps: the samples that led to each version
-    of the surviving history. violation: the first thing that was wrong, "" if nothing was; an error raised in a worker
-    would only restart it.
+    of the surviving history. stuck_seconds: how late the next reader that is offered weights answers. violation: the
+    first thing that was wrong, "" if nothing was; an error raised in a worker would only restart it.
     """
 
     def __init__(self, limit: int | None, chance: random.Random) -> None:
@@ -30,7 +30,7 @@ class GroundTruth:
         self.reading: dict[str, int] = {}
         self.steps: dict[int, tuple[Key, ...]] = {}
         self.violation = ""
-        self._stuck_seconds = 0.0
+        self.stuck_seconds = 0.0
         self._tickets: set[int] = set()
 
     def resumed(self, version: int) -> None:
@@ -58,24 +58,16 @@ class GroundTruth:
         """Records a violation, unless there was one before."""
         self.violation = self.violation or violation
 
-    def reads(self, instance: str, version: int) -> None:
-        """A reader reads these weights in place from now on."""
-        self.reading[instance] = version
-
     def lose_row(self, service: str) -> None:
         """Frees a row of a worker of this service, whoever still needs it."""
         for instance, worker in self._services.items():
             if instance.startswith(service) and worker.stored_rows:
                 return worker.lose_row(self._chance)
 
-    def get_stuck(self, seconds: float) -> None:
-        """Makes the next reader that is offered weights answer this late."""
-        self._stuck_seconds = seconds
-
     def take_stuck_seconds(self) -> float:
         """Returns how long this reader is stuck; the next one is not."""
-        seconds = self._stuck_seconds
-        self._stuck_seconds = 0.0
+        seconds = self.stuck_seconds
+        self.stuck_seconds = 0.0
         return seconds
 
     def trained(self, version: int, batch: BatchRef, in_loss: Sequence[Any]) -> None:
