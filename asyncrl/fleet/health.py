@@ -167,83 +167,52 @@ async def watch_for_stalls(
         elif (stalled := loop.time() - since) >= seconds:
             began = loop.time()
             await poller.poll()
-            statuses = [worker_status(poller, worker, began) for worker in poller.workers]
-            emit(FleetStalled(describe(statuses, stalled, describe_algorithm())))
+            emit(FleetStalled(describe(poller, began, stalled, describe_algorithm())))
             since = loop.time()
         await asyncio.sleep(seconds / CHECKS)
 
 
-class UnansweredCall(NamedTuple):
-    """A call that a worker has not answered for `seconds`."""
+def describe(poller: HealthPoller, began: float, stalled: float, algorithm: Sequence[str] = ()) -> str:
+    """Returns the state of the fleet as text: each worker with its activity and the calls it has not answered.
 
-    method: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """Holds the state of one worker. health: its newest one, None before the first; health_age: seconds since then.
-    problem: why it does not answer now, empty when it does. silent: seconds since its last answer to any call."""
-
-    worker: str
-    instance: str
-    health: Health | None
-    health_age: float
-    problem: str
-    silent: float
-    unanswered: tuple[UnansweredCall, ...]
-
-    @property
-    def activity(self) -> str:
-        """One clause about what the worker does, or when it last said so."""
-        if self.health is None:
-            return f"{self.problem}; its last answer came {self.silent:.0f} s ago"
-        times = ", ".join(f"{state} {spent:.0f} s" for state, spent in self.health.seconds.items() if spent >= 0.5)
-        doing = f"runs {'; '.join(self.health.doing)}" if self.health.doing else "waits for calls"
-        reported = f"{doing}; {self.health.queued} queued; its time so far: {times or 'none'}"
-        if not self.problem:
-            return reported
-        problem = f"{self.problem}; its last answer came {self.silent:.0f} s ago"
-        return f"{problem}; {self.health_age:.0f} s ago it reported: {reported}"
+    began: loop time at which all workers were asked for their health. stalled: seconds since the last answer to a call.
+    algorithm: lines about the algorithm that calls the workers.
+    """
+    now = asyncio.get_running_loop().time()
+    lines = [f"Nothing has moved for {stalled:.0f} s. What every worker does, and which calls it has not answered:"]
+    calls: list[tuple[float, str, str]] = []
+    for worker in poller.workers:
+        lines.append(f"  {worker.name} ({worker.instance or 'no instance'}): {_activity(poller, worker, began)}")
+        waited = [(now - call.since, call.method) for call in worker.outstanding.values() if call.method != "health"]
+        lines += [f"    has not answered {method} for {seconds:.0f} s" for seconds, method in waited]
+        calls += [(seconds, worker.name, method) for seconds, method in waited]
+    lines += [f"  {line}" for line in algorithm]
+    if calls:
+        longest, name, method = max(calls)
+        lines.append(f"  The call outstanding for longest is {method}: {name} has had it for {longest:.0f} s.")
+    else:
+        lines.append("  No call is outstanding: the algorithm, which should make the next one, does not.")
+    return "\n".join(lines)
 
 
-def worker_status(poller: HealthPoller, worker: RemoteWorker, began: float) -> WorkerStatus:
-    """Returns the state of a worker that was asked for its health at loop time `began`."""
+def _activity(poller: HealthPoller, worker: RemoteWorker, began: float) -> str:
+    """Returns one clause about what the worker does, or why that is unknown and what it reported last."""
     now = asyncio.get_running_loop().time()
     newest = poller.newest.get(worker.name)
-    problem = ""
+    reported = ""
+    if newest is not None:
+        health = newest.health
+        times = ", ".join(f"{state} {spent:.0f} s" for state, spent in health.seconds.items() if spent >= 0.5)
+        doing = f"runs {'; '.join(health.doing)}" if health.doing else "waits for calls"
+        reported = f"{doing}; {health.queued} queued; its time so far: {times or 'none'}"
     if not worker.alive:
         problem = worker.status
     elif newest is None or newest.received_at < began:
         problem = f"{worker.name} did not answer health within {now - began:.0f} s"
-    outstanding = [call for call in worker.outstanding.values() if call.method != "health"]
-    return WorkerStatus(
-        worker=worker.name,
-        instance=worker.instance,
-        health=newest.health if newest else None,
-        health_age=now - newest.received_at if newest else 0.0,
-        problem=problem,
-        silent=now - worker.last_answer_at,
-        unanswered=tuple(UnansweredCall(call.method, now - call.since) for call in outstanding),
-    )
-
-
-def describe(statuses: list[WorkerStatus], seconds: float, algorithm: Sequence[str] = ()) -> str:
-    """Returns the state of the fleet as text: each worker with its activity and the calls it has not answered.
-
-    algorithm: lines about the algorithm that calls the workers.
-    """
-    lines = [f"Nothing has moved for {seconds:.0f} s. What every worker does, and which calls it has not answered:"]
-    for status in statuses:
-        lines.append(f"  {status.worker} ({status.instance or 'no instance'}): {status.activity}")
-        lines += [f"    has not answered {call.method} for {call.seconds:.0f} s" for call in status.unanswered]
-    lines += [f"  {line}" for line in algorithm]
-    if calls := [(call.seconds, status.worker, call.method) for status in statuses for call in status.unanswered]:
-        longest, worker, method = max(calls)
-        lines.append(f"  The call outstanding for longest is {method}: {worker} has had it for {longest:.0f} s.")
     else:
-        lines.append("  No call is outstanding: the algorithm, which should make the next one, does not.")
-    return "\n".join(lines)
+        return reported
+    problem += f"; its last answer came {now - worker.last_answer_at:.0f} s ago"
+    return problem if newest is None else f"{problem}; {now - newest.received_at:.0f} s ago it reported: {reported}"
 
 
 def where_task_waits(task: "asyncio.Task[Any]") -> str:

@@ -213,14 +213,15 @@ class ControllerLife(ResumableRun):
             await self._train(fleet)
 
     def _specs(self) -> list[ServiceSpec]:
-        trial, truth = self._trial, self._run.truth
+        trial = self._trial
+        options = {"trial": trial, "truth": self._run.truth, "disk": self.disk}
         specs = [
-            ServiceSpec("generation", Generation, lambda c: TrialGeneration(c, trial, truth), trial.generators),
-            ServiceSpec("reward", TicketReward, lambda c: TrialReward(c, trial, truth), trial.scorers),
-            ServiceSpec("training", Training, lambda c: TrialTraining(c, trial, truth, self.disk)),
+            ServiceSpec("generation", Generation, TrialGeneration, trial.generators, options=options),
+            ServiceSpec("reward", TicketReward, TrialReward, trial.scorers, options=options),
+            ServiceSpec("training", Training, TrialTraining, options=options),
         ]
         if trial.reference:
-            specs.append(ServiceSpec("reference", Reference, lambda c: TrialReference(c, trial, truth)))
+            specs.append(ServiceSpec("reference", Reference, TrialReference, options=options))
         return specs
 
     async def _train(self, fleet: RunningFleet) -> None:

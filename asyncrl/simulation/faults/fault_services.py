@@ -28,10 +28,15 @@ SLOT_PATIENCE = 20.0
 
 
 class TrialService(FakeService):
-    """Belongs to a trial; the ground truth knows its rows while it lives."""
+    """Belongs to a trial; the ground truth knows its rows while it lives. Its options are the two and the disk."""
 
-    trial: Trial
-    truth: GroundTruth
+    @property
+    def trial(self) -> Trial:
+        return cast(Trial, self.context.options["trial"])
+
+    @property
+    def truth(self) -> GroundTruth:
+        return cast(GroundTruth, self.context.options["truth"])
 
     @property
     def row_slots(self) -> int:
@@ -45,10 +50,9 @@ class TrialService(FakeService):
 class TrialGeneration(TrialService, FakeGeneration):
     """Crashes on the group that is poison, and is stuck when a fault says so."""
 
-    def __init__(self, context: WorkerContext, trial: Trial, truth: GroundTruth) -> None:
+    def __init__(self, context: WorkerContext) -> None:
+        trial: Trial = context.options["trial"]
         FakeGeneration.__init__(self, trial.slots, TOKEN_TIME, trial.lengths, trial.flip_time, context)
-        self.trial = trial
-        self.truth = truth
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         if prompts.id == self.trial.poison:
@@ -81,10 +85,9 @@ class TicketReward(Reward):
 class TrialReward(TrialService, TicketReward, FakeReward):
     """Reads the rows before it scores."""
 
-    def __init__(self, context: WorkerContext, trial: Trial, truth: GroundTruth) -> None:
+    def __init__(self, context: WorkerContext) -> None:
+        trial: Trial = context.options["trial"]
         FakeReward.__init__(self, trial.reward_time, trial.unscorable, ("versions",), context)
-        self.trial = trial
-        self.truth = truth
 
     async def count(self, ticket: int) -> None:
         self.truth.counted(ticket)
@@ -98,16 +101,16 @@ class TrialReward(TrialService, TicketReward, FakeReward):
 class TrialReference(TrialService, FakeReference):
     """Takes as long as a reward."""
 
-    def __init__(self, context: WorkerContext, trial: Trial, truth: GroundTruth) -> None:
+    def __init__(self, context: WorkerContext) -> None:
+        trial: Trial = context.options["trial"]
         FakeReference.__init__(self, trial.reward_time, context=context)
-        self.trial = trial
-        self.truth = truth
 
 
 class TrialTraining(TrialService, FakeTraining):
     """Goes on from what its checkpoint on the slow disk says, and from nothing else."""
 
-    def __init__(self, context: WorkerContext, trial: Trial, truth: GroundTruth, disk: SlowDisk) -> None:
+    def __init__(self, context: WorkerContext) -> None:
+        trial: Trial = context.options["trial"]
         columns = ("versions", "reference_logprobs") if trial.reference else ("versions",)
         FakeTraining.__init__(
             self,
@@ -117,9 +120,7 @@ class TrialTraining(TrialService, FakeTraining):
             slot_patience=SLOT_PATIENCE,
             context=context,
         )
-        self.trial = trial
-        self.truth = truth
-        self._disk = disk
+        self._disk: SlowDisk = context.options["disk"]
 
     async def start(self) -> None:
         if self.context.checkpoint_dir is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,9 +11,8 @@ from asyncrl.errors import DeadlineExceeded
 from asyncrl.fleet.health import (
     HEALTH_TIMEOUT,
     ROUNDS,
+    HealthAnswer,
     HealthPoller,
-    UnansweredCall,
-    WorkerStatus,
     describe,
     detect_hangs,
     round_seconds,
@@ -270,20 +270,41 @@ def test_the_newest_answer_is_kept_and_an_old_one_is_not_returned_as_new() -> No
 BUSY = Health("generation", 0, 0, "generation0.0-0-a", ("generate (group 3) for 130 s",), 2, {"busy": 9.6}, 140.0)
 IDLE = Health("training", 0, 0, "training0.0-0-b", (), 0, {"starved": 139.0, "sync": 0.1}, 140.0)
 DEAD = "reward0.0 does not answer: was killed by SIGKILL"
-SLOW = "critic0.0 did not answer health within 2 s"
+
+
+def worker(name: str, instance: str, silent: float, problem: str = "", **calls: float) -> Any:
+    """A worker whose last answer came `silent` seconds ago; `calls`: seconds for which each was not answered."""
+    now = asyncio.get_running_loop().time()
+    outstanding = [SimpleNamespace(method=method, since=now - seconds) for method, seconds in calls.items()]
+    return SimpleNamespace(
+        name=name,
+        instance=instance,
+        alive=not problem,
+        status=problem,
+        last_answer_at=now - silent,
+        outstanding=dict(enumerate(outstanding)),
+    )
+
+
+def described(*workers: Callable[[], Any], newest: dict[str, tuple[Health, float]]) -> str:
+    """`newest`: health of each worker, and how many seconds ago it came; all were asked 2 seconds ago."""
+
+    async def main() -> str:
+        await asyncio.sleep(1000)
+        answers = {name: HealthAnswer(health, 1000 - ago) for name, (health, ago) in newest.items()}
+        poller: Any = SimpleNamespace(workers=[make() for make in workers], newest=answers)
+        return describe(poller, 998.0, 120.0)
+
+    return virtual_loop.run(main())
 
 
 def test_the_description_names_every_worker_its_activity_and_its_unanswered_calls() -> None:
-    text = describe(
-        [
-            WorkerStatus(
-                "generation0.0", "generation0.0-0-a", BUSY, 0.0, "", 1.0, (UnansweredCall("generate", 130.0),)
-            ),
-            WorkerStatus("training0.0", "training0.0-0-b", IDLE, 0.0, "", 3.0, ()),
-            WorkerStatus("reward0.0", "", None, 0.0, DEAD, 44.0, (UnansweredCall("score", 9.0),)),
-            WorkerStatus("critic0.0", "critic0.0-0-c", IDLE, 31.0, SLOW, 31.0, ()),
-        ],
-        120.0,
+    text = described(
+        lambda: worker("generation0.0", "generation0.0-0-a", 1.0, generate=130.0, health=2.0),
+        lambda: worker("training0.0", "training0.0-0-b", 3.0),
+        lambda: worker("reward0.0", "", 44.0, DEAD, score=9.0),
+        lambda: worker("critic0.0", "critic0.0-0-c", 31.0),
+        newest={"generation0.0": (BUSY, 0.0), "training0.0": (IDLE, 0.0), "critic0.0": (IDLE, 31.0)},
     )
     assert text.splitlines() == [
         "Nothing has moved for 120 s. What every worker does, and which calls it has not answered:",
@@ -299,4 +320,5 @@ def test_the_description_names_every_worker_its_activity_and_its_unanswered_call
 
 
 def test_without_an_outstanding_call_the_description_points_at_the_algorithm() -> None:
-    assert "No call is outstanding" in describe([WorkerStatus("training0.0", "b", IDLE, 0.0, "", 3.0, ())], 120.0)
+    text = described(lambda: worker("training0.0", "b", 3.0), newest={"training0.0": (IDLE, 0.0)})
+    assert "No call is outstanding" in text
