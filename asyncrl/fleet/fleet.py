@@ -154,11 +154,6 @@ class RunningFleet:
         names = {item.name for item in fields(Fleet)}
         return Fleet(**{name: handle for name, handle in self._handles.items() if name in names})
 
-    @property
-    def all_alive(self) -> bool:
-        """Returns whether every worker takes calls."""
-        return all(worker.alive for replicas in self.workers.values() for worker in replicas)
-
     def emit(self, event: FleetEvent) -> None:
         """Acts on an event, reports what a person should read, and passes the event to all subscribers."""
         match event:
@@ -174,13 +169,6 @@ class RunningFleet:
                 self._report(description)
         for notify in self.subscribers:
             notify(event)
-
-    def watch_health(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Starts the stall watchdog and hang detection."""
-        poller, seconds = self.health_poller, self.facts.config.fleet.watchdog
-        stalls = watch_for_stalls(poller, seconds, self.emit, lambda: self.describe_algorithm())
-        hangs = detect_hangs(poller, (*self.restarted, *self.critics), seconds, self.emit)
-        return [tasks.create_task(stalls, name="stall watchdog"), tasks.create_task(hangs, name="hang detection")]
 
 
 def write_fleet_file(path: Path, instances: Mapping[str, RunningInstance]) -> None:
@@ -241,23 +229,27 @@ async def fleet_on(
 ) -> AsyncIterator[RunningFleet]:
     """Does what `running_fleet` does, on any platform."""
     running = RunningFleet(platform, specs, facts, report, resume)
+    seconds, watched = facts.config.fleet.watchdog, (*running.restarted, *running.critics)
     watches: list[asyncio.Task[None]] = []
     try:
         async with asyncio.TaskGroup() as tasks:
-            running.health_poller = HealthPoller(running.workers, round_seconds(facts.config.fleet.watchdog), tasks)
+            running.health_poller = poller = HealthPoller(running.workers, round_seconds(seconds), tasks)
             supervision = tasks.create_task(running.supervisor.run(), name="supervisor")
             try:
                 await running.supervisor.all_started.wait()
-                watches = running.watch_health(tasks)
+                stalls = watch_for_stalls(poller, seconds, running.emit, lambda: running.describe_algorithm())
+                watches.append(tasks.create_task(stalls, name="stall watchdog"))
+                hangs = detect_hangs(poller, watched, seconds, running.emit)
+                watches.append(tasks.create_task(hangs, name="hang detection"))
                 yield running
             except (PeerLost, FleetFailed):
-                if not running.all_alive:
+                if not all(worker.alive for replicas in running.workers.values() for worker in replicas):
                     await asyncio.wait([supervision], timeout=FAILURE_NOTICE)
                 raise
             finally:
                 for task in watches:
                     task.cancel()
-                running.health_poller.close()
+                poller.close()
                 supervision.cancel()
     except BaseExceptionGroup as errors:
         raise (error := _cause(errors)) from error.__cause__

@@ -221,12 +221,10 @@ def where_task_waits(task: "asyncio.Task[Any]") -> str:
     awaited: Any = task.get_coro()
     while awaited is not None:
         frame: Any = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
-        if frame is not None and _is_algorithm_file(Path(frame.f_code.co_filename)):
-            found = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+        if frame is not None:
+            file = Path(frame.f_code.co_filename)
+            ours = file.is_relative_to(PACKAGE) and not file.is_relative_to(ALGORITHMS)
+            if not ours and not any(file.is_relative_to(place) for place in NOT_ALGORITHMS):
+                found = f"{file}, line {frame.f_lineno}"
         awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None)
     return found
-
-
-def _is_algorithm_file(file: Path) -> bool:
-    ours = file.is_relative_to(PACKAGE) and not file.is_relative_to(ALGORITHMS)
-    return not ours and not any(file.is_relative_to(place) for place in NOT_ALGORITHMS)

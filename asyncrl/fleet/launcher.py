@@ -26,19 +26,15 @@ class WorkerProcess(Protocol):
 
     async def wait(self) -> str:
         """Returns how the worker ended ("killed by SIGKILL") once it is dead. May be awaited repeatedly."""
-        ...
 
     def stop(self) -> None:
         """Asks the worker to finish."""
-        ...
 
     def terminate(self) -> None:
         """Ends a worker that does not react to `stop`."""
-        ...
 
     def kill(self) -> None:
         """Ends the worker at once, without a chance to clean up."""
-        ...
 
 
 class Launcher(Protocol):
@@ -46,19 +42,12 @@ class Launcher(Protocol):
 
     def addresses(self, instance: str) -> Addresses:
         """Returns the addresses that an instance of this name listens on."""
-        ...
 
     async def spawn(self, spec: WorkerSpec) -> WorkerProcess:
         """Starts a worker. When it is cancelled, nothing is left running."""
-        ...
 
     def clean_up(self, spec: WorkerSpec) -> None:
         """Removes what a dead instance left: shared memory and socket files."""
-        ...
-
-
-def inproc_addresses(instance: str) -> Addresses:
-    return Addresses(*(f"inproc://{instance}.{lane}" for lane in ("control", "work", "data")))
 
 
 class InprocWorker:
@@ -120,7 +109,7 @@ class InprocLauncher:
             await worker.wait()
 
     def addresses(self, instance: str) -> Addresses:
-        return inproc_addresses(instance)
+        return Addresses.inproc(instance)
 
     async def spawn(self, spec: WorkerSpec) -> InprocWorker:
         def sever() -> None:

@@ -60,7 +60,7 @@ class RemoteWorker:
     """One worker, whichever instance of it is alive at the moment.
 
     answer_count: calls that were answered and items that came, health excluded. last_answer_at: loop time of the newest
-    answer to any call.
+    answer to any call. restarting: whether another instance is started after a death.
     """
 
     def __init__(self, service: str, replica: int, rank: int, changed: Wakeup) -> None:
@@ -76,7 +76,7 @@ class RemoteWorker:
         self._channels: Mapping[Lane, Channel] = {}
         self._cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._cause.set_result("it is starting")
-        self._restarting = True
+        self.restarting = True
         self._changed = changed
 
     @property
@@ -90,11 +90,6 @@ class RemoteWorker:
             if channel.lost.is_set():
                 return False
         return bool(self._channels)
-
-    @property
-    def dead_for_good(self) -> bool:
-        """Returns whether it is dead and is not started again."""
-        return not self.alive and not self._restarting
 
     @property
     def status(self) -> str:
@@ -112,7 +107,7 @@ class RemoteWorker:
     def lost(self, cause: str, *, restarting: bool) -> None:
         """Fails calls from now on. restarting: whether another instance is being started."""
         self._channels = {}
-        self._restarting = restarting
+        self.restarting = restarting
         if self._cause.done():
             self._cause = asyncio.get_running_loop().create_future()
         self._cause.set_result(cause)
@@ -247,7 +242,10 @@ class Replicas:
         try:
             async with asyncio.timeout_at(until):
                 while not (live := [replica for replica in self.replicas if replica.alive]):
-                    if all(any(worker.dead_for_good for worker in replica.workers) for replica in self.replicas):
+                    if all(
+                        any(not each.alive and not each.restarting for each in replica.workers)
+                        for replica in self.replicas
+                    ):
                         raise FleetFailed(self._dead_workers())
                     await self._changed.wait()
         except TimeoutError as error:

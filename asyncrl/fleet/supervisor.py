@@ -225,14 +225,19 @@ class Supervisor:
         self._emit(WorkerSpawned(spec.service, spec.instance))
         try:
             await gather(self._watch_process(running), self._serve(running))
+        except PeerLost as lost:
+            reason = str(lost)
         except AsyncrlError as error:
-            return self._death_reason(running, error)
+            if not slot.was_started:
+                raise  # The user has to see what a worker raises at its first start.
+            reason = f"it could not start again: {error}"
+            self._mark_lost(running, reason)
         finally:
             await end_process(process)
             slot.launcher.clean_up(spec)
             del self.instances[slot.worker.name]
             self._emit(WorkerCleanedUp(spec.service, spec.instance))
-        raise AssertionError("both coroutines end with an error")
+        return reason
 
     async def _watch_process(self, running: RunningInstance) -> None:
         reason = await running.process.wait()
@@ -241,26 +246,23 @@ class Supervisor:
         raise PeerLost(reason)
 
     async def _serve(self, running: RunningInstance) -> None:
+        slot, spec, connection = running.slot, running.spec, running.connection
         try:
-            await self._serve_until_broken(running)
+            async with connection:
+                await connection.channels[Lane.CONTROL].call("started", (), self._start_deadline)
+                slot.deaths.started(asyncio.get_running_loop().time())
+                slot.worker.connected(spec.instance, connection.channels)
+                self._emit(WorkerStarted(spec.service, spec.instance))
+                slot.was_started = True
+                if all(each.was_started for each in self._slots):
+                    self.all_started.set()
+                await connection.lost.wait()
+                raise PeerLost(connection.reason)
         except PeerLost as broken:
             # If the process died, `_watch_process` reports that first, with the cause.
             await asyncio.sleep(DEATH_NOTICE)
             self._mark_lost(running, str(broken))
             raise
-
-    async def _serve_until_broken(self, running: RunningInstance) -> None:
-        slot, spec, connection = running.slot, running.spec, running.connection
-        async with connection:
-            await connection.channels[Lane.CONTROL].call("started", (), self._start_deadline)
-            slot.deaths.started(asyncio.get_running_loop().time())
-            slot.worker.connected(spec.instance, connection.channels)
-            self._emit(WorkerStarted(spec.service, spec.instance))
-            slot.was_started = True
-            if all(each.was_started for each in self._slots):
-                self.all_started.set()
-            await connection.lost.wait()
-            raise PeerLost(connection.reason)
 
     def _mark_lost(self, running: RunningInstance, reason: str) -> None:
         """Keeps new calls from this instance, before its outstanding calls fail and are repeated elsewhere."""
@@ -268,14 +270,6 @@ class Supervisor:
         if slot.deaths.count(spec.instance, asyncio.get_running_loop().time()):
             slot.worker.lost(reason, restarting=slot.restart and slot.deaths.pause is not None)
             self._emit(WorkerLost(spec.service, spec.instance, reason))
-
-    def _death_reason(self, running: RunningInstance, error: AsyncrlError) -> str:
-        """Returns why an instance ended. Raises the error of a worker's first start, which the user has to see."""
-        if not running.slot.was_started and not isinstance(error, PeerLost):
-            raise error
-        reason = str(error) if isinstance(error, PeerLost) else f"it could not start again: {error}"
-        self._mark_lost(running, reason)
-        return reason
 
 
 async def end_process(process: WorkerProcess) -> None:

@@ -57,11 +57,9 @@ class Compute(Protocol):
 
     async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
         """Returns the function's result. Cancelling the wait does not stop a function that has begun."""
-        ...
 
     def close(self) -> None:
         """Drops the functions that have not begun, and takes no more."""
-        ...
 
 
 class ThreadCompute:

@@ -57,6 +57,10 @@ class Addresses:
     work: str
     data: str
 
+    @classmethod
+    def inproc(cls, instance: str) -> Self:
+        return cls(*(f"inproc://{instance}.{lane}" for lane in ("control", "work", "data")))
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:

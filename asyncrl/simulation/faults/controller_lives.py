@@ -66,7 +66,6 @@ class TrialOutcome:
     version: int = 0
     lives: int = 0
     messages: int = 0
-    seconds: float = 0.0
     injected: list[Fault] = field(default_factory=list)
     poisoned: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
@@ -136,7 +135,6 @@ class TrialRun:
         outcome.digest = self.events.hexdigest()[:32]
         outcome.messages = faults.sent
         outcome.version = max(journaled)
-        outcome.seconds = faults.now()
 
 
 class ControllerLife(ResumableRun):

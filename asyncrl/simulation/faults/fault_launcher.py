@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import structlog
 
-from asyncrl.fleet.launcher import InprocWorker, inproc_addresses
+from asyncrl.fleet.launcher import InprocWorker
 from asyncrl.fleet.worker.compute_thread import InlineCompute
 from asyncrl.fleet.worker.worker_runtime import Instruments, run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
@@ -78,7 +78,7 @@ class FaultyLauncher:
         self._gone: list[FaultyProcess] = []
 
     def addresses(self, instance: str) -> Addresses:
-        return inproc_addresses(instance)
+        return Addresses.inproc(instance)
 
     async def spawn(self, spec: WorkerSpec) -> FaultyProcess:
         slot = (spec.replica, spec.rank)
