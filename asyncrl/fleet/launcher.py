@@ -7,6 +7,7 @@ deploy/process/local_launcher.py.
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -88,17 +89,17 @@ class InprocWorker:
         self.task.cancel()
 
 
+@dataclass(slots=True)
 class InprocLauncher:
     """Owns the tasks of its workers; leaving it kills those that still run.
 
     wire: on which workers listen and connect; inproc: its part for addresses inside this process.
     """
 
-    def __init__(self, wire: Wire, inproc: InprocWire, make_compute: Callable[[Occupancy], Compute]) -> None:
-        self._wire = wire
-        self._inproc = inproc
-        self._make_compute = make_compute
-        self._workers: list[InprocWorker] = []
+    wire: Wire
+    inproc: InprocWire
+    make_compute: Callable[[Occupancy], Compute]
+    _workers: list[InprocWorker] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
         return self
@@ -114,10 +115,10 @@ class InprocLauncher:
     async def spawn(self, spec: WorkerSpec) -> InprocWorker:
         def sever() -> None:
             for address in (spec.addresses.control, spec.addresses.work, spec.addresses.data):
-                self._inproc.sever(address)
+                self.inproc.sever(address)
 
         self._workers = [worker for worker in self._workers if not worker.task.done()]
-        self._workers.append(InprocWorker(spec, partial(run_worker, spec, self._wire, self._make_compute), sever))
+        self._workers.append(InprocWorker(spec, partial(run_worker, spec, self.wire, self.make_compute), sever))
         return self._workers[-1]
 
     def clean_up(self, spec: WorkerSpec) -> None:

@@ -44,7 +44,7 @@ class TrialService(FakeService):
 
     async def start(self) -> None:
         await super().start()
-        self.truth.started(self)
+        self.truth.services[self.instance] = self
 
 
 class TrialGeneration(TrialService, FakeGeneration):
@@ -62,7 +62,8 @@ class TrialGeneration(TrialService, FakeGeneration):
                 yield samples
 
     async def use_weights(self, published: Published) -> Using:
-        await asyncio.sleep(self.truth.take_stuck_seconds())
+        stuck_seconds, self.truth.stuck_seconds = self.truth.stuck_seconds, 0.0  # The next reader is not stuck.
+        await asyncio.sleep(stuck_seconds)
         using = await super().use_weights(published)
         if using.readers:
             self.truth.reading[self.instance] = self.version

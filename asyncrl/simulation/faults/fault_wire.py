@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.lanes.control.inproc_wire import InprocCaller, InprocListener, InprocWire, Pipe
@@ -86,25 +87,25 @@ class FaultyWire(InprocWire):
         self._listeners[address].cut(peer)
 
 
+@dataclass(slots=True)
 class ProcessWire:
     """Makes the connections of one process, so that all of them are lost when the process dies."""
 
-    def __init__(self, wire: InprocWire) -> None:
-        self._wire = wire
-        self._closed = False
-        self._callers: list[InprocCaller] = []
-        self._listening: list[str] = []
+    wire: InprocWire
+    _closed: bool = False
+    _callers: list[InprocCaller] = field(default_factory=list)
+    _listening: list[str] = field(default_factory=list)
 
     def connect(self, address: str) -> InprocCaller:
         self._callers = [caller for caller in self._callers if not caller.replies.closed]
-        self._callers.append(self._wire.connect(address))
+        self._callers.append(self.wire.connect(address))
         if self._closed:
             self._callers[-1].close()
         return self._callers[-1]
 
     def listen(self, address: str) -> InprocListener:
         self._listening.append(address)
-        return self._wire.listen(address)
+        return self.wire.listen(address)
 
     def close(self) -> None:
         """Closes all connections of a dead process: no message of its remaining tasks arrives anywhere."""
@@ -112,4 +113,4 @@ class ProcessWire:
         for caller in self._callers:
             caller.close()
         for address in self._listening:
-            self._wire.sever(address)
+            self.wire.sever(address)

@@ -43,42 +43,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs trials with injected faults, one a seed, and exits with status 1 at the first that fails. The digest in the
     last line covers every event, message and journal of all trials: the same command prints the same digest."""
     options = _parsed(arguments)
-    counts = TrialCounts()
-    for seed in range(options.start, options.start + options.seeds):
+    began, digest, messages, seen = time.monotonic(), sha256(), 0, Counter[str]()
+    for trials in range(1, options.seeds + 1):
+        seed = options.start + trials - 1
         outcome = outcome_of(draw_trial(seed))
         if not isinstance(outcome, TrialOutcome):
             _report(seed, outcome, options.as_it_is)
             return 1
-        counts.add(outcome)
-        if counts.trials % options.every == 0:
-            counts.show()
-    counts.show()
+        messages += outcome.messages
+        seen.update(fault.kind for fault in outcome.injected)
+        seen["lives"] += outcome.lives
+        digest.update(outcome.digest.encode())
+        if trials % options.every == 0 or trials == options.seeds:
+            done = f"{trials} trials held, {trials / (time.monotonic() - began):.1f} a second, {messages} messages"
+            counts = ", ".join(f"{count} {what}" for what, count in sorted(seen.items()))
+            print(f"{done}; {counts}; digest {digest.hexdigest()[:16]}", flush=True)
     return 0
-
-
-class TrialCounts:
-    """Counts the trials that held, and what happened in them."""
-
-    def __init__(self) -> None:
-        self.trials = 0
-        self._messages = 0
-        self._seen = Counter[str]()
-        self._began = time.monotonic()
-        self._digest = sha256()
-
-    def add(self, outcome: TrialOutcome) -> None:
-        self.trials += 1
-        self._messages += outcome.messages
-        self._seen.update(fault.kind for fault in outcome.injected)
-        self._seen["lives"] += outcome.lives
-        self._digest.update(outcome.digest.encode())
-
-    def show(self) -> None:
-        """Prints one line."""
-        rate = self.trials / (time.monotonic() - self._began)
-        seen = ", ".join(f"{count} {what}" for what, count in sorted(self._seen.items()))
-        done = f"{self.trials} trials held, {rate:.1f} a second, {self._messages} messages"
-        print(f"{done}; {seen}; digest {self._digest.hexdigest()[:16]}", flush=True)
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
