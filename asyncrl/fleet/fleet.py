@@ -213,7 +213,8 @@ async def running_fleet(
         inproc = InprocWire()
         wire = WireByScheme(inproc, ZmqWire(CurveKeys(*facts.curve) if facts.curve else None))
         scope.callback(wire.close)
-        here = await scope.enter_async_context(InprocLauncher(wire, inproc, ThreadCompute))
+        here = InprocLauncher(wire, inproc, ThreadCompute)
+        scope.push_async_callback(here.close)
         platform = Platform(
             wire,
             lambda spec: here if spec.here or launcher is None else launcher,

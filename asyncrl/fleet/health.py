@@ -95,7 +95,6 @@ class HealthPoller:
         return [answer.health for answer in answers if answer.received_at >= began]
 
     def close(self) -> None:
-        """Cancels outstanding calls."""
         for request in self._requests.values():
             request.task.cancel()
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from asyncrl.errors import unwrap
 from asyncrl.fleet.worker.compute_thread import Compute, Occupancy
@@ -71,7 +71,6 @@ class InprocWorker:
         return self.how_ended()
 
     def how_ended(self) -> str:
-        """Describes how the finished task ended."""
         if self.task.cancelled():
             return "was killed"
         error = self.task.exception()
@@ -91,7 +90,7 @@ class InprocWorker:
 
 @dataclass(slots=True)
 class InprocLauncher:
-    """Owns the tasks of its workers; leaving it kills those that still run.
+    """Owns the tasks of its workers; `close` kills those that still run.
 
     wire: on which workers listen and connect; inproc: its part for addresses inside this process.
     """
@@ -101,10 +100,7 @@ class InprocLauncher:
     make_compute: Callable[[Occupancy], Compute]
     _workers: list[InprocWorker] = field(default_factory=list)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def close(self) -> None:
         for worker in self._workers:
             worker.kill()
             await worker.wait()

@@ -98,7 +98,6 @@ class RemoteWorker:
         return f"{self.name} is alive" if self.alive else f"{self.name} does not answer: {cause}"
 
     def connected(self, instance: str, channels: Mapping[Lane, Channel]) -> None:
-        """Sends calls to this instance from now on."""
         self.instance = instance
         self._channels = channels
         self._cause = asyncio.get_running_loop().create_future()
@@ -223,7 +222,6 @@ class Replicas:
         return self.replicas[replica].workers[rank]
 
     def groups_at(self, instance: str) -> list[int]:
-        """Returns the groups of calls outstanding at this instance; see RemoteWorker.groups_at."""
         return [group for worker in self for group in worker.groups_at(instance)]
 
     async def wait_for_live(self, until: float) -> list[Replica]:

@@ -39,25 +39,22 @@ STOP_STAGES = (("stop", 5.0), ("terminate", 2.0), ("kill", 2.0))
 class DeathCounter:
     """Counts a worker's deaths and computes the pause before its restart. Times in seconds, of any clock.
 
-    in_a_row: deaths after short lives. since_progress: deaths since a group was finished.
+    in_a_row: deaths after short lives. since_progress: deaths since a group was finished. started_at: when the running
+    instance took calls.
     """
 
     in_a_row: int = 0
     since_progress: int = 0
     _last_dead: str = ""
-    _started_at: float | None = None
-
-    def started(self, now: float) -> None:
-        """Notes that an instance takes calls."""
-        self._started_at = now
+    started_at: float | None = None
 
     def count(self, instance: str, now: float) -> bool:
         """Counts the death of an instance. Returns False when it was counted: process and connection both report it."""
         if instance == self._last_dead:
             return False
-        lifetime = 0.0 if self._started_at is None else now - self._started_at
+        lifetime = 0.0 if self.started_at is None else now - self.started_at
         self._last_dead = instance
-        self._started_at = None
+        self.started_at = None
         self.in_a_row = 1 if lifetime >= LONG_LIFE else self.in_a_row + 1
         self.since_progress += 1
         return True
@@ -250,7 +247,7 @@ class Supervisor:
         try:
             async with connection:
                 await connection.channels[Lane.CONTROL].call("started", (), self._start_deadline)
-                slot.deaths.started(asyncio.get_running_loop().time())
+                slot.deaths.started_at = asyncio.get_running_loop().time()
                 slot.worker.connected(spec.instance, connection.channels)
                 self._emit(WorkerStarted(spec.service, spec.instance))
                 slot.was_started = True

@@ -105,6 +105,5 @@ class ResumableRun:
             await self.commit(version)
 
     async def commit(self, version: int) -> None:
-        """Makes a checkpoint of this version."""
         await commit(self.journal, lambda place: self.training.checkpoint(place, self.incarnation, version), keep=2)
         self.committed = version

@@ -101,15 +101,12 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Returns whether `start` has succeeded."""
         return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
 
     @property
     def queued(self) -> int:
         """Functions that wait for the compute thread, for health."""
         return max(0, self.context.compute.queued - 1)
-
-    # ---- endpoints of every contract ---------------------------------------------------------------------
 
     async def started(self) -> None:
         await asyncio.shield(self.ready)

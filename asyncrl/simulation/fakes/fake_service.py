@@ -79,10 +79,7 @@ class FakeService(Service):
 
     @property
     def instance(self) -> str:
-        """Name of the running process, which changes with every restart."""
         return self.context.instance
-
-    # ---- rows --------------------------------------------------------------------------------------------
 
     @property
     def row_slots(self) -> int:
@@ -129,8 +126,6 @@ class FakeService(Service):
         """Returns the attempt of each (group, member) that has a row here."""
         return self._retention.attempts() if self.is_direct else {}
 
-    # ---- time and death ----------------------------------------------------------------------------------
-
     async def spend(self, seconds: float) -> None:
         """Spends the time of a pure call, which is repeated once. Raises PeerLost when the fake dies both times."""
         for _ in range(2):
@@ -151,11 +146,9 @@ class FakeService(Service):
             raise PeerLost(f"{self.context.service} died during a call")
 
     def read_from(self, services: "Iterable[FakeService]") -> None:
-        """Reads rows of these services from now on."""
         cast(DirectContext, self.context).reader.services = tuple(services)
 
     def run_in(self, incarnation: int) -> None:
-        """Joins a run that was resumed so often."""
         cast(DirectContext, self.context).incarnation = incarnation
 
     def die(self) -> None:
@@ -165,7 +158,6 @@ class FakeService(Service):
         self._alive.clear()
 
     def come_back(self) -> None:
-        """Starts the next instance."""
         self.deaths += 1
         self._begin_instance()
         self._alive.set()
@@ -178,5 +170,4 @@ class FakeService(Service):
 
 
 def now() -> float:
-    """Returns the time of the running loop, in seconds."""
     return asyncio.get_running_loop().time()

@@ -90,8 +90,6 @@ class FakeGeneration(FakeService, Generation):
         while self.version < version:
             await self._weights_changed.wait()
 
-    # ---- plug points -------------------------------------------------------------------------------------
-
     async def load_weights(self, published: Published) -> None:
         """Loads new weights while the old ones still sample."""
         deaths = self.deaths
@@ -102,8 +100,6 @@ class FakeGeneration(FakeService, Generation):
         """Returns the row of a finished completion: the version of each token, and the name of its sample."""
         versions, counts = zip(*spans, strict=True)
         return {"versions": np.repeat(np.array(versions, np.int32), counts), KEY: np.array(sequence.name, np.int32)}
-
-    # ---- endpoints ---------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -173,8 +169,6 @@ class FakeGeneration(FakeService, Generation):
         """Returns the group of each sample that waits here or is being sampled."""
         return [sequence.prompts.id for sequence in (*self._queue, *self._sampling)]
 
-    # ---- slots -------------------------------------------------------------------------------------------
-
     def _fill_slots(self) -> None:
         """Gives free slots to waiting sequences; those that need newer weights let the others pass."""
         late = [sequence for sequence in self._queue if sequence.prompts.not_before > self.version]
@@ -230,10 +224,7 @@ class FakeGeneration(FakeService, Generation):
             for answers in streams:
                 answers.put_nowait(error)
 
-    # ---- rows --------------------------------------------------------------------------------------------
-
     def row(self, sequence: Sequence, spans: Spans) -> RowRef:
-        """Stores a finished completion and returns the reference to it."""
         prompts = sequence.prompts
         return RowRef(
             group=prompts.id,

@@ -75,13 +75,10 @@ class FakeTraining(FakeService, Training):
         self.restore(0, GENESIS)
 
     def restore(self, version: int, chain: bytes) -> None:
-        """Sets the state to that of a checkpoint."""
         self.version = version
         self.chain = chain
         self._leases = Leases()
         self._leases.end_write(version)
-
-    # ---- plug points -------------------------------------------------------------------------------------
 
     def learn(self, cuts: Cuts, rows: Batch) -> None:
         """Changes the weights."""
@@ -100,8 +97,6 @@ class FakeTraining(FakeService, Training):
     def save(self, directory: str) -> dict[str, str]:
         """Writes a checkpoint into the directory; returns the digest of each file."""
         return {}
-
-    # ---- endpoints ---------------------------------------------------------------------------------------
 
     async def published(self) -> Published:
         return Published(self.context.incarnation, self.version, self.arena, slot_of(self.version), "")
@@ -146,8 +141,6 @@ class FakeTraining(FakeService, Training):
         if (incarnation, version) != (self.context.incarnation, self.version):
             at = f"the trainer is at version {self.version} of incarnation {self.context.incarnation}"
             raise Refused(f"a {call} from version {version} of incarnation {incarnation} was refused: {at}")
-
-    # ---- the step ----------------------------------------------------------------------------------------
 
     async def train(self, cuts: Cuts, rows: Batch) -> StepReport:
         """Trains the tokens that are young enough and publishes the next version."""

@@ -98,7 +98,6 @@ class TrialRun:
         return self.outcome
 
     async def _live(self, disk: SlowDisk, before: set[asyncio.Task[Any]]) -> "ControllerLife":
-        """Runs one controller, until nothing of it is left."""
         injected = len(self.faults.injected)
         life = ControllerLife(self, disk)
         self.faults.begin(life)
@@ -116,12 +115,10 @@ class TrialRun:
         return life
 
     def check_truth(self) -> None:
-        """Raises TrialViolation when the ground truth saw one."""
         if self.truth.violation:
             raise TrialViolation(self.truth.violation)
 
     def _check_history(self, disk: SlowDisk) -> None:
-        """Checks that the journal says exactly what was trained."""
         audit = audit_store(disk)
         assert audit.ok, str(audit)
         records = [framed.record for framed in surviving(disk) if isinstance(framed.record, Trained)]
@@ -170,7 +167,6 @@ class ControllerLife(ResumableRun):
         self.task.cancel()
 
     async def clean_up(self) -> None:
-        """Waits until no task of this life is left."""
         self.over = True
         self.launcher.kill_all()
         await self.launcher.wait_until_idle()
@@ -190,8 +186,6 @@ class ControllerLife(ResumableRun):
             raise error
         self.end = repr(error)
         self.power_cut = False
-
-    # ---- the controller's process ------------------------------------------------------------------------
 
     async def _live(self) -> None:
         run = self._run
@@ -252,8 +246,6 @@ class ControllerLife(ResumableRun):
             with suppress(PeerLost, DeadlineExceeded):
                 await reward.count(next(self._run.tickets))
             await asyncio.sleep(TICKET_PAUSE)
-
-    # ---- what must hold at every event ---------------------------------------------------------------------
 
     def _observe(self, event: Event) -> None:
         if self.over:

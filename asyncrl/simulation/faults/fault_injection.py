@@ -53,8 +53,6 @@ class FaultInjection:
             self._faults.setdefault(fault.at, []).append(fault)
         self._stalled: dict[str, float] = {}
 
-    # ---- messages ----------------------------------------------------------------------------------------
-
     def fault_of_message(self, address: str, size: int) -> Fault | None:
         """Counts a message that is sent; returns the fault that this very message meets, if there is one."""
         self.sent += 1
@@ -97,8 +95,6 @@ class FaultInjection:
                 f"{instance} still runs {BROKEN_LINK_DEADLINE:g} s after a message to or from it was lost or came twice"
             )
 
-    # ---- all other faults --------------------------------------------------------------------------------
-
     def begin(self, life: "ControllerLife") -> None:
         """Injects faults into this life from now on. All stalls end: it has other workers and another wire."""
         self.life = life
@@ -123,19 +119,15 @@ class FaultInjection:
             case "disk":
                 life.disk.slow_down(fault.seconds)
 
-    # ---- time --------------------------------------------------------------------------------------------
-
     def now(self) -> float:
         """Returns loop time without what the clock skipped."""
         return self.loop.time() - self.skipped
 
     def skip(self, seconds: float) -> None:
-        """Lets time pass while nothing runs."""
         self.skipped += seconds
         self.loop.skip(seconds)
 
     def age_limit(self) -> float:
-        """Returns the seconds that a group may be in flight now."""
         return AGE_LIMIT + AGE_LIMIT_PER_FAULT * len(self.injected) + sum(fault.seconds for fault in self.injected)
 
     def call_limit(self) -> float:

@@ -52,7 +52,6 @@ class FaultyProcess(InprocWorker):
         super().kill()
 
     async def clean_up(self) -> None:
-        """Waits until no task of the process is left."""
         self._known.cancel()
         await asyncio.wait([self.task, self._known])
         if not self.task.cancelled():
@@ -107,7 +106,6 @@ class FaultyLauncher:
         return any(process.runs for process in self._processes if process.spec.instance == instance)
 
     def kill_one(self, service: str) -> None:
-        """Kills any worker of a service."""
         if running := self._running(service):
             self._chance.choice(running).kill()
 
@@ -117,6 +115,5 @@ class FaultyLauncher:
             process.kill()
 
     async def wait_until_idle(self) -> None:
-        """Waits until no task of any process is left."""
         for process in (*self._processes, *self._gone):
             await process.clean_up()

@@ -83,7 +83,6 @@ class FaultyWire(InprocWire):
         super().__init__(lambda name: FaultyPipe(name, faults, self._cut))
 
     def _cut(self, address: str, peer: bytes) -> None:
-        """Breaks the link of one caller."""
         self._listeners[address].cut(peer)
 
 

@@ -52,7 +52,6 @@ class GroundTruth:
         self.tickets.add(ticket)
 
     def report(self, violation: str) -> None:
-        """Records a violation, unless there was one before."""
         self.violation = self.violation or violation
 
     def lose_row(self, service: str) -> None:

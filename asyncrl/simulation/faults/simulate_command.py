@@ -79,9 +79,6 @@ def _report(seed: int, error: BaseException, as_it_is: bool) -> None:
     print(f"run it again: {command(trial)}", flush=True)
 
 
-# ---- a trial that fails ------------------------------------------------------------------------------------
-
-
 class EndlessTrial(AssertionError):
     """Ends a trial that computes without end; the message says where."""
 
@@ -105,12 +102,10 @@ def kind_of(outcome: TrialOutcome | BaseException) -> str:
 
 
 def described(outcome: TrialOutcome | BaseException) -> str:
-    """Describes the outcome in one line."""
     return "held" if isinstance(outcome, TrialOutcome) else f"{kind_of(outcome)}: {outcome}"[:1000]
 
 
 def command(trial: Trial) -> str:
-    """Returns the command that runs this trial again."""
     imports = "from asyncrl.simulation.faults.trial import *; from asyncrl.simulation.faults.controller_lives import *"
     return f'.venv/bin/python -c "{imports}; run_trial({trial!r})"'
 
@@ -128,9 +123,6 @@ def _limited_to(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.signal(signal.SIGPROF, before)
-
-
-# ---- shrinking ---------------------------------------------------------------------------------------------
 
 
 def shrink(trial: Trial, fails: Callable[[Trial], str]) -> Trial:

@@ -22,7 +22,6 @@ class SlowDisk(MemoryStore):
         self._seconds = 0.0
 
     def slow_down(self, seconds: float) -> None:
-        """Makes each of the next writes take so long."""
         self._slow_writes = SLOW_WRITES
         self._seconds = seconds
 

@@ -73,7 +73,6 @@ class Trial(RunShape):
 
 
 def draw_trial(seed: int) -> Trial:
-    """Draws the trial of a seed."""
     chance, poison = random.Random(f"trial {seed}"), random.Random(f"poison {seed}")
     remote, reference, members = chance.random() < 0.5, chance.random() < 0.4, chance.randint(2, 3)
     trial = Trial(

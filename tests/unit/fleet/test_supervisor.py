@@ -385,7 +385,7 @@ def test_pauses_grow_with_short_lives_and_stay_bounded(events: list[str | float]
         if isinstance(lived, str):
             deaths.since_progress = 0
         else:
-            deaths.started(now)
+            deaths.started_at = now
             now += lived
             assert deaths.count(f"instance {number}", now)
             assert not deaths.count(f"instance {number}", now)
