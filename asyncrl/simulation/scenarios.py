@@ -159,8 +159,10 @@ class SimulatedRun(ResumableRun):
             training.restore(self.plan.version, bytes.fromhex(self.plan.chain))
             for critic in critics:
                 critic.restore(self.plan.version)
-        by_role = dict(zip(("critic", "cost_critic"), critics, strict=False))
-        return Fleet(self.generation, self.reward, training, self.reference, cost=cost, **by_role)
+        critic, cost_critic = (*critics, None, None)[:2]
+        return Fleet(
+            self.generation, self.reward, training, self.reference, critic=critic, cost=cost, cost_critic=cost_critic
+        )
 
     def _observe(self, event: Event) -> None:
         result = self.result

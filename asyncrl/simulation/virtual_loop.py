@@ -52,11 +52,15 @@ class _Task(asyncio.Task[T]):
     run."""
 
     def __init__(self, loop: Any, work: Coroutine[Any, Any, T], **named: Any) -> None:
-        self._number = next(loop.numbers)
+        self._number: int = next(loop.numbers)
         super().__init__(work, loop=loop, **named)
 
     def __hash__(self) -> int:
         return self._number
+
+
+def _numbered(loop: Any, work: Any, **named: Any) -> asyncio.Task[Any]:
+    return _Task(loop, work, **named)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -69,7 +73,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         # to `now` after some years of virtual time, and a timer due right now would never run.
         self._clock_resolution = 1e-6
         self.numbers = itertools.count()
-        self.set_task_factory(_Task)
+        self.set_task_factory(_numbered)
 
     def time(self) -> float:
         return self._now

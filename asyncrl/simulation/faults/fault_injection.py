@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, cast
 
@@ -65,7 +66,7 @@ class FaultInjection:
                 if fault.kind in ("lose", "repeat"):
                     self._expect_end(address)
             else:
-                self.loop.after_turns(fault.turns, lambda fault=fault, life=self.life: self._inject(fault, life))
+                self.loop.after_turns(fault.turns, partial(self._inject, fault, self.life))
         return found
 
     def latency(self, address: str) -> float:
