@@ -159,9 +159,9 @@ class SimulatedRun(ResumableRun):
             training.restore(self.plan.version, bytes.fromhex(self.plan.chain))
             for critic in critics:
                 critic.restore(self.plan.version)
-        critic, cost_critic = (*critics, None, None)[:2]
+        first, second = (*critics, None, None)[:2]
         return Fleet(
-            self.generation, self.reward, training, self.reference, critic=critic, cost=cost, cost_critic=cost_critic
+            self.generation, self.reward, training, self.reference, critic=first, cost=cost, cost_critic=second
         )
 
     def _observe(self, event: Event) -> None:
