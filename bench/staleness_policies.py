@@ -12,7 +12,7 @@ from statistics import mean
 
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import OPEN, GroupState
-from asyncrl.simulation.fakes.sample_lengths import stragglers
+from asyncrl.simulation.fakes.generation import stragglers
 from asyncrl.simulation.fakes.training import StepCost
 from asyncrl.simulation.scenarios import Scenario, simulate
 

@@ -17,7 +17,7 @@ from asyncrl.controller.gate.group_state import DROPPABLE, OPEN, Stage
 from asyncrl.controller.observers.events import GroupPoisoned, Prompt
 from asyncrl.controller.sample_tracker import POISON, SampleTracker, stored_by
 from asyncrl.errors import Retryable, root_cause
-from asyncrl.fleet.stall_watchdog import where_task_waits
+from asyncrl.fleet.health import where_task_waits
 from asyncrl.protocols.batch import GREEDY, Cuts
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.seeds import group_seed

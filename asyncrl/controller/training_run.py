@@ -273,7 +273,7 @@ class TrainingRun:
             case Warned(text):
                 self.display.say(text)
             case GroupFinished(poison=False):
-                self.running.progressed()
+                self.running.supervisor.progressed()
             case StepDone(report=report) if report.published and self._evaluations is not None:
                 if report.version % self.config.evaluate.every == 0 and report.version < self.config.steps:
                     self._evaluations.ask(report.published)
@@ -291,4 +291,4 @@ class TrainingRun:
 
     def _kill_reader(self, reader: str) -> None:
         self.display.say(f"{reader} did not take over new weights in time; it is killed and started again")
-        self.running.kill(reader)
+        self.running.supervisor.kill(reader)

@@ -5,17 +5,15 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from asyncrl.errors import FleetFailed, PeerLost, root_cause
 from asyncrl.fleet.handle import make_handle
-from asyncrl.fleet.hang_detection import HangDetection, round_seconds
-from asyncrl.fleet.health_poller import HealthPoller
-from asyncrl.fleet.inproc_launcher import InprocLauncher
-from asyncrl.fleet.launcher import Launcher
+from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls
+from asyncrl.fleet.launcher import InprocLauncher, Launcher
 from asyncrl.fleet.lifecycle_events import (
     FleetEvent,
     FleetStalled,
@@ -25,12 +23,9 @@ from asyncrl.fleet.lifecycle_events import (
     WorkerSpawned,
 )
 from asyncrl.fleet.replicas import DEATH_NOTICE, RemoteWorker, Replicas
-from asyncrl.fleet.stall_watchdog import StallWatchdog
-from asyncrl.fleet.supervisor import STOP_STAGES, RunningInstance, Supervisor, WorkerSlot
+from asyncrl.fleet.supervisor import STOP_STAGES, RunningInstance, Supervisor, WorkerConnection, WorkerSlot
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
-from asyncrl.fleet.worker.run_worker import identity
 from asyncrl.fleet.worker.worker_spec import Origin, RunFacts, WorkerSpec
-from asyncrl.fleet.worker_connection import WorkerConnection
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import Wire, WireByScheme
@@ -44,7 +39,9 @@ if TYPE_CHECKING:
     from asyncrl.fleet.worker.worker_spec import Implementation
 
 C = TypeVar("C", bound=Contract)
-RecordInstances = Callable[[Mapping[str, RunningInstance]], None]
+
+FAILURE_NOTICE = DEATH_NOTICE + sum(seconds for _, seconds in STOP_STAGES) + 1.0
+"""Seconds in which the supervisor, after a connection broke, finds the cause and raises when the fleet cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +86,22 @@ class ServiceSpec:
         return not issubclass(self.contract, Training | Critic)
 
 
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """The machine that a fleet runs on, real or simulated.
+
+    launcher: of the workers of a service. unique_id: returns 8 new hex digits at each call. record: takes the running
+    instances, by the worker's name, whenever they change.
+    """
+
+    wire: Wire
+    launcher: Callable[[ServiceSpec], Launcher]
+    unique_id: Callable[[], str]
+    record: Callable[[Mapping[str, RunningInstance]], None]
+
+
 class RunningFleet:
-    """A started fleet: handles by service, the workers behind them, and the events of workers.
+    """A fleet that is being started or runs: handles by service, the workers behind them, and the events of workers.
 
     Attributes:
         workers: by service.
@@ -101,10 +112,14 @@ class RunningFleet:
     """
 
     health_poller: HealthPoller
-    supervisor: Supervisor
 
     def __init__(
-        self, facts: RunFacts, specs: Sequence[ServiceSpec], report: Callable[[str], None], record: RecordInstances
+        self,
+        platform: Platform,
+        specs: Sequence[ServiceSpec],
+        facts: RunFacts,
+        report: Callable[[str], None],
+        resume: str,
     ) -> None:
         self.facts = facts
         self.restarted = [spec.name for spec in specs if spec.restart]
@@ -112,10 +127,22 @@ class RunningFleet:
         self.workers = {spec.name: Replicas(spec.name, spec.replicas, spec.layout) for spec in specs}
         self.subscribers: list[Callable[[FleetEvent], None]] = []
         self.describe_algorithm: Callable[[], Sequence[str]] = tuple
+        self._platform = platform
         self._report = report
-        self._record = record
-        deadline = facts.config.fleet.call_deadline
-        self._handles = {spec.name: make_handle(spec.contract, self.workers[spec.name], deadline) for spec in specs}
+        config = facts.config.fleet
+        self._handles: dict[str, Any] = {
+            spec.name: make_handle(spec.contract, self.workers[spec.name], config.call_deadline) for spec in specs
+        }
+        slots = [
+            WorkerSlot(
+                worker, partial(_next_instance, spec, worker, facts, platform), platform.launcher(spec), spec.restart
+            )
+            for spec in specs
+            for worker in self.workers[spec.name]
+        ]
+        hello = facts.hello("controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
+        connect = partial(WorkerConnection, wire=platform.wire, hello=hello, start_deadline=config.start_deadline)
+        self.supervisor = Supervisor(slots, connect, self.emit, config.start_deadline, resume)
 
     def handle(self, service: str, contract: type[C]) -> C:
         """Returns the handle on a service, typed by its contract."""
@@ -123,43 +150,21 @@ class RunningFleet:
 
     @property
     def fleet(self) -> Fleet:
-        """The services of a training run. Raises KeyError when generation, reward or training is missing."""
-        get = self._handles.get
-        return Fleet(
-            generation=self.handle("generation", Generation),
-            reward=self.handle("reward", Reward),
-            training=self.handle("training", Training),
-            reference=cast(Reference | None, get("reference")),
-            evaluation=cast(Generation | None, get("evaluation")),
-            critic=cast(Critic | None, get("critic")),
-            cost=cast(Reward | None, get("cost")),
-            cost_critic=cast(Critic | None, get("cost_critic")),
-        )
-
-    @property
-    def all_alive(self) -> bool:
-        """Returns whether every worker takes calls."""
-        return all(worker.alive for replicas in self.workers.values() for worker in replicas)
-
-    def progressed(self) -> None:
-        """Notes a finished group: deaths so far do not end the run."""
-        self.supervisor.progressed()
-
-    def kill(self, instance: str) -> None:
-        """Kills an instance that holds up others; its worker is restarted."""
-        self.supervisor.kill(instance)
+        """The services of a training run, which has generation, reward and training."""
+        names = {item.name for item in fields(Fleet)}
+        return Fleet(**{name: handle for name, handle in self._handles.items() if name in names})
 
     def emit(self, event: FleetEvent) -> None:
         """Acts on an event, reports what a person should read, and passes the event to all subscribers."""
         match event:
             case WorkerSpawned() | WorkerCleanedUp():
-                self._record(self.supervisor.instances)
+                self._platform.record(self.supervisor.instances)
             case WorkerLost(service, instance, reason) if service in self.restarted:
                 self._report(f"lost {instance}: {reason}; it is started again")
             case WorkerHung(service, instance, seconds):
                 effect = "it is killed and started again" if service in self.restarted else "it is killed: the run ends"
                 self._report(f"{instance} has answered no call for {seconds:.0f} s, not even for its health; {effect}")
-                self.kill(instance)
+                self.supervisor.kill(instance)
             case FleetStalled(description):
                 self._report(description)
         for notify in self.subscribers:
@@ -179,20 +184,6 @@ def write_fleet_file(path: Path, instances: Mapping[str, RunningInstance]) -> No
         for _, each in sorted(instances.items())
     ]
     replace_text(path, json.dumps({"workers": workers}, indent=1) + "\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Platform:
-    """The machine that a fleet runs on, real or simulated.
-
-    launcher: of the workers of a service. unique_id: returns 8 new hex digits at each call. record: takes the running
-    instances whenever they change.
-    """
-
-    wire: Wire
-    launcher: Callable[[ServiceSpec], Launcher]
-    unique_id: Callable[[], str]
-    record: RecordInstances
 
 
 @asynccontextmanager
@@ -222,7 +213,8 @@ async def running_fleet(
         inproc = InprocWire()
         wire = WireByScheme(inproc, ZmqWire(CurveKeys(*facts.curve) if facts.curve else None))
         scope.callback(wire.close)
-        here = await scope.enter_async_context(InprocLauncher(wire, inproc, ThreadCompute))
+        here = InprocLauncher(wire, inproc, ThreadCompute)
+        scope.push_async_callback(here.close)
         platform = Platform(
             wire,
             lambda spec: here if spec.here or launcher is None else launcher,
@@ -237,67 +229,31 @@ async def fleet_on(
     platform: Platform, specs: Sequence[ServiceSpec], facts: RunFacts, *, report: Callable[[str], None], resume: str
 ) -> AsyncIterator[RunningFleet]:
     """Does what `running_fleet` does, on any platform."""
-    running = RunningFleet(facts, specs, report, platform.record)
-    slots = [
-        WorkerSlot(
-            worker, partial(_next_instance, spec, worker, facts, platform), platform.launcher(spec), spec.restart
-        )
-        for spec in specs
-        for worker in running.workers[spec.name]
-    ]
-    deadline = facts.config.fleet.start_deadline
-    hello = identity(facts, "controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
-
-    def connect(spec: WorkerSpec) -> WorkerConnection:
-        return WorkerConnection(spec, platform.wire, hello, deadline)
-
-    running.supervisor = Supervisor(slots, connect, running.emit, deadline, resume)
-    async with _supervised(running):
-        yield running
-
-
-FAILURE_NOTICE = DEATH_NOTICE + sum(seconds for _, seconds in STOP_STAGES) + 1.0
-"""Seconds in which the supervisor, after a connection broke, finds the cause and raises when the fleet cannot go on."""
-
-
-@asynccontextmanager
-async def _supervised(running: RunningFleet) -> AsyncIterator[None]:
+    running = RunningFleet(platform, specs, facts, report, resume)
+    seconds, watched = facts.config.fleet.watchdog, (*running.restarted, *running.critics)
+    watches: list[asyncio.Task[None]] = []
     try:
         async with asyncio.TaskGroup() as tasks:
+            running.health_poller = poller = HealthPoller(running.workers, round_seconds(seconds), tasks)
             supervision = tasks.create_task(running.supervisor.run(), name="supervisor")
             try:
-                await running.supervisor.all_started()
-                stop_watching = _watch_health(running, tasks)
-                try:
-                    yield
-                except (PeerLost, FleetFailed):
-                    if not running.all_alive:
-                        await asyncio.wait([supervision], timeout=FAILURE_NOTICE)
-                    raise
-                stop_watching()
+                await running.supervisor.all_started.wait()
+                stalls = watch_for_stalls(poller, seconds, running.emit, lambda: running.describe_algorithm())
+                watches.append(tasks.create_task(stalls, name="stall watchdog"))
+                hangs = detect_hangs(poller, watched, seconds, running.emit)
+                watches.append(tasks.create_task(hangs, name="hang detection"))
+                yield running
+            except (PeerLost, FleetFailed):
+                if not all(worker.alive for replicas in running.workers.values() for worker in replicas):
+                    await asyncio.wait([supervision], timeout=FAILURE_NOTICE)
+                raise
             finally:
+                for task in watches:
+                    task.cancel()
+                poller.close()
                 supervision.cancel()
     except BaseExceptionGroup as errors:
         raise (error := _cause(errors)) from error.__cause__
-
-
-def _watch_health(running: RunningFleet, tasks: asyncio.TaskGroup) -> Callable[[], None]:
-    """Starts the health poller, the stall watchdog and hang detection; returns what stops them."""
-    seconds = running.facts.config.fleet.watchdog
-    running.health_poller = poller = HealthPoller(running.workers, round_seconds(seconds), tasks)
-    watchdog = StallWatchdog(poller, seconds, running.emit, lambda: running.describe_algorithm())
-    hangs = HangDetection(poller, (*running.restarted, *running.critics), seconds, running.emit)
-    watching = [
-        tasks.create_task(watchdog.run(), name="stall watchdog"),
-        tasks.create_task(hangs.run(), name="hang detection"),
-    ]
-
-    def stop() -> None:
-        for task in watching:
-            task.cancel()
-        poller.close()
-
-    return stop
 
 
 def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -12,7 +12,7 @@ arguments for every rank leaves out a replica that dies meanwhile, because its s
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from difflib import get_close_matches
@@ -24,7 +24,7 @@ from asyncrl.fleet.replicas import Arguments, RemoteWorker, Replica, Replicas
 from asyncrl.protocols.contracts import Contract, EndpointSpec, Idempotent
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup
-from asyncrl.protocols.transfer import Fan, fan_out
+from asyncrl.protocols.transfer import fan_out
 
 C = TypeVar("C", bound=Contract)
 
@@ -62,7 +62,11 @@ class Handle:
         if name.startswith("_"):
             raise AttributeError(name)
         if name not in self._contract.endpoints:
-            raise UnknownEndpoint(_suggest_endpoint(self._contract, name))
+            known = self._contract.endpoints
+            nearest = get_close_matches(name, known, n=1, cutoff=0.5)
+            meant = f"; did you mean {nearest[0]!r}?" if nearest else ";"
+            listed = ", ".join(sorted(known))
+            raise UnknownEndpoint(f"{self._contract.__name__} has no endpoint {name!r}{meant} It has: {listed}")
         endpoint = self._endpoint(self._contract.endpoints[name])
         setattr(self, name, endpoint)  # Later calls find the attribute: reading a signature costs as much as a call.
         return endpoint
@@ -102,7 +106,18 @@ class Handle:
         workers = [worker for replica in replicas for worker in replica.workers]
         if len(workers) == 1:
             return fan.join([await workers[0].call(spec, calls[0], _seconds_until(until))])
-        answers = await _call_workers(spec, workers, calls, until, keep_lost=_is_broadcast(fan))
+        # Every rank of a broadcast gets the same arguments.
+        broadcast = not fan.gather and all(len(rows) == (fan.count or 0) for rows in fan.rows)
+
+        async def call(worker: RemoteWorker, args: Arguments) -> Any:
+            try:
+                return await worker.call(spec, args, _seconds_until(until))
+            except PeerLost as lost:
+                if not broadcast:
+                    raise
+                return lost
+
+        answers = list(await gather(*(call(*each) for each in zip(workers, calls, strict=True))))
         if any(isinstance(answer, PeerLost) for answer in answers):
             return self._join_survivors(spec, args, answers)
         return fan.join([answers[rank] for rank in fan.kept])
@@ -138,32 +153,5 @@ class Handle:
         return asyncio.get_running_loop().time() + (max(seconds) if seconds else self._call_deadline)
 
 
-def _suggest_endpoint(contract: type[Contract], name: str) -> str:
-    nearest = get_close_matches(name, contract.endpoints, n=1, cutoff=0.5)
-    meant = f"; did you mean {nearest[0]!r}?" if nearest else ";"
-    return f"{contract.__name__} has no endpoint {name!r}{meant} It has: {', '.join(sorted(contract.endpoints))}"
-
-
 def _seconds_until(until: float) -> float:
     return until - asyncio.get_running_loop().time()
-
-
-def _is_broadcast(fan: Fan) -> bool:
-    """Returns whether every rank gets the same arguments."""
-    return not fan.gather and all(len(rows) == (fan.count or 0) for rows in fan.rows)
-
-
-async def _call_workers(
-    spec: EndpointSpec, workers: Sequence[RemoteWorker], calls: list[Arguments], until: float, *, keep_lost: bool
-) -> list[Any]:
-    """Returns each rank's answer, in rank order. keep_lost: return the PeerLost of a rank in place of its answer."""
-
-    async def call(worker: RemoteWorker, args: Arguments) -> Any:
-        try:
-            return await worker.call(spec, args, _seconds_until(until))
-        except PeerLost as lost:
-            if not keep_lost:
-                raise
-            return lost
-
-    return list(await gather(*(call(worker, args) for worker, args in zip(workers, calls, strict=True))))

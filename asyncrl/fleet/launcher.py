@@ -1,8 +1,23 @@
-"""The interface between the supervisor and what starts workers: processes, or tasks of this process."""
+"""What starts workers: the interface, and the launcher that runs them as tasks of this process.
 
-from typing import Protocol
+Tests use that one, and reward functions that no other process can import. Processes are started by
+deploy/process/local_launcher.py.
+"""
 
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from asyncrl.errors import unwrap
+from asyncrl.fleet.worker.compute_thread import Compute, Occupancy
+from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
+from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import Wire
+from asyncrl.lanes.shared_memory import unlink_instance_segments
 
 
 class WorkerProcess(Protocol):
@@ -12,32 +27,95 @@ class WorkerProcess(Protocol):
 
     async def wait(self) -> str:
         """Returns how the worker ended ("killed by SIGKILL") once it is dead. May be awaited repeatedly."""
-        ...
 
     def stop(self) -> None:
         """Asks the worker to finish."""
-        ...
 
     def terminate(self) -> None:
         """Ends a worker that does not react to `stop`."""
-        ...
 
     def kill(self) -> None:
         """Ends the worker at once, without a chance to clean up."""
-        ...
 
 
 class Launcher(Protocol):
-    """Starts workers: as processes (deploy/process/local_launcher.py) or inside this one (inproc_launcher.py)."""
+    """Starts workers."""
 
     def addresses(self, instance: str) -> Addresses:
         """Returns the addresses that an instance of this name listens on."""
-        ...
 
     async def spawn(self, spec: WorkerSpec) -> WorkerProcess:
         """Starts a worker. When it is cancelled, nothing is left running."""
-        ...
 
     def clean_up(self, spec: WorkerSpec) -> None:
         """Removes what a dead instance left: shared memory and socket files."""
-        ...
+
+
+class InprocWorker:
+    """A worker that is a task of this process.
+
+    run: serves until its event is set. sever: breaks the worker's connections.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, run: Callable[[asyncio.Event], Coroutine[Any, Any, None]], sever: Callable[[], None]
+    ) -> None:
+        self.pid = os.getpid()
+        self.spec = spec
+        self._sever = sever
+        self._stop = asyncio.Event()
+        self.task = asyncio.get_running_loop().create_task(run(self._stop), name=spec.instance)
+
+    async def wait(self) -> str:
+        await asyncio.wait([self.task])
+        return self.how_ended()
+
+    def how_ended(self) -> str:
+        if self.task.cancelled():
+            return "was killed"
+        error = self.task.exception()
+        return "ended" if error is None else f"failed: {unwrap(error)!r}"
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def terminate(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """Severs the connections first, because a dead process sends nothing more, and then cancels the task."""
+        self._sever()
+        self.task.cancel()
+
+
+@dataclass(slots=True)
+class InprocLauncher:
+    """Owns the tasks of its workers; `close` kills those that still run.
+
+    wire: on which workers listen and connect; inproc: its part for addresses inside this process.
+    """
+
+    wire: Wire
+    inproc: InprocWire
+    make_compute: Callable[[Occupancy], Compute]
+    _workers: list[InprocWorker] = field(default_factory=list)
+
+    async def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+            await worker.wait()
+
+    def addresses(self, instance: str) -> Addresses:
+        return Addresses.inproc(instance)
+
+    async def spawn(self, spec: WorkerSpec) -> InprocWorker:
+        def sever() -> None:
+            for address in (spec.addresses.control, spec.addresses.work, spec.addresses.data):
+                self.inproc.sever(address)
+
+        self._workers = [worker for worker in self._workers if not worker.task.done()]
+        self._workers.append(InprocWorker(spec, partial(run_worker, spec, self.wire, self.make_compute), sever))
+        return self._workers[-1]
+
+    def clean_up(self, spec: WorkerSpec) -> None:
+        unlink_instance_segments(spec.facts.run, spec.facts.incarnation, spec.instance)

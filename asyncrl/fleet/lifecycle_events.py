@@ -4,45 +4,35 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSpawned:
+class _WorkerEvent:
+    service: str
+    instance: str
+
+
+class WorkerSpawned(_WorkerEvent):
     """A process of an instance was started; the instance does not take calls yet."""
 
-    service: str
-    instance: str
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerStarted:
+class WorkerStarted(_WorkerEvent):
     """The instance takes calls from now on."""
 
-    service: str
-    instance: str
-
 
 @dataclass(frozen=True, slots=True)
-class WorkerLost:
+class WorkerLost(_WorkerEvent):
     """The instance takes no more calls, and its outstanding calls fail. Its process may still be ending, and it may
     have died before it took any call."""
 
-    service: str
-    instance: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCleanedUp:
+class WorkerCleanedUp(_WorkerEvent):
     """The process of the instance was waited for, and what it left was removed: it holds nothing any more."""
 
-    service: str
-    instance: str
-
 
 @dataclass(frozen=True, slots=True)
-class WorkerHung:
+class WorkerHung(_WorkerEvent):
     """The instance is alive and has answered no call, not even for its health, for `seconds`."""
 
-    service: str
-    instance: str
     seconds: float
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -60,10 +60,10 @@ class RemoteWorker:
     """One worker, whichever instance of it is alive at the moment.
 
     answer_count: calls that were answered and items that came, health excluded. last_answer_at: loop time of the newest
-    answer to any call.
+    answer to any call. restarting: whether another instance is started after a death.
     """
 
-    def __init__(self, service: str, replica: int, rank: int, changed: Wakeup | None = None) -> None:
+    def __init__(self, service: str, replica: int, rank: int, changed: Wakeup) -> None:
         self.service = service
         self.replica = replica
         self.rank = rank
@@ -74,9 +74,10 @@ class RemoteWorker:
         self._failed: deque[tuple[float, OutstandingCall]] = deque(maxlen=MAX_FAILED_CALLS)
         self._numbers = itertools.count()
         self._channels: Mapping[Lane, Channel] = {}
-        self._cause = _resolved("it is starting")
-        self._restarting = True
-        self._changed = changed or Wakeup()
+        self._cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._cause.set_result("it is starting")
+        self.restarting = True
+        self._changed = changed
 
     @property
     def name(self) -> str:
@@ -91,18 +92,12 @@ class RemoteWorker:
         return bool(self._channels)
 
     @property
-    def dead_for_good(self) -> bool:
-        """Returns whether it is dead and is not started again."""
-        return not self.alive and not self._restarting
-
-    @property
     def status(self) -> str:
         """One clause for errors and the watchdog."""
         cause = self._cause.result() if self._cause.done() else "its connection broke"
         return f"{self.name} is alive" if self.alive else f"{self.name} does not answer: {cause}"
 
     def connected(self, instance: str, channels: Mapping[Lane, Channel]) -> None:
-        """Sends calls to this instance from now on."""
         self.instance = instance
         self._channels = channels
         self._cause = asyncio.get_running_loop().create_future()
@@ -111,11 +106,10 @@ class RemoteWorker:
     def lost(self, cause: str, *, restarting: bool) -> None:
         """Fails calls from now on. restarting: whether another instance is being started."""
         self._channels = {}
-        self._restarting = restarting
+        self.restarting = restarting
         if self._cause.done():
-            self._cause = _resolved(cause)
-        else:
-            self._cause.set_result(cause)
+            self._cause = asyncio.get_running_loop().create_future()
+        self._cause.set_result(cause)
         self._changed.wake()
 
     async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
@@ -125,8 +119,7 @@ class RemoteWorker:
             try:
                 answer = await self._channel(spec.lane).call(spec.name, args, deadline)
             except PeerLost as lost:
-                explained = await self._explain(lost, instance, cause)
-                raise explained from explained.__cause__
+                raise (explained := await self._explain(lost, instance, cause)) from explained.__cause__
         self._note_answer(spec)
         return answer
 
@@ -141,8 +134,7 @@ class RemoteWorker:
                         self._note_answer(spec)
                         yield item
             except PeerLost as lost:
-                explained = await self._explain(lost, instance, cause)
-                raise explained from explained.__cause__
+                raise (explained := await self._explain(lost, instance, cause)) from explained.__cause__
 
     def _note_answer(self, spec: EndpointSpec) -> None:
         self.last_answer_at = asyncio.get_running_loop().time()
@@ -183,18 +175,12 @@ class RemoteWorker:
         return PeerLost(f"{instance}: {cause.result()}") if cause.done() and instance else lost
 
 
-def _resolved(cause: str) -> asyncio.Future[str]:
-    future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    future.set_result(cause)
-    return future
-
-
+@dataclass(slots=True, eq=False)
 class Replica:
     """One copy of a service, with a worker for each rank of its layout. load: calls that chose this replica."""
 
-    def __init__(self, workers: Sequence[RemoteWorker]) -> None:
-        self.workers = tuple(workers)
-        self.load = 0
+    workers: tuple[RemoteWorker, ...]
+    load: int = 0
 
     @property
     def alive(self) -> bool:
@@ -216,7 +202,7 @@ class Replicas:
         self.layout = layout
         self._changed = Wakeup()
         self.replicas = tuple(
-            Replica([RemoteWorker(service, replica, rank, self._changed) for rank in range(layout.size)])
+            Replica(tuple(RemoteWorker(service, replica, rank, self._changed) for rank in range(layout.size)))
             for replica in range(replicas)
         )
 
@@ -236,7 +222,6 @@ class Replicas:
         return self.replicas[replica].workers[rank]
 
     def groups_at(self, instance: str) -> list[int]:
-        """Returns the groups of calls outstanding at this instance; see RemoteWorker.groups_at."""
         return [group for worker in self for group in worker.groups_at(instance)]
 
     async def wait_for_live(self, until: float) -> list[Replica]:
@@ -250,20 +235,20 @@ class Replicas:
                 ends the run.
             DeadlineExceeded: none came back in time.
         """
-        if live := self._live():
+        if live := [replica for replica in self.replicas if replica.alive]:
             return live
         try:
             async with asyncio.timeout_at(until):
-                while not (live := self._live()):
-                    if all(any(worker.dead_for_good for worker in replica.workers) for replica in self.replicas):
+                while not (live := [replica for replica in self.replicas if replica.alive]):
+                    if all(
+                        any(not each.alive and not each.restarting for each in replica.workers)
+                        for replica in self.replicas
+                    ):
                         raise FleetFailed(self._dead_workers())
                     await self._changed.wait()
         except TimeoutError as error:
             raise DeadlineExceeded(f"no worker of {self.service} came back in time: {self._dead_workers()}") from error
         return live
-
-    def _live(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.alive]
 
     async def least_loaded(self, until: float) -> Replica:
         """Returns the first live replica that the fewest calls chose. Raises what `wait_for_live` raises."""

@@ -9,17 +9,20 @@ Cancelling `run` stops all workers.
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol, Self
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Self
 
 from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, unwrap
 from asyncrl.fleet.launcher import Launcher, WorkerProcess
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerSpawned, WorkerStarted
-from asyncrl.fleet.replicas import DEATH_NOTICE, Channel, RemoteWorker
+from asyncrl.fleet.replicas import DEATH_NOTICE, RemoteWorker
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.wire import Wire
 from asyncrl.protocols.contracts import Lane
+from asyncrl.protocols.messages import Hello
 
 MAX_DEATHS = 6
 """Deaths of one worker without a finished group in between that end the run, because the cause returns. One more than
@@ -32,33 +35,29 @@ STOP_STAGES = (("stop", 5.0), ("terminate", 2.0), ("kill", 2.0))
 """How a worker is ended, and seconds until the next stage; under 10 s in all."""
 
 
+@dataclass(slots=True)
 class DeathCounter:
-    """Counts a worker's deaths and computes the pause before its restart. Times in seconds, of any clock."""
+    """Counts a worker's deaths and computes the pause before its restart. Times in seconds, of any clock.
 
-    def __init__(self) -> None:
-        self.in_a_row = 0
-        self.since_progress = 0
-        self._last_dead = ""
-        self._started_at: float | None = None
+    in_a_row: deaths after short lives. since_progress: deaths since a group was finished. started_at: when the running
+    instance took calls.
+    """
 
-    def started(self, now: float) -> None:
-        """Notes that an instance takes calls."""
-        self._started_at = now
+    in_a_row: int = 0
+    since_progress: int = 0
+    _last_dead: str = ""
+    started_at: float | None = None
 
     def count(self, instance: str, now: float) -> bool:
         """Counts the death of an instance. Returns False when it was counted: process and connection both report it."""
         if instance == self._last_dead:
             return False
-        lifetime = 0.0 if self._started_at is None else now - self._started_at
+        lifetime = 0.0 if self.started_at is None else now - self.started_at
         self._last_dead = instance
-        self._started_at = None
+        self.started_at = None
         self.in_a_row = 1 if lifetime >= LONG_LIFE else self.in_a_row + 1
         self.since_progress += 1
         return True
-
-    def progressed(self) -> None:
-        """Notes a finished group: the earlier deaths do not keep the run from going on."""
-        self.since_progress = 0
 
     @property
     def pause(self) -> float | None:
@@ -72,27 +71,64 @@ class DeathCounter:
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**doublings)
 
 
-class Connection(Protocol):
-    """A channel to one instance for each lane; entering it says hello. lost: set when it broke, see `reason`."""
+class WorkerConnection:
+    """The controller's connection to one instance: a client for each lane, which are lost together.
 
-    lost: asyncio.Event
+    `async with connection:` greets the instance within `start_deadline` seconds, as it may still be starting.
+    lost: set when a client lost its connection, with the reason in `reason`.
 
-    @property
-    def channels(self) -> Mapping[Lane, Channel]: ...
+    Raises:
+        PeerLost, Refused, DeadlineExceeded: on entering.
+    """
 
-    @property
-    def reason(self) -> str: ...
+    def __init__(self, spec: WorkerSpec, wire: Wire, hello: Hello, start_deadline: float) -> None:
+        self.lost = asyncio.Event()
+        self.reason = ""
+        self.channels: Mapping[Lane, Client] = {
+            lane: Client(
+                wire.connect(getattr(spec.addresses, lane.value)),
+                hello,
+                f"{spec.service}{spec.replica}[{spec.rank}]",
+                instance=spec.instance,
+                heartbeat=spec.facts.heartbeat,
+            )
+            for lane in Lane
+        }
+        self._start_deadline = start_deadline
+        self._tasks = asyncio.TaskGroup()
+        self._watches: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Self: ...
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.__aexit__)
+            for client in self.channels.values():
+                await client.open(self._tasks, self._start_deadline)
+                self._watches.append(self._tasks.create_task(self._watch(client), name=f"watch of {client.peer}"))
+            undo.pop_all()
+        return self
 
-    async def __aexit__(self, *_: object) -> None: ...
+    async def __aexit__(self, *_: object) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        for client in self.channels.values():
+            client.close()
+        await self._tasks.__aexit__(None, None, None)
+
+    async def _watch(self, client: Client) -> None:
+        await client.lost.wait()
+        self.fail(client.reason)
 
     def fail(self, reason: str) -> None:
-        """Makes every outstanding call raise PeerLost now."""
-        ...
+        """Makes every outstanding call on all lanes raise PeerLost now."""
+        if not self.lost.is_set():
+            self.reason = reason
+            self.lost.set()
+        for client in self.channels.values():
+            client.fail(reason)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerSlot:
     """A worker to keep alive. make_spec: makes its next instance. restart: whether the run survives its death."""
 
@@ -100,14 +136,18 @@ class WorkerSlot:
     make_spec: Callable[[], WorkerSpec]
     launcher: Launcher
     restart: bool
+    deaths: DeathCounter = field(default_factory=DeathCounter)
+    was_started: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RunningInstance:
     """An instance that was spawned and is not cleaned up yet."""
 
+    slot: WorkerSlot
     spec: WorkerSpec
     process: WorkerProcess
+    connection: WorkerConnection
 
 
 class Supervisor:
@@ -121,40 +161,35 @@ class Supervisor:
 
     Attributes:
         instances: what is running now, by the worker's name.
+        all_started: set when every worker has taken calls once; each has its own start deadline.
     """
 
     def __init__(
         self,
         slots: list[WorkerSlot],
-        connect: Callable[[WorkerSpec], Connection],
+        connect: Callable[[WorkerSpec], WorkerConnection],
         emit: Callable[[FleetEvent], None],
         start_deadline: float,
         resume: str,
     ) -> None:
         self.instances: dict[str, RunningInstance] = {}
+        self.all_started = asyncio.Event()
         self._slots = slots
         self._connect = connect
         self._emit = emit
         self._start_deadline = start_deadline
         self._resume = resume
-        self._deaths = {slot.worker.name: DeathCounter() for slot in slots}
-        self._never_started = {slot.worker.name for slot in slots}
-        self._all_started = asyncio.Event()
 
     def progressed(self) -> None:
-        """Notes a finished group."""
-        for deaths in self._deaths.values():
-            deaths.progressed()
+        """Notes a finished group: the earlier deaths do not keep the run from going on."""
+        for slot in self._slots:
+            slot.deaths.since_progress = 0
 
     def kill(self, instance: str) -> None:
         """Kills this instance if it still runs; its worker is restarted."""
         for each in self.instances.values():
             if each.spec.instance == instance:
                 each.process.kill()
-
-    async def all_started(self) -> None:
-        """Returns when every worker has taken calls once; each has its own start deadline."""
-        await self._all_started.wait()
 
     async def run(self) -> None:
         """Keeps all workers alive until cancelled, then stops them.
@@ -171,79 +206,67 @@ class Supervisor:
             raise unwrap(errors) from None
 
     async def _keep_alive(self, slot: WorkerSlot) -> None:
-        deaths = self._deaths[slot.worker.name]
         while True:
             reason = await self._run_instance(slot)
-            if not slot.restart or deaths.pause is None:
+            if not slot.restart or slot.deaths.pause is None:
                 times = f" {MAX_DEATHS} times without a finished group in between" if slot.restart else ""
                 raise FleetFailed(f"{slot.worker.name} died{times}: {reason}. Resume with: {self._resume}")
-            await asyncio.sleep(deaths.pause)
+            await asyncio.sleep(slot.deaths.pause)
 
     async def _run_instance(self, slot: WorkerSlot) -> str:
         """Runs one instance from its start to its cleanup; returns why it died."""
         spec = slot.make_spec()
         process = await slot.launcher.spawn(spec)
-        self.instances[slot.worker.name] = RunningInstance(spec, process)
+        running = RunningInstance(slot, spec, process, self._connect(spec))
+        self.instances[slot.worker.name] = running
         self._emit(WorkerSpawned(spec.service, spec.instance))
         try:
-            return await self._supervise(slot, spec, process)
+            await gather(self._watch_process(running), self._serve(running))
+        except PeerLost as lost:
+            reason = str(lost)
+        except AsyncrlError as error:
+            if not slot.was_started:
+                raise  # The user has to see what a worker raises at its first start.
+            reason = f"it could not start again: {error}"
+            self._mark_lost(running, reason)
         finally:
             await end_process(process)
             slot.launcher.clean_up(spec)
             del self.instances[slot.worker.name]
             self._emit(WorkerCleanedUp(spec.service, spec.instance))
+        return reason
 
-    async def _supervise(self, slot: WorkerSlot, spec: WorkerSpec, process: WorkerProcess) -> str:
-        connection = self._connect(spec)
-        try:
-            await gather(self._watch_process(slot, spec, process, connection), self._serve(slot, spec, connection))
-        except AsyncrlError as error:
-            return self._death_reason(slot, spec, error)
-        raise AssertionError("both coroutines end with an error")
-
-    async def _watch_process(
-        self, slot: WorkerSlot, spec: WorkerSpec, process: WorkerProcess, connection: Connection
-    ) -> None:
-        reason = await process.wait()
-        self._mark_lost(slot, spec, reason)
-        connection.fail(reason)
+    async def _watch_process(self, running: RunningInstance) -> None:
+        reason = await running.process.wait()
+        self._mark_lost(running, reason)
+        running.connection.fail(reason)
         raise PeerLost(reason)
 
-    async def _serve(self, slot: WorkerSlot, spec: WorkerSpec, connection: Connection) -> None:
+    async def _serve(self, running: RunningInstance) -> None:
+        slot, spec, connection = running.slot, running.spec, running.connection
         try:
-            await self._serve_until_broken(slot, spec, connection)
+            async with connection:
+                await connection.channels[Lane.CONTROL].call("started", (), self._start_deadline)
+                slot.deaths.started_at = asyncio.get_running_loop().time()
+                slot.worker.connected(spec.instance, connection.channels)
+                self._emit(WorkerStarted(spec.service, spec.instance))
+                slot.was_started = True
+                if all(each.was_started for each in self._slots):
+                    self.all_started.set()
+                await connection.lost.wait()
+                raise PeerLost(connection.reason)
         except PeerLost as broken:
             # If the process died, `_watch_process` reports that first, with the cause.
             await asyncio.sleep(DEATH_NOTICE)
-            self._mark_lost(slot, spec, str(broken))
+            self._mark_lost(running, str(broken))
             raise
 
-    async def _serve_until_broken(self, slot: WorkerSlot, spec: WorkerSpec, connection: Connection) -> None:
-        async with connection:
-            await connection.channels[Lane.CONTROL].call("started", (), self._start_deadline)
-            self._deaths[slot.worker.name].started(asyncio.get_running_loop().time())
-            slot.worker.connected(spec.instance, connection.channels)
-            self._emit(WorkerStarted(spec.service, spec.instance))
-            self._never_started.discard(slot.worker.name)
-            if not self._never_started:
-                self._all_started.set()
-            await connection.lost.wait()
-            raise PeerLost(connection.reason)
-
-    def _mark_lost(self, slot: WorkerSlot, spec: WorkerSpec, reason: str) -> None:
+    def _mark_lost(self, running: RunningInstance, reason: str) -> None:
         """Keeps new calls from this instance, before its outstanding calls fail and are repeated elsewhere."""
-        deaths = self._deaths[slot.worker.name]
-        if deaths.count(spec.instance, asyncio.get_running_loop().time()):
-            slot.worker.lost(reason, restarting=slot.restart and deaths.pause is not None)
+        slot, spec = running.slot, running.spec
+        if slot.deaths.count(spec.instance, asyncio.get_running_loop().time()):
+            slot.worker.lost(reason, restarting=slot.restart and slot.deaths.pause is not None)
             self._emit(WorkerLost(spec.service, spec.instance, reason))
-
-    def _death_reason(self, slot: WorkerSlot, spec: WorkerSpec, error: AsyncrlError) -> str:
-        """Returns why an instance ended. Raises the error of a worker's first start, which the user has to see."""
-        if slot.worker.name in self._never_started and not isinstance(error, PeerLost):
-            raise error
-        reason = str(error) if isinstance(error, PeerLost) else f"it could not start again: {error}"
-        self._mark_lost(slot, spec, reason)
-        return reason
 
 
 async def end_process(process: WorkerProcess) -> None:

@@ -10,33 +10,26 @@ import random
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
-from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.algorithm import Algorithm
-from asyncrl.controller.controller import Controller, Schedule
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.audit import Audit
-from asyncrl.controller.journal.checkpoints import ResumePlan, commit, plan_resume, resume
-from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import AttemptFailed, Event, SampleScored, SamplesDropped, StepLost
-from asyncrl.controller.rollouts import Sampling
 from asyncrl.errors import root_cause
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, greedy_baseline, group_baseline, plain_rewards
-from asyncrl.protocols.staleness import Policy, live
+from asyncrl.protocols.staleness import live
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.fake_service import FakeService
-from asyncrl.simulation.fakes.generation import FakeGeneration
-from asyncrl.simulation.fakes.sample_lengths import Lengths, stragglers
+from asyncrl.simulation.fakes.generation import FakeGeneration, Lengths, stragglers
 from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from asyncrl.simulation.invariants import Invariants
+from asyncrl.simulation.resumable_run import ResumableRun, RunShape
 
-MOST_TOKENS = 4096
-"""Tokens of a completion at most, more than any distribution of lengths gives."""
 LIVES = 4
 """Deaths of the controller in one run at most: a run whose controller always dies before a checkpoint never ends."""
 
@@ -57,45 +50,32 @@ class FaultRates:
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
-    """Describes a run to simulate; times are virtual seconds.
+class Scenario(RunShape):
+    """Describes a run to simulate.
 
-    groups, members, limit, policy, slots, cut_at, need_signal, greedy: configure the gate. reference, critic: delay of
-    a call, None without the service. The algorithm is GRPO; ReMax with `greedy`; PPO with a critic; Safe RLHF if it is
-    also `constrained`, with a cost service and a cost critic as slow as reward and critic.
+    reference, critic: delay of a call, None without the service. The algorithm is GRPO; ReMax with `greedy`; PPO with a
+    critic; Safe RLHF if it is also `constrained`, with a cost service and a cost critic as slow as reward and critic.
     thorough: compare gate and journal after every event instead of after every step.
     """
 
-    policy: Policy = "mask"
-    seed: int = 0
     groups: int = 8
     members: int = 8
     limit: int = 2
     slots: int = 192
     cut_at: int | None = 4
     steps: int = 20
+    checkpoint_every: int = 2
     lengths: Lengths = field(default_factory=lambda: stragglers(100, 0.05, 10))
     token_time: float = 0.1
-    flip_time: float = 0.0
     cost: StepCost = field(default_factory=lambda: StepCost(4.0))
     reward_delay: float = 0.1
-    unscorable: float = 0.0
     reference: float | None = None
     critic: float | None = None
     constrained: bool = False
     faults: FaultRates = FaultRates()
-    finish: Literal["abandon", "drain"] = "abandon"
-    checkpoint_every: int = 2
     deadline: float = 1e6
     thorough: bool = True
     gate_class: type[Gate] = Gate
-    need_signal: bool = False
-    greedy: bool = False
-
-    @property
-    def gate(self) -> GateConfig:
-        sizes = self.groups, self.members, self.limit, self.policy, self.slots, self.cut_at
-        return GateConfig(*sizes, 1 if self.greedy else 2, self.need_signal, self.greedy)
 
 
 @dataclass
@@ -106,7 +86,7 @@ class SimulationResult:
     and waiting for a slot of the weight arena. generating: seconds of all generation slots.
     lengths: tokens of each (group, member) that left the engine. live: tokens within the limit of each sample that was
     trained; in_loss: tokens in the loss, older ones included. dropped: reason of each dropped sample.
-    deaths: how often the run was resumed; audit: report on the whole run.
+    deaths: how often the run was resumed.
     """
 
     seconds: float = 0.0
@@ -122,7 +102,6 @@ class SimulationResult:
     dropped: dict[tuple[int, int], str] = field(default_factory=dict)
     attempts_failed: int = 0
     deaths: int = 0
-    audit: Audit | None = None
 
     @property
     def live_tokens(self) -> int:
@@ -134,121 +113,69 @@ class SimulationResult:
         return 1.0 - (self.training + self.blocked) / self.seconds
 
 
-class EventCounts:
-    """Hashes and counts the events of a run."""
-
-    def __init__(self, result: SimulationResult) -> None:
-        self._result = result
-        self._hash = sha256()
-
-    def observe(self, event: Event) -> None:
-        self._hash.update(f"{asyncio.get_running_loop().time()!r} {event!r}\n".encode())
-        match event:
-            case SampleScored(sample):
-                self._result.lengths[sample.key] = sample.tokens
-            case SamplesDropped(group, members, reason):
-                self._result.dropped.update({(group, member): reason for member in members})
-            case AttemptFailed():
-                self._result.attempts_failed += 1
-            case StepLost():
-                self._result.steps_lost += 1
-
-    def digest(self, journal: Journal) -> str:
-        return f"{self._hash.hexdigest()[:32]}-{journal.crc:08x}"
-
-
 class ControllerKilled(Exception):
     """Ends a run whose controller and trainer die."""
 
 
-class SimulatedRun:
+class SimulatedRun(ResumableRun):
     """Runs a scenario from its beginning, or from its last checkpoint in `store`, until it ends or is killed."""
 
+    training: FakeTraining
+
     def __init__(self, scenario: Scenario, store: MemoryStore, life: int) -> None:
+        super().__init__(scenario, store, scenario.gate_class)
         self.scenario = scenario
         self.store = store
         self.life = life
         self.result = SimulationResult(deaths=life)
-        self._make_services()
-        self._resume(plan_resume(store))
+        self._events = sha256()
         self.invariants = Invariants(self.gate, self.journal, self._check_training, thorough=scenario.thorough)
-        self.counts = EventCounts(self.result)
-        algorithm, advantages = _algorithm(scenario)
-        self.algorithm = algorithm
-        self.controller = self._controller(advantages)
+        self.algorithm, advantages = _algorithm(scenario)
+        self.make_controller(self._make_services(), advantages, scenario.deadline, self._observe)
         self.controller.worker_lives("generation", self.generation.instance)
 
-    def _make_services(self) -> None:
-        scenario, seconds = self.scenario, self.scenario.cost.fixed
+    def _make_services(self) -> Fleet:
+        scenario = self.scenario
         self.generation = FakeGeneration(scenario.slots, scenario.token_time, scenario.lengths, scenario.flip_time)
         self.reward = FakeReward(scenario.reward_delay, scenario.unscorable)
+        self.reference = cost = None
         self.owners: list[FakeService] = [self.generation]
-        self.reference: FakeReference | None = None
-        self.cost: FakeReward | None = None
-        self.critics: list[FakeCritic] = []
         if scenario.reference is not None:
             self.reference = FakeReference(scenario.reference, [self.generation])
             self.owners.append(self.reference)
+        critics: list[FakeCritic] = []
         if scenario.critic is not None:
-            self.critics = [FakeCritic(scenario.critic, seconds)]
+            critics.append(FakeCritic(scenario.critic, scenario.cost.fixed))
             if scenario.constrained:
-                self.cost = FakeReward(scenario.reward_delay, scenario.unscorable)
-                self.critics.append(FakeCritic(scenario.critic, seconds, signal="cost"))
-        self.owners += self.critics
-        for critic in self.critics:
+                cost = FakeReward(scenario.reward_delay, scenario.unscorable)
+                critics.append(FakeCritic(scenario.critic, scenario.cost.fixed, signal="cost"))
+        self.owners += critics
+        for critic in critics:
             critic.read_from(self.owners)
-        limit = None if scenario.policy == "admit" else scenario.limit
-        self.training = FakeTraining(scenario.cost, limit, self.owners, scenario.seed)
-
-    def _resume(self, plan: ResumePlan | None) -> None:
-        config = self.scenario.gate
-        self._committed = plan.version if plan else -1
-        self.journal = resume(self.store, plan) if plan else Journal(self.store)
-        self.gate = self.scenario.gate_class(config, *((plan.version, plan.next_group) if plan else ()))
-        if plan is None:
-            return
-        for group in plan.groups:
-            self.gate.restore(group)
-        for service in (*self.owners, self.training):
-            service.run_in(plan.incarnation)
-        self.training.restore(plan.version, bytes.fromhex(plan.chain))
-        for critic in self.critics:
-            critic.restore(plan.version)
-
-    def _controller(self, advantages: Advantages) -> Controller:
-        return Controller(
-            self.gate,
-            self.journal,
-            Fleet(
-                self.generation,
-                self.reward,
-                self.training,
-                self.reference,
-                critic=next(iter(self.critics), None),
-                cost=self.cost,
-                cost_critic=self.critics[1] if self.cost else None,
-            ),
-            prompts=lambda group: (f"prompt {group}", {}),
-            sampling=Sampling(
-                1.0, MOST_TOKENS, self.scenario.deadline, self.scenario.seed, self.journal.ledger.incarnation
-            ),
-            advantages=advantages,
-            schedule=Schedule(self.scenario.steps, self.scenario.finish),
-            between=self._between,
-            observe=self._observe,
+        training = FakeTraining(scenario.cost, scenario.enforced_limit, self.owners, scenario.seed)
+        if self.plan is not None:
+            for service in (*self.owners, training):
+                service.run_in(self.plan.incarnation)
+            training.restore(self.plan.version, bytes.fromhex(self.plan.chain))
+            for critic in critics:
+                critic.restore(self.plan.version)
+        first, second = (*critics, None, None)[:2]
+        return Fleet(
+            self.generation, self.reward, training, self.reference, critic=first, cost=cost, cost_critic=second
         )
 
-    async def _between(self, version: int) -> None:
-        if self._committed < 0 or version - self._committed >= self.scenario.checkpoint_every:
-            await self._commit(version)
-
-    async def _commit(self, version: int) -> None:
-        incarnation = self.journal.ledger.incarnation
-        await commit(self.journal, lambda place: self.training.checkpoint(place, incarnation, version), keep=2)
-        self._committed = version
-
     def _observe(self, event: Event) -> None:
-        self.counts.observe(event)
+        result = self.result
+        self._events.update(f"{asyncio.get_running_loop().time()!r} {event!r}\n".encode())
+        match event:
+            case SampleScored(sample):
+                result.lengths[sample.key] = sample.tokens
+            case SamplesDropped(group, members, reason):
+                result.dropped.update({(group, member): reason for member in members})
+            case AttemptFailed():
+                result.attempts_failed += 1
+            case StepLost():
+                result.steps_lost += 1
         self.invariants.observe(event)
 
     async def run(self) -> SimulationResult:
@@ -261,12 +188,12 @@ class SimulatedRun:
                 await self.controller.run(self.algorithm)
                 for task in beside:
                     task.cancel()
-                await self._commit(self.gate.version)
+                await self.commit(self.gate.version)
         except BaseExceptionGroup as errors:
             raise root_cause(errors) from None
         self.invariants.check()
-        self.result.audit = Audit(self.store)
-        assert self.result.audit.ok, str(self.result.audit)
+        audit = Audit(self.store)
+        assert audit.ok, str(audit)
         self._check_rows()
         return self._finished()
 
@@ -324,7 +251,7 @@ class SimulatedRun:
         result, training = self.result, self.training
         result.seconds = asyncio.get_running_loop().time()
         result.version = self.gate.version
-        result.digest = self.counts.digest(self.journal)
+        result.digest = f"{self._events.hexdigest()[:32]}-{self.journal.crc:08x}"
         result.training = training.busy
         result.blocked = training.blocked
         result.generating = self.generation.busy

@@ -8,7 +8,7 @@ deadlock.
 import asyncio
 import itertools
 import selectors
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -26,11 +26,11 @@ MOST_TURNS = 100_000
 """Turns of the loop at one instant; a fleet that starts takes some hundred."""
 
 
-class _JumpingSelector(selectors.BaseSelector):
+class _JumpingSelector(selectors.SelectSelector):
     """Polls its files without waiting; a wait is handed to `jump` instead."""
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
-        self._files = selectors.SelectSelector()
+        super().__init__()
         self._jump = jump
         self._turns = 0
 
@@ -41,30 +41,18 @@ class _JumpingSelector(selectors.BaseSelector):
                 raise Livelock(f"{MOST_TURNS} turns of the loop without any time")
             return []  # Nothing outside the loop can become ready, so there is no need to wait.
         self._turns = 0
-        ready = self._files.select(0)
+        ready = super().select(0)
         if not ready:
             self._jump(timeout)
         return ready
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return self._files.register(fileobj, events, data)
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return self._files.unregister(fileobj)
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._files.get_map()
-
-    def close(self) -> None:
-        self._files.close()
 
 
 class _Task(asyncio.Task[T]):
     """Hashes a task by its number instead of its address, so that asyncio's sets of tasks have the same order in every
     run."""
 
-    def __init__(self, work: Coroutine[Any, Any, T], *, loop: "VirtualLoop", **named: Any) -> None:
-        self._number = next(loop.numbers)
+    def __init__(self, loop: Any, work: Coroutine[Any, Any, T], **named: Any) -> None:
+        self._number: int = next(loop.numbers)
         super().__init__(work, loop=loop, **named)
 
     def __hash__(self) -> int:
@@ -72,7 +60,7 @@ class _Task(asyncio.Task[T]):
 
 
 def _numbered(loop: Any, work: Any, **named: Any) -> asyncio.Task[Any]:
-    return _Task(work, loop=loop, **named)
+    return _Task(loop, work, **named)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -107,17 +95,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now += seconds
 
     def pending(self) -> str:
-        """Lists all tasks, and where each waits."""
-        return ", ".join(sorted(_where(task) for task in asyncio.all_tasks(self))) or "no task"
-
-
-def _where(task: asyncio.Task[Any]) -> str:
-    """Returns the name of a task and the innermost line of its own code that waits."""
-    frames = task.get_stack(limit=1)
-    if not frames:
-        return task.get_name()
-    code = frames[0].f_code
-    return f"{task.get_name()} in {code.co_qualname} line {frames[0].f_lineno}"
+        """Lists all tasks, each with the innermost line of its own code that waits."""
+        found = []
+        for task in asyncio.all_tasks(self):
+            frames = [(frame.f_code.co_qualname, frame.f_lineno) for frame in task.get_stack(limit=1)]
+            found.append(task.get_name() + "".join(f" in {name} line {line}" for name, line in frames))
+        return ", ".join(sorted(found)) or "no task"
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

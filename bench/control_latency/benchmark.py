@@ -27,7 +27,6 @@ from asyncrl.config.sources import load
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.engines.models.model_folder import prepare
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
-from asyncrl.fleet.worker.run_worker import identity
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.server import Server
@@ -90,7 +89,7 @@ async def _queued_calls(running: RunningFleet, launcher: LocalLauncher, handle: 
         waiting: list[asyncio.Future[Any]] = []
         scope.callback(lambda: [call.cancel() for call in waiting])
         for start in range(0, calls, CREDIT):
-            hello = identity(facts, "controller", start, f"caller-{start}")
+            hello = facts.hello("controller", start, f"caller-{start}")
             connection = wire.connect(launcher.addresses(instance).work)
             client = await scope.enter_async_context(Client(connection, hello, "loaded", instance=instance))
             share = min(CREDIT, calls - start)

@@ -17,8 +17,7 @@ from asyncrl.protocols.batch import Array, BatchRef, RowRef
 from asyncrl.protocols.contracts import Generation, Reference, Reward, Training
 from asyncrl.protocols.messages import PromptGroup, Score
 from asyncrl.simulation.fakes.fake_service import FakeService
-from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence, Spans
-from asyncrl.simulation.fakes.sample_lengths import constant
+from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence, Spans, constant
 from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 

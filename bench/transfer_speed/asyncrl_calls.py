@@ -31,7 +31,6 @@ from asyncrl.bench.transfer_speed.echo_service import RANKS, ROW, Echo, as_batch
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
-from asyncrl.fleet.worker.run_worker import identity
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data.row_reader import RowReader
@@ -57,7 +56,7 @@ async def asyncrl_calls(folder: Path, frame_malloc: dict[str, str]) -> AsyncIter
             del os.environ[name]
         wire = ZmqWire()
         scope.callback(wire.close)
-        reader = await scope.enter_async_context(RowReader(wire, identity(shared.facts, "controller", 0, "bench")))
+        reader = await scope.enter_async_context(RowReader(wire, shared.facts.hello("controller", 0, "bench")))
         yield AsyncrlCalls(shared, frames, reader, scope)
 
 

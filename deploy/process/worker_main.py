@@ -18,8 +18,8 @@ from asyncrl.deploy.process.lean_imports import import_less
 from asyncrl.errors import unwrap
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
-from asyncrl.fleet.worker.run_worker import load, run_worker
-from asyncrl.fleet.worker.worker_spec import WorkerSpec
+from asyncrl.fleet.worker.worker_runtime import run_worker
+from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import WireByScheme
@@ -71,7 +71,7 @@ async def _run(spec: WorkerSpec) -> None:
     threading.Thread(target=_watch_stdin, args=(loop, stop), name="stdin", daemon=True).start()
     wire = WireByScheme(InprocWire(), ZmqWire(CurveKeys(*spec.facts.curve) if spec.facts.curve else None))
     try:
-        load(spec.implementation)
+        load_implementation(spec.implementation)
         with gc_frozen():
             await run_worker(spec, wire, ThreadCompute, stop)
     finally:

@@ -17,7 +17,7 @@ MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 40, 10
 
 # Where code of others runs, or a failure becomes an answer; each broad except there says why.
 SUPERVISED_BOUNDARY = {
-    "asyncrl/simulation/faults/trial_failures.py",
+    "asyncrl/simulation/faults/simulate_command.py",
     "asyncrl/fleet/worker/service.py",
     "asyncrl/lanes/control/server.py",
     "asyncrl/rewards/execution/function_call.py",

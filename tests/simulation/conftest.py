@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import pytest
 
-from asyncrl.simulation.fakes.sample_lengths import constant, lognormal, stragglers
+from asyncrl.simulation.fakes.generation import constant, lognormal, stragglers
 from asyncrl.simulation.fakes.training import StepCost
 from asyncrl.simulation.scenarios import FaultRates, Scenario
 

@@ -34,9 +34,9 @@ from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.message_codec import MessageSequence, decode
 from asyncrl.lanes.control.pending_calls import PendingReply, PendingStream
 from asyncrl.simulation.fakes.training import FakeTraining
-from asyncrl.simulation.faults.trial_failures import described, outcome_of
-from asyncrl.simulation.faults.trial_plan import draw_trial
-from asyncrl.simulation.faults.trial_run import TrialOutcome
+from asyncrl.simulation.faults.controller_lives import TrialOutcome
+from asyncrl.simulation.faults.simulate_command import described, outcome_of
+from asyncrl.simulation.faults.trial import draw_trial
 
 sys.path.insert(0, str(Path(__file__).parent))
 from broken_tracker import a_drop_is_not_journaled, trained_is_told_before_it_is_written_down

@@ -120,7 +120,7 @@ async def test_killed_instance_is_reported_cleaned_up_once_its_process_is_dead(s
 
         running.subscribers.append(note)
         victim = running.workers["echo"].worker(1, 0).instance
-        running.kill(victim)
+        running.supervisor.kill(victim)
         assert await cleaned_up.get() == (victim, False)
 
 

@@ -16,8 +16,7 @@ from asyncrl.controller.rollouts import Sampling
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, group_baseline
 from asyncrl.simulation import virtual_loop
-from asyncrl.simulation.fakes.generation import FakeGeneration
-from asyncrl.simulation.fakes.sample_lengths import constant
+from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 

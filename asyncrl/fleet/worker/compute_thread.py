@@ -2,9 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, Protocol, TypeVar, TypeVarTuple, Unpack
 
 from asyncrl.telemetry.state_clock import State, StateClock
@@ -26,13 +26,21 @@ class Occupancy:
 
     def computing(self) -> AbstractContextManager[None]:
         """Books the block as busy, on the compute thread or in children of this worker."""
-        return _Counted(self, computing=1, calls=0)
+        return self._counted(computing=1, calls=0)
 
     def serving(self) -> AbstractContextManager[None]:
         """Counts a call of the work lane that is being served during the block."""
-        return _Counted(self, computing=0, calls=1)
+        return self._counted(computing=0, calls=1)
 
-    def _count(self, computing: int = 0, calls: int = 0) -> None:
+    @contextmanager
+    def _counted(self, computing: int, calls: int) -> Iterator[None]:
+        self._count(computing, calls)
+        try:
+            yield
+        finally:
+            self._count(-computing, -calls)
+
+    def _count(self, computing: int, calls: int) -> None:
         with self._lock:
             self._computing += computing
             self._calls += calls
@@ -42,58 +50,32 @@ class Occupancy:
                 self._clock.idle() if state == "idle" else self._clock.enter(state)
 
 
-class _Counted:
-    """The context manager behind `computing` and `serving`."""
-
-    __slots__ = ("_calls", "_computing", "_occupancy")
-
-    def __init__(self, occupancy: Occupancy, computing: int, calls: int) -> None:
-        self._occupancy = occupancy
-        self._computing = computing
-        self._calls = calls
-
-    def __enter__(self) -> None:
-        self._occupancy._count(self._computing, self._calls)
-
-    def __exit__(self, *_: object) -> None:
-        self._occupancy._count(-self._computing, -self._calls)
-
-
 class Compute(Protocol):
-    """Runs functions one after the other, in the order of the calls."""
+    """Runs functions one after the other, in the order of the calls. queued: functions that have not finished."""
 
-    @property
-    def queued(self) -> int:
-        """Functions that have not finished."""
-        ...
+    queued: int
 
     async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
         """Returns the function's result. Cancelling the wait does not stop a function that has begun."""
-        ...
 
     def close(self) -> None:
         """Drops the functions that have not begun, and takes no more."""
-        ...
 
 
 class ThreadCompute:
     """The one compute thread of a worker. Its queue is bounded by the credit of the callers."""
 
     def __init__(self, occupancy: Occupancy) -> None:
+        self.queued = 0
         self._occupancy = occupancy
         self._executor = ThreadPoolExecutor(1, initializer=_name_compute_thread)
-        self._queued = 0
-
-    @property
-    def queued(self) -> int:
-        return self._queued
 
     async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
-        self._queued += 1
+        self.queued += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, self._booked, function, *args)
         finally:
-            self._queued -= 1
+            self.queued -= 1
 
     def _booked(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
         with self._occupancy.computing():
@@ -112,11 +94,8 @@ class InlineCompute:
     """Computes at once, on the event loop: for tests and for the simulation, where time is virtual."""
 
     def __init__(self, occupancy: Occupancy) -> None:
+        self.queued = 0
         self._occupancy = occupancy
-
-    @property
-    def queued(self) -> int:
-        return 0
 
     async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
         with self._occupancy.computing():

@@ -8,9 +8,8 @@ Each lane has a socket and a receiving task of its own, so health and pause are 
 """
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import aclosing, contextmanager, nullcontext
 from typing import Any
 
 from structlog.contextvars import bind_contextvars
@@ -30,9 +29,7 @@ class Dispatcher:
     def __init__(self, service: Service, lane: Lane) -> None:
         self._service = service
         self._lane = lane
-        self._lane_number = list(Lane).index(lane)
         self._booking = service.context.occupancy.serving if lane is Lane.WORK else nullcontext
-        self._numbers = itertools.count()
 
     def __call__(self, call: Call) -> Awaitable[Any] | AsyncIterator[Any]:
         """Runs one call. Raises UnknownEndpoint when the contract declares no such endpoint on this lane."""
@@ -59,33 +56,20 @@ class Dispatcher:
                 async for item in items:
                     yield item
 
-    def _traced(self, call: Call) -> "_TracedCall":
-        return _TracedCall(self._service, call, next(self._numbers) * len(Lane) + self._lane_number, self._booking())
-
-
-class _TracedCall:
-    """Surrounds a call with its span, its entry in the service's running calls, and the booking of its time."""
-
-    __slots__ = ("_booking", "_number", "_running", "_span")
-
-    def __init__(self, service: Service, call: Call, number: int, booking: AbstractContextManager[None]) -> None:
+    @contextmanager
+    def _traced(self, call: Call) -> Iterator[None]:
+        """Surrounds a call with its span, its entry in the service's running calls, and the booking of its time."""
         ids = _ids_in(call.args)
         # Never unbound: these variables belong to the call's own task, which ends with it.
         bind_contextvars(call=call.method, **ids)
-        self._number = number
-        self._running = service.running
-        self._booking = booking
-        self._running[number] = (_label(call, ids), asyncio.get_running_loop().time())
-        self._span = service.context.tracer.span(call.method, **ids)
-
-    def __enter__(self) -> None:
-        self._booking.__enter__()
-        self._span.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._span.__exit__(*raised)
-        self._booking.__exit__(*raised)
-        del self._running[self._number]
+        shown = f" ({', '.join(f'{name} {value}' for name, value in ids.items())})" if ids else ""
+        key, running = object(), self._service.running
+        running[key] = (call.method + shown, asyncio.get_running_loop().time())
+        try:
+            with self._booking(), self._service.context.tracer.span(call.method, **ids):
+                yield
+        finally:
+            del running[key]
 
 
 def _ids_in(args: tuple[Any, ...]) -> dict[str, int]:
@@ -97,9 +81,3 @@ def _ids_in(args: tuple[Any, ...]) -> dict[str, int]:
         elif is_divisible(arg):
             found.setdefault("rows", len(arg))
     return found
-
-
-def _label(call: Call, ids: dict[str, int]) -> str:
-    if not ids:
-        return call.method
-    return f"{call.method} ({', '.join(f'{name} {value}' for name, value in ids.items())})"

@@ -30,7 +30,9 @@ class WorkerContext:
     run, incarnation, service, replica, rank, layout, instance: identity of the worker. run_dir, model_dir,
     checkpoint_dir, weights_arena: see RunFacts. options: plain values for this service. reader: reads rows of other
     workers. compute: runs torch calls. clock, occupancy: book the worker's time. tasks: for what the service runs
-    beside calls; an error in one ends the worker, and all are cancelled at its end.
+    beside calls; an error in one ends the worker, and all are cancelled at its end. open_rows: makes the store for rows
+    of this worker, once per worker, from the number of slots and the bytes of each; its memory is allocated at once,
+    and ArenaFull is raised when this machine has too little.
     """
 
     config: Config
@@ -52,16 +54,8 @@ class WorkerContext:
     tracer: Tracer
     log: FilteringBoundLogger
     tasks: asyncio.TaskGroup
-    row_store: "Callable[[int, int], RowStore]"
+    open_rows: "Callable[[int, int], RowStore]"
     options: Mapping[str, Any] = field(default_factory=dict)
-
-    def open_rows(self, slots: int, slot_bytes: int) -> "RowStore":
-        """Makes the store for the rows of this worker, once per worker; its memory is allocated at once.
-
-        Raises:
-            ArenaFull: this machine has too little memory.
-        """
-        return self.row_store(slots, slot_bytes)
 
 
 class Service:
@@ -79,7 +73,7 @@ class Service:
         self.rows: RowStore | None = None
         self._retention = RowRetention()
         self.counters: dict[str, float] = {}
-        self.running: dict[int, tuple[str, float]] = {}
+        self.running: dict[object, tuple[str, float]] = {}
 
     @cached_property
     def ready(self) -> asyncio.Future[None]:
@@ -106,15 +100,12 @@ class Service:
 
     @property
     def is_ready(self) -> bool:
-        """Returns whether `start` has succeeded."""
         return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
 
     @property
     def queued(self) -> int:
         """Functions that wait for the compute thread, for health."""
         return max(0, self.context.compute.queued - 1)
-
-    # ---- endpoints of every contract ---------------------------------------------------------------------
 
     async def started(self) -> None:
         await asyncio.shield(self.ready)

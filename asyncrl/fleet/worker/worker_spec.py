@@ -1,12 +1,16 @@
 """The specification that starts a worker, and its one line of JSON on the way to the worker's process."""
 
+import importlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from asyncrl import __version__
 from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
 from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.messages import PROTOCOL, Hello
 
 if TYPE_CHECKING:
     from asyncrl.fleet.worker.service import Service, WorkerContext
@@ -40,6 +44,10 @@ class RunFacts:
     curve: tuple[str, str] | None = None
     heartbeat: float | None = None
 
+    def hello(self, service: str, rank: int, instance: str) -> Hello:
+        """Returns the hello that a worker or the controller sends on a new connection."""
+        return Hello(self.run, self.incarnation, service, rank, instance, PROTOCOL, __version__)
+
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
@@ -48,6 +56,10 @@ class Addresses:
     control: str
     work: str
     data: str
+
+    @classmethod
+    def inproc(cls, instance: str) -> Self:
+        return cls(*(f"inproc://{instance}.{lane}" for lane in ("control", "work", "data")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,10 @@ class WorkerSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     origin: Origin = "plain"
 
+    @property
+    def hello(self) -> Hello:
+        return self.facts.hello(self.service, self.rank, self.instance)
+
     def to_json(self) -> str:
         """Returns the one line that a worker process reads first."""
         values, facts = _by_name(self), _by_name(self.facts) | {"config": self.facts.config.model_dump(mode="json")}
@@ -88,3 +104,20 @@ class WorkerSpec:
 def _by_name(record: "WorkerSpec | RunFacts") -> dict[str, Any]:
     """Returns the fields by name, without copying them as `asdict` would."""
     return {item.name: getattr(record, item.name) for item in fields(record)}
+
+
+def load_implementation(implementation: object) -> "Callable[[WorkerContext], Service]":
+    """Returns the factory of a service: imports "module:Class", returns a callable as it is.
+
+    Raises:
+        ConfigError: there is no such module or class.
+    """
+    if not isinstance(implementation, str):
+        assert callable(implementation), implementation
+        return implementation
+    module, _, name = implementation.partition(":")
+    try:
+        made: Callable[[WorkerContext], Service] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"no service {implementation!r}: {error}") from error
+    return made

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -10,7 +11,7 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.errors import LostRows, PeerLost
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import HeapRows, RowRetention, RowStore
-from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef, SampleName
+from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, SampleName
 from asyncrl.telemetry.state_clock import StateClock
 
 KEY = "key"
@@ -27,15 +28,13 @@ class DirectReader:
 
     async def read(self, samples: BatchRef, columns: Sequence[str]) -> Batch:
         """Returns these columns. Raises LostRows when any part of a row is gone, whatever its columns are."""
-        rows = [self._row(row, columns) for row in samples]
+        rows: list[dict[str, Array]] = []
+        for row in samples:
+            rows.append({})
+            for place in row.places:
+                wanted = [name for name in columns if name in place.columns]
+                rows[-1] |= zip(wanted, self._store(place).read(place, wanted), strict=True)
         return Batch({name: Column.of([row[name] for row in rows]) for name in columns})
-
-    def _row(self, row: RowRef, columns: Sequence[str]) -> dict[str, Array]:
-        found: dict[str, Array] = {}
-        for place in row.places:
-            wanted = [name for name in columns if name in place.columns]
-            found |= zip(wanted, self._store(place).read(place, wanted), strict=True)
-        return found
 
     def _store(self, place: Place) -> RowStore:
         for service in self.services:
@@ -44,16 +43,14 @@ class DirectReader:
         raise LostRows(f"the owner {place.owner} of slot {place.slot} is gone")
 
 
-@dataclass
 class DirectContext:
     """Stands in for the WorkerContext of a fake that runs in no worker."""
 
-    service: str
-    reader: DirectReader
-    instance: str = ""
-    incarnation: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self, service: str, reader: DirectReader) -> None:
+        self.service = service
+        self.reader = reader
+        self.instance = ""
+        self.incarnation = 0
         self.clock = StateClock(lambda: 0.0)
 
     def open_rows(self, slots: int, slot_bytes: int) -> HeapRows:
@@ -81,10 +78,7 @@ class FakeService(Service):
 
     @property
     def instance(self) -> str:
-        """Name of the running process, which changes with every restart."""
         return self.context.instance
-
-    # ---- rows --------------------------------------------------------------------------------------------
 
     @property
     def row_slots(self) -> int:
@@ -112,15 +106,15 @@ class FakeService(Service):
 
     def lose_row(self, chance: random.Random) -> None:
         """Frees one of the stored rows, whoever still needs it."""
-        if stored := [place for place in self._places.values() if self._stores(place)]:
-            assert self.rows is not None, "it stores rows"
-            self.rows.free([chance.choice(stored)])
-
-    def _stores(self, place: Place) -> bool:
-        try:
-            return self.rows is not None and self.rows.read(place, ()) == []
-        except LostRows:
-            return False
+        if (rows := self.rows) is None:
+            return
+        stored = []
+        for place in self._places.values():
+            with suppress(LostRows):
+                rows.read(place, ())
+                stored.append(place)
+        if stored:
+            rows.free([chance.choice(stored)])
 
     @property
     def stored_rows(self) -> int:
@@ -130,8 +124,6 @@ class FakeService(Service):
     def stored_attempts(self) -> dict[tuple[int, int], int]:
         """Returns the attempt of each (group, member) that has a row here."""
         return self._retention.attempts() if self.is_direct else {}
-
-    # ---- time and death ----------------------------------------------------------------------------------
 
     async def spend(self, seconds: float) -> None:
         """Spends the time of a pure call, which is repeated once. Raises PeerLost when the fake dies both times."""
@@ -143,7 +135,7 @@ class FakeService(Service):
         raise PeerLost(f"{self.context.service} died twice in one call")
 
     async def wait_until_alive(self) -> int:
-        """Waits for the next instance as a handle does; returns the number of deaths, for `check_alive`."""
+        """Waits for the next instance, as a handle does; returns the number of deaths so far, for `check_alive`."""
         await self._alive.wait()
         return self.deaths
 
@@ -153,11 +145,9 @@ class FakeService(Service):
             raise PeerLost(f"{self.context.service} died during a call")
 
     def read_from(self, services: "Iterable[FakeService]") -> None:
-        """Reads rows of these services from now on."""
         cast(DirectContext, self.context).reader.services = tuple(services)
 
     def run_in(self, incarnation: int) -> None:
-        """Joins a run that was resumed so often."""
         cast(DirectContext, self.context).incarnation = incarnation
 
     def die(self) -> None:
@@ -167,7 +157,6 @@ class FakeService(Service):
         self._alive.clear()
 
     def come_back(self) -> None:
-        """Starts the next instance."""
         self.deaths += 1
         self._begin_instance()
         self._alive.set()
@@ -180,5 +169,4 @@ class FakeService(Service):
 
 
 def now() -> float:
-    """Returns the time of the running loop, in seconds."""
     return asyncio.get_running_loop().time()

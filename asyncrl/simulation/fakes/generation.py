@@ -4,7 +4,7 @@ import asyncio
 import math
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,10 +18,26 @@ from asyncrl.protocols.contracts import Generation
 from asyncrl.protocols.messages import PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.seeds import member_seed
 from asyncrl.simulation.fakes.fake_service import KEY, FakeService, now
-from asyncrl.simulation.fakes.sample_lengths import Lengths
 
+Lengths: TypeAlias = Callable[[random.Random], int]
+"""Draws the number of tokens of one completion."""
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 """(version, number of tokens sampled at it) of one completion, in order."""
+
+
+def constant(tokens: int) -> Lengths:
+    """Gives every completion the same length."""
+    return lambda chance: tokens
+
+
+def stragglers(tokens: int, share: float, times: int) -> Lengths:
+    """Makes a share of the completions `times` as long as the others."""
+    return lambda chance: tokens * times if chance.random() < share else tokens
+
+
+def lognormal(median: int, sigma: float) -> Lengths:
+    """Draws lengths with a long tail; sigma is the standard deviation of the logarithm."""
+    return lambda chance: max(1, round(median * math.exp(chance.gauss(0.0, sigma))))
 
 
 @dataclass(eq=False)
@@ -74,8 +90,6 @@ class FakeGeneration(FakeService, Generation):
         while self.version < version:
             await self._weights_changed.wait()
 
-    # ---- plug points -------------------------------------------------------------------------------------
-
     async def load_weights(self, published: Published) -> None:
         """Loads new weights while the old ones still sample."""
         deaths = self.deaths
@@ -86,8 +100,6 @@ class FakeGeneration(FakeService, Generation):
         """Returns the row of a finished completion: the version of each token, and the name of its sample."""
         versions, counts = zip(*spans, strict=True)
         return {"versions": np.repeat(np.array(versions, np.int32), counts), KEY: np.array(sequence.name, np.int32)}
-
-    # ---- endpoints ---------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -116,16 +128,20 @@ class FakeGeneration(FakeService, Generation):
                 f"{self.context.incarnation}"
             )
         answers = asyncio.Queue[RowRef | AsyncrlError]()
-        sequences = [Sequence(prompts, member, self._length(prompts, member), answers) for member in prompts.members]
+        sequences = []
+        for member in prompts.members:
+            tokens = self.lengths(random.Random(member_seed(prompts.seed, member)))
+            sequences.append(Sequence(prompts, member, min(tokens, prompts.max_new_tokens), answers))
         self._queue.extend(sequences)
         self._fill_slots()
         deadline = asyncio.get_running_loop().call_later(prompts.deadline, self._end, prompts)
+        left = len(sequences)
         try:
-            left = len(sequences)
             while left:
-                finished = await _next_finished(answers)
+                finished = [await answers.get()]
+                finished += [answers.get_nowait() for _ in range(answers.qsize())]
                 left -= len(finished)
-                yield finished
+                yield BatchRef(tuple(map(_raised, finished)))
         finally:
             deadline.cancel()
             self._abort(sequences)
@@ -153,12 +169,6 @@ class FakeGeneration(FakeService, Generation):
         """Returns the group of each sample that waits here or is being sampled."""
         return [sequence.prompts.id for sequence in (*self._queue, *self._sampling)]
 
-    # ---- slots -------------------------------------------------------------------------------------------
-
-    def _length(self, prompts: PromptGroup, member: int) -> int:
-        tokens = self.lengths(random.Random(member_seed(prompts.seed, member)))
-        return min(tokens, prompts.max_new_tokens)
-
     def _fill_slots(self) -> None:
         """Gives free slots to waiting sequences; those that need newer weights let the others pass."""
         late = [sequence for sequence in self._queue if sequence.prompts.not_before > self.version]
@@ -184,9 +194,9 @@ class FakeGeneration(FakeService, Generation):
             sequence.timer.cancel()
 
     def _abort(self, sequences: Iterable[Sequence]) -> None:
-        aborted = {id(sequence) for sequence in sequences}
-        self._queue = deque(sequence for sequence in self._queue if id(sequence) not in aborted)
-        for sequence in [sequence for sequence in self._sampling if id(sequence) in aborted]:
+        aborted = set(sequences)
+        self._queue = deque(sequence for sequence in self._queue if sequence not in aborted)
+        for sequence in [sequence for sequence in self._sampling if sequence in aborted]:
             self._leave_slot(sequence)
         self._fill_slots()
 
@@ -204,20 +214,17 @@ class FakeGeneration(FakeService, Generation):
 
     def _clear(self, error: AsyncrlError | None = None) -> None:
         """Drops all completions and the weights; every open stream raises the error if there is one."""
-        streams = {id(sequence.answers): sequence.answers for sequence in (*self._queue, *self._sampling)}
+        streams = dict.fromkeys(sequence.answers for sequence in (*self._queue, *self._sampling))
         for sequence in list(self._sampling):
             self._leave_slot(sequence)
         self._queue.clear()
         self._flips.clear()
         self._published = None
         if error is not None:
-            for answers in streams.values():
+            for answers in streams:
                 answers.put_nowait(error)
 
-    # ---- rows --------------------------------------------------------------------------------------------
-
     def row(self, sequence: Sequence, spans: Spans) -> RowRef:
-        """Stores a finished completion and returns the reference to it."""
         prompts = sequence.prompts
         return RowRef(
             group=prompts.id,
@@ -241,11 +248,7 @@ class FakeGeneration(FakeService, Generation):
         return tuple((version, end - start) for version, start, end in spans if end > start)
 
 
-async def _next_finished(answers: asyncio.Queue[RowRef | AsyncrlError]) -> BatchRef:
-    """Waits for the next finished completion and takes all that finished with it. Raises the error of the stream."""
-    found = [await answers.get()]
-    found += [answers.get_nowait() for _ in range(answers.qsize())]
-    for answer in found:
-        if isinstance(answer, AsyncrlError):
-            raise answer
-    return BatchRef(tuple(answer for answer in found if isinstance(answer, RowRef)))
+def _raised(answer: RowRef | AsyncrlError) -> RowRef:
+    if isinstance(answer, AsyncrlError):
+        raise answer
+    return answer

@@ -41,11 +41,9 @@ class FakeReward(FakeService, Reward):
         return [self.value_of(sample) for sample in samples]
 
     def seconds_for(self, samples: BatchRef) -> float:
-        """Returns how long these samples take."""
         return self.delay * random.Random(f"delay {[row.name for row in samples]}").uniform(0.5, 1.5)
 
     def value_of(self, sample: RowRef) -> Score:
-        """Returns the score of a sample."""
         chance = random.Random(f"reward {sample.key}")
         reward = None if chance.random() < self.unscorable else float(chance.random() < 0.5)
         return Score(reward, {} if reward is None else {"coin": reward})
@@ -75,7 +73,6 @@ class FakeReference(FakeService, Reference):
         )
 
     def seconds_for(self, samples: Sized) -> float:
-        """Returns how long these samples take."""
         return self.delay
 
 
@@ -97,7 +94,6 @@ class FakeCritic(FakeService, Critic):
         self._version = 0
 
     def restore(self, version: int) -> None:
-        """Sets the state to that of a checkpoint."""
         self._version = version
 
     async def values(self, samples: BatchRef) -> BatchRef:

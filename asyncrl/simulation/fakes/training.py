@@ -35,7 +35,8 @@ class FakeTraining(FakeService, Training):
     repeated step is refused: no handle repeats it.
 
     limit: how many versions old a token in the loss may be; None admits every token. read_columns: columns of a row
-    that a step reads. slot_patience: seconds to wait for the readers of the slot of the next version.
+    that a step reads. slot_patience: seconds to wait for the readers of the slot of the next version. arena: name of
+    the weight arena in what is published.
 
     trained: version stamps of each (group, member) that was trained, and the version that it was trained at.
     samples_trained: how many samples were trained, repetitions included. oldest: staleness of the oldest token in the
@@ -43,7 +44,6 @@ class FakeTraining(FakeService, Training):
     """
 
     arena = "fake"
-    """Name of the weight arena in what is published."""
 
     def __init__(
         self,
@@ -75,13 +75,10 @@ class FakeTraining(FakeService, Training):
         self.restore(0, GENESIS)
 
     def restore(self, version: int, chain: bytes) -> None:
-        """Sets the state to that of a checkpoint."""
         self.version = version
         self.chain = chain
         self._leases = Leases()
         self._leases.end_write(version)
-
-    # ---- plug points -------------------------------------------------------------------------------------
 
     def learn(self, cuts: Cuts, rows: Batch) -> None:
         """Changes the weights."""
@@ -101,12 +98,7 @@ class FakeTraining(FakeService, Training):
         """Writes a checkpoint into the directory; returns the digest of each file."""
         return {}
 
-    # ---- endpoints ---------------------------------------------------------------------------------------
-
     async def published(self) -> Published:
-        return self._newest()
-
-    def _newest(self) -> Published:
         return Published(self.context.incarnation, self.version, self.arena, slot_of(self.version), "")
 
     async def using(self, reader: str, version: int) -> None:
@@ -133,20 +125,16 @@ class FakeTraining(FakeService, Training):
         async with self._turn:
             if self._last_step is not None and self._last_step[0] == asked:
                 return await asyncio.shield(self._last_step[1])
-            return await self.new_step(cuts, asked)
-
-    async def new_step(self, cuts: Cuts, asked: object) -> StepReport:
-        """Trains a batch that was not trained before."""
-        self._check("step", cuts.incarnation, cuts.version)
-        rows = await self.read_checked(cuts.batch, self._read_columns)
-        if self.is_direct:
-            return await self.train(cuts, rows)
-        work = self.context.tasks.create_task(self.train(cuts, rows), name="step")
-        self._last_step = asked, work
-        report = await asyncio.shield(work)
-        if report.skipped:
-            self._last_step = None
-        return report
+            self._check("step", cuts.incarnation, cuts.version)
+            rows = await self.read_checked(cuts.batch, self._read_columns)
+            if self.is_direct:
+                return await self.train(cuts, rows)
+            work = self.context.tasks.create_task(self.train(cuts, rows), name="step")
+            self._last_step = asked, work
+            report = await asyncio.shield(work)
+            if report.skipped:
+                self._last_step = None
+            return report
 
     def _check(self, call: str, incarnation: int, version: int) -> None:
         """Raises Refused unless this is the version that the trainer is at."""
@@ -154,15 +142,15 @@ class FakeTraining(FakeService, Training):
             at = f"the trainer is at version {self.version} of incarnation {self.context.incarnation}"
             raise Refused(f"a {call} from version {version} of incarnation {incarnation} was refused: {at}")
 
-    # ---- the step ----------------------------------------------------------------------------------------
-
     async def train(self, cuts: Cuts, rows: Batch) -> StepReport:
         """Trains the tokens that are young enough and publishes the next version."""
         seconds = self.cost.fixed + self.cost.token * cuts.tokens
         await self.spend(seconds)
         self.busy += seconds
         self._steps += 1
-        in_loss = [self._live(stamps) for stamps in rows["versions"]]
+        in_loss = list(rows["versions"])
+        if self.limit is not None:
+            in_loss = [stamps[live(stamps, self.version, self.limit)] for stamps in in_loss]
         samples = tuple(_trained_sample(row, len(kept)) for row, kept in zip(cuts.batch, in_loss, strict=True))
         if random.Random(f"step {self._seed} {self._steps}").random() < self.cost.not_finite:
             return self._report(samples, "not finite")
@@ -176,10 +164,7 @@ class FakeTraining(FakeService, Training):
         self.version += 1
         self.write_weights(self.version)
         self._leases.end_write(self.version)
-        return replace(self._report(samples, ""), updates=1, published=self._newest())
-
-    def _live(self, stamps: Any) -> Any:
-        return stamps if self.limit is None else stamps[live(stamps, self.version, self.limit)]
+        return replace(self._report(samples, ""), updates=1, published=await self.published())
 
     async def _wait_for_slot(self) -> None:
         """Waits until every reader has left the slot of the next version, which holds the version before this one."""

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import structlog
 
-from asyncrl.fleet.inproc_launcher import how_task_ended
+from asyncrl.fleet.launcher import InprocWorker
 from asyncrl.fleet.worker.compute_thread import InlineCompute
-from asyncrl.fleet.worker.run_worker import Instruments, run_worker
+from asyncrl.fleet.worker.worker_runtime import Instruments, run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.simulation.fakes.fake_service import now
 from asyncrl.simulation.faults.fault_wire import FaultyWire, ProcessWire
@@ -20,50 +20,38 @@ LATE_NOTICE = 15.0
 """Seconds after which the death of a remote process is known at the latest."""
 
 
-class FaultyProcess:
+class FaultyProcess(InprocWorker):
     """Runs a worker as a task. deaf: it ignores a request to stop. notice: seconds until its death is known."""
 
-    pid = 4711
-
     def __init__(self, spec: WorkerSpec, wire: ProcessWire, *, deaf: bool, notice: float) -> None:
-        self.spec = spec
-        self._wire = wire
+        super().__init__(spec, lambda stop: run_worker(spec, wire, InlineCompute, stop, quiet), wire.close)
         self._deaf = deaf
         self._notice = notice
-        self._stop = asyncio.Event()
-        self.killed = False
-        running = run_worker(spec, wire, InlineCompute, self._stop, quiet)
-        self.task = asyncio.get_running_loop().create_task(running, name=spec.instance)
+        self._killed = False
         self._known = asyncio.get_running_loop().create_task(self._notify(), name=f"death notice of {spec.instance}")
 
     async def _notify(self) -> None:
         await asyncio.wait([self.task])
-        self._wire.close()
+        self._sever()
         await asyncio.sleep(self._notice)
 
     async def wait(self) -> str:
         await asyncio.wait([self._known])
-        return how_task_ended(self.task)
+        return self.how_ended()
 
     @property
     def runs(self) -> bool:
-        return not self.task.done() and not self.killed
+        return not self.task.done() and not self._killed
 
     def stop(self) -> None:
         if not self._deaf:
-            self._stop.set()
-
-    def terminate(self) -> None:
-        self.kill()
+            super().stop()
 
     def kill(self) -> None:
-        """Closes the connections first, because a dead process cannot say goodbye, then cancels the task."""
-        self.killed = True
-        self._wire.close()
-        self.task.cancel()
+        self._killed = True
+        super().kill()
 
     async def clean_up(self) -> None:
-        """Waits until no task of the process is left."""
         self._known.cancel()
         await asyncio.wait([self.task, self._known])
         if not self.task.cancelled():
@@ -89,10 +77,12 @@ class FaultyLauncher:
         self._gone: list[FaultyProcess] = []
 
     def addresses(self, instance: str) -> Addresses:
-        return Addresses(*(f"inproc://{instance}.{lane}" for lane in ("control", "work", "data")))
+        return Addresses.inproc(instance)
 
     async def spawn(self, spec: WorkerSpec) -> FaultyProcess:
-        before = [process.spec.instance for process in self.running(spec.service) if _same_slot(process.spec, spec)]
+        slot = (spec.replica, spec.rank)
+        others = [process.spec for process in self._running(spec.service)]
+        before = [other.instance for other in others if (other.replica, other.rank) == slot]
         assert not before, f"{spec.instance} is started while {before} still run"
         late = self._remote and self._chance.random() < 0.3
         process = FaultyProcess(
@@ -109,16 +99,14 @@ class FaultyLauncher:
         self._gone += [process for process in self._processes if process.spec.instance == spec.instance]
         self._processes = [process for process in self._processes if process.spec.instance != spec.instance]
 
-    def running(self, service: str) -> list[FaultyProcess]:
-        """Returns the running processes of a service, oldest first."""
+    def _running(self, service: str) -> list[FaultyProcess]:
         return [process for process in self._processes if process.spec.service == service and process.runs]
 
     def runs(self, instance: str) -> bool:
         return any(process.runs for process in self._processes if process.spec.instance == instance)
 
     def kill_one(self, service: str) -> None:
-        """Kills any worker of a service."""
-        if running := self.running(service):
+        if running := self._running(service):
             self._chance.choice(running).kill()
 
     def kill_all(self) -> None:
@@ -127,10 +115,5 @@ class FaultyLauncher:
             process.kill()
 
     async def wait_until_idle(self) -> None:
-        """Waits until no task of any process is left."""
         for process in (*self._processes, *self._gone):
             await process.clean_up()
-
-
-def _same_slot(one: WorkerSpec, other: WorkerSpec) -> bool:
-    return (one.service, one.replica, one.rank) == (other.service, other.replica, other.rank)

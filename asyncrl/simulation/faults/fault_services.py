@@ -18,7 +18,7 @@ from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from asyncrl.simulation.faults.ground_truth import GroundTruth
 from asyncrl.simulation.faults.slow_disk import SlowDisk
-from asyncrl.simulation.faults.trial_plan import TOKEN_TIME, Trial
+from asyncrl.simulation.faults.trial import TOKEN_TIME, Trial
 
 STATE = "state.txt"
 COUNTING_TIME = 1.0
@@ -28,10 +28,15 @@ SLOT_PATIENCE = 20.0
 
 
 class TrialService(FakeService):
-    """Belongs to a trial; the ground truth knows its rows while it lives."""
+    """Belongs to a trial; the ground truth knows its rows while it lives. Its options are the two and the disk."""
 
-    trial: Trial
-    truth: GroundTruth
+    @property
+    def trial(self) -> Trial:
+        return cast(Trial, self.context.options["trial"])
+
+    @property
+    def truth(self) -> GroundTruth:
+        return cast(GroundTruth, self.context.options["truth"])
 
     @property
     def row_slots(self) -> int:
@@ -39,16 +44,15 @@ class TrialService(FakeService):
 
     async def start(self) -> None:
         await super().start()
-        self.truth.started(self)
+        self.truth.services[self.instance] = self
 
 
 class TrialGeneration(TrialService, FakeGeneration):
     """Crashes on the group that is poison, and is stuck when a fault says so."""
 
-    def __init__(self, context: WorkerContext, trial: Trial, truth: GroundTruth) -> None:
+    def __init__(self, context: WorkerContext) -> None:
+        trial: Trial = context.options["trial"]
         FakeGeneration.__init__(self, trial.slots, TOKEN_TIME, trial.lengths, trial.flip_time, context)
-        self.trial = trial
-        self.truth = truth
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         if prompts.id == self.trial.poison:
@@ -58,10 +62,11 @@ class TrialGeneration(TrialService, FakeGeneration):
                 yield samples
 
     async def use_weights(self, published: Published) -> Using:
-        await asyncio.sleep(self.truth.take_stuck_seconds())
+        stuck_seconds, self.truth.stuck_seconds = self.truth.stuck_seconds, 0.0  # The next reader is not stuck.
+        await asyncio.sleep(stuck_seconds)
         using = await super().use_weights(published)
         if using.readers:
-            self.truth.reads(self.instance, self.version)
+            self.truth.reading[self.instance] = self.version
         return using
 
     async def _crash(self) -> None:
@@ -81,10 +86,9 @@ class TicketReward(Reward):
 class TrialReward(TrialService, TicketReward, FakeReward):
     """Reads the rows before it scores."""
 
-    def __init__(self, context: WorkerContext, trial: Trial, truth: GroundTruth) -> None:
+    def __init__(self, context: WorkerContext) -> None:
+        trial: Trial = context.options["trial"]
         FakeReward.__init__(self, trial.reward_time, trial.unscorable, ("versions",), context)
-        self.trial = trial
-        self.truth = truth
 
     async def count(self, ticket: int) -> None:
         self.truth.counted(ticket)
@@ -98,28 +102,26 @@ class TrialReward(TrialService, TicketReward, FakeReward):
 class TrialReference(TrialService, FakeReference):
     """Takes as long as a reward."""
 
-    def __init__(self, context: WorkerContext, trial: Trial, truth: GroundTruth) -> None:
+    def __init__(self, context: WorkerContext) -> None:
+        trial: Trial = context.options["trial"]
         FakeReference.__init__(self, trial.reward_time, context=context)
-        self.trial = trial
-        self.truth = truth
 
 
 class TrialTraining(TrialService, FakeTraining):
     """Goes on from what its checkpoint on the slow disk says, and from nothing else."""
 
-    def __init__(self, context: WorkerContext, trial: Trial, truth: GroundTruth, disk: SlowDisk) -> None:
+    def __init__(self, context: WorkerContext) -> None:
+        trial: Trial = context.options["trial"]
         columns = ("versions", "reference_logprobs") if trial.reference else ("versions",)
         FakeTraining.__init__(
             self,
             StepCost(trial.step_time),
-            None if trial.policy == "admit" else trial.limit,
+            trial.enforced_limit,
             read_columns=columns,
             slot_patience=SLOT_PATIENCE,
             context=context,
         )
-        self.trial = trial
-        self.truth = truth
-        self._disk = disk
+        self._disk: SlowDisk = context.options["disk"]
 
     async def start(self) -> None:
         if self.context.checkpoint_dir is not None:

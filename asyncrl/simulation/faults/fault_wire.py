@@ -3,21 +3,22 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.lanes.control.inproc_wire import InprocCaller, InprocListener, InprocWire, Pipe
 from asyncrl.lanes.control.wire import HIGH_WATER
 from asyncrl.simulation.fakes.fake_service import now
-from asyncrl.simulation.faults.fault_schedule import FaultSchedule
-from asyncrl.simulation.faults.trial_plan import Fault
+from asyncrl.simulation.faults.fault_injection import FaultInjection
+from asyncrl.simulation.faults.trial import Fault
 
 
 class FaultyPipe(Pipe[Any]):
     """Delivers items after their latency; those of one sender stay in order unless a fault reorders them."""
 
-    def __init__(self, name: str, schedule: FaultSchedule, cut: Callable[[str, bytes], None]) -> None:
+    def __init__(self, name: str, faults: FaultInjection, cut: Callable[[str, bytes], None]) -> None:
         super().__init__(name)
-        self._schedule = schedule
+        self._faults = faults
         self._cut = cut
         self._on_their_way: dict[bytes, deque[tuple[float, Any]]] = {}
         self._travelling = 0
@@ -29,14 +30,16 @@ class FaultyPipe(Pipe[Any]):
             return False
         # An item from a caller is (its name, frames), an item to a caller is its frames.
         peer, frames = item if isinstance(item, tuple) else (b"", item)
-        fault = self._schedule.fault_of_message(self.name, sum(len(frame) for frame in frames))
+        fault = self._faults.fault_of_message(self.name, sum(len(frame) for frame in frames))
         match fault:
             case None:
                 self._send(peer, item, 0.0)
             case Fault("lose"):
                 pass
+            case Fault("cut") if peer:
+                self._cut(self.name, peer)
             case Fault("cut"):
-                self._break(peer)
+                self.close()
             case Fault("overtake"):
                 self._travelling += 1
                 asyncio.get_running_loop().call_later(fault.seconds, self._arrive, item)
@@ -49,7 +52,7 @@ class FaultyPipe(Pipe[Any]):
 
     def _send(self, peer: bytes, item: Any, delay: float) -> None:
         way = self._on_their_way.setdefault(peer, deque())
-        at = now() + self._schedule.latency(self.name) + delay
+        at = now() + self._faults.latency(self.name) + delay
         if way:
             at = max(at, way[-1][0])
         self._travelling += 1
@@ -68,47 +71,40 @@ class FaultyPipe(Pipe[Any]):
             self._items.append(item)
             self._arrived.wake()
 
-    def _break(self, peer: bytes) -> None:
-        if peer:
-            self._cut(self.name, peer)
-        else:
-            self.close()
-
     def hang_up(self) -> None:
-        if not self._schedule.hides_hang_up():
-            asyncio.get_running_loop().call_later(self._schedule.latency(self.name), self.close)
+        if not self._faults.hides_hang_up():
+            asyncio.get_running_loop().call_later(self._faults.latency(self.name), self.close)
 
 
 class FaultyWire(InprocWire):
     """Connects one fleet through faulty pipes."""
 
-    def __init__(self, schedule: FaultSchedule) -> None:
-        super().__init__(lambda name: FaultyPipe(name, schedule, self._cut))
+    def __init__(self, faults: FaultInjection) -> None:
+        super().__init__(lambda name: FaultyPipe(name, faults, self._cut))
 
     def _cut(self, address: str, peer: bytes) -> None:
-        """Breaks the link of one caller."""
         self._listeners[address].cut(peer)
 
 
+@dataclass(slots=True)
 class ProcessWire:
     """Makes the connections of one process, so that all of them are lost when the process dies."""
 
-    def __init__(self, wire: InprocWire) -> None:
-        self._wire = wire
-        self._closed = False
-        self._callers: list[InprocCaller] = []
-        self._listening: list[str] = []
+    wire: InprocWire
+    _closed: bool = False
+    _callers: list[InprocCaller] = field(default_factory=list)
+    _listening: list[str] = field(default_factory=list)
 
     def connect(self, address: str) -> InprocCaller:
         self._callers = [caller for caller in self._callers if not caller.replies.closed]
-        self._callers.append(self._wire.connect(address))
+        self._callers.append(self.wire.connect(address))
         if self._closed:
             self._callers[-1].close()
         return self._callers[-1]
 
     def listen(self, address: str) -> InprocListener:
         self._listening.append(address)
-        return self._wire.listen(address)
+        return self.wire.listen(address)
 
     def close(self) -> None:
         """Closes all connections of a dead process: no message of its remaining tasks arrives anywhere."""
@@ -116,4 +112,4 @@ class ProcessWire:
         for caller in self._callers:
             caller.close()
         for address in self._listening:
-            self._wire.sever(address)
+            self.wire.sever(address)

@@ -1,57 +1,64 @@
-"""Runs many trials for `scripts/simulate`; shrinks a failing one and prints the command that runs it again."""
+"""Runs many trials for `scripts/simulate`; describes the first that fails, makes it smaller as long as it fails in the
+same way, and prints the command that runs it again."""
 
 import argparse
+import signal
 import time
+import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
+from types import FrameType
 
-from asyncrl.simulation.faults.shrinking import shrink
-from asyncrl.simulation.faults.trial_failures import command, described, kind_of, outcome_of
-from asyncrl.simulation.faults.trial_plan import draw_trial
-from asyncrl.simulation.faults.trial_run import TrialOutcome
+from asyncrl.errors import root_cause
+from asyncrl.simulation.faults.controller_lives import TrialOutcome, run_trial
+from asyncrl.simulation.faults.trial import Trial, draw_trial
+
+CPU_LIMIT = 60.0
+"""CPU-seconds of one trial, hundreds of times what it takes: a loop that awaits nothing stops the virtual clock."""
+MOST_RUNS = 200
+"""Smaller trials that are tried at most, which takes some seconds."""
+
+SIMPLEST = Trial(reward_time=0.0, cut_at=None)
+SIMPLER = (
+    "remote",
+    "reference",
+    "shape",
+    "latency",
+    "flip_time",
+    "unscorable",
+    "reward_time",
+    "finish",
+    "cut_at",
+    "policy",
+)
+"""What becomes as in SIMPLEST, in this order."""
+LEAST = (("steps", 1), ("groups", 1), ("members", 2), ("generators", 1), ("scorers", 1), ("limit", 0), ("slots", 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs trials with injected faults, one a seed, and exits with status 1 at the first that fails. The digest in the
     last line covers every event, message and journal of all trials: the same command prints the same digest."""
     options = _parsed(arguments)
-    counts = TrialCounts()
-    for seed in range(options.start, options.start + options.seeds):
+    began, digest, messages, seen = time.monotonic(), sha256(), 0, Counter[str]()
+    for trials in range(1, options.seeds + 1):
+        seed = options.start + trials - 1
         outcome = outcome_of(draw_trial(seed))
         if not isinstance(outcome, TrialOutcome):
             _report(seed, outcome, options.as_it_is)
             return 1
-        counts.add(outcome)
-        if counts.trials % options.every == 0:
-            counts.show()
-    counts.show()
+        messages += outcome.messages
+        seen.update(fault.kind for fault in outcome.injected)
+        seen["lives"] += outcome.lives
+        digest.update(outcome.digest.encode())
+        if trials % options.every == 0 or trials == options.seeds:
+            done = f"{trials} trials held, {trials / (time.monotonic() - began):.1f} a second, {messages} messages"
+            counts = ", ".join(f"{count} {what}" for what, count in sorted(seen.items()))
+            print(f"{done}; {counts}; digest {digest.hexdigest()[:16]}", flush=True)
     return 0
-
-
-class TrialCounts:
-    """Counts the trials that held, and what happened in them."""
-
-    def __init__(self) -> None:
-        self.trials = 0
-        self._messages = 0
-        self._seen = Counter[str]()
-        self._began = time.monotonic()
-        self._digest = sha256()
-
-    def add(self, outcome: TrialOutcome) -> None:
-        self.trials += 1
-        self._messages += outcome.messages
-        self._seen.update(fault.kind for fault in outcome.injected)
-        self._seen["lives"] += outcome.lives
-        self._digest.update(outcome.digest.encode())
-
-    def show(self) -> None:
-        """Prints one line."""
-        rate = self.trials / (time.monotonic() - self._began)
-        seen = ", ".join(f"{count} {what}" for what, count in sorted(self._seen.items()))
-        done = f"{self.trials} trials held, {rate:.1f} a second, {self._messages} messages"
-        print(f"{done}; {seen}; digest {self._digest.hexdigest()[:16]}", flush=True)
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -70,6 +77,85 @@ def _report(seed: int, error: BaseException, as_it_is: bool) -> None:
         trial = shrink(trial, lambda smaller: kind_of(outcome_of(smaller)))
         print(f"smallest trial found that fails in the same way: {described(outcome_of(trial))}")
     print(f"run it again: {command(trial)}", flush=True)
+
+
+class EndlessTrial(AssertionError):
+    """Ends a trial that computes without end; the message says where."""
+
+
+def outcome_of(trial: Trial, cpu_limit: float = CPU_LIMIT) -> TrialOutcome | BaseException:
+    """Runs a trial; returns what it did or the error that ended it. This is the supervised boundary of a trial."""
+    try:
+        with _limited_to(cpu_limit):
+            return run_trial(trial)
+    except Exception as error:  # any error of a trial is its failure, and is reported with its seed
+        return root_cause(error)
+
+
+def kind_of(outcome: TrialOutcome | BaseException) -> str:
+    """Returns the class of a failure and where it was raised, "" for a trial that held."""
+    if isinstance(outcome, TrialOutcome):
+        return ""
+    frames = traceback.extract_tb(outcome.__traceback__)
+    where = f" in {Path(frames[-1].filename).name}:{frames[-1].name}" if frames else ""
+    return f"{type(outcome).__name__}{where}"
+
+
+def described(outcome: TrialOutcome | BaseException) -> str:
+    return "held" if isinstance(outcome, TrialOutcome) else f"{kind_of(outcome)}: {outcome}"[:1000]
+
+
+def command(trial: Trial) -> str:
+    imports = "from asyncrl.simulation.faults.trial import *; from asyncrl.simulation.faults.controller_lives import *"
+    return f'.venv/bin/python -c "{imports}; run_trial({trial!r})"'
+
+
+@contextmanager
+def _limited_to(seconds: float) -> Iterator[None]:
+    def endless(number: int, frame: FrameType | None) -> None:
+        where = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+        raise EndlessTrial(f"the trial computed for {seconds:g} s{where}")
+
+    before = signal.signal(signal.SIGPROF, endless)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def shrink(trial: Trial, fails: Callable[[Trial], str]) -> Trial:
+    """Returns the smallest trial found. It removes faults first, then chance, then steps, groups and workers.
+
+    fails: runs a trial; returns the kind of its failure, "" if it held.
+    """
+    kind, runs = fails(trial), 0
+    assert kind, "a trial that holds cannot be shrunk"
+    smaller = candidates(trial)
+    while runs < MOST_RUNS and (each := next(smaller, None)) is not None:
+        runs += 1
+        if fails(each) == kind:
+            trial, smaller = each, candidates(each)
+    return trial
+
+
+def candidates(trial: Trial) -> Iterator[Trial]:
+    """Yields trials that are simpler in one way each, the greatest simplifications first."""
+    count = len(trial.faults)
+    for size in sorted({count // 2, 1} - {0}, reverse=True):
+        for start in range(0, count, size):
+            yield replace(trial, faults=trial.faults[:start] + trial.faults[start + size :])
+    for name in SIMPLER:
+        if getattr(trial, name) != getattr(SIMPLEST, name):
+            yield replace(trial, **{name: getattr(SIMPLEST, name)})
+    for name, least in LEAST:
+        if getattr(trial, name) > least:
+            yield replace(trial, **{name: getattr(trial, name) - 1})
+    for number, fault in enumerate(trial.faults):
+        if fault.turns:
+            simpler = replace(fault, turns=0)
+            yield replace(trial, faults=(*trial.faults[:number], simpler, *trial.faults[number + 1 :]))
 
 
 if __name__ == "__main__":

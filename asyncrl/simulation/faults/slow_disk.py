@@ -13,18 +13,15 @@ SLOW_WRITES = 20
 class SlowDisk(MemoryStore):
     """Blocks the loop during slow writes: time passes, and nothing else runs."""
 
+    skip: Callable[[float], None]
+    """Lets time pass while nothing runs; set by the life of a controller that uses the disk."""
+
     def __init__(self) -> None:
         super().__init__()
         self._slow_writes = 0
         self._seconds = 0.0
-        self._skip: Callable[[float], None] = lambda seconds: None
-
-    def connect_clock(self, skip: Callable[[float], None]) -> None:
-        """Sets the function that lets time pass while nothing runs."""
-        self._skip = skip
 
     def slow_down(self, seconds: float) -> None:
-        """Makes each of the next writes take so long."""
         self._slow_writes = SLOW_WRITES
         self._seconds = seconds
 
@@ -43,7 +40,7 @@ class SlowDisk(MemoryStore):
     def _wait(self) -> None:
         if self._slow_writes:
             self._slow_writes -= 1
-            self._skip(self._seconds)
+            self.skip(self._seconds)
 
     def after_failure(self, power_cut: bool, chance: random.Random) -> Self:
         """Returns what the next process finds. A power cut loses some or all unsynced bytes and may tear the tail."""

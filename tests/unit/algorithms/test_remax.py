@@ -31,8 +31,7 @@ from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import greedy_baseline
 from asyncrl.protocols.batch import GREEDY, Array, BatchRef, Place, RowRef, SampleName
 from asyncrl.protocols.messages import PromptGroup, Score
-from asyncrl.simulation.fakes.generation import FakeGeneration
-from asyncrl.simulation.fakes.sample_lengths import constant
+from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 

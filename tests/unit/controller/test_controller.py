@@ -42,8 +42,7 @@ from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import Array, BatchRef, Cuts, Place, SampleName
 from asyncrl.protocols.messages import PromptGroup, Score, StepReport
 from asyncrl.simulation import virtual_loop
-from asyncrl.simulation.fakes.generation import FakeGeneration
-from asyncrl.simulation.fakes.sample_lengths import constant, stragglers
+from asyncrl.simulation.fakes.generation import FakeGeneration, constant, stragglers
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 

@@ -18,8 +18,7 @@ from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import group_baseline
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.simulation import virtual_loop
-from asyncrl.simulation.fakes.generation import FakeGeneration
-from asyncrl.simulation.fakes.sample_lengths import constant
+from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 

@@ -10,8 +10,7 @@ from asyncrl.config.schema import MismatchConfig
 from asyncrl.controller.controller import Schedule
 from asyncrl.controller.observers.events import StepDone, Warned
 from asyncrl.protocols.messages import Published, Using
-from asyncrl.simulation.fakes.generation import FakeGeneration
-from asyncrl.simulation.fakes.sample_lengths import constant
+from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError, FleetFailed, PeerLost
 from asyncrl.fleet import supervisor
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
 from asyncrl.fleet.replicas import Replicas
-from asyncrl.fleet.supervisor import DeathCounter, Supervisor, WorkerSlot, end_process
+from asyncrl.fleet.supervisor import DeathCounter, Supervisor, WorkerConnection, WorkerSlot, end_process
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.protocols.contracts import EndpointSpec, Idempotent, Lane
 from asyncrl.protocols.layout import Layout
@@ -65,16 +65,13 @@ class FakeProcess:
         self._ask("kill")
 
 
-class FakeConnection:
+class FakeConnection(WorkerConnection):
     """Greets at once; `started` answers with what `start` does."""
 
     def __init__(self, start: Callable[[], Awaitable[None]], greets: bool) -> None:
         self.lost, self.reason = asyncio.Event(), ""
+        self.channels: Mapping[Lane, Any] = dict.fromkeys(Lane, self)
         self._start, self._greets = start, greets
-
-    @property
-    def channels(self) -> Mapping[Lane, Any]:
-        return dict.fromkeys(Lane, self)
 
     async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> None:
         if method == "started":
@@ -275,7 +272,7 @@ def test_a_slow_start_is_no_death() -> None:
         await asyncio.sleep(50)
 
     async def play(stage: Stage) -> None:
-        await stage.supervisor.all_started()
+        await stage.supervisor.all_started.wait()
         assert asyncio.get_running_loop().time() == 50
 
     assert len(acting(play, start=slow).processes) == 1
@@ -286,7 +283,7 @@ def test_what_a_worker_raises_at_its_first_start_ends_the_fleet_as_it_is() -> No
         raise ConfigError("write this instead")
 
     async def play(stage: Stage) -> None:
-        await stage.supervisor.all_started()
+        await stage.supervisor.all_started.wait()
 
     with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="write this instead")):
         acting(play, start=refuse)
@@ -313,7 +310,7 @@ def test_what_a_worker_raises_at_a_restart_counts_as_a_death() -> None:
 def test_a_worker_that_lives_but_never_greets_ends_the_fleet() -> None:
     async def play(stage: Stage) -> None:
         async with asyncio.timeout(60):
-            await stage.supervisor.all_started()
+            await stage.supervisor.all_started.wait()
 
     with pytest.RaisesGroup(pytest.RaisesExc(FleetFailed, match="it hung up")):
         acting(play, greets=False)
@@ -386,9 +383,9 @@ def test_pauses_grow_with_short_lives_and_stay_bounded(events: list[str | float]
     for number, lived in enumerate(events):
         since = 0 if isinstance(lived, str) else since + 1
         if isinstance(lived, str):
-            deaths.progressed()
+            deaths.since_progress = 0
         else:
-            deaths.started(now)
+            deaths.started_at = now
             now += lived
             assert deaths.count(f"instance {number}", now)
             assert not deaths.count(f"instance {number}", now)

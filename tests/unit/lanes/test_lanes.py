@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
-from asyncrl.fleet.worker.run_worker import identity, run_worker
 from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.inproc_wire import InprocWire
@@ -99,7 +99,7 @@ class Site:
     calls: list["asyncio.Task[int]"] = field(default_factory=list)
 
     def link(self, lane: Lane, caller: str) -> Client:
-        hello = identity(self.spec.facts, "controller", 0, caller)
+        hello = self.spec.facts.hello("controller", 0, caller)
         return Client(self.wire.connect(getattr(self.spec.addresses, lane.value)), hello, "queue")
 
 

@@ -84,7 +84,7 @@ def worker_context(tmp_path: Path) -> Callable[..., WorkerContext]:
             "compute": make_compute(occupancy),
             "tracer": Tracer(None, service),
             "log": structlog.get_logger(),
-            "row_store": lambda slots, slot_bytes: HeapRows(f"inproc://{service}.data", slots, slot_bytes),
+            "open_rows": lambda slots, slot_bytes: HeapRows(f"inproc://{service}.data", slots, slot_bytes),
         }
         parts = {"service": service, "config": config, "tasks": tasks, "incarnation": incarnation}
         return WorkerContext(**parts, clock=clock, occupancy=occupancy, **values | changes)

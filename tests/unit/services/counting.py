@@ -105,7 +105,7 @@ def context_maker(worker_context: Callable[..., WorkerContext]) -> Callable[...,
             "config": config(),
             "incarnation": INCARNATION,
             "weights_arena": f"asyncrl-cafe0123-{tmp_path.name}",
-            "row_store": lambda slots, slot_bytes: store,
+            "open_rows": lambda slots, slot_bytes: store,
         }
         parts = {"source": store, "make_compute": PatientCompute, **values, **changes}
         return worker_context("training", tasks=tasks, **parts)
@@ -114,7 +114,7 @@ def context_maker(worker_context: Callable[..., WorkerContext]) -> Callable[...,
 
 
 def put(service: CountingService, group: int, advantage: float = 1.0) -> RowRef:
-    store = service.context.row_store(0, 0)
+    store = service.context.open_rows(0, 0)
     row = {
         "prompt_ids": np.array([1, 2], np.int32),
         "response_ids": np.array([3, 4, 5], np.int32),

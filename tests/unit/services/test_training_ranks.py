@@ -73,7 +73,7 @@ def serving_two(worker_context: Callable[..., WorkerContext], thread_ranks: Call
                         options={"ranks": ranks},
                         make_compute=ThreadCompute,
                         source=store,
-                        row_store=lambda slots, slot_bytes: store,
+                        open_rows=lambda slots, slot_bytes: store,
                     )
                 )
                 for ranks in thread_ranks(size)
@@ -106,7 +106,7 @@ async def test_rows_that_one_rank_misses_stop_the_step_of_both_and_the_next_is_t
     async with serving_two(tmp_path) as two:
         first = two.ranks[0]
         batch = cuts(first, 0, 1, 2)
-        first.context.row_store(0, 0).free([two.calls(batch)[1].batch.only.places[0]])
+        first.context.open_rows(0, 0).free([two.calls(batch)[1].batch.only.places[0]])
         with pytest.raises(LostRows):
             await two.step(batch)
         assert (await two.step(cuts(first, 0, 1, 3))).chain == chain(GENESIS, [(1, 0, 0), (3, 0, 0)]).hex()
@@ -129,7 +129,7 @@ async def test_a_share_that_comes_again_after_others_lost_rows_is_trained_and_no
     async with serving_two(tmp_path) as two:
         one, other = two.ranks
         kept, gone, instead = put(one, 1), put(one, 2), put(one, 3)
-        one.context.row_store(0, 0).free([gone.places[0]])
+        one.context.open_rows(0, 0).free([gone.places[0]])
         left_behind = asyncio.ensure_future(one.step(Cuts(INCARNATION, 0, BatchRef((kept,)), 6, 2)))
         lost = asyncio.ensure_future(other.step(Cuts(INCARNATION, 0, BatchRef((gone,)), 6, 2)))
         await asyncio.sleep(0)
@@ -148,7 +148,7 @@ async def test_a_repeated_call_is_answered_by_each_rank_from_its_report(
         batch = cuts(two.ranks[0], 0, 1, 2)
         first = await two.step(batch)
         for row in batch.batch:
-            two.ranks[0].context.row_store(0, 0).free([row.places[0]])
+            two.ranks[0].context.open_rows(0, 0).free([row.places[0]])
         assert await two.step(batch) == first
         with pytest.raises(Refused, match="version 0 of incarnation 3"):
             await two.step(cuts(two.ranks[0], 0, 4, 5))

@@ -87,7 +87,7 @@ def context_of(tmp_path: Path, tasks: asyncio.TaskGroup, hand: Hand, **options: 
         tracer=Tracer(tmp_path / "logs" / "steps0.0-0-a.trace.jsonl", "steps0.0"),
         log=structlog.get_logger(),
         tasks=tasks,
-        row_store=lambda slots, slot_bytes: HeapRows("inproc://steps0.0-0-a.data", slots, slot_bytes),
+        open_rows=lambda slots, slot_bytes: HeapRows("inproc://steps0.0-0-a.data", slots, slot_bytes),
         options=options,
     )
 

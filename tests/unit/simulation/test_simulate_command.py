@@ -1,4 +1,5 @@
-"""A trial that fails is reported with the command that runs it again, whatever its error is."""
+"""A trial that fails is reported with the command that runs it again, whatever its error is, and shrunk: what has
+nothing to do with the failure goes away, what it needs stays."""
 
 import subprocess
 import sys
@@ -7,9 +8,16 @@ from typing import Any
 import pytest
 
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.simulation.faults.simulate_command import main
-from asyncrl.simulation.faults.trial_failures import command, described, kind_of, outcome_of
-from asyncrl.simulation.faults.trial_plan import Trial
+from asyncrl.simulation.faults.simulate_command import (
+    candidates,
+    command,
+    described,
+    kind_of,
+    main,
+    outcome_of,
+    shrink,
+)
+from asyncrl.simulation.faults.trial import Fault, Trial, draw_trial
 
 TRIAL = Trial(seed=3, steps=4)
 
@@ -45,7 +53,7 @@ def test_any_error_is_a_failure_and_is_reported_with_its_seed(
     broken(monkeypatch, missing)
     assert main(["--seeds", "50", "--start", "20"]) == 1
     shown = capsys.readouterr().out
-    assert "failed: FileNotFoundError in test_trial_failures.py:missing: journal" in shown
+    assert "failed: FileNotFoundError in test_simulate_command.py:missing: journal" in shown
     assert "run it again: .venv/bin/python -c" in shown
     assert "faults=()" in shown, "it fails without any"
 
@@ -62,7 +70,7 @@ def test_failures_at_different_places_are_of_different_kinds(monkeypatch: pytest
 
 def test_a_trial_that_computes_without_end_is_stopped_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, endless)
-    assert "test_trial_failures.py" in described(outcome_of(TRIAL, cpu_limit=1.0))
+    assert "test_simulate_command.py" in described(outcome_of(TRIAL, cpu_limit=1.0))
     assert "EndlessTrial" in described(outcome_of(TRIAL, cpu_limit=1.0))
 
 
@@ -78,3 +86,32 @@ def test_the_printed_command_runs_the_trial() -> None:
     _, option, code = command(TRIAL).split(" ", 2)
     run = subprocess.run([sys.executable, option, code.strip('"')], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
+
+
+CULPRIT = Fault("kill", 40, "training", turns=3)
+
+
+def fails_after_a_death_of_the_trainer(trial: Trial) -> str:
+    return "Wrong" if any(fault.target == "training" for fault in trial.faults) and trial.steps >= 2 else ""
+
+
+def test_what_is_left_is_what_the_failure_needs() -> None:
+    noise = tuple(fault for fault in draw_trial(7).faults if fault.target != "training")
+    trial = Trial(seed=7, groups=2, members=3, steps=4, remote=True, latency=0.1, faults=(*noise, CULPRIT, *noise))
+    small = shrink(trial, fails_after_a_death_of_the_trainer)
+    assert small.faults == (Fault("kill", 40, "training"),)
+    assert (small.steps, small.groups, small.members, small.remote, small.latency) == (2, 1, 2, False, 0.0)
+    assert small.seed == 7
+
+
+def test_a_trial_that_fails_in_another_way_is_not_what_is_looked_for() -> None:
+    def fails(trial: Trial) -> str:
+        return "Wrong" if trial.remote else "Deadlock"
+
+    assert shrink(Trial(remote=True, latency=0.1), fails).remote
+
+
+def test_every_candidate_is_simpler_in_one_way() -> None:
+    trial = draw_trial(3)
+    assert all(each != trial and each.seed == trial.seed for each in candidates(trial))
+    assert list(candidates(shrink(trial, lambda _: "Wrong"))) == []

@@ -1,35 +1,30 @@
 """Runs one worker on the current event loop, from its specification to its end."""
 
 import asyncio
-import importlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from structlog.typing import FilteringBoundLogger
 
-from asyncrl import __version__
-from asyncrl.errors import ConfigError
 from asyncrl.fleet.worker.compute_thread import Compute, Occupancy
 from asyncrl.fleet.worker.dispatcher import Dispatcher
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
+from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
 from asyncrl.lanes.control.server import Dispatch, Server
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.data.row_reader import RowReader, serve_rows
 from asyncrl.lanes.data.row_store import HeapRows, RowStore, open_rows
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.contracts import Lane
-from asyncrl.protocols.messages import PROTOCOL, Hello
 from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.state_clock import StateClock
 from asyncrl.telemetry.trace import Tracer
 
 
-@dataclass(frozen=True, slots=True)
-class Instruments:
+class Instruments(NamedTuple):
     """Clock, tracer and log of one worker."""
 
     clock: StateClock
@@ -57,11 +52,6 @@ class _Finished(Exception):
     """Leaves the worker's task group, which cancels the tasks that still run."""
 
 
-def identity(facts: RunFacts, service: str, rank: int, instance: str) -> Hello:
-    """Returns the hello that a worker or the controller sends on a new connection."""
-    return Hello(facts.run, facts.incarnation, service, rank, instance, PROTOCOL, __version__)
-
-
 async def run_worker(
     spec: WorkerSpec,
     wire: Wire,
@@ -70,7 +60,7 @@ async def run_worker(
     open_instruments: OpenInstruments = instruments,
 ) -> None:
     """Serves until `stop` is set, then stops the service. Raises what the tasks of the service raise."""
-    make_service = load(spec.implementation)
+    make_service = load_implementation(spec.implementation)
     try:
         async with asyncio.TaskGroup() as tasks, _context(spec, wire, make_compute, tasks, open_instruments) as context:
             service = make_service(context)
@@ -96,8 +86,7 @@ async def _serve(spec: WorkerSpec, wire: Wire, service: Service, tasks: asyncio.
 
 
 def _server(spec: WorkerSpec, wire: Wire, address: str, dispatch: Dispatch) -> Server:
-    hello = identity(spec.facts, spec.service, spec.rank, spec.instance)
-    return Server(wire.listen(address), dispatch, hello, heartbeat=spec.facts.heartbeat)
+    return Server(wire.listen(address), dispatch, spec.hello, heartbeat=spec.facts.heartbeat)
 
 
 @asynccontextmanager
@@ -109,11 +98,10 @@ async def _context(
     open_instruments: OpenInstruments,
 ) -> AsyncIterator[WorkerContext]:
     facts = spec.facts
-    hello = identity(facts, spec.service, spec.rank, spec.instance)
-    async with RowReader(wire, hello, heartbeat=facts.heartbeat) as reader:
+    async with RowReader(wire, spec.hello, heartbeat=facts.heartbeat) as reader:
         with ExitStack() as scope:
-            used = scope.enter_context(open_instruments(spec))
-            occupancy = Occupancy(used.clock)
+            clock, tracer, log = scope.enter_context(open_instruments(spec))
+            occupancy = Occupancy(clock)
             compute = make_compute(occupancy)
             scope.callback(compute.close)
             yield WorkerContext(
@@ -131,46 +119,25 @@ async def _context(
                 weights_arena=facts.weights_arena,
                 reader=reader,
                 compute=compute,
-                clock=used.clock,
+                clock=clock,
                 occupancy=occupancy,
-                tracer=used.tracer,
-                log=used.log,
+                tracer=tracer,
+                log=log,
                 tasks=tasks,
-                row_store=_row_store(spec, wire, tasks),
+                open_rows=lambda slots, slot_bytes: _open_rows(spec, wire, tasks, slots, slot_bytes),
                 options=spec.options,
             )
 
 
-def _row_store(spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup) -> Callable[[int, int], RowStore]:
-    """Returns what opens the rows of this worker: in shared memory when its socket is for readers on this host."""
-
-    def open_store(slots: int, slot_bytes: int) -> RowStore:
-        data = spec.addresses.data
-        owner = f"{data}#{spec.instance}"
-        if data.startswith("ipc://"):
-            name = segment_name(spec.facts.run, spec.facts.incarnation, spec.instance, "rows")
-            store = open_rows(name, slots, slot_bytes, owner)
-        else:
-            store = HeapRows(owner, slots, slot_bytes)
-        if store.address == owner:
-            tasks.create_task(_server(spec, wire, data, serve_rows(store)).serve(), name="data lane")
-        return store
-
-    return open_store
-
-
-def load(implementation: object) -> Callable[[WorkerContext], Service]:
-    """Returns the factory of a service: imports "module:Class", returns a callable as it is.
-
-    Raises:
-        ConfigError: there is no such module or class.
-    """
-    if not isinstance(implementation, str):
-        assert callable(implementation), implementation
-        return implementation
-    module, _, name = implementation.partition(":")
-    try:
-        made: Callable[[WorkerContext], Service] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"no service {implementation!r}: {error}") from error
-    return made
+def _open_rows(spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup, slots: int, slot_bytes: int) -> RowStore:
+    """Opens the rows of this worker: in shared memory when its socket is for readers on this host."""
+    data = spec.addresses.data
+    owner = f"{data}#{spec.instance}"
+    if data.startswith("ipc://"):
+        name = segment_name(spec.facts.run, spec.facts.incarnation, spec.instance, "rows")
+        store = open_rows(name, slots, slot_bytes, owner)
+    else:
+        store = HeapRows(owner, slots, slot_bytes)
+    if store.address == owner:
+        tasks.create_task(_server(spec, wire, data, serve_rows(store)).serve(), name="data lane")
+    return store

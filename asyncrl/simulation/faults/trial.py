@@ -4,32 +4,17 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from asyncrl.config.gate_config import GateConfig
-from asyncrl.protocols.staleness import Policy
-from asyncrl.simulation.fakes.sample_lengths import Lengths, constant, lognormal, stragglers
+from asyncrl.simulation.fakes.generation import Lengths, constant, lognormal, stragglers
+from asyncrl.simulation.resumable_run import RunShape
 
 Kind = Literal[
-    "lose",
-    "repeat",
-    "overtake",
-    "delay",
-    "cut",
-    "stall",
-    "kill",
-    "row",
-    "stuck",
-    "jump",
-    "disk",
-    "controller",
+    "lose", "repeat", "overtake", "delay", "cut", "stall", "kill", "row", "stuck", "jump", "disk", "controller"
 ]
 Shape = Literal["constant", "bimodal", "lognormal"]
 
 TOKEN_TIME = 0.1
 TOKENS = 10
 """Tokens of a usual completion."""
-MOST_TOKENS = 100
-HEARTBEAT = 4.0
-"""Seconds between heartbeats to remote workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,47 +37,32 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """Describes a run with faults; times are virtual seconds.
+class Trial(RunShape):
+    """Describes a run with faults.
 
-    groups, members, limit, policy, slots, cut_at, need_signal: configure the gate. generators, scorers: replicas.
-    remote: links have heartbeats, and deaths may be noticed late. latency: mean of a message. reference: whether there
-    is a reference model. poison: group that kills every worker that samples it. greedy: the algorithm is ReMax.
+    generators, scorers: replicas. remote: links have heartbeats, and deaths may be noticed late. latency: mean of a
+    message. reference: whether there is a reference model. poison: group that kills every worker that samples it.
+    greedy: the algorithm is ReMax.
     """
 
-    seed: int = 0
-    policy: Policy = "mask"
-    groups: int = 2
-    members: int = 2
-    limit: int = 1
-    slots: int = 4
-    cut_at: int | None = 2
-    steps: int = 3
     generators: int = 1
     scorers: int = 1
     reference: bool = False
     remote: bool = False
     latency: float = 0.0
     shape: Shape = "constant"
-    flip_time: float = 0.0
     step_time: float = 0.5
     reward_time: float = 0.1
-    unscorable: float = 0.0
-    finish: Literal["abandon", "drain"] = "abandon"
-    checkpoint_every: int = 1
     poison: int | None = None
     faults: tuple[Fault, ...] = ()
-    need_signal: bool = False
-    greedy: bool = False
+    max_new_tokens: int = 100
 
     @property
-    def gate(self) -> GateConfig:
-        sizes = self.groups, self.members, self.limit, self.policy, self.slots * self.generators, self.cut_at
-        return GateConfig(*sizes, 1 if self.greedy else 2, self.need_signal, self.greedy)
+    def all_slots(self) -> int:
+        return self.slots * self.generators
 
     @property
     def lengths(self) -> Lengths:
-        """Lengths of completions."""
         match self.shape:
             case "constant":
                 return constant(TOKENS)
@@ -103,8 +73,7 @@ class Trial:
 
 
 def draw_trial(seed: int) -> Trial:
-    """Draws the trial of a seed."""
-    chance = random.Random(f"trial {seed}")
+    chance, poison = random.Random(f"trial {seed}"), random.Random(f"poison {seed}")
     remote, reference, members = chance.random() < 0.5, chance.random() < 0.4, chance.randint(2, 3)
     trial = Trial(
         seed=seed,
@@ -127,7 +96,7 @@ def draw_trial(seed: int) -> Trial:
         unscorable=chance.choice((0.0, 0.0, 0.2)),
         finish=chance.choice(("abandon", "abandon", "drain")),
         checkpoint_every=chance.randint(1, 2),
-        poison=_poison(random.Random(f"poison {seed}")),
+        poison=poison.choice((0, 1, 2, 5)) if poison.random() < 0.1 else None,
         faults=tuple(_fault(chance, remote, reference) for _ in range(chance.choice((0, 1, 2, 3, 4, 6)))),
     )
     # A lost release of rows is repeated only after its deadline. Groups that are dropped without a step come so fast
@@ -135,10 +104,6 @@ def draw_trial(seed: int) -> Trial:
     loses = any(fault.kind == "lose" for fault in trial.faults)
     greedy = random.Random(f"greedy {seed}").random() < 0.2
     return replace(trial, need_signal=chance.random() < 0.25 and not loses, greedy=greedy)
-
-
-def _poison(chance: random.Random) -> int | None:
-    return chance.choice((0, 1, 2, 5)) if chance.random() < 0.1 else None
 
 
 DEATHS: tuple[Kind, ...] = ("cut", "kill", "kill", "kill", "controller")

@@ -1,0 +1,229 @@
+"""Watches a running fleet: asks workers for their health, finds workers that hang, and describes a fleet that stalls.
+
+A worker whose compute thread is busy answers from its event loop; a stopped process or a blocked event loop does not
+answer. Hang detection counts rounds of asking in place of seconds: a round in which the machine was suspended, our own
+event loop came late, or no worker answered at all proves nothing.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl.errors import AsyncrlError, DeadlineExceeded
+from asyncrl.fleet.lifecycle_events import FleetStalled, WorkerHung
+from asyncrl.fleet.replicas import RemoteWorker, Replicas
+from asyncrl.protocols.contracts import Contract
+from asyncrl.protocols.messages import Health
+
+HEALTH = Contract.endpoints["health"]
+HEALTH_TIMEOUT = 2.0
+"""Seconds that a report waits for health, which a worker with a responsive event loop returns within 50 ms."""
+ROUNDS = 4
+"""Consecutive rounds without an answer after which a worker counts as hung."""
+MIN_SECONDS = 5.0
+"""Shortest silence that counts: on a crowded machine a healthy worker may not be scheduled for a second."""
+LATE = 1.5
+"""A round that took this many times its length does not count."""
+CHECKS = 4
+"""Checks for progress per period of the stall watchdog."""
+
+PACKAGE = Path(__file__).parents[1]
+ALGORITHMS = PACKAGE / "algorithms"
+NOT_ALGORITHMS = (ALGORITHMS / "custom.py", Path(asyncio.__file__).parent)
+
+
+class HealthAnswer(NamedTuple):
+    """The newest health of a worker. received_at: loop time."""
+
+    health: Health
+    received_at: float
+
+
+@dataclass(slots=True)
+class HealthRequest:
+    """A health call that is outstanding, and is repeated when it is not answered. sent_at, until: loop times of the
+    first call and of the end of the last one."""
+
+    sent_at: float
+    until: float
+    task: asyncio.Task[None]
+
+
+class HealthPoller:
+    """Keeps the newest health of every worker. At most one health call to an instance is outstanding at a time.
+
+    Hang detection, the stall watchdog and the metrics lines share one poller.
+
+    Args:
+        services: workers by service.
+        deadline: seconds for which `request` asks a worker that does not answer.
+        tasks: group that runs the calls; call `close` before leaving it.
+    """
+
+    def __init__(self, services: Mapping[str, Replicas], deadline: float, tasks: asyncio.TaskGroup) -> None:
+        self.workers = tuple(worker for replicas in services.values() for worker in replicas)
+        self.newest: dict[str, HealthAnswer] = {}
+        self._deadline = deadline
+        self._tasks = tasks
+        self._requests: dict[str, HealthRequest] = {}
+
+    def request(self) -> None:
+        """Asks every live worker until it answers or `deadline` seconds have passed; returns at once."""
+        now = asyncio.get_running_loop().time()
+        until = now + self._deadline
+        for worker in self.workers:
+            if worker.alive and worker.instance in self._requests:
+                self._requests[worker.instance].until = until
+            elif worker.alive:
+                task = self._tasks.create_task(self._ask(worker, worker.instance), name=f"health of {worker.name}")
+                self._requests[worker.instance] = HealthRequest(now, until, task)
+
+    async def poll(self, timeout: float = HEALTH_TIMEOUT) -> list[Health]:
+        """Returns the health of every live worker that answers within `timeout` seconds.
+
+        Waits only once for a silent worker: later polls leave it out until it has answered.
+        """
+        began = asyncio.get_running_loop().time()
+        self.request()
+        expected = [request.task for request in self._requests.values() if began - request.sent_at < timeout]
+        if expected:
+            await asyncio.wait(expected, timeout=timeout)
+        answers = [self.newest[worker.name] for worker in self.workers if worker.alive and worker.name in self.newest]
+        return [answer.health for answer in answers if answer.received_at >= began]
+
+    def close(self) -> None:
+        for request in self._requests.values():
+            request.task.cancel()
+
+    async def _ask(self, worker: RemoteWorker, instance: str) -> None:
+        now = asyncio.get_running_loop().time
+        request = self._requests[instance]
+        try:
+            while (left := request.until - now()) > 0:
+                with suppress(DeadlineExceeded):
+                    (health,) = await worker.call(HEALTH, (), left)
+                    self.newest[worker.name] = HealthAnswer(health, now())
+                    return
+        except AsyncrlError:
+            return  # The worker is lost; its next instance is asked by the next request.
+        finally:
+            del self._requests[instance]
+
+
+def round_seconds(seconds: float) -> float:
+    """Returns the length of a round such that a silence of `seconds` spans ROUNDS of them."""
+    return max(seconds, MIN_SECONDS) / ROUNDS
+
+
+async def detect_hangs(
+    poller: HealthPoller, services: Collection[str], seconds: float, emit: Callable[[WorkerHung], None]
+) -> None:
+    """Emits WorkerHung for a worker of one of `services` that answered nothing for `seconds`; runs until cancelled.
+
+    A hung worker is found within (ROUNDS + 1) / ROUNDS of `seconds`. Workers that are starting are not asked: they have
+    a start deadline.
+    """
+    loop, length = asyncio.get_running_loop(), round_seconds(seconds)
+    silent_rounds: dict[str, int] = {}
+    await asyncio.sleep(length)
+    while True:
+        began = loop.time()
+        asked = {worker.instance: worker for worker in poller.workers if worker.alive}
+        poller.request()
+        await asyncio.sleep(length)
+        silent = [
+            worker
+            for instance, worker in asked.items()
+            if worker.alive and worker.instance == instance and worker.last_answer_at < began
+        ]
+        if loop.time() - began > LATE * length or len(silent) == len(asked):
+            silent = []
+        silent_rounds = {worker.instance: silent_rounds.get(worker.instance, 0) + 1 for worker in silent}
+        for worker in silent:
+            if silent_rounds[worker.instance] == ROUNDS and worker.service in services:
+                emit(WorkerHung(worker.service, worker.instance, ROUNDS * length))
+
+
+async def watch_for_stalls(
+    poller: HealthPoller,
+    seconds: float,
+    emit: Callable[[FleetStalled], None],
+    describe_algorithm: Callable[[], Sequence[str]],
+) -> None:
+    """Emits FleetStalled when no worker has answered a call or sent an item for `seconds`, and again after as long.
+
+    Health calls do not count. Runs until cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    answers, since = -1, loop.time()
+    while True:
+        if (now := sum(worker.answer_count for worker in poller.workers)) != answers:
+            answers = now
+            since = loop.time()
+        elif (stalled := loop.time() - since) >= seconds:
+            began = loop.time()
+            await poller.poll()
+            emit(FleetStalled(describe(poller, began, stalled, describe_algorithm())))
+            since = loop.time()
+        await asyncio.sleep(seconds / CHECKS)
+
+
+def describe(poller: HealthPoller, began: float, stalled: float, algorithm: Sequence[str] = ()) -> str:
+    """Returns the state of the fleet as text: each worker with its activity and the calls it has not answered.
+
+    began: loop time at which all workers were asked for their health. stalled: seconds since the last answer to a call.
+    algorithm: lines about the algorithm that calls the workers.
+    """
+    now = asyncio.get_running_loop().time()
+    lines = [f"Nothing has moved for {stalled:.0f} s. What every worker does, and which calls it has not answered:"]
+    calls: list[tuple[float, str, str]] = []
+    for worker in poller.workers:
+        lines.append(f"  {worker.name} ({worker.instance or 'no instance'}): {_activity(poller, worker, began)}")
+        waited = [(now - call.since, call.method) for call in worker.outstanding.values() if call.method != "health"]
+        lines += [f"    has not answered {method} for {seconds:.0f} s" for seconds, method in waited]
+        calls += [(seconds, worker.name, method) for seconds, method in waited]
+    lines += [f"  {line}" for line in algorithm]
+    if calls:
+        longest, name, method = max(calls)
+        lines.append(f"  The call outstanding for longest is {method}: {name} has had it for {longest:.0f} s.")
+    else:
+        lines.append("  No call is outstanding: the algorithm, which should make the next one, does not.")
+    return "\n".join(lines)
+
+
+def _activity(poller: HealthPoller, worker: RemoteWorker, began: float) -> str:
+    """Returns one clause about what the worker does, or why that is unknown and what it reported last."""
+    now = asyncio.get_running_loop().time()
+    newest = poller.newest.get(worker.name)
+    reported = ""
+    if newest is not None:
+        health = newest.health
+        times = ", ".join(f"{state} {spent:.0f} s" for state, spent in health.seconds.items() if spent >= 0.5)
+        doing = f"runs {'; '.join(health.doing)}" if health.doing else "waits for calls"
+        reported = f"{doing}; {health.queued} queued; its time so far: {times or 'none'}"
+    if not worker.alive:
+        problem = worker.status
+    elif newest is None or newest.received_at < began:
+        problem = f"{worker.name} did not answer health within {now - began:.0f} s"
+    else:
+        return reported
+    problem += f"; its last answer came {now - worker.last_answer_at:.0f} s ago"
+    return problem if newest is None else f"{problem}; {now - newest.received_at:.0f} s ago it reported: {reported}"
+
+
+def where_task_waits(task: "asyncio.Task[Any]") -> str:
+    """Returns `FILE, line N` of the innermost call of an algorithm that the task awaits, "" when there is none."""
+    found = ""
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        frame: Any = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
+        if frame is not None:
+            file = Path(frame.f_code.co_filename)
+            ours = file.is_relative_to(PACKAGE) and not file.is_relative_to(ALGORITHMS)
+            if not ours and not any(file.is_relative_to(place) for place in NOT_ALGORITHMS):
+                found = f"{file}, line {frame.f_lineno}"
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None)
+    return found

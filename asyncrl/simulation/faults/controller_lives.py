@@ -1,0 +1,314 @@
+"""Runs a trial from its first draw to its last step, through all lives of its controller."""
+
+import asyncio
+import itertools
+import random
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from asyncrl.algorithms import grpo, remax
+from asyncrl.config.schema import Config, GenerationConfig, ModelConfig, TaskConfig
+from asyncrl.controller.journal.audit import Audit
+from asyncrl.controller.journal.journal import surviving
+from asyncrl.controller.journal.ledger import Trained
+from asyncrl.controller.observers.events import Event, GroupDrawn, GroupFinished, GroupPoisoned
+from asyncrl.controller.training_run import WorkerEvents
+from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, root_cause
+from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
+from asyncrl.fleet.replicas import RemoteWorker
+from asyncrl.fleet.worker.worker_spec import RunFacts
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.wire import CREDIT
+from asyncrl.objectives.advantages import greedy_baseline, group_baseline
+from asyncrl.protocols.contracts import Generation, Lane, Reference, Training
+from asyncrl.simulation import virtual_loop
+from asyncrl.simulation.faults.fault_injection import CHECK_PERIOD, FLEET, GROUP_DEADLINE, FaultInjection
+from asyncrl.simulation.faults.fault_launcher import FaultyLauncher
+from asyncrl.simulation.faults.fault_services import (
+    TicketReward,
+    TrialGeneration,
+    TrialReference,
+    TrialReward,
+    TrialTraining,
+)
+from asyncrl.simulation.faults.fault_wire import FaultyWire, ProcessWire
+from asyncrl.simulation.faults.ground_truth import GroundTruth, TrialViolation
+from asyncrl.simulation.faults.slow_disk import SlowDisk
+from asyncrl.simulation.faults.trial import Fault, Trial
+from asyncrl.simulation.invariants import Invariants
+from asyncrl.simulation.resumable_run import ResumableRun
+
+TICKET_PAUSE = 2.0
+HEARTBEAT = 4.0
+"""Seconds between heartbeats to remote workers."""
+LIFE_LIMIT = 3_000.0
+"""Seconds of virtual time that one life of a controller may take."""
+
+CONFIG = Config(
+    model=ModelConfig(name="none"),
+    task=TaskConfig(prompts="none"),
+    generation=GenerationConfig(deadline=GROUP_DEADLINE),
+    fleet=FLEET,
+)
+
+
+@dataclass
+class TrialOutcome:
+    """Holds what a trial did.
+
+    digest: hash of all events and messages. lives: how often a controller was started. injected: the faults that were
+    reached. poisoned: groups dropped as poison. ends: how each life ended.
+    """
+
+    digest: str = ""
+    version: int = 0
+    lives: int = 0
+    messages: int = 0
+    injected: list[Fault] = field(default_factory=list)
+    poisoned: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+
+
+class TrialRun:
+    """Owns everything that outlives a controller: disk, faults with their clock, and ground truth."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self.truth = GroundTruth(trial.enforced_limit, random.Random(f"rows {trial.seed}"))
+        self.faults = FaultInjection(trial, self.truth)
+        self.events = sha256()
+        self.outcome = TrialOutcome(injected=self.faults.injected)
+        self.names = itertools.count(1)
+        self.tickets = itertools.count(1)
+
+    async def run(self) -> TrialOutcome:
+        """Raises TrialViolation, or the error of a controller that no fault explains."""
+        before, chance = asyncio.all_tasks(), random.Random(f"disk {self.trial.seed}")
+        disk = SlowDisk()
+        while True:
+            self.outcome.lives += 1
+            life = await self._live(disk, before)
+            if life.power_cut is None:
+                break
+            disk = disk.after_failure(life.power_cut, chance)
+            assert self.outcome.lives <= len(self.faults.injected) + 1, f"too many deaths: {self.outcome.ends}"
+        self._check_history(disk)
+        return self.outcome
+
+    async def _live(self, disk: SlowDisk, before: set[asyncio.Task[Any]]) -> "ControllerLife":
+        injected = len(self.faults.injected)
+        life = ControllerLife(self, disk)
+        self.faults.begin(life)
+        await asyncio.wait([life.task], timeout=LIFE_LIMIT)
+        if life.task.done() and not life.task.cancelled():
+            life.task.exception()  # Retrieved, or asyncio would log that nothing did.
+        self.check_truth()
+        if not life.task.done():
+            raise TrialViolation(f"the run did not end: {self.faults.loop.pending()}")
+        await life.clean_up()
+        left = [task.get_name() for task in asyncio.all_tasks() - before]
+        assert not left, f"tasks are left: {left}"
+        life.explain_end(len(self.faults.injected) > injected)
+        self.outcome.ends.append(life.end)
+        return life
+
+    def check_truth(self) -> None:
+        if self.truth.violation:
+            raise TrialViolation(self.truth.violation)
+
+    def _check_history(self, disk: SlowDisk) -> None:
+        audit = Audit(disk)
+        assert audit.ok, str(audit)
+        records = [framed.record for framed in surviving(disk) if isinstance(framed.record, Trained)]
+        journaled = {
+            made.version: tuple((group, m) for group, members in made.cuts for m in members) for made in records
+        }
+        assert journaled == self.truth.steps, f"the journal says {journaled}; trained was {self.truth.steps}"
+        assert max(journaled) >= self.trial.steps, f"the run ended at version {max(journaled)}"
+        outcome, faults = self.outcome, self.faults
+        self.events.update(faults.digest.digest())
+        outcome.digest = self.events.hexdigest()[:32]
+        outcome.messages = faults.sent
+        outcome.version = max(journaled)
+
+
+class ControllerLife(ResumableRun):
+    """Runs one controller with its fleet, from the beginning or the last checkpoint on the disk.
+
+    over: whether it was killed or has ended. end: how it ended, in words. power_cut: how its disk fails: in a power cut
+    or not; None while the run has not failed.
+    """
+
+    def __init__(self, run: TrialRun, disk: SlowDisk) -> None:
+        disk.skip = run.faults.skip
+        super().__init__(run.trial, disk)
+        wire = FaultyWire(run.faults)
+        self.disk = disk
+        self.over = False
+        self.end = "finished"
+        self.power_cut: bool | None = None
+        self._run = run
+        self._trial = run.trial
+        self._wire = ProcessWire(wire)
+        seed = f"processes {run.trial.seed} {run.outcome.lives}"
+        self.launcher = FaultyLauncher(wire, seed, remote=run.trial.remote, on_end=run.truth.ended)
+        self.task = asyncio.get_running_loop().create_task(self._live(), name="controller")
+
+    def kill(self, *, power_cut: bool) -> None:
+        """Kills the controller and its workers; nothing that their tasks still do has an effect."""
+        self.over = True
+        self.power_cut = power_cut
+        self.end = "power cut" if power_cut else "controller killed"
+        self.disk.freeze()
+        self._wire.close()
+        self.launcher.kill_all()
+        self.task.cancel()
+
+    async def clean_up(self) -> None:
+        self.over = True
+        self.launcher.kill_all()
+        await self.launcher.wait_until_idle()
+
+    def explain_end(self, injected: bool) -> None:
+        """Notes the error of the controller. Raises one that no fault explains. injected: whether faults were."""
+        if self.power_cut is not None:
+            return
+        if self.task.cancelled():
+            raise TrialViolation("the controller was cancelled although no fault killed it")
+        if (error := self.task.exception()) is None:
+            return
+        # Faults may cost so much time that a deadline of the trainer, or of a start, ends the run.
+        lost_time = any(fault.kind in ("jump", "disk", "stall", "lose") for fault in self._run.faults.injected)
+        late = isinstance(error, DeadlineExceeded) and lost_time
+        if not late and not (isinstance(error, FleetFailed) and injected):
+            raise error
+        self.end = repr(error)
+        self.power_cut = False
+
+    async def _live(self) -> None:
+        run = self._run
+        run.truth.resumed(self.gate.version)
+        facts = RunFacts(
+            run="feedbeef",
+            run_dir="/nowhere",
+            model_dir="/nowhere",
+            incarnation=self.incarnation,
+            weights_arena="none",
+            config=CONFIG,
+            checkpoint_dir=self.plan.directory if self.plan else None,
+            heartbeat=HEARTBEAT if self._trial.remote else None,
+        )
+        platform = Platform(self._wire, lambda _: self.launcher, lambda: f"{next(run.names):08x}", lambda _: None)
+        async with fleet_on(platform, self._specs(), facts, report=lambda _: None, resume="the same") as fleet:
+            await self._train(fleet)
+
+    def _specs(self) -> list[ServiceSpec]:
+        trial = self._trial
+        options = {"trial": trial, "truth": self._run.truth, "disk": self.disk}
+        specs = [
+            ServiceSpec("generation", Generation, TrialGeneration, trial.generators, options=options),
+            ServiceSpec("reward", TicketReward, TrialReward, trial.scorers, options=options),
+            ServiceSpec("training", Training, TrialTraining, options=options),
+        ]
+        if trial.reference:
+            specs.append(ServiceSpec("reference", Reference, TrialReference, options=options))
+        return specs
+
+    async def _train(self, fleet: RunningFleet) -> None:
+        run, greedy = self._run, self._trial.greedy
+        self._fleet = fleet
+        self._invariants = Invariants(self.gate, self.journal, run.check_truth, thorough=True)
+        self._drawn = dict.fromkeys(self.gate.groups(), run.faults.now())
+        advantages = greedy_baseline if greedy else group_baseline
+        self.make_controller(fleet.fleet, advantages, GROUP_DEADLINE, self._observe, fleet.supervisor.kill)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watches = {
+                    "worker events": WorkerEvents(fleet, self.controller).follow(),
+                    "checks": self._check(),
+                    "tickets": self._count_tickets(fleet.handle("reward", TicketReward)),
+                }
+                beside = [tasks.create_task(watch, name=name) for name, watch in watches.items()]
+                await self.controller.run(remax.ALGORITHM if greedy else grpo.ALGORITHM)
+                if self.gate.version > self.committed:
+                    await self.commit(self.gate.version)
+                for task in beside:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise root_cause(errors) from None
+        self._invariants.check()
+
+    async def _count_tickets(self, reward: TicketReward) -> None:
+        """Makes calls that must not be repeated, each with its own ticket; faults lose some of them."""
+        while True:
+            with suppress(PeerLost, DeadlineExceeded):
+                await reward.count(next(self._run.tickets))
+            await asyncio.sleep(TICKET_PAUSE)
+
+    def _observe(self, event: Event) -> None:
+        if self.over:
+            return
+        if isinstance(event, GroupPoisoned):
+            self._check_poison(event)
+        self._run.events.update(f"{asyncio.get_running_loop().time()!r} {event!r}\n".encode())
+        if isinstance(event, GroupFinished) and not event.poison:
+            self._fleet.supervisor.progressed()
+        self._invariants.observe(event)
+        if isinstance(event, GroupDrawn):
+            self._drawn[event.group] = self._run.faults.now()
+        if isinstance(event, GroupFinished):
+            self._drawn.pop(event.group, None)
+        self._check_ages()
+
+    def _check_poison(self, event: GroupPoisoned) -> None:
+        poisoned = self._run.outcome.poisoned
+        poisoned.append(event.group)
+        healthy = sum(group != self._trial.poison for group in poisoned)
+        most = len(self._run.faults.injected) * self.gate.config.cap
+        assert healthy <= most, f"group {event.group} was dropped as poison, but it kills no worker: {event.reason}"
+
+    async def _check(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._invariants.watch(), name="invariants")
+            tasks.create_task(self._check_waits(), name="check waits")
+
+    async def _check_waits(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_PERIOD)
+            self._check_ages()
+            for replicas in self._fleet.workers.values():
+                for worker in replicas:
+                    self._check_calls(worker)
+
+    def _check_ages(self) -> None:
+        faults = self._run.faults
+        group, drawn = next(iter(self._drawn.items()), (0, faults.now()))
+        age = faults.now() - drawn
+        assert age <= faults.age_limit(), f"group {group} has been in flight for {age:g} s"
+
+    def _check_calls(self, worker: RemoteWorker) -> None:
+        """Checks that every call to this worker ends in time, and that no link holds more calls than its credit."""
+        now = asyncio.get_running_loop().time()
+        for call in worker.outstanding.values():
+            waited = now - call.since
+            assert waited <= self._run.faults.call_limit(), f"{call.method} has waited {waited:g} s for {worker.name}"
+        for lane in Lane:
+            link = worker._channels.get(lane)
+            if isinstance(link, Client):
+                waiting = len(link._pending) + len(link._abandoned)
+                assert waiting <= CREDIT, f"{waiting} calls wait for {link.peer}, more than its credit"
+
+
+def run_trial(trial: Trial) -> TrialOutcome:
+    """Runs a trial on a virtual loop of its own; the same trial gives the same outcome.
+
+    Raises:
+        AssertionError, AsyncrlError, Deadlock: an invariant does not hold, or an error that no fault explains.
+    """
+
+    async def main() -> TrialOutcome:
+        return await TrialRun(trial).run()
+
+    return virtual_loop.run(main())

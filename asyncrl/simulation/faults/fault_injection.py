@@ -1,0 +1,136 @@
+"""Injects the faults of a trial, each when its message is sent, and says how long things may take because of them."""
+
+import asyncio
+import random
+from functools import partial
+from hashlib import sha256
+from typing import TYPE_CHECKING, cast
+
+from asyncrl.config.schema import FleetConfig
+from asyncrl.fleet.handle import GROUP_MARGIN
+from asyncrl.fleet.replicas import DEATH_NOTICE
+from asyncrl.simulation.fakes.fake_service import now
+from asyncrl.simulation.faults.ground_truth import GroundTruth
+from asyncrl.simulation.faults.trial import Fault, Trial
+from asyncrl.simulation.virtual_loop import VirtualLoop
+
+if TYPE_CHECKING:
+    from asyncrl.simulation.faults.controller_lives import ControllerLife
+
+MESSAGE_FAULTS = ("lose", "repeat", "overtake", "delay", "cut")
+GROUP_DEADLINE = 40.0
+FLEET = FleetConfig(call_deadline=60.0, start_deadline=30.0, watchdog=1e9)
+CHECK_PERIOD = 5.0
+"""Seconds between two checks of what may have been waiting too long."""
+BROKEN_LINK_DEADLINE = 45.0
+"""Seconds until a link that lost or repeated a message is ended: a start deadline, some heartbeats, and the end of a
+process that ignores a stop. It holds only while no clock skips and no link stalls."""
+AGE_LIMIT = 120.0
+AGE_LIMIT_PER_FAULT = 100.0
+"""Seconds that a group may be in flight without faults, and in addition for each injected fault: a deadline, a restart
+and the wait for the next step."""
+
+
+class FaultInjection:
+    """Counts the messages of a trial, on all its wires, and injects each fault at its message.
+
+    life: the controller that runs now, with its workers and its disk. sent: number of messages so far. injected: faults
+    so far. digest: hash of every message with its time. skipped: seconds that the clock jumped.
+    """
+
+    life: "ControllerLife"
+
+    def __init__(self, trial: Trial, truth: GroundTruth) -> None:
+        self.sent = 0
+        self.injected: list[Fault] = []
+        self.digest = sha256()
+        self.skipped = 0.0
+        self._trial = trial
+        self._truth = truth
+        self.loop = cast(VirtualLoop, asyncio.get_running_loop())
+        self._chance = random.Random(f"messages {trial.seed}")
+        self._faults: dict[int, list[Fault]] = {}
+        for fault in trial.faults:
+            self._faults.setdefault(fault.at, []).append(fault)
+        self._stalled: dict[str, float] = {}
+
+    def fault_of_message(self, address: str, size: int) -> Fault | None:
+        """Counts a message that is sent; returns the fault that this very message meets, if there is one."""
+        self.sent += 1
+        self.digest.update(f"{now()!r} {address} {size}\n".encode())
+        found = None
+        for fault in self._faults.pop(self.sent, ()):
+            self.injected.append(fault)
+            if fault.kind in MESSAGE_FAULTS:
+                found = fault
+                if fault.kind in ("lose", "repeat"):
+                    self._expect_end(address)
+            else:
+                self.loop.after_turns(fault.turns, partial(self._inject, fault, self.life))
+        return found
+
+    def latency(self, address: str) -> float:
+        """Returns the seconds that a message to or from this worker takes now."""
+        seconds = self._chance.expovariate(1 / self._trial.latency) if self._trial.latency else 0.0
+        for service, until in self._stalled.items():
+            if f"//{service}" in address:
+                seconds = max(seconds, until - now())
+        return seconds
+
+    def hides_hang_up(self) -> bool:
+        """Returns whether the peer does not learn that a link broke, because the whole host is gone."""
+        return self._trial.remote and self._chance.random() < 0.5
+
+    def _expect_end(self, address: str) -> None:
+        """Expects that the link to a worker, and the worker, end after a message was lost or came twice. A broken link
+        between two workers ends too, but nothing checks that."""
+        instance, _, lane = address.removeprefix("inproc://").rpartition(".")
+        if lane != "data":
+            self.loop.call_later(BROKEN_LINK_DEADLINE, self._check_ended, instance, self.life, self.skipped)
+
+    def _check_ended(self, instance: str, life: "ControllerLife", skipped: float) -> None:
+        stalled = any(fault.kind == "stall" for fault in self.injected)
+        timely = skipped == self.skipped and not stalled
+        if timely and life is self.life and not life.over and life.launcher.runs(instance):
+            self._truth.report(
+                f"{instance} still runs {BROKEN_LINK_DEADLINE:g} s after a message to or from it was lost or came twice"
+            )
+
+    def begin(self, life: "ControllerLife") -> None:
+        """Injects faults into this life from now on. All stalls end: it has other workers and another wire."""
+        self.life = life
+        self._stalled.clear()
+
+    def _inject(self, fault: Fault, life: "ControllerLife") -> None:
+        if life is not self.life or life.over:
+            return
+        match fault.kind:
+            case "kill":
+                life.launcher.kill_one(fault.target)
+            case "controller":
+                life.kill(power_cut=fault.power)
+            case "stall":
+                self._stalled[fault.target] = now() + fault.seconds
+            case "row":
+                self._truth.lose_row(fault.target)
+            case "stuck":
+                self._truth.stuck_seconds = fault.seconds
+            case "jump":
+                self.skip(fault.seconds)
+            case "disk":
+                life.disk.slow_down(fault.seconds)
+
+    def now(self) -> float:
+        """Returns loop time without what the clock skipped."""
+        return self.loop.time() - self.skipped
+
+    def skip(self, seconds: float) -> None:
+        self.skipped += seconds
+        self.loop.skip(seconds)
+
+    def age_limit(self) -> float:
+        return AGE_LIMIT + AGE_LIMIT_PER_FAULT * len(self.injected) + sum(fault.seconds for fault in self.injected)
+
+    def call_limit(self) -> float:
+        """Returns the seconds that a call may be outstanding now, by the clock that jumps."""
+        return max(FLEET.call_deadline, GROUP_DEADLINE + GROUP_MARGIN) + 2 * DEATH_NOTICE + CHECK_PERIOD + self.skipped

@@ -1,0 +1,109 @@
+"""What both simulators share: the sizes of a run, and a controller that goes on from its newest checkpoint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.controller.controller import Controller, Schedule
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.journal.checkpoints import commit, plan_resume, resume
+from asyncrl.controller.journal.journal import Journal
+from asyncrl.controller.journal.run_storage import MemoryStore
+from asyncrl.controller.observers.events import Event
+from asyncrl.controller.rollouts import Sampling
+from asyncrl.fleet.fleet import Fleet
+from asyncrl.objectives.advantages import Advantages
+from asyncrl.protocols.contracts import Training
+from asyncrl.protocols.staleness import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class RunShape:
+    """Sizes of a simulated run; times are virtual seconds.
+
+    groups, members, limit, policy, slots, cut_at, need_signal, greedy: configure the gate. flip_time: seconds until
+    new weights are loaded. unscorable: share of the samples that get no reward. finish, steps: see Schedule.
+    checkpoint_every: steps between two checkpoints. max_new_tokens: by default more than any distribution of lengths
+    gives.
+    """
+
+    seed: int = 0
+    policy: Policy = "mask"
+    groups: int = 2
+    members: int = 2
+    limit: int = 1
+    slots: int = 4
+    cut_at: int | None = 2
+    steps: int = 3
+    flip_time: float = 0.0
+    unscorable: float = 0.0
+    finish: Literal["abandon", "drain"] = "abandon"
+    checkpoint_every: int = 1
+    need_signal: bool = False
+    greedy: bool = False
+    max_new_tokens: int = 4096
+
+    @property
+    def all_slots(self) -> int:
+        """Slots of all replicas together."""
+        return self.slots
+
+    @property
+    def gate(self) -> GateConfig:
+        sizes = self.groups, self.members, self.limit, self.policy, self.all_slots, self.cut_at
+        return GateConfig(*sizes, 1 if self.greedy else 2, self.need_signal, self.greedy)
+
+    @property
+    def enforced_limit(self) -> int | None:
+        """The limit that the trainer enforces; None admits every token."""
+        return None if self.policy == "admit" else self.limit
+
+
+class ResumableRun:
+    """Gate, journal and controller of a run from its beginning, or from the newest checkpoint in `store`."""
+
+    training: Training
+    controller: Controller
+
+    def __init__(self, shape: RunShape, store: MemoryStore, gate_class: type[Gate] = Gate) -> None:
+        self.plan = plan = plan_resume(store)
+        self.incarnation = plan.incarnation if plan else 0
+        self.journal = resume(store, plan) if plan else Journal(store)
+        self.gate = gate_class(shape.gate, plan.version, plan.next_group) if plan else gate_class(shape.gate)
+        for group in plan.groups if plan else ():
+            self.gate.restore(group)
+        self.committed = plan.version if plan else -1
+        self._shape = shape
+
+    def make_controller(
+        self,
+        fleet: Fleet,
+        advantages: Advantages,
+        deadline: float,
+        observe: Callable[[Event], None],
+        kill: Callable[[str], None] = lambda instance: None,
+    ) -> None:
+        """Makes the controller. deadline: of a group, in seconds. kill: kills a reader that holds on to weights."""
+        shape = self._shape
+        self.training = fleet.training
+        self.controller = Controller(
+            self.gate,
+            self.journal,
+            fleet,
+            prompts=lambda group: (f"prompt {group}", {}),
+            sampling=Sampling(1.0, shape.max_new_tokens, deadline, shape.seed, self.incarnation),
+            advantages=advantages,
+            schedule=Schedule(shape.steps, shape.finish),
+            between=self._between,
+            observe=observe,
+            kill=kill,
+        )
+
+    async def _between(self, version: int) -> None:
+        if self.committed < 0 or version - self.committed >= self._shape.checkpoint_every:
+            await self.commit(version)
+
+    async def commit(self, version: int) -> None:
+        await commit(self.journal, lambda place: self.training.checkpoint(place, self.incarnation, version), keep=2)
+        self.committed = version
