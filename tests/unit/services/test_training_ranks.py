@@ -118,7 +118,7 @@ async def test_what_was_foreseen_lies_where_the_step_then_asks_for_it(tmp_path: 
         shares = fan_out(Training.endpoints["prefetch"].transfer, (batch.batch,), Layout(dp=2))[1]
         held = await together(rank.prefetch(share) for rank, (share,) in zip(two.ranks, shares, strict=True))
         assert held == [[True, True], [True]]
-        two.ranks[0].context.row_store(0, 0).free([place for row in batch.batch for place in row.places])
+        two.ranks[0].context.open_rows(0, 0).free([place for row in batch.batch for place in row.places])
         assert [sample.group for sample in (await two.step(batch)).samples] == [1, 2, 5]
 
 
