@@ -238,7 +238,7 @@ def _by_name(functions: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any
 def _reward_here(functions: Sequence[Function], model: str, say: Callable[[str], None]) -> "dict[str, ServiceSpec]":
     """Returns a reward service of this process; empty without functions. model: `reward.model`."""
     from asyncrl.fleet.fleet import ServiceSpec
-    from asyncrl.protocols.contracts import Reward
+    from asyncrl.protocols.service_contracts import Reward
     from asyncrl.services.reward import RewardService
 
     if not functions:

@@ -23,7 +23,7 @@ from asyncrl.controller.journal.checkpoints import ResumePlan, plan_resume, resu
 from asyncrl.controller.journal.journal import Journal, surviving
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
-from asyncrl.controller.training_run import Questions, RunState, TrainingRun
+from asyncrl.controller.observed_run import Questions, RunState, TrainingRun
 from asyncrl.deploy.checks.resource_limits import allow_descriptors, exhausted
 from asyncrl.deploy.preflight import model_problems, preflight
 from asyncrl.deploy.process.fork_client import Forks, forks_of

@@ -6,8 +6,8 @@ from typing import Any
 from asyncrl.config.schema import Config
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.worker_spec import Origin
-from asyncrl.protocols.contracts import Critic, Generation, Reference, Reward, Training
 from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.service_contracts import Critic, Generation, Reference, Reward, Training
 from asyncrl.rewards.functions import Scorer, section_of
 
 ENGINES: Mapping[str, Origin] = {"torch": "torch"}

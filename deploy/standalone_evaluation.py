@@ -4,7 +4,6 @@ import asyncio
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,8 +12,7 @@ from asyncrl.config.missing_packages import missing_packages
 from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load, read
-from asyncrl.controller.journal.checkpoints import plan_resume
-from asyncrl.controller.journal.run_storage import FileStore
+from asyncrl.controller.journal.checkpoints import newest_model
 from asyncrl.controller.observers.held_out_evaluation import Evaluation, Evaluator, Question
 from asyncrl.deploy.preflight import scoring_problems
 from asyncrl.deploy.process.fork_client import forks_of
@@ -26,7 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import ServiceSpec, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.auth import CurveKeys
-from asyncrl.protocols.contracts import Generation, Reward
+from asyncrl.protocols.service_contracts import Generation, Reward
 from asyncrl.rewards.functions import Scorer, section_of
 from asyncrl.tasks import held_out_prompts
 from asyncrl.tasks.prompt_sources import Rows
@@ -35,17 +33,6 @@ from asyncrl.telemetry.run_directory import RunDirectory
 NO_SERVICES: Mapping[str, ServiceSpec] = MappingProxyType({})
 VERSION = 0
 """Version of the weights in a model folder, which no trainer counts."""
-
-
-def newest_model(run_dir: Path) -> tuple[Path, int]:
-    """Returns `model/` of a run's newest good checkpoint and its version; raises ConfigError when there is none."""
-    plan = None
-    if (run_dir / "journal").is_file():
-        with closing(FileStore(run_dir, writable=False)) as store:
-            plan = plan_resume(store)
-    if plan is None:
-        raise ConfigError(f"{run_dir} has no checkpoint yet")
-    return Path(plan.directory) / "model", plan.version
 
 
 async def evaluate_run(

@@ -17,8 +17,8 @@ from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_slot
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Cuts, SampleName
-from asyncrl.protocols.contracts import Critic
 from asyncrl.protocols.messages import Checkpointed, ValueReport
+from asyncrl.protocols.service_contracts import Critic
 from asyncrl.services.reference import results_of_forward_passes
 
 

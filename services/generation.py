@@ -27,9 +27,9 @@ from asyncrl.lanes.data.row_store import bytes_of_slot
 from asyncrl.lanes.weights.arena import Reader, open_reader
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.protocols.batch import Array, BatchRef, RowRef
-from asyncrl.protocols.contracts import Generation
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.seeds import member_seed
+from asyncrl.protocols.service_contracts import Generation
 from asyncrl.tasks.prompt_check import TokenBudget, refuse_what_has_no_room
 
 EVALUATION = "evaluation"  # samples held-out prompts: copies the version under evaluation and holds no lease

@@ -14,7 +14,7 @@ from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_slot
 from asyncrl.protocols.batch import Batch, BatchRef
-from asyncrl.protocols.contracts import Reference
+from asyncrl.protocols.service_contracts import Reference
 
 COLUMN = "reference_logprobs"
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from typing import Any
 from asyncrl.concurrency import gather
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.protocols.contracts import Reward
 from asyncrl.protocols.messages import Score
+from asyncrl.protocols.service_contracts import Reward
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.execution.thread_pool import InProcessPool, named
 from asyncrl.rewards.functions import FunctionSpec, Scorer, function_specs, load, overlong_specs, section_of

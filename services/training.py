@@ -21,9 +21,9 @@ from asyncrl.lanes.data.row_reader import RowPrefetch
 from asyncrl.lanes.weights.arena import Writer, open_writer
 from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.protocols.batch import BatchRef, Cuts
-from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, Published, StepReport
+from asyncrl.protocols.service_contracts import Training
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.protocols.contracts import Critic
+from asyncrl.protocols.service_contracts import Critic
 
 
 async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:

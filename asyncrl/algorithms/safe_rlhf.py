@@ -14,7 +14,7 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.protocols.contracts import Critic, Reward
+from asyncrl.protocols.service_contracts import Critic, Reward
 
 
 async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:

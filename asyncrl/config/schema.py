@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
+from asyncrl.config.contradictions import Incoherent, rule_problems
 from asyncrl.config.problems import Problem
-from asyncrl.config.rules import Incoherent, rule_problems
 from asyncrl.config.section_base import Decay, NonEmpty, Positive, PositiveFloat, Section
 from asyncrl.config.unread_keys import unread_problems
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from asyncrl.config.contradictions import scored_sections
 from asyncrl.config.presets import DEFAULT_BOUNDS, PRESETS, STANDARDIZING
 from asyncrl.config.problems import Problem
-from asyncrl.config.rules import scored_sections
 from asyncrl.config.toml_writer import value_text
 
 if TYPE_CHECKING:
@@ -60,6 +60,15 @@ def unread_problems(config: "Config") -> Iterator[Problem]:
 def reads_bounds(algorithm: "AlgorithmConfig") -> bool:
     """Returns whether the loss, or a KL in the loss, reads clip_low and clip_high."""
     return algorithm.loss not in WITHOUT_BOUNDS or (algorithm.kl > 0 and algorithm.kl_in == "loss")
+
+
+def unread_algorithm_keys(algorithm: "AlgorithmConfig") -> set[str]:
+    """Returns the keys of the section that nothing reads with the values of its other keys."""
+    return {
+        *(("kl_in", "kl_estimator") if algorithm.kl == 0 else ()),
+        *(() if reads_bounds(algorithm) else ("clip_low", "clip_high")),
+        *(("correction_level",) if algorithm.correction == "none" else ()),
+    }
 
 
 def _warning(text: str, key: str, *others: str) -> Problem:

@@ -13,7 +13,7 @@ Each loop is a task that waits for one thing at a time; another loop or a worker
     train        Controller.iterations: train    a full batch, then its step       _state_changed, then the trainer
     weights      WeightPublisher.run             a newer version                   trained, worker_started
     releases     RowReleases.run                 rows that are no longer needed    SampleTracker
-    prefetch     Iterations.prefetch             the batch after the running one   _state_changed
+    prefetch     BatchTraining.prefetch             the batch after the running one   _state_changed
     workers      WorkerEvents.follow             starts and ends of workers        the supervisor of the fleet
 
 A wait for another loop has no deadline of its own: it ends in a call to a worker that has one, and the watchdog of the
@@ -28,9 +28,9 @@ from typing import Literal, Self, cast
 
 from asyncrl.config.schema import Config, MismatchConfig
 from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks
+from asyncrl.controller.batch_training import BatchTraining, CheckedTraining, Iteration
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Cut, Stage
-from asyncrl.controller.iterations import CheckedTraining, Iteration, Iterations
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, Observe, WeightsHandedOver
 from asyncrl.controller.rollouts import Attempt, PromptSource, Rollouts, Sampling, wait_of
@@ -41,8 +41,8 @@ from asyncrl.errors import AlgorithmError, TaskError, root_cause
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.batch import BatchRef, Cuts
-from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.messages import Score, StepReport, ValueReport, with_cost
+from asyncrl.protocols.service_contracts import Training
 
 HANDED_IN = (Stage.READY, Stage.TRAINING, Stage.TRAINED)
 
@@ -109,7 +109,7 @@ class Controller:
         self._rollouts = Rollouts(tracker, prompts, sampling, self._roll_out)
         self._publisher = WeightPublisher(fleet, schedule.publish_deadline, self._handed_over, kill)
         lost = self._rollouts.rows_lost
-        self._iterations = Iterations(
+        self._iterations = BatchTraining(
             tracker, advantages, sampling.incarnation, lost, schedule.mask_truncated, schedule.mismatch
         )
         self.staleness = self._iterations.staleness

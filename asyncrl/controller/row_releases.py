@@ -10,7 +10,7 @@ from asyncrl.concurrency import gather
 from asyncrl.errors import Retryable
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import SampleName
-from asyncrl.protocols.contracts import Contract
+from asyncrl.protocols.service_contracts import Contract
 
 T = TypeVar("T")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from asyncrl.errors import FleetFailed, PeerLost, root_cause
-from asyncrl.fleet.handle import make_handle
 from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls
 from asyncrl.fleet.launcher import InprocLauncher, Launcher
 from asyncrl.fleet.lifecycle_events import (
@@ -23,6 +22,7 @@ from asyncrl.fleet.lifecycle_events import (
     WorkerSpawned,
 )
 from asyncrl.fleet.replicas import DEATH_NOTICE, RemoteWorker, Replicas
+from asyncrl.fleet.service_calls import make_handle
 from asyncrl.fleet.supervisor import STOP_STAGES, RunningInstance, Supervisor, WorkerConnection, WorkerSlot
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.worker_spec import Origin, RunFacts, WorkerSpec
@@ -31,8 +31,8 @@ from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import Wire, WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.shared_memory import unlink_run_segments
-from asyncrl.protocols.contracts import Contract, Critic, Generation, Reference, Reward, Training
 from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.service_contracts import Contract, Critic, Generation, Reference, Reward, Training
 from asyncrl.telemetry.run_directory import replace_text
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from asyncrl.errors import AsyncrlError, DeadlineExceeded
 from asyncrl.fleet.lifecycle_events import FleetStalled, WorkerHung
 from asyncrl.fleet.replicas import RemoteWorker, Replicas
-from asyncrl.protocols.contracts import Contract
 from asyncrl.protocols.messages import Health
+from asyncrl.protocols.service_contracts import Contract
 
 HEALTH = Contract.endpoints["health"]
 HEALTH_TIMEOUT = 2.0

@@ -12,9 +12,9 @@ from typing import Any, Protocol, Self, cast
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
 from asyncrl.lanes.control.wire import Wakeup
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.protocols.contracts import EndpointSpec, Lane
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup
+from asyncrl.protocols.service_contracts import EndpointSpec, Lane
 
 Arguments = tuple[Any, ...]
 

@@ -21,8 +21,8 @@ from asyncrl.fleet.replicas import DEATH_NOTICE, RemoteWorker
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wire
-from asyncrl.protocols.contracts import Lane
 from asyncrl.protocols.messages import Hello
+from asyncrl.protocols.service_contracts import Lane
 
 MAX_DEATHS = 6
 """Deaths of one worker without a finished group in between that end the run, because the cause returns. One more than

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from asyncrl.config.problems import Problem
 from asyncrl.config.user_code import ONE_ARGUMENT, name_of, resolve, signature_problem, source_problem, suggestion
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.adapters import from_trl, from_verl
+from asyncrl.rewards.foreign_functions import from_trl, from_verl
 from asyncrl.rewards.sample import Function
 from asyncrl.rewards.templates import TEMPLATES
 

@@ -14,7 +14,7 @@ from asyncrl.controller.observers.events import Event
 from asyncrl.controller.rollouts import Sampling
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages
-from asyncrl.protocols.contracts import Training
+from asyncrl.protocols.service_contracts import Training
 from asyncrl.protocols.staleness import Policy
 
 

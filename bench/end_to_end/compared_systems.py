@@ -22,7 +22,7 @@ from asyncrl.bench.measurements import stage_seconds
 from asyncrl.config.sources import load
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.fleet.fleet import ServiceSpec
-from asyncrl.protocols.contracts import Generation
+from asyncrl.protocols.service_contracts import Generation
 from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory

@@ -32,7 +32,7 @@ from asyncrl.bench.learning.grid import (
     read_grid,
     select_cases,
 )
-from asyncrl.bench.learning.pages import write_pages
+from asyncrl.bench.learning.report_pages import write_pages
 from asyncrl.bench.learning.training_runs import RunFailed, TrainingChild, run_case
 from asyncrl.bench.measurements import table
 from asyncrl.telemetry.jsonl import LineFile, read_lines

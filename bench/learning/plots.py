@@ -6,8 +6,8 @@ from html import escape
 from statistics import fmean
 from typing import NamedTuple
 
-from asyncrl.bench.learning.cells import Cell, cells
 from asyncrl.bench.learning.grid import SYNCHRONOUS, Grid, Results, Table
+from asyncrl.bench.learning.result_cells import Cell, cells
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 56, 176, 34, 44

@@ -14,8 +14,8 @@ import numpy as np
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import Array, BatchRef, RowRef
-from asyncrl.protocols.contracts import Generation, Reference, Reward, Training
 from asyncrl.protocols.messages import PromptGroup, Score
+from asyncrl.protocols.service_contracts import Generation, Reference, Reward, Training
 from asyncrl.simulation.fakes.fake_service import FakeService
 from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence, Spans, constant
 from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward

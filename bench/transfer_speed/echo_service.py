@@ -7,7 +7,7 @@ import numpy as np
 from asyncrl.bench.rivals.timed_rounds import LARGE, LENGTH, last_values
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef
-from asyncrl.protocols.contracts import Contract, Idempotent, endpoint
+from asyncrl.protocols.service_contracts import Contract, Idempotent, endpoint
 from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL
 
 RANKS = 4

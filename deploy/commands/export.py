@@ -31,7 +31,7 @@ def export(run_dir: Path, target: Path) -> int:
         raise ConfigError(f"{target} exists already; name a folder that does not")
     if not RunDirectory(run_dir).started_before:
         raise ConfigError(f"{run_dir} holds no run: name a directory made by `{program()} run --run-dir`")
-    from asyncrl.deploy.standalone_evaluation import newest_model
+    from asyncrl.controller.journal.checkpoints import newest_model
 
     model, version = newest_model(run_dir)
     unfinished = target.with_name(f"{target.name}.part")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncrl.config.schema import AlgorithmConfig, Config
+    from asyncrl.config.schema import Config
     from asyncrl.fleet.fleet import ServiceSpec
 
 USAGE = f"""\
@@ -57,6 +57,7 @@ def _algorithm_lines(config: "Config") -> Iterator[str]:
     from asyncrl.algorithms.select import algorithm_of
     from asyncrl.config.presets import PRESETS, expanded
     from asyncrl.config.toml_writer import value_text
+    from asyncrl.config.unread_keys import unread_algorithm_keys
 
     chosen = config.algorithm
     preset = PRESETS[chosen.preset]
@@ -65,7 +66,7 @@ def _algorithm_lines(config: "Config") -> Iterator[str]:
     for key, expected in preset.parts.items():
         value = getattr(chosen, key)
         yield f"    {key} = {value_text(value)}" + ("" if value == expected else f"  * not {value_text(expected)}")
-    hidden = {*preset.parts, *_unread_keys(chosen)}
+    hidden = {*preset.parts, "preset", "custom", *unread_algorithm_keys(chosen)}
     for key, field in type(chosen).model_fields.items():
         value = getattr(chosen, key)
         is_off = value in OFF and value == field.default
@@ -75,18 +76,6 @@ def _algorithm_lines(config: "Config") -> Iterator[str]:
         before = LEADING[: LEADING.index(key)] if key in LEADING else LEADING
         expected = expanded({each: getattr(chosen, each) for each in before}, chosen.preset).get(key, field.default)
         yield f"    {key} = {value_text(value)}" + ("" if value == expected else "  *")
-
-
-def _unread_keys(chosen: "AlgorithmConfig") -> set[str]:
-    """Returns the keys that nothing reads with these values, and those that are no part of the algorithm."""
-    from asyncrl.config.unread_keys import reads_bounds
-
-    return {
-        *("preset", "custom"),
-        *(("kl_in", "kl_estimator") if chosen.kl == 0 else ()),
-        *(() if reads_bounds(chosen) else ("clip_low", "clip_high")),
-        *(("correction_level",) if chosen.correction == "none" else ()),
-    }
 
 
 def _service_lines(spec: "ServiceSpec", config: "Config") -> Iterator[str]:

@@ -30,7 +30,7 @@ PURE = {
     "asyncrl/controller/journal/checkpoints.py",
     "asyncrl/controller/controller.py",
     "asyncrl/controller/gate/group_state.py",
-    "asyncrl/controller/iterations.py",
+    "asyncrl/controller/batch_training.py",
     "asyncrl/controller/journal/ledger.py",
     "asyncrl/controller/row_releases.py",
     "asyncrl/controller/weight_publisher.py",

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from asyncrl.simulation.faults.controller_lives import run_trial
-from asyncrl.simulation.faults.trial import Trial, draw_trial
+from asyncrl.simulation.faults.trial_execution import run_trial
+from asyncrl.simulation.faults.trial_plan import Trial, draw_trial
 
 SEEDS, PART = 2000, 250
 EXPECTED = (
@@ -41,7 +41,9 @@ def test_another_seed_gives_another_history() -> None:
 
 def test_the_history_is_the_same_in_another_process() -> None:
     seeds = (14, 40, 72, 166)
-    code = "from asyncrl.simulation.faults.controller_lives import *; from asyncrl.simulation.faults.trial import *; "
+    code = (
+        "from asyncrl.simulation.faults.trial_execution import *; from asyncrl.simulation.faults.trial_plan import *; "
+    )
     code += f"print(*(run_trial(draw_trial(seed)).digest for seed in {seeds}))"
     python = [sys.executable, "-c", code]
     elsewhere = subprocess.run(python, capture_output=True, text=True, check=True, timeout=60)

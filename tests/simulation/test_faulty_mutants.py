@@ -20,23 +20,23 @@ from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import SampleState, Stage
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.journal.journal import Journal
+from asyncrl.controller.observed_run import WorkerEvents
 from asyncrl.controller.rollouts import Rollouts
 from asyncrl.controller.row_releases import RowReleases
 from asyncrl.controller.sample_tracker import SampleTracker
-from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import PeerLost
-from asyncrl.fleet.handle import Handle
 from asyncrl.fleet.lifecycle_events import WorkerStarted
 from asyncrl.fleet.replicas import RemoteWorker
+from asyncrl.fleet.service_calls import Handle
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.message_codec import MessageSequence, decode
 from asyncrl.lanes.control.pending_calls import PendingReply, PendingStream
 from asyncrl.simulation.fakes.training import FakeTraining
-from asyncrl.simulation.faults.controller_lives import TrialOutcome
 from asyncrl.simulation.faults.simulate_command import described, outcome_of
-from asyncrl.simulation.faults.trial import draw_trial
+from asyncrl.simulation.faults.trial_execution import TrialOutcome
+from asyncrl.simulation.faults.trial_plan import draw_trial
 
 sys.path.insert(0, str(Path(__file__).parent))
 from broken_tracker import a_drop_is_not_journaled, trained_is_told_before_it_is_written_down

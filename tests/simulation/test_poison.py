@@ -7,8 +7,8 @@ import pytest
 
 from asyncrl.simulation.fakes.generation import Lengths, lognormal, stragglers
 from asyncrl.simulation.fakes.training import StepCost
-from asyncrl.simulation.faults.controller_lives import run_trial
-from asyncrl.simulation.faults.trial import Fault, Trial, draw_trial
+from asyncrl.simulation.faults.trial_execution import run_trial
+from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_trial
 from asyncrl.simulation.scenarios import FaultRates, Scenario, simulate
 
 

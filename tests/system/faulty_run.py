@@ -17,13 +17,13 @@ from typing import Any
 from watching import dead, pid_of, wait_until
 
 from asyncrl.config.schema import Config
-from asyncrl.controller import training_run
+from asyncrl.controller import observed_run
 from asyncrl.controller.journal.checkpoints import Manifest, commit
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.deploy import cli, run_setup
 from asyncrl.fleet.fleet import ServiceSpec
-from asyncrl.protocols.contracts import Generation, Reward, Training
 from asyncrl.protocols.messages import Checkpointed
+from asyncrl.protocols.service_contracts import Generation, Reward, Training
 
 FAULTS: dict[str, Any] = json.loads(os.environ.get("FAULTS", "{}"))
 WHO, POINT, VERSION = FAULTS.get("at", ["", "", -1])
@@ -69,7 +69,7 @@ def standin_specs(config: Config) -> list[ServiceSpec]:
 
 
 if __name__ == "__main__":
-    training_run.commit = faulty_commit
+    observed_run.commit = faulty_commit
     if FAULTS.get("standins"):
         run_setup.prepare, run_setup.service_specs = no_model, standin_specs
     sys.exit(cli.main())

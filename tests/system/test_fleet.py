@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
-from asyncrl.fleet.handle import make_handle
+from asyncrl.fleet.service_calls import make_handle
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.protocols.messages import PromptGroup

@@ -27,9 +27,9 @@ from asyncrl.lanes.data.row_store import SharedRows
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.lanes.weights.arena import open_reader
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
-from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.service_contracts import Training
 
 pytestmark = pytest.mark.fleet
 

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from asyncrl.config.contradictions import Incoherent
 from asyncrl.config.problems import Problem
-from asyncrl.config.rules import Incoherent
 from asyncrl.config.schema import Config, RewardFunction
 from asyncrl.config.sources.keys import all_keys, closest
 

@@ -6,18 +6,18 @@ files match their digests and the journal still begins with the bytes that the c
 
 import json
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 from zlib import crc32
 
 from asyncrl.controller.gate.group_state import GroupState
 from asyncrl.controller.journal.journal import Journal, Scan, replay, resumes, void_ranges
 from asyncrl.controller.journal.ledger import CheckpointMade, Drawn, InFlight, Ledger
-from asyncrl.controller.journal.run_storage import Store
-from asyncrl.errors import JournalError, RemoteError, WireError
+from asyncrl.controller.journal.run_storage import FileStore, Store
+from asyncrl.errors import ConfigError, JournalError, RemoteError, WireError
 from asyncrl.lanes.control.field_checks import field_checks
 from asyncrl.protocols.messages import Checkpointed
 
@@ -230,3 +230,14 @@ def resume(store: Store, plan: ResumePlan) -> Journal:
     journal = Journal(store)
     journal.resume(plan.incarnation, plan.offset)
     return journal
+
+
+def newest_model(run_dir: Path) -> tuple[Path, int]:
+    """Returns `model/` of a run's newest good checkpoint and its version; raises ConfigError when there is none."""
+    plan = None
+    if (run_dir / "journal").is_file():
+        with closing(FileStore(run_dir, writable=False)) as store:
+            plan = plan_resume(store)
+    if plan is None:
+        raise ConfigError(f"{run_dir} has no checkpoint yet")
+    return Path(plan.directory) / "model", plan.version

@@ -13,9 +13,9 @@ from asyncrl.controller.observers.events import Prompt
 from asyncrl.errors import Refused, Retryable, WeightsError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.protocols.contracts import Generation, Reward
 from asyncrl.protocols.messages import PromptGroup, Published
 from asyncrl.protocols.seeds import group_seed
+from asyncrl.protocols.service_contracts import Generation, Reward
 
 READER = "evaluation"
 """Name of the reader that leases a version from the trainer while it is copied out."""

@@ -14,7 +14,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_of, probe_tokens
 from asyncrl.engines.training.batch.masking import MaskedRow, mask_metrics
 from asyncrl.engines.training.batch.micro_batches import micro_batch, micro_batches, pad_rows
-from asyncrl.engines.training.batch.pretraining_texts import load_pretraining, texts_of
+from asyncrl.engines.training.batch.pretraining_batch import load_pretraining, texts_of
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.data_parallel import Ranks, check_same, own_device
 from asyncrl.engines.training.models_with_heads import load_causal_model

@@ -17,8 +17,8 @@ from structlog.contextvars import bind_contextvars
 from asyncrl.errors import UnknownEndpoint
 from asyncrl.fleet.worker.service import Service
 from asyncrl.protocols.batch import is_divisible
-from asyncrl.protocols.contracts import Lane
 from asyncrl.protocols.messages import Call, PromptGroup
+from asyncrl.protocols.service_contracts import Lane
 
 
 class Dispatcher:

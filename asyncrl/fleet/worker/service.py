@@ -13,9 +13,9 @@ from asyncrl.config.schema import Config
 from asyncrl.fleet.worker.compute_thread import Compute, Occupancy
 from asyncrl.lanes.data.row_store import RowRetention, RowStore
 from asyncrl.protocols.batch import Array, Place, SampleName
-from asyncrl.protocols.contracts import EndpointSpec
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Health
+from asyncrl.protocols.service_contracts import EndpointSpec
 from asyncrl.telemetry.state_clock import STATES, StateClock
 from asyncrl.telemetry.trace import Tracer
 

@@ -18,7 +18,7 @@ from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.data.row_reader import RowReader, serve_rows
 from asyncrl.lanes.data.row_store import HeapRows, RowStore, open_rows
 from asyncrl.lanes.shared_memory import segment_name
-from asyncrl.protocols.contracts import Lane
+from asyncrl.protocols.service_contracts import Lane
 from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.state_clock import StateClock
 from asyncrl.telemetry.trace import Tracer

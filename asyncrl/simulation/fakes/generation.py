@@ -14,9 +14,9 @@ from asyncrl.errors import AsyncrlError, DeadlineExceeded, LostRows, PeerLost, R
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
-from asyncrl.protocols.contracts import Generation
 from asyncrl.protocols.messages import PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.seeds import member_seed
+from asyncrl.protocols.service_contracts import Generation
 from asyncrl.simulation.fakes.fake_service import KEY, FakeService, now
 
 Lengths: TypeAlias = Callable[[random.Random], int]

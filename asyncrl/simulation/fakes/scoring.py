@@ -10,8 +10,8 @@ import numpy as np
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef, SampleName
-from asyncrl.protocols.contracts import Critic, Reference, Reward
 from asyncrl.protocols.messages import Checkpointed, Score, ValueReport
+from asyncrl.protocols.service_contracts import Critic, Reference, Reward
 from asyncrl.simulation.fakes.fake_service import FakeService
 
 

@@ -11,9 +11,9 @@ from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_reader import RowPrefetch
 from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
-from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, Published, StepReport, TrainedSample
+from asyncrl.protocols.service_contracts import Training
 from asyncrl.protocols.staleness import live
 from asyncrl.simulation.fakes.fake_service import KEY, FakeService, now
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import Batch, BatchRef
-from asyncrl.protocols.contracts import Reward, endpoint
 from asyncrl.protocols.messages import PromptGroup, Published, Using
+from asyncrl.protocols.service_contracts import Reward, endpoint
 from asyncrl.protocols.transfer import ONE_OF
 from asyncrl.simulation.fakes.fake_service import FakeService
 from asyncrl.simulation.fakes.generation import FakeGeneration
@@ -18,7 +18,7 @@ from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from asyncrl.simulation.faults.ground_truth import GroundTruth
 from asyncrl.simulation.faults.slow_disk import SlowDisk
-from asyncrl.simulation.faults.trial import TOKEN_TIME, Trial
+from asyncrl.simulation.faults.trial_plan import TOKEN_TIME, Trial
 
 STATE = "state.txt"
 COUNTING_TIME = 1.0

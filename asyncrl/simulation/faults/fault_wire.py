@@ -10,7 +10,7 @@ from asyncrl.lanes.control.inproc_wire import InprocCaller, InprocListener, Inpr
 from asyncrl.lanes.control.wire import HIGH_WATER
 from asyncrl.simulation.fakes.fake_service import now
 from asyncrl.simulation.faults.fault_injection import FaultInjection
-from asyncrl.simulation.faults.trial import Fault
+from asyncrl.simulation.faults.trial_plan import Fault
 
 
 class FaultyPipe(Pipe[Any]):

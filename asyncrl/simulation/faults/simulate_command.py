@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from asyncrl.errors import root_cause
-from asyncrl.simulation.faults.controller_lives import TrialOutcome, run_trial
-from asyncrl.simulation.faults.trial import Trial, draw_trial
+from asyncrl.simulation.faults.trial_execution import TrialOutcome, run_trial
+from asyncrl.simulation.faults.trial_plan import Trial, draw_trial
 
 CPU_LIMIT = 60.0
 """CPU-seconds of one trial, hundreds of times what it takes: a loop that awaits nothing stops the virtual clock."""
@@ -106,7 +106,9 @@ def described(outcome: TrialOutcome | BaseException) -> str:
 
 
 def command(trial: Trial) -> str:
-    imports = "from asyncrl.simulation.faults.trial import *; from asyncrl.simulation.faults.controller_lives import *"
+    imports = (
+        "from asyncrl.simulation.faults.trial_plan import *; from asyncrl.simulation.faults.trial_execution import *"
+    )
     return f'.venv/bin/python -c "{imports}; run_trial({trial!r})"'
 
 

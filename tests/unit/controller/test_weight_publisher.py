@@ -9,8 +9,8 @@ from asyncrl.controller.observers.events import Event, WeightsHandedOver
 from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import DeadlineExceeded, PeerLost, root_cause
 from asyncrl.fleet.fleet import Fleet
-from asyncrl.protocols.contracts import Generation, Reward, Training
 from asyncrl.protocols.messages import Published, Using
+from asyncrl.protocols.service_contracts import Generation, Reward, Training
 from asyncrl.simulation import virtual_loop
 
 

@@ -19,9 +19,9 @@ from asyncrl.fleet.health import (
 )
 from asyncrl.fleet.lifecycle_events import WorkerHung
 from asyncrl.fleet.replicas import RemoteWorker, Replicas
-from asyncrl.protocols.contracts import Contract, Lane
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Health
+from asyncrl.protocols.service_contracts import Contract, Lane
 from asyncrl.simulation import virtual_loop
 
 SECONDS = 20.0

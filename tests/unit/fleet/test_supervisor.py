@@ -16,8 +16,8 @@ from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLo
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.supervisor import DeathCounter, Supervisor, WorkerConnection, WorkerSlot, end_process
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
-from asyncrl.protocols.contracts import EndpointSpec, Idempotent, Lane
 from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.service_contracts import EndpointSpec, Idempotent, Lane
 from asyncrl.protocols.transfer import ONE_OF
 from asyncrl.simulation import virtual_loop
 

@@ -3,8 +3,8 @@ from dataclasses import Field, fields
 from hashlib import sha256
 from typing import Any
 
-from asyncrl.protocols.contracts import Critic, Generation, Reference, Reward, Training
 from asyncrl.protocols.messages import PROTOCOL, WIRE_TYPES
+from asyncrl.protocols.service_contracts import Critic, Generation, Reference, Reward, Training
 
 DIGESTS = {
     4: "91705afc5d8c409a",

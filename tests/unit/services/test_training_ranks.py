@@ -15,10 +15,10 @@ from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import HeapRows
 from asyncrl.protocols.batch import BatchRef, Cuts
-from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Checkpointed, StepReport
+from asyncrl.protocols.service_contracts import Training
 from asyncrl.protocols.transfer import fan_out
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -17,7 +17,7 @@ from asyncrl.simulation.faults.simulate_command import (
     outcome_of,
     shrink,
 )
-from asyncrl.simulation.faults.trial import Fault, Trial, draw_trial
+from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_trial
 
 TRIAL = Trial(seed=3, steps=4)
 

@@ -10,11 +10,10 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.config.toml_writer import dump
-from asyncrl.controller.journal.checkpoints import commit
+from asyncrl.controller.journal.checkpoints import commit, newest_model
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.deploy import cli
-from asyncrl.deploy.standalone_evaluation import newest_model
 from asyncrl.protocols.messages import Checkpointed
 
 WEIGHTS = b"weights of version 0"

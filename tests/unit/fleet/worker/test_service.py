@@ -16,9 +16,9 @@ from asyncrl.fleet.worker.compute_thread import InlineCompute, Occupancy
 from asyncrl.fleet.worker.dispatcher import Dispatcher
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import HeapRows
-from asyncrl.protocols.contracts import Contract, Lane, endpoint
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Call, PromptGroup
+from asyncrl.protocols.service_contracts import Contract, Lane, endpoint
 from asyncrl.protocols.transfer import ONE_OF
 from asyncrl.telemetry.state_clock import StateClock
 from asyncrl.telemetry.trace import Tracer

@@ -21,8 +21,8 @@ from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.errors import AlgorithmError, AsyncrlError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
-from asyncrl.protocols.contracts import Training
 from asyncrl.protocols.messages import StepReport
+from asyncrl.protocols.service_contracts import Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Iteration:
 
 
 @dataclass
-class Iterations:
+class BatchTraining:
     """Begins and ends iterations, at most one at a time.
 
     cuts: of the running iteration; None: no iteration runs. rows_lost: called with cuts that could not be trained
@@ -187,7 +187,7 @@ class Iterations:
 class CheckedTraining:
     """The trainer as an algorithm sees it, whose `step` takes the cuts of the running iteration only."""
 
-    def __init__(self, training: Training, iterations: Iterations) -> None:
+    def __init__(self, training: Training, iterations: BatchTraining) -> None:
         self._training = training
         self._iterations = iterations
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, UnknownEndpoint
-from asyncrl.fleet.handle import GROUP_MARGIN, make_handle
 from asyncrl.fleet.replicas import Replicas
+from asyncrl.fleet.service_calls import GROUP_MARGIN, make_handle
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
-from asyncrl.protocols.contracts import Contract, Idempotent, Lane, endpoint
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup
+from asyncrl.protocols.service_contracts import Contract, Idempotent, Lane, endpoint
 from asyncrl.protocols.transfer import ONE_OF, ONE_TO_ALL, Rows, Transfer
 
 
@@ -266,8 +266,8 @@ async def test_deadlines_come_from_the_config_or_from_the_group() -> None:
 
 
 TYPED = """
-from asyncrl.fleet.handle import make_handle
-from asyncrl.protocols.contracts import Generation
+from asyncrl.fleet.service_calls import make_handle
+from asyncrl.protocols.service_contracts import Generation
 from asyncrl.fleet.replicas import Replicas
 
 async def algorithm(service: Replicas) -> None:
@@ -287,7 +287,7 @@ def test_a_wrong_argument_fails_the_type_check(tmp_path: Any) -> None:
     cache = f"--cache-dir={tmp_path / 'cache'}"
     told, _, status = api.run(["--strict", "--follow-imports=silent", cache, str(snippet)])
     assert status == 1
-    assert 'Revealed type is "asyncrl.protocols.contracts.Generation"' in told
+    assert 'Revealed type is "asyncrl.protocols.service_contracts.Generation"' in told
     assert 'algorithm.py:10: error: Argument 1 to "generate" of "Generation"' in told
     assert 'algorithm.py:11: error: Argument 1 to "texts" of "Generation"' in told
     assert "Found 2 errors" in told

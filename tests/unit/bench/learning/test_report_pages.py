@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from asyncrl.bench.learning import benchmark
-from asyncrl.bench.learning.cells import cells, ranking
 from asyncrl.bench.learning.grid import Case, Grid, read_grid
-from asyncrl.bench.learning.pages import columns, no_worse, recovery, summary_lines, table_lines, write_pages
 from asyncrl.bench.learning.plots import Chart, Point, ticks_to
+from asyncrl.bench.learning.report_pages import columns, no_worse, recovery, summary_lines, table_lines, write_pages
+from asyncrl.bench.learning.result_cells import cells, ranking
 
 Lines = dict[str, dict[str, Any]]
 

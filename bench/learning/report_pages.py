@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from asyncrl.bench.learning.cells import Cell, cells, ranking, results_in_grid
 from asyncrl.bench.learning.grid import SYNCHRONOUS, Candidate, Grid, Results, Table
 from asyncrl.bench.learning.paired_statistics import differences, recovered_share, upper_bound
 from asyncrl.bench.learning.plots import plots
+from asyncrl.bench.learning.result_cells import Cell, cells, ranking, results_in_grid
 from asyncrl.bench.measurements import LOADED
 from asyncrl.experiments import experiments
 
@@ -22,7 +22,7 @@ TABLES = "bench/results/learning.md"
 NO_WORSE = 0.03
 """Bound of the loss at limit 2 below which asynchrony counts as no worse."""
 LOSS = "loss at η"
-TEXTS: dict[str, str] = tomllib.loads(Path(__file__).with_name("pages.toml").read_text("utf-8"))
+TEXTS: dict[str, str] = tomllib.loads(Path(__file__).with_name("report_pages.toml").read_text("utf-8"))
 
 
 def write_pages(grid: Grid, results: Results, docs: Path) -> list[Path]:

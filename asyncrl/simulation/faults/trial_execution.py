@@ -13,8 +13,8 @@ from asyncrl.config.schema import Config, GenerationConfig, ModelConfig, TaskCon
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.journal import surviving
 from asyncrl.controller.journal.ledger import Trained
+from asyncrl.controller.observed_run import WorkerEvents
 from asyncrl.controller.observers.events import Event, GroupDrawn, GroupFinished, GroupPoisoned
-from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, root_cause
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
 from asyncrl.fleet.replicas import RemoteWorker
@@ -22,7 +22,7 @@ from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import CREDIT
 from asyncrl.objectives.advantages import greedy_baseline, group_baseline
-from asyncrl.protocols.contracts import Generation, Lane, Reference, Training
+from asyncrl.protocols.service_contracts import Generation, Lane, Reference, Training
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.faults.fault_injection import CHECK_PERIOD, FLEET, GROUP_DEADLINE, FaultInjection
 from asyncrl.simulation.faults.fault_launcher import FaultyLauncher
@@ -36,7 +36,7 @@ from asyncrl.simulation.faults.fault_services import (
 from asyncrl.simulation.faults.fault_wire import FaultyWire, ProcessWire
 from asyncrl.simulation.faults.ground_truth import GroundTruth, TrialViolation
 from asyncrl.simulation.faults.slow_disk import SlowDisk
-from asyncrl.simulation.faults.trial import Fault, Trial
+from asyncrl.simulation.faults.trial_plan import Fault, Trial
 from asyncrl.simulation.invariants import Invariants
 from asyncrl.simulation.resumable_run import ResumableRun
 

@@ -21,9 +21,9 @@ from typing import Any, TypeVar, cast
 from asyncrl.concurrency import gather
 from asyncrl.errors import PeerLost, UnknownEndpoint
 from asyncrl.fleet.replicas import Arguments, RemoteWorker, Replica, Replicas
-from asyncrl.protocols.contracts import Contract, EndpointSpec, Idempotent
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup
+from asyncrl.protocols.service_contracts import Contract, EndpointSpec, Idempotent
 from asyncrl.protocols.transfer import fan_out
 
 C = TypeVar("C", bound=Contract)
