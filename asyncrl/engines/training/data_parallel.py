@@ -65,7 +65,8 @@ class DistributedRanks(Ranks):
             torch.cuda.set_device(self._device)
         with self._exchange(f"did not all join within {start:g} s"):
             store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
-            store.set_timeout(timedelta(seconds=start))
+            store.set(f"joined/{rank}", "1")  # gloo would wait for a missing rank as long as for an exchange.
+            store.wait([f"joined/{other}" for other in range(size)], timedelta(seconds=start))
             timeout = timedelta(seconds=exchange)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
