@@ -185,3 +185,13 @@ def test_functions_named_in_structures_exist() -> None:
             if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
         }
         assert name in defined, f"{target} does not exist"
+
+
+def test_marked_tests_stand_where_their_job_collects_them() -> None:
+    """The jobs `fleet` and `learning` of scripts/test import only these, which spares them half a minute."""
+    collected = [ROOT / "tests/system", ROOT / "tests/unit/engines/generation/test_smollm2.py"]
+    marked = [
+        path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"mark\.(fleet|slow)\b", path.read_text())
+    ]
+    assert marked
+    assert not [path for path in marked if not any(path.is_relative_to(place) for place in collected)]
