@@ -7,6 +7,7 @@ import: 1.4 of 5.9 CPU-seconds, and 500 modules. Only processes that are ours do
   transformers call without compiling anything. Until then these do what its own do outside of a compiler.
 - transformers is told that torch was built without `torch.distributed`, which it supports. Ranks of the trainer use
   `torch.distributed` themselves.
+- transformers is told that accelerate is not installed, as it is not with the base install: it would import it.
 - transformers reads all its 1,100 folders of models as it is imported, twice because its cache holds 128 folders: here
   the cache holds all of them, and each file is read from its `__all__` on. This saves a third of transformers' import.
 
@@ -111,15 +112,15 @@ class _TransformersLoader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._real.exec_module(module)
         names = module.__dict__
-        names["is_torch_distributed_available"] = _not_distributed
+        names["is_torch_distributed_available"] = names["is_accelerate_available"] = _unavailable
         if scan := names.get("create_import_structure_from_path"):
             names["create_import_structure_from_path"] = functools.cache(scan.__wrapped__)
         if exported := names.get("fetch__all__"):
             names["fetch__all__"] = lambda text: exported(text[text.rfind("\n__all__") + 1 :])
 
 
-def _not_distributed() -> bool:
-    """Answers as transformers does where torch was built without `torch.distributed`."""
+def _unavailable(*_: Any) -> bool:
+    """Answers as transformers does where a package is missing, or torch was built without `torch.distributed`."""
     return False
 
 
