@@ -74,10 +74,10 @@ class EmulatedGeneration(EmulatedService, FakeGeneration):
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         await self.wait_for_weights(prompts.not_before)
-        spans = ((self.version, TOKENS),)
         queue = asyncio.Queue[Any]()
         members = [Sequence(prompts, member, TOKENS, queue) for member in prompts.members]
         await self.spend(self.seconds_for(prompts.members))
+        spans = ((self.version, TOKENS),)  # Not that of the call, after which the group waits for the groups before it.
         yield BatchRef(tuple(self.row(member, spans) for member in members))
 
     def columns(self, sequence: Sequence, spans: Spans) -> dict[str, Array]:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.bench.overhead.benchmark import STAGES, WARM, emulated_run
+from asyncrl.bench.overhead.benchmark import GROUPS, MEMBERS, STAGES, WARM, emulated_run
+from asyncrl.telemetry.metrics_file import read_metrics
 
 pytestmark = pytest.mark.fleet
 
@@ -16,3 +17,6 @@ def test_emulated_stages_run_and_sleep_as_long_as_configured(tmp_path: Path) -> 
     for stage, seconds in found.slept.items():
         assert seconds >= 0.9 * asked[stage], found
     assert found.seconds >= 0.9 * max(asked.values())
+    lines = read_metrics(next(tmp_path.rglob("metrics.jsonl")))[WARM:]
+    stale = sum(line.get("data/dropped/stale", 0) for line in lines)
+    assert stale < 0.25 * GROUPS * MEMBERS * len(lines), "groups are stamped with the version before their turn"
