@@ -69,6 +69,8 @@ class EmulatedService(FakeService):
 class EmulatedGeneration(EmulatedService, FakeGeneration):
     """Samples one group after the other; all members of a group finish together."""
 
+    row_bytes = 2048
+
     def __init__(self, context: WorkerContext) -> None:
         FakeGeneration.__init__(self, 1, 0.0, constant(TOKENS), context=context)
 
@@ -98,6 +100,8 @@ class EmulatedReward(EmulatedService, FakeReward):
 
 class EmulatedReference(EmulatedService, FakeReference):
     """Reads the tokens of a row, and sleeps."""
+
+    row_bytes = 512
 
     def __init__(self, context: WorkerContext) -> None:
         FakeReference.__init__(self, 0.0, read_columns=["prompt_ids", "response_ids"], context=context)
