@@ -1,7 +1,7 @@
-"""What starts workers: the interface, and the launcher that runs them as tasks of this process.
+"""The interface of launchers, which start workers, and the launcher that runs workers as tasks of this process.
 
-Tests use that one, and reward functions that no other process can import. Processes are started by
-deploy/process/local_launcher.py.
+The latter serves tests and reward functions that no other process can import. deploy/process/local_launcher.py starts
+processes.
 """
 
 import asyncio

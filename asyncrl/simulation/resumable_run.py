@@ -1,4 +1,4 @@
-"""What both simulators share: the sizes of a run, and a controller that goes on from its newest checkpoint."""
+"""The parts that both simulators share: the sizes of a run, and a controller that resumes its newest checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

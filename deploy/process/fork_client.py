@@ -167,7 +167,7 @@ class Forks:
         self._servers = _Servers(process, {stage: ours for stage, (ours, _) in pairs.items()}, output, {})
 
     def suits(self, environment: Mapping[str, str]) -> bool:
-        """Whether workers with this environment can be forked from these processes."""
+        """Returns whether workers with this environment can be forked from these processes."""
         return self._environment == {**NUMPY_THREADS, **environment}
 
     def end(self) -> None:

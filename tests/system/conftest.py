@@ -1,4 +1,4 @@
-"""What several files of system tests need."""
+"""Fixtures that several files of system tests share."""
 
 import asyncio
 import fcntl

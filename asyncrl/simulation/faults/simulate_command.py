@@ -35,7 +35,7 @@ SIMPLER = (
     "cut_at",
     "policy",
 )
-"""What becomes as in SIMPLEST, in this order."""
+"""Attributes of a trial that shrinking sets to those of SIMPLEST, in this order."""
 LEAST = (("steps", 1), ("groups", 1), ("members", 2), ("generators", 1), ("scorers", 1), ("limit", 0), ("slots", 1))
 
 

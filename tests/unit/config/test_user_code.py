@@ -1,4 +1,4 @@
-"""What the user names is found, or the message says what is there; its source is checked without running it."""
+"""A name that the user gives is found, or the message says which names there are; its source is checked unrun."""
 
 from pathlib import Path
 

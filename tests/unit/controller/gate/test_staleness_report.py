@@ -1,4 +1,4 @@
-"""What the limit costs, on samples whose numbers can be counted by hand."""
+"""The cost of the staleness limit, on samples whose numbers can be counted by hand."""
 
 import re
 from collections import Counter
