@@ -252,7 +252,8 @@ class Replicas:
 
     async def least_loaded(self, until: float) -> Replica:
         """Returns the first live replica that the fewest calls chose. Raises what `wait_for_live` raises."""
-        return min(await self.wait_for_live(until), key=lambda replica: replica.load)
+        live = await self.wait_for_live(until)
+        return live[0] if len(live) == 1 else min(live, key=lambda replica: replica.load)
 
     def _dead_workers(self) -> str:
         return "; ".join(worker.status for worker in self if not worker.alive)

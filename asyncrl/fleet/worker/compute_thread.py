@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar, TypeVarTuple, Unpack
 
 from asyncrl.telemetry.state_clock import State, StateClock
@@ -26,19 +27,11 @@ class Occupancy:
 
     def computing(self) -> AbstractContextManager[None]:
         """Books the block as busy, on the compute thread or in children of this worker."""
-        return self._counted(computing=1, calls=0)
+        return _Counted(self._count, computing=1, calls=0)
 
     def serving(self) -> AbstractContextManager[None]:
         """Counts a call of the work lane that is being served during the block."""
-        return self._counted(computing=0, calls=1)
-
-    @contextmanager
-    def _counted(self, computing: int, calls: int) -> Iterator[None]:
-        self._count(computing, calls)
-        try:
-            yield
-        finally:
-            self._count(-computing, -calls)
+        return _Counted(self._count, computing=0, calls=1)
 
     def _count(self, computing: int, calls: int) -> None:
         with self._lock:
@@ -48,6 +41,21 @@ class Occupancy:
             if state != self._state:
                 self._state = state
                 self._clock.idle() if state == "idle" else self._clock.enter(state)
+
+
+@dataclass(slots=True)
+class _Counted(AbstractContextManager[None]):
+    """Adds to the counts of an Occupancy during a block, at half the cost of a generator, because every call does."""
+
+    count: Callable[[int, int], None]
+    computing: int
+    calls: int
+
+    def __enter__(self) -> None:
+        self.count(self.computing, self.calls)
+
+    def __exit__(self, *_: object) -> None:
+        self.count(-self.computing, -self.calls)
 
 
 class Compute(Protocol):

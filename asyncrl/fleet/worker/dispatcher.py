@@ -8,8 +8,9 @@ Each lane has a socket and a receiving task of its own, so health and pause are 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterator
-from contextlib import aclosing, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from structlog.contextvars import bind_contextvars
@@ -56,20 +57,33 @@ class Dispatcher:
                 async for item in items:
                     yield item
 
-    @contextmanager
-    def _traced(self, call: Call) -> Iterator[None]:
-        """Surrounds a call with its span, its entry in the service's running calls, and the booking of its time."""
+    def _traced(self, call: Call) -> "_TracedCall":
         ids = _ids_in(call.args)
         # Never unbound: these variables belong to the call's own task, which ends with it.
         bind_contextvars(call=call.method, **ids)
         shown = f" ({', '.join(f'{name} {value}' for name, value in ids.items())})" if ids else ""
-        key, running = object(), self._service.running
-        running[key] = (call.method + shown, asyncio.get_running_loop().time())
-        try:
-            with self._booking(), self._service.context.tracer.span(call.method, **ids):
-                yield
-        finally:
-            del running[key]
+        span = self._service.context.tracer.span(call.method, **ids)
+        return _TracedCall(self._service.running, call.method + shown, self._booking(), span)
+
+
+@dataclass(slots=True, eq=False)
+class _TracedCall(AbstractContextManager[None]):
+    """Surrounds a call with its span, its entry in the service's running calls, and the booking of its time."""
+
+    running: dict[object, tuple[str, float]]
+    shown: str
+    booking: AbstractContextManager[None]
+    span: AbstractContextManager[None]
+
+    def __enter__(self) -> None:
+        self.running[self] = (self.shown, asyncio.get_running_loop().time())
+        self.booking.__enter__()
+        self.span.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self.span.__exit__(*raised)
+        self.booking.__exit__(*raised)
+        del self.running[self]
 
 
 def _ids_in(args: tuple[Any, ...]) -> dict[str, int]:

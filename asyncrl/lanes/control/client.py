@@ -178,7 +178,8 @@ class Client:
 
     def _return_credit(self) -> None:
         self._credit += 1
-        self._credit_returned.wake()
+        if self._credit == 1:
+            self._credit_returned.wake()
 
     def _cancel_abandoned(self) -> None:
         """Sends Cancel for calls given up, whose credit then returns; tried again later when the queue is full."""
