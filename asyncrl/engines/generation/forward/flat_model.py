@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncrl.engines.canary_logprobs import PROBE_TOKENS
 from asyncrl.engines.generation.forward.attention import NAME, DecodeBlocks, FlatTokens
 from asyncrl.engines.generation.forward.kv_cache import Ints, KVCache
-from asyncrl.engines.generation.forward.llama_fast_path import is_llama_like, llama_states
+from asyncrl.engines.generation.forward.llama_fast_path import bind_parameters, is_llama_like, llama_states
 from asyncrl.engines.model_loading import load_pretrained
 from asyncrl.errors import ConfigError
 
@@ -57,6 +57,7 @@ class FlatModel:
         """Must be called after the values or the tensors of the model's parameters changed."""
         head = self.model.get_output_embeddings()
         self._head = deepcopy(head).float() if self._float32_head else head
+        self._body = bind_parameters(self.model.model) if self.fast else None
 
     @torch.no_grad()
     def logits(self, tokens: Ints, positions: Ints, prefill: Mapping[int, Ints] = NO_PREFILL) -> Tensor:
@@ -116,7 +117,7 @@ class FlatModel:
 
     def _states(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
         if self.fast:
-            return llama_states(self.model.model, ids, flat, last)
+            return llama_states(self._body, ids, flat, last)
         inputs = {"input_ids": ids[None], "position_ids": flat.positions[None]}
         states: Tensor = self.model.base_model(**inputs, use_cache=False, flat=flat).last_hidden_state
         return states[0, last]
