@@ -6,7 +6,7 @@ A handle on a contract has the contract's own type, so a wrong argument fails th
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any, ClassVar, Self, TypeVar
 
 from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
@@ -27,7 +27,7 @@ from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL, THREE_D_PRO
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Lane(Enum):
+class Lane(StrEnum):
     """Which socket and task carry a call. CONTROL is always answered, also while WORK is busy."""
 
     CONTROL = "control"

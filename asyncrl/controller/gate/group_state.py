@@ -1,7 +1,7 @@
 """The state of groups and samples in flight, and the values that the gate answers with."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from asyncrl.protocols.batch import RowRef
 
@@ -9,7 +9,7 @@ Cut = tuple[int, tuple[int, ...]]
 """A group and those of its members that train together."""
 
 
-class Stage(Enum):
+class Stage(StrEnum):
     RUNNING = "running"
     SCORING = "scoring"
     READY = "ready"
