@@ -1,14 +1,50 @@
-"""The section `[algorithm]` of a config: advantage, loss, KL and corrections.
+"""The base of all sections of a config, and the section `[algorithm]` with its presets: values for other keys of the
+section, each of which a config may override."""
 
-The text below a key is what `asyncrl keys`, error messages and docs/reference/config.md say about it.
-"""
-
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from asyncrl.config.presets import PRESETS, expanded
-from asyncrl.config.section_base import Positive, PositiveFloat, Section
+Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+STANDARDIZING = ("group_mean", "gae")
+"""Advantages that are divided by a standard deviation unless `normalize_std` is false."""
+DEFAULT_BOUNDS: Mapping[str, Mapping[str, float]] = {
+    "cap": {"weight_cap": 2.0},
+    "mask": {"weight_floor": 0.5, "weight_cap": 5.0},
+}
+"""Default bounds of the weight, by `correction`."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, without unknown keys and without infinite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """An algorithm of a paper. parts: keys of `[algorithm]` and their values."""
+
+    paper: str
+    parts: Mapping[str, Any]
+
+
+def _presets() -> dict[str, Preset]:
+    tables: dict[str, dict[str, Any]] = tomllib.loads((files(__package__) / "presets.toml").read_text("utf-8"))
+    for parts in tables.values():
+        parts.update({key: tuple(value) for key, value in parts.items() if isinstance(value, list)})
+    return {name: Preset(parts.pop("paper"), parts) for name, parts in tables.items()}
+
+
+PRESETS = _presets()
 
 if TYPE_CHECKING:
     PresetName = str
@@ -109,3 +145,13 @@ class AlgorithmConfig(Section):
     def _preset_under_the_rest(cls, values: Any) -> Any:
         preset = values.get("preset", "grpo") if isinstance(values, dict) else None
         return expanded(values, preset) if isinstance(preset, str) and preset in PRESETS else values
+
+
+def expanded(given: Mapping[str, Any], preset: str) -> dict[str, Any]:
+    """Adds the values of the preset, and defaults that depend on other values, to those that were given."""
+    values = {**PRESETS[preset].parts, **given}
+    if values.get("old_logprobs") == "recomputed":
+        values.setdefault("correction", "cap")
+    if values["advantage"] in STANDARDIZING:
+        values.setdefault("normalize_std", True)
+    return {**DEFAULT_BOUNDS.get(str(values.get("correction")), {}), **values}

@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
-from asyncrl.config.contradictions import Incoherent, rule_problems
+from asyncrl.config.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
 from asyncrl.config.problems import Problem
-from asyncrl.config.section_base import Decay, NonEmpty, Positive, PositiveFloat, Section
-from asyncrl.config.unread_keys import unread_problems
+from asyncrl.config.rules import Incoherent, rule_problems
 
 IN_MEMORY = "python:rows"
 """The value of `task.prompts` in a run whose prompts were given as Python objects."""
+Scorer = Literal["reward", "cost"]
+"""The services that score samples. Each has a section of the config with its name."""
 
 
 class ModelConfig(Section):
@@ -329,12 +330,17 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _values_fit_together(self) -> "Config":
-        unread = [problem for problem in unread_problems(self) if not problem.is_warning]
-        if problems := [*rule_problems(self), *unread]:
+        if problems := [problem for problem in rule_problems(self) if not problem.is_warning]:
             raise Incoherent(problems)
         return self
 
     @property
     def warnings(self) -> list[Problem]:
         """One line for each value that nothing reads."""
-        return [problem for problem in unread_problems(self) if problem.is_warning]
+        return [problem for problem in rule_problems(self) if problem.is_warning]
+
+    @property
+    def scorers(self) -> dict[Scorer, RewardConfig]:
+        """The services that score samples, with their sections; costs only where the algorithm has costs."""
+        costs: dict[Scorer, RewardConfig] = {"cost": self.cost} if self.algorithm.constraint != "none" else {}
+        return {"reward": self.reward, **costs}

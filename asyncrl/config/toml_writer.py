@@ -16,10 +16,8 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def dump(config: "Config", notes: Mapping[str, str] | None = None) -> str:
-    """Writes every key of `config` with its value; reading the text gives an equal config.
-
-    Keys without a value (None, their default) are left out, because TOML has no null. notes: comments by dotted key.
-    """
+    """Writes every key of `config` that is not None (TOML has no null); reading the text gives an equal config. notes:
+    comments by dotted key."""
     values = config.model_dump(mode="json")
     blocks = [_lines({key: value for key, value in values.items() if not isinstance(value, dict)}, "", notes or {})]
     for section, table in values.items():

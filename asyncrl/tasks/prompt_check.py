@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import TaskError
-from asyncrl.tasks.prompt_rows import Messages, Prompts
+from asyncrl.tasks.prompts import Messages, Prompts
 
 LOOKED_AT = 20_000
 """Rows of a source whose characters are counted, evenly spread; so many rows of a Parquet file take a second."""
@@ -27,10 +27,7 @@ THOUGHTS = "<think>"
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """Bounds of a row.
-
-    prompt, answer: largest numbers of tokens by the config. context: positions of the model; None: no bound.
-    """
+    """Bounds of a row. prompt, answer: largest numbers of tokens by the config. context: positions of the model."""
 
     prompt: int
     answer: int
@@ -65,10 +62,7 @@ def write_longest(path: Path, sources: Mapping[str, Prompts]) -> None:
 
 
 def refuse_what_has_no_room(path: Path, tokenize: Callable[[Messages], Sized], room: TokenBudget) -> None:
-    """Raises TaskError if a prompt in `path` has too many tokens, or none, or if `tokenize` refuses it.
-
-    The message names the longest such prompt.
-    """
+    """Raises TaskError with the longest prompt in `path` of too many tokens or none, or that `tokenize` refuses."""
     refused: list[tuple[int, str]] = []
     for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         try:

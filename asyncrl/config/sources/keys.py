@@ -22,10 +22,8 @@ TRANSLATIONS = {name: key for names in _ALIASES.values() for name, key in names.
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key, written `section.key` or, at the top level, `key`.
-
-    type: for people. kinds: JSON types that the value may have. required: it has no default.
-    """
+    """One key, written `section.key` or, at the top level, `key`. type: for people. kinds: JSON types that the value
+    may have. required: it has no default."""
 
     name: str
     type: str
@@ -87,10 +85,8 @@ def _type(schema: Schema) -> str:
 
 
 def translate(name: str) -> tuple[str, str] | None:
-    """Returns the key ("" if there is none) and a remark for a `name` of TRL, verl, OpenRLHF or an older asyncrl.
-
-    A dotted name is looked up whole, then without its first parts: `actor_rollout_ref.rollout.n`, `rollout.n`.
-    """
+    """Returns the key ("" if there is none) and a remark for a `name` of TRL, verl, OpenRLHF or an older asyncrl; looks
+    a dotted name up whole, then without its first parts: `actor_rollout_ref.rollout.n`, `rollout.n`."""
     parts = name.replace("-", "_").split(".")
     for start in range(len(parts)):
         found = ".".join(parts[start:])

@@ -16,11 +16,9 @@ PREFIX = "ASYNCRL_"
 
 @dataclass(slots=True)
 class ConfigLayer:
-    """The keys of one source.
-
-    entries: dotted key -> (value, place). problems: what could not be read as an entry. readable: False when the source
-    could not be read at all, so that its keys are unknown. written: returns how this source writes a key.
-    """
+    """The keys of one source. entries: dotted key -> (value, place). problems: what could not be read as an entry.
+    readable: False when the source could not be read at all, so that its keys are unknown. written: returns how this
+    source writes a key."""
 
     entries: dict[str, tuple[Any, str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -107,10 +105,8 @@ def environment_layer(environ: Mapping[str, str]) -> ConfigLayer:
 
 
 def flags_layer(arguments: Sequence[str]) -> ConfigLayer:
-    """Reads keys from `--section.key value` and `--section.key=value`.
-
-    The flag of a list may be repeated. A switch without a value is turned on.
-    """
+    """Reads keys from `--section.key value` and `--section.key=value`. The flag of a list may be repeated; a switch
+    without a value is turned on."""
     given: dict[str, list[str]] = {}
     layer = ConfigLayer()
     waiting = list(arguments)

@@ -17,10 +17,7 @@ from asyncrl.experiments import SUFFIX, experiment_text, experiments
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A config and its sources.
-
-    sources: place of each key that is not at its default ("FILE:12", "--steps", ...).
-    """
+    """A config. sources: place of each key that is not at its default ("FILE:12", "--steps", ...)."""
 
     config: Config
     sources: Mapping[str, str]
@@ -32,15 +29,11 @@ def load(
     environ: Mapping[str, str] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """Reads the experiment `target` (a name, or a TOML file) and puts environment and flags over it.
+    """Reads the experiment `target` (a name, or a TOML file) and puts environment and flags over it; raises ConfigError
+    with every mistake of all sources, each with its place and what to write instead.
 
-    Args:
-        flags: `--section.key value`, as typed.
-        environ: environment variables ASYNCRL_SECTION__KEY; default: those of the process.
-        values: nested or dotted keys from Python, which are stronger than all other sources.
-
-    Raises:
-        ConfigError: names every mistake of all sources, each with its place and what to write instead.
+    flags: `--section.key value`, as typed. environ: default: that of the process. values: nested or dotted keys from
+    Python, which are stronger than all other sources.
     """
     layers = [] if target is None else _target_layers(target)
     layers.append(environment_layer(os.environ if environ is None else environ))

@@ -11,21 +11,13 @@ from asyncrl.config.sources.load_config import read
 from asyncrl.config.toml_writer import value_text
 from asyncrl.errors import ConfigError
 
-_MAY_CHANGE_BY_SECTION = {
-    "generation": ("replicas", "slots", "device", "deadline"),
-    "reward": ("workers", "deadline", "device"),
-    "cost": ("workers", "deadline", "device"),
-    "critic": ("device",),
-    "cost_critic": ("device",),
-    "training": (
-        *("micro_batch_tokens", "gradient_checkpointing", "logits_chunk", "checkpoint_every", "keep_checkpoints"),
-        *("device", "layout_dp"),
-    ),
-    "staleness": ("publish_deadline",),
-}
 MAY_CHANGE = (
     *("name", "steps", "finish", "reference.", "evaluate.", "telemetry.", "fleet."),
-    *(f"{section}.{key}" for section, keys in _MAY_CHANGE_BY_SECTION.items() for key in keys),
+    *("generation.replicas", "generation.slots", "generation.device", "generation.deadline"),
+    *("reward.workers", "reward.deadline", "reward.device", "cost.workers", "cost.deadline", "cost.device"),
+    *("training.micro_batch_tokens", "training.gradient_checkpointing", "training.logits_chunk", "training.device"),
+    *("training.checkpoint_every", "training.keep_checkpoints", "training.layout_dp"),
+    *("critic.device", "cost_critic.device", "staleness.publish_deadline"),
 )
 """Keys (sections end with a dot) that change the place, speed, length or output of a run, but not what it learns from
 a step."""

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from asyncrl.config.contradictions import Incoherent
 from asyncrl.config.problems import Problem
+from asyncrl.config.rules import Incoherent
 from asyncrl.config.schema import Config, RewardFunction
 from asyncrl.config.sources.keys import all_keys, closest
 
@@ -30,13 +30,10 @@ def config_of(entries: Entries) -> Config:
 def problems_of_values(entries: Entries) -> list[Problem]:
     """Returns values of one source that are wrong by themselves, whatever the other sources say."""
     by_key: dict[str, list[ErrorDetails]] = {}
-    try:
-        config_of(entries)
-    except ValidationError as error:
-        for detail in error.errors():
-            # Another source may bring a missing key, and repair a contradiction, which has no location.
-            if detail["loc"] and not (detail["type"] == "missing" and len(detail["loc"]) <= 2):
-                by_key.setdefault(_key_of(detail["loc"]), []).append(detail)
+    for detail in _details(entries):
+        # Another source may bring a missing key, and repair a contradiction, which has no location.
+        if detail["loc"] and not (detail["type"] == "missing" and len(detail["loc"]) <= 2):
+            by_key.setdefault(_key_of(detail["loc"]), []).append(detail)
     return [Problem(key, entries[key][1], _wrong_value(key, found)) for key, found in by_key.items()]
 
 
@@ -44,7 +41,9 @@ def problems_of_all(merged: Entries, broken: set[str]) -> list[Problem]:
     """Returns missing keys and contradictions of all sources, without those about `broken` keys, reported already."""
     missing = [key for key in all_keys().values() if key.required and key.name not in merged]
     found = [Problem(key.name, "", f"has no default: write it; {key.doc}") for key in missing if key.name not in broken]
-    for problem in _contradictions({**merged, **{key.name: ("?", "") for key in missing}}):
+    complete = {**merged, **{key.name: ("?", "") for key in missing}}
+    causes = [detail.get("ctx", {}).get("error") for detail in _details(complete)]
+    for problem in (problem for cause in causes if isinstance(cause, Incoherent) for problem in cause.problems):
         keys = (problem.key, *problem.others)
         if not broken.intersection(keys):
             places = [f"{key} ({merged[key][1]})" for key in keys if key in merged]
@@ -52,12 +51,12 @@ def problems_of_all(merged: Entries, broken: set[str]) -> list[Problem]:
     return sorted(found, key=lambda problem: problem.key)
 
 
-def _contradictions(complete: Entries) -> list[Problem]:
+def _details(entries: Entries) -> list[ErrorDetails]:
+    """Returns everything that validation complains about."""
     try:
-        config_of(complete)
+        config_of(entries)
     except ValidationError as error:
-        causes = [detail.get("ctx", {}).get("error") for detail in error.errors()]
-        return [problem for cause in causes if isinstance(cause, Incoherent) for problem in cause.problems]
+        return error.errors()
     return []
 
 

@@ -1,8 +1,5 @@
-"""Runs reward functions that only the caller's process has: functions of a notebook or script, and lambdas.
-
-The reward service then runs in that process too, and calls them on threads. A thread cannot be killed: a function that
-hangs is reported at its deadline and keeps its thread.
-"""
+"""Runs reward functions that only the caller's process has, of a notebook or script, and lambdas, on threads of that
+process. A thread cannot be killed: a function that hangs is reported at its deadline and keeps its thread."""
 
 import asyncio
 import sys
@@ -25,10 +22,8 @@ THREADS = 4
 
 
 def importable_name(function: Callable[..., Any]) -> str | None:
-    """Returns `module:function` if another process finds this very function under that name, else None.
-
-    Functions of a script have no such name: importing the script would run it again.
-    """
+    """Returns `module:function` if another process finds this very function under that name, else None; importing a
+    script would run it again."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module in (None, "__main__") or "." in name:
         return None
