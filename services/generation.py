@@ -30,7 +30,7 @@ from asyncrl.protocols.batch import Array, BatchRef, RowRef
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.seeds import member_seed
 from asyncrl.protocols.service_contracts import Generation
-from asyncrl.tasks.prompt_check import TokenBudget, refuse_what_has_no_room
+from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
 
 EVALUATION = "evaluation"  # samples held-out prompts: copies the version under evaluation and holds no lease
 SLICE_SECONDS = 0.02  # longest wait of another call for the compute thread, plus one decode step

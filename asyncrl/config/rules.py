@@ -2,7 +2,7 @@
 reads gets one line of warning."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from asyncrl.config.algorithm_config import DEFAULT_BOUNDS, PRESETS, STANDARDIZING, AlgorithmConfig
 from asyncrl.config.problems import Problem
@@ -135,12 +135,10 @@ def _cost_rules(config: "Config") -> Iterator[Problem]:
 
 def _pretraining_rules(config: "Config") -> Iterator[Problem]:
     task, updates, is_learnt = config.task, config.training.updates, config.algorithm.pretrain_coefficient > 0
-    if is_learnt and not task.pretrain:
-        text = "there are no texts for it: write task.pretrain, a source of rows with a `text`"
-        yield _wrong("algorithm.pretrain_coefficient task.pretrain", text)
-    if task.pretrain and not is_learnt:
-        text = "these texts would not be learnt: write pretrain_coefficient, or remove task.pretrain"
-        yield _wrong("algorithm.pretrain_coefficient task.pretrain", text)
+    if is_learnt != bool(task.pretrain):
+        without_texts = "there are no texts for it: write task.pretrain, a source of rows with a `text`"
+        unread = "these texts would not be learnt: write pretrain_coefficient, or remove task.pretrain"
+        yield _wrong("algorithm.pretrain_coefficient task.pretrain", without_texts if is_learnt else unread)
     if is_learnt and task.pretrain_per_step < updates:
         text = f"each of {updates} updates takes a share of the texts of a step; write as many or more"
         yield _wrong("task.pretrain_per_step training.updates", text)
@@ -245,38 +243,30 @@ def _unread_values(config: "Config") -> Iterator[Problem]:
         yield _wrong("mismatch.warn_ess mismatch.stop_ess", text, is_warning=True)
 
 
-class OptionalKey(NamedTuple):
-    """A key without a default that one part of an algorithm reads. other: key that chooses the part. used: whether it
-    is chosen. required: the part does not work without the key."""
-
-    key: str
-    other: str
-    used: Callable[[AlgorithmConfig], bool]
-    required: bool = True
-
-
-OPTIONAL_KEYS = (
-    OptionalKey("normalize_std", "advantage", lambda a: a.advantage in STANDARDIZING),
-    OptionalKey("second_moment", "loss", lambda a: a.loss == "m2po"),
-    OptionalKey("gate_temperatures", "loss", lambda a: a.loss == "sapo"),
-    OptionalKey("gamma", "advantage", lambda a: a.advantage == "gae"),
-    OptionalKey("gae_lambda", "advantage", lambda a: a.advantage == "gae"),
-    OptionalKey("dual_clip", "loss", lambda a: a.loss == "clip", required=False),
-    OptionalKey("divisor", "aggregation", lambda a: a.aggregation == "constant", required=False),
-    OptionalKey("kl_target", "kl", lambda a: a.kl > 0, required=False),
-    OptionalKey("weight_cap", "correction", lambda a: a.correction != "none"),
-    OptionalKey("weight_floor", "correction", lambda a: a.correction == "mask"),
-    OptionalKey("rejection_low", "rejection", lambda a: a.rejection == "geometric"),
-    OptionalKey("rejection_high", "rejection", lambda a: a.rejection != "none"),
-)
+OPTIONAL_KEYS: dict[str, tuple[str, Callable[[AlgorithmConfig], bool]]] = {
+    "normalize_std": ("advantage", lambda a: a.advantage in STANDARDIZING),
+    "second_moment": ("loss", lambda a: a.loss == "m2po"),
+    "gate_temperatures": ("loss", lambda a: a.loss == "sapo"),
+    "gamma": ("advantage", lambda a: a.advantage == "gae"),
+    "gae_lambda": ("advantage", lambda a: a.advantage == "gae"),
+    "dual_clip": ("loss", lambda a: a.loss == "clip"),
+    "divisor": ("aggregation", lambda a: a.aggregation == "constant"),
+    "kl_target": ("kl", lambda a: a.kl > 0),
+    "weight_cap": ("correction", lambda a: a.correction != "none"),
+    "weight_floor": ("correction", lambda a: a.correction == "mask"),
+    "rejection_low": ("rejection", lambda a: a.rejection == "geometric"),
+    "rejection_high": ("rejection", lambda a: a.rejection != "none"),
+}
+"""Keys without a default that one part of an algorithm reads: the key that chooses the part, whether it is chosen."""
+NOT_REQUIRED = ("dual_clip", "divisor", "kl_target")
 
 
 def _optional_keys(a: AlgorithmConfig) -> Iterator[Problem]:
-    for key, other, used, required in OPTIONAL_KEYS:
+    for key, (other, used) in OPTIONAL_KEYS.items():
         value, part = getattr(a, key), f"{other} = {value_text(getattr(a, other))}"
         if value is not None and not used(a):
             yield _unread(a.preset, key, value, other, part)
-        if value is None and used(a) and required:
+        if value is None and used(a) and key not in NOT_REQUIRED:
             yield _wrong(f"algorithm.{key} algorithm.{other}", f"{part} needs it: {_example(key, getattr(a, other))}")
 
 

@@ -37,17 +37,14 @@ class Key:
 def all_keys() -> Mapping[str, Key]:
     """Returns all keys by name, in the order of the config."""
     schema = Config.model_json_schema()
-    definitions = schema["$defs"]
-    keys: dict[str, Key] = {}
+    keys: list[Key] = []
     for name, field in schema["properties"].items():
-        if name in sections():
-            section = definitions[field["$ref"].rsplit("/", 1)[1]]
-            required = section.get("required", [])
-            for inner, described in section["properties"].items():
-                keys[f"{name}.{inner}"] = _key(f"{name}.{inner}", described, inner in required)
+        if "$ref" in field:
+            section = schema["$defs"][field["$ref"].rsplit("/", 1)[1]]
+            keys += [_key(f"{name}.", inner, section) for inner in section["properties"]]
         else:
-            keys[name] = _key(name, field, name in schema.get("required", []))
-    return keys
+            keys.append(_key("", name, schema))
+    return {key.name: key for key in keys}
 
 
 @cache
@@ -57,10 +54,11 @@ def sections() -> tuple[str, ...]:
     return tuple(name for name, field in properties.items() if "$ref" in field)
 
 
-def _key(name: str, schema: Schema, required: bool) -> Key:
+def _key(prefix: str, name: str, section: Schema) -> Key:
+    schema, required = section["properties"][name], name in section.get("required", [])
     kinds = tuple(part.get("type", "") for part in schema.get("anyOf", [schema]))
     doc = " ".join(schema.get("description", "").split())
-    return Key(name, _type(schema), kinds, schema.get("default"), doc, required)
+    return Key(prefix + name, _type(schema), kinds, schema.get("default"), doc, required)
 
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
