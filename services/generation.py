@@ -42,7 +42,7 @@ class GenerationService(Service, Generation):
     """Samples groups with an engine of its own.
 
     options: `own_version`: version of the weights in the model folder, which the engine then uses from the start.
-    `longest_prompts`: file of prompts whose tokens are counted before sampling starts (see prompt_check).
+    `longest_prompts`: file of prompts whose tokens are counted before sampling starts (see prompt_lengths).
     """
 
     def __init__(self, context: WorkerContext) -> None:

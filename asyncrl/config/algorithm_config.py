@@ -1,5 +1,4 @@
-"""The base of all sections of a config, and the section `[algorithm]` with its presets: values for other keys of the
-section, each of which a config may override."""
+"""The base of all sections, and the section `[algorithm]` with its presets, whose values a config may override."""
 
 import tomllib
 from collections.abc import Mapping
@@ -62,13 +61,11 @@ class AlgorithmConfig(Section):
     default: the algorithm that comes with asyncrl for the chosen advantage."""
     advantage: Literal["group_mean", "leave_one_out", "batch", "group_batch", "greedy", "gae"] = "group_mean"
     """Baseline of a reward. group_mean: the mean of its group. leave_one_out: the mean of the other samples of its
-    group. batch: mean and standard deviation of the batch. group_batch: the mean of its group, then those of the
-    batch. greedy: the reward of a greedy answer to the same prompt. gae: generalized advantage estimation with the
-    values of a critic."""
+    group. batch: mean and standard deviation of the batch. group_batch: the mean of its group, then those of the batch.
+    greedy: the reward of a greedy answer. gae: generalized advantage estimation with the values of a critic."""
     normalize_std: bool | None = None
     """Divides advantages by a standard deviation: those of `group_mean` by that of the group (ddof 1, eps 1e-4), those
-    of `gae`, after centring, by that of all response tokens of the batch; default: true for these two advantages. The
-    others do not read it."""
+    of `gae`, after centring, by that of all response tokens of the batch; default: true for both, the only readers."""
     gamma: Annotated[float, Field(ge=0, le=1)] | None = None
     """Discount per token in generalized advantage estimation. Only `advantage = "gae"` reads it."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -111,9 +108,8 @@ class AlgorithmConfig(Section):
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the policy's mean entropy, which is subtracted from the loss."""
     old_logprobs: Literal["engine", "recomputed"] = "engine"
-    """Denominator of the ratio. `engine`: log-probabilities recorded while sampling (behaviour). `recomputed`:
-    log-probabilities that the trainer computes at the start of the step (proximal); a correction then weighs the
-    difference to behaviour."""
+    """Denominator of the ratio. `engine`: log-probabilities recorded while sampling (behaviour). `recomputed`: those
+    that the trainer computes at the start of the step (proximal); a correction then weighs the difference."""
     correction: Literal["none", "cap", "mask"] = "none"
     """Treatment of the weight proximal / behaviour: `cap` bounds it, `mask` sets it to 0 outside its bounds. It needs
     `old_logprobs = "recomputed"`, with which the default is cap."""
@@ -131,8 +127,7 @@ class AlgorithmConfig(Section):
     rejection_high: PositiveFloat | None = None
     """Largest geometric mean, e.g. 1.001, or largest KL estimate, e.g. 0.01."""
     mask_truncated: bool = False
-    """Leaves answers that did not end by themselves out of the loss and its denominators. Their rewards stay in the
-    baseline."""
+    """Leaves answers that did not end by themselves out of the loss and its denominators, not out of the baseline."""
     overlong: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of generation.max_new_tokens over which an additional reward falls from 0 to -1; 0: no such reward."""
     dynamic_sampling: bool = False

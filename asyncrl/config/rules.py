@@ -1,5 +1,4 @@
-"""Rules about several keys: values that would train wrongly together, or lack a key, are refused; a value that nothing
-reads gets one line of warning."""
+"""Rules about several keys: refuse what would train wrongly, or lacks a key, and warn of a value that nothing reads."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -176,8 +175,7 @@ def _step_rules(config: "Config") -> Iterator[Problem]:
         text = f"the learning rate falls after the warm-up, which takes all of the {config.steps} steps; write fewer"
         yield _wrong("training.warmup_steps steps", text)
     if training.layout_dp > batch:
-        text = f"""a step has {batch} samples, which leaves some of {training.layout_dp} ranks without any; write
-            {batch} or fewer"""
+        text = f"a step has {batch} samples, and some of {training.layout_dp} ranks get none; write {batch} or fewer"
         yield _wrong("training.layout_dp task.prompts_per_step task.samples_per_prompt", text)
     if training.layout_dp > 1 and config.fleet.wire == "inproc":
         text = 'ranks of the trainer are processes, and "inproc" has only one; write layout_dp = 1 or wire = "ipc"'
@@ -293,17 +291,13 @@ def _removed_parts(a: AlgorithmConfig) -> Iterator[Problem]:
             yield _wrong(f"algorithm.{key} algorithm.preset", text)
 
 
-def reads_bounds(algorithm: AlgorithmConfig) -> bool:
-    """Returns whether the loss, or a KL in the loss, reads clip_low and clip_high."""
-    return algorithm.loss not in WITHOUT_BOUNDS or (algorithm.kl > 0 and algorithm.kl_in == "loss")
-
-
-def unread_algorithm_keys(algorithm: AlgorithmConfig) -> set[str]:
+def unread_algorithm_keys(a: AlgorithmConfig) -> set[str]:
     """Returns the keys of the section that nothing reads with the values of its other keys."""
+    reads_bounds = a.loss not in WITHOUT_BOUNDS or (a.kl > 0 and a.kl_in == "loss")
     return {
-        *(("kl_in", "kl_estimator") if algorithm.kl == 0 else ()),
-        *(() if reads_bounds(algorithm) else ("clip_low", "clip_high")),
-        *(("correction_level",) if algorithm.correction == "none" else ()),
+        *(("kl_in", "kl_estimator") if a.kl == 0 else ()),
+        *(() if reads_bounds else ("clip_low", "clip_high")),
+        *(("correction_level",) if a.correction == "none" else ()),
     }
 
 
@@ -313,7 +307,7 @@ def _unread_bounds(config: "Config") -> Iterator[Problem]:
     fields, parts = type(a).model_fields, PRESETS[a.preset].parts
     keys = ("clip_low", "clip_high", *(("dual_clip",) if a.loss == "clip" else ()))
     changed = [key for key in keys if getattr(a, key) not in (fields[key].default, parts.get(key))]
-    if not reads_bounds(a):
+    if "clip_low" in unread_algorithm_keys(a):
         for key in changed:
             yield _unread(a.preset, key, getattr(a, key), "loss", f'loss = "{a.loss}" and no KL in the loss')
     # Another loss than the preset's has to have its own bounds.

@@ -1,5 +1,4 @@
-"""Loads objects that the user names, `FILE.py:NAME` or `module:NAME`, and finds mistakes in them without running them:
-before anything is started, sources are only read, and only certain mistakes count."""
+"""Loads objects that the user names, `FILE.py:NAME` or `module:NAME`, and finds mistakes in them by reading alone."""
 
 import ast
 import difflib
@@ -33,11 +32,8 @@ MAKES_NAMES = {"__getattr__", "globals", "vars", "setattr", "exec", "eval"}
 
 
 def resolve(spec: str, where: str) -> Any:
-    """Returns the object that `FILE.py:NAME` or `module:NAME` names. The folder of a file becomes importable, as it is
-    for a script. where: beginning of error messages.
-
-    Raises ConfigError with the closest name that exists, and errors of the user's file as they are.
-    """
+    """Returns the object that `FILE.py:NAME` or `module:NAME` names; raises ConfigError, which begins with `where` and
+    has the closest name, and errors of the user's file as they are. The folder of a file becomes importable."""
     source, name = _source_and_name(spec, where)
     module = module_named(source, where)
     if not hasattr(module, name):

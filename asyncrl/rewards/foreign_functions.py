@@ -15,12 +15,9 @@ NOT_PASSED = ("completion_ids", "trainer_state", "log_extra", "log_metric", "env
 
 
 def from_trl(function: Callable[..., Any]) -> Function:
-    """Adapts a reward function of TRL's GRPOTrainer: `f(prompts, completions, **columns) -> list of float or None`.
-
-    Completions are text, or one assistant message each where prompts are messages, as TRL passes them. Columns are
-    lists with a value for each sample. The result scores single samples and, with `group = true`, whole groups.
-    Raises ConfigError if the function needs one of the arguments NOT_PASSED.
-    """
+    """Adapts a reward function of TRL's GRPOTrainer, `f(prompts, completions, **columns) -> list of float or None`, to
+    single samples and, with `group = true`, whole groups; raises ConfigError if it needs an argument of NOT_PASSED.
+    Completions are text, or one assistant message each where prompts are messages. Columns have a value a sample."""
     parameters = inspect.signature(function).parameters
     if missing := [name for name in _needed(parameters) if name in NOT_PASSED]:
         raise ConfigError(

@@ -55,8 +55,7 @@ def missing_column(name: str, row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FunctionResult:
-    """Result of a reward function for one sample. reason: why there is no value, "" if there is one. traceback: of the
-    error that the function raised."""
+    """Result of a reward function for one sample. reason: why there is no value, or "". traceback: of its error."""
 
     value: Value = None
     reason: str = ""

@@ -47,12 +47,9 @@ def held_out_prompts(config: Config, given: str | Rows | None = None) -> Prompts
 def load_prompts(
     spec: str | Rows, options: Mapping[str, Any] | None = None, system: str = "", held_out: bool = False
 ) -> Prompts:
-    """Reads the prompts of `spec`: a form of `task.prompts`, a list of dicts or a datasets.Dataset; raises TaskError if
-    there is no such source, or its rows have no prompts.
-
-    options: keyword arguments of a procedural source, `size` and `seed` among them. system: message put before each
-    prompt. held_out: takes the held-out questions of a reasoning-gym data set instead of the training questions.
-    """
+    """Reads the prompts of `spec`, a form of `task.prompts`, a list of dicts or a datasets.Dataset; raises TaskError if
+    there is no such source, or its rows have no prompts. options: keyword arguments of a procedural source, `size` and
+    `seed` among them. system: message put before each prompt. held_out: takes held-out questions of reasoning-gym."""
     if not isinstance(spec, str):
         return Prompts(_given(spec), "the rows given as prompts", system)
     return Prompts(_read(spec, dict(options or {}), held_out), spec, system)

@@ -1,5 +1,4 @@
-"""Checks and holds rows with a prompt, from any source of prompts, and draws the row of each group: a pure function of
-seed and group id, so that a resume needs no sampler state."""
+"""Checks and holds rows with a prompt, and draws the row of each group as a pure function of seed and group id."""
 
 import difflib
 import hashlib
@@ -121,11 +120,9 @@ class Draw:
 
 
 def drawn_row(seed: int, group: int, rows: int) -> int:
-    """Returns the row of `group` (>= 0) among `rows`; each epoch of `rows` groups is a permutation.
-
-    It applies a Feistel network over the smallest even number of bits that holds all rows, until it gets a row (Black
-    and Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002, methods 2 and 3): no table, O(1) memory.
-    """
+    """Returns the row of `group` (>= 0) among `rows`; each epoch of `rows` groups is a permutation. A Feistel network
+    over the smallest even number of bits that holds all rows is applied until it gives a row (Black and Rogaway,
+    Ciphers with arbitrary finite domains, CT-RSA 2002, methods 2 and 3): no table, O(1) memory."""
     assert group >= 0
     assert rows > 0
     epoch, place = divmod(group, rows)

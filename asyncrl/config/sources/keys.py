@@ -22,8 +22,7 @@ TRANSLATIONS = {name: key for names in _ALIASES.values() for name, key in names.
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key, written `section.key` or, at the top level, `key`. type: for people. kinds: JSON types that the value
-    may have. required: it has no default."""
+    """One key. type: for people. kinds: JSON types that the value may have. required: it has no default."""
 
     name: str
     type: str
@@ -99,11 +98,8 @@ def closest_key(name: str) -> str | None:
     by_last = [key for key in all_keys() if key.rsplit(".", 1)[-1] == last]
     if by_last:
         return closest(name, by_last, cutoff=0.0) if "." in name else by_last[0]
-    if near := closest(name, all_keys(), cutoff=0.75):
-        return near
     lasts = {key.rsplit(".", 1)[-1]: key for key in all_keys()}
-    near = closest(last, lasts, cutoff=0.75)
-    return lasts[near] if near else None
+    return closest(name, all_keys(), cutoff=0.75) or lasts.get(closest(last, lasts, cutoff=0.75) or "")
 
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:

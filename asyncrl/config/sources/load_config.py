@@ -35,12 +35,8 @@ def load(
     environ: Mapping[str, str] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """Reads the experiment `target` (a name, or a TOML file) and puts environment and flags over it; raises ConfigError
-    with every mistake of all sources, each with its place and what to write instead.
-
-    flags: `--section.key value`, as typed. environ: default: that of the process. values: nested or dotted keys from
-    Python, which are stronger than all other sources.
-    """
+    """Reads the experiment `target` (a name, or a TOML file) and puts over it environ (default: of this process), flags
+    as typed, and `values`, nested or dotted keys from Python; raises ConfigError with every mistake of all sources."""
     layers = [] if target is None else _target_layers(target)
     layers.append(environment_layer(os.environ if environ is None else environ))
     return resolve([*layers, flags_layer(flags), values_layer(values or {})])

@@ -19,8 +19,7 @@ MAY_CHANGE = (
     *("training.checkpoint_every", "training.keep_checkpoints", "training.layout_dp"),
     *("critic.device", "cost_critic.device", "staleness.publish_deadline"),
 )
-"""Keys (sections end with a dot) that change the place, speed, length or output of a run, but not what it learns from
-a step."""
+"""Keys (sections end with a dot) that change place, speed, length or output of a run, but not what a step learns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,7 @@ def _why_not(name: str, new: Config) -> str:
 
 
 def check_resume(run_dir: Path, new: Config, accept: bool) -> list[Change]:
-    """Returns the differences from `RUN_DIR/config.toml`; raises ConfigError for those that must not be, unless
-    `accept` is true."""
+    """Returns the differences from `RUN_DIR/config.toml`; unless `accept`, raises ConfigError for those not allowed."""
     changes = compare(read(run_dir / "config.toml"), new)
     refused = [f"  {change}\n" for change in changes if change.why_not]
     if refused and not accept:

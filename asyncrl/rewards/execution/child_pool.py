@@ -1,8 +1,6 @@
-"""Runs reward functions in child processes, which are replaced when they hang or crash (child_server.py is in them).
-
-A child runs one plain function at a time, because plain functions compute. Coroutine functions wait, so many of them
-run at once in one more child. Further calls wait here; the gate bounds the samples in flight, and so these calls.
-"""
+"""Runs reward functions in child processes (child_server.py), which are replaced when they hang or crash. A child runs
+one plain function at a time, because plain functions compute. Coroutine functions wait, so many of them run at once in
+one more child. Further calls wait here; the gate bounds the samples in flight, and so these calls."""
 
 import asyncio
 import itertools
@@ -11,7 +9,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -45,26 +43,26 @@ class VanishedEarly(ConfigError):
     """A signal ended the child while it loaded the functions."""
 
 
+@dataclass(eq=False, slots=True)
 class Answer:
     """Collects the results of one call."""
 
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-        self._moved = asyncio.Event()
-        self._ended: ChildEnded | None = None
-        self.results: list[FunctionResult] = []
+    samples: int
+    results: list[FunctionResult] = field(default_factory=list)
+    _ended: ChildEnded | None = None
+    _moved: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, results: Sequence[FunctionResult], ended: ChildEnded | None = None) -> None:
         """Adds results; raises WireError if there are more than samples. ended: why no more results will come."""
-        if len(self.results) + len(results) > self._samples:
-            raise WireError(f"more results than the {self._samples} samples of a call")
+        if len(self.results) + len(results) > self.samples:
+            raise WireError(f"more results than the {self.samples} samples of a call")
         self.results += results
         self._ended = ended
         self._moved.set()
 
     async def whole(self, timeout: float) -> list[FunctionResult]:
         """Waits for all results; raises ChildEnded, or TimeoutError if the next one takes over `timeout` seconds."""
-        while len(self.results) < self._samples:
+        while len(self.results) < self.samples:
             if self._ended is not None:
                 raise self._ended
             async with asyncio.timeout(timeout):
@@ -74,8 +72,7 @@ class Answer:
 
 
 class ChildProcess:
-    """A running child. Calls may overlap; each waits for its own answer. concurrent: for each function, whether it is a
-    coroutine function. ended: the process ends or has ended."""
+    """A running child; calls may overlap. concurrent: which functions are coroutines. ended: it ends or has ended."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None
@@ -92,12 +89,8 @@ class ChildProcess:
     async def spawn(cls, specs: Sequence[FunctionSpec], deadline: float, tasks: asyncio.TaskGroup) -> "ChildProcess":
         """Starts a child; raises ConfigError if it cannot load a function, VanishedEarly if a signal ended it, and
         DeadlineExceeded after `deadline` seconds. tasks: owns the task that reads answers."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "asyncrl.rewards.execution.guard_process"),
-            stdin=PIPE,
-            stdout=PIPE,
-            start_new_session=True,
-        )
+        guard = (sys.executable, "-m", "asyncrl.rewards.execution.guard_process")
+        process = await asyncio.create_subprocess_exec(*guard, stdin=PIPE, stdout=PIPE, start_new_session=True)
         child = cls(process)
         try:
             async with asyncio.timeout(deadline):
@@ -279,8 +272,7 @@ class ChildPool:
             self._concurrent = (await self._own[0].child()).concurrent
 
     async def run(self, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
-        """Returns the result of function number `function` for each sample, a whole group if the function scores
-        groups; errors of the function are results too."""
+        """Returns the result of function number `function` for each sample; errors of the function are results too."""
         return await asyncio.shield(self._tasks.create_task(self._all(function, samples)))
 
     async def stop(self) -> None:

@@ -1,12 +1,10 @@
 """Serves calls of reward functions inside a child process, which its guard starts and ends (guard_process.py).
-
-The first message in has the functions. The first message out has which of them are coroutine functions, or the user's
-mistake. Then calls come in and results go out. A message is a length of four bytes, then MessagePack.
-"""
+The first message in has the functions, the first message out which of them are coroutine functions, or the user's
+mistake. Then calls come in and results go out. A message is a length of four bytes, then MessagePack."""
 
 import asyncio
 import os
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import msgpack
@@ -41,13 +39,13 @@ async def receive(reader: asyncio.StreamReader) -> Any:
         raise WireError(f"a frame of {size} bytes that is no MessagePack: {error!r:.200}") from error
 
 
+@dataclass(eq=False, slots=True)
 class ChildServer:
     """Answers one call after the other; calls of coroutine functions overlap."""
 
-    def __init__(self, calls: asyncio.StreamReader, results: int) -> None:
-        self._calls = calls
-        self._results = results
-        self._functions: list[tuple[FunctionSpec, Function]] = []
+    _calls: asyncio.StreamReader
+    _results: int
+    _functions: list[tuple[FunctionSpec, Function]] = field(default_factory=list)
 
     async def serve(self) -> None:
         """Answers calls until the parent closes the pipe."""
@@ -84,7 +82,7 @@ class ChildServer:
             rest = rest[os.write(self._results, rest) :]
 
 
-async def _serve_pipes() -> None:
+async def serve_pipes() -> None:
     """Serves copies of stdin and stdout; the user's code then reads nothing and prints to stderr."""
     calls, results = os.dup(STDIN), os.dup(STDOUT)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -95,8 +93,3 @@ async def _serve_pipes() -> None:
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(calls, "rb"))
     await ChildServer(reader, results).serve()
-
-
-def run() -> None:
-    """Serves calls from stdin, and writes results to stdout."""
-    asyncio.run(_serve_pipes())

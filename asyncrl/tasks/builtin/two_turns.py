@@ -1,8 +1,6 @@
 """Two turns, the second about the answer of the first: "twice tofi:" -> "ifot/tofi".
-
 First the word is spelled backwards, then what was answered is, right or wrong. Both turns lie in one completion: the
-model writes the "/" itself that stands for the second question, and one advantage covers both.
-"""
+model writes the "/" itself that stands for the second question, and one advantage covers both."""
 
 import random
 
