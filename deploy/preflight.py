@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from asyncrl.algorithms.select import algorithm_problems
-from asyncrl.config.missing_packages import missing_packages
+from asyncrl.config.install_hints import missing_packages
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import Algorithm
@@ -36,9 +36,9 @@ def preflight(
 
 def scoring_problems(config: Config, served: Collection[str] = ()) -> Iterator[Problem]:
     """Yields the problems of reward and cost functions."""
-    if "reward" not in served:
-        yield from function_problems(config)
-    yield from function_problems(config, "cost")
+    for service in config.scorers:
+        if service not in served:
+            yield from function_problems(config, service)
 
 
 def model_problems(config: Config, model: Path) -> Iterator[Problem]:

@@ -39,9 +39,8 @@ from asyncrl.fleet.worker.gc_freeze import gc_frozen
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.tasks import Draw, held_out_prompts, training_prompts
-from asyncrl.tasks.pretraining_texts import write_texts
-from asyncrl.tasks.prompt_check import write_longest
-from asyncrl.tasks.prompt_sources import Rows
+from asyncrl.tasks.prompt_lengths import write_longest
+from asyncrl.tasks.prompt_sources import Rows, write_texts
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import DirectoryRollback, RunDirectory, open_run_directory, replace_text

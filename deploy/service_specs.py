@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, Scorer
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.worker_spec import Origin
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.service_contracts import Critic, Generation, Reference, Reward, Training
-from asyncrl.rewards.functions import Scorer, section_of
 
 ENGINES: Mapping[str, Origin] = {"torch": "torch"}
 """The process that workers with an engine may be forked from. An engine that starts threads or uses a GPU when it is
@@ -42,7 +41,7 @@ def generation_spec(config: Config, name: str, **fields: Any) -> ServiceSpec:
 
 def reward_spec(config: Config, service: Scorer) -> ServiceSpec:
     """Returns the spec of a scoring service; a service without a model does not load torch."""
-    if section_of(config, service).model:
+    if config.scorers[service].model:
         return ServiceSpec(service, Reward, "asyncrl.services.reward_model:RewardModelService", origin="torch")
     return ServiceSpec(service, Reward, "asyncrl.services.reward:RewardService")
 

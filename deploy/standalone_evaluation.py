@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from asyncrl.config.missing_packages import missing_packages
+from asyncrl.config.install_hints import missing_packages
 from asyncrl.config.problems import refuse
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, Scorer
 from asyncrl.config.sources import load, read
 from asyncrl.controller.journal.checkpoints import newest_model
 from asyncrl.controller.observers.held_out_evaluation import Evaluation, Evaluator, Question
@@ -25,7 +25,6 @@ from asyncrl.fleet.fleet import ServiceSpec, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.protocols.service_contracts import Generation, Reward
-from asyncrl.rewards.functions import Scorer, section_of
 from asyncrl.tasks import held_out_prompts
 from asyncrl.tasks.prompt_sources import Rows
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -92,9 +91,8 @@ async def evaluate_model(
     """
     refuse(scoring_problems(config, services))
     model = await asyncio.to_thread(model.absolute)
-    scorers: list[Scorer] = ["reward", "cost"] if config.algorithm.constraint == "lagrangian" else ["reward"]
     specs = [generation_spec(config, "evaluation", options={"own_version": VERSION})]
-    for name in scorers:
+    for name in config.scorers:
         if name in services:
             specs.append(services[name])
         else:
@@ -114,13 +112,13 @@ async def evaluate_model(
         with forks_of(config) as forks, LocalLauncher(facts.run, forks=forks) as launcher:
             async with running_fleet(specs, facts, launcher=launcher) as running:
                 generation = running.handle("evaluation", Generation)
-                reward, *cost = [running.handle(name, Reward) for name in scorers]
+                reward, *cost = [running.handle(name, Reward) for name in config.scorers]
                 return await Evaluator(generation, reward, questions, config, *cost).evaluate(VERSION, 0)
 
 
 def _scorer_spec(config: Config, service: Scorer, policy: Path) -> ServiceSpec:
     """Returns the spec of a scoring service; raises ConfigError when its model does not fit this policy."""
-    spec, model = reward_spec(config, service), section_of(config, service).model
+    spec, model = reward_spec(config, service), config.scorers[service].model
     if not model:
         return spec
     return replace(spec, options={"model": str(scoring_model_folder(config, model, f"{service}.model", policy))})

@@ -30,7 +30,7 @@ from asyncrl.protocols.batch import Array, BatchRef, RowRef
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.seeds import member_seed
 from asyncrl.protocols.service_contracts import Generation
-from asyncrl.tasks.prompt_check import TokenBudget, refuse_what_has_no_room
+from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
 
 EVALUATION = "evaluation"  # samples held-out prompts: copies the version under evaluation and holds no lease
 SLICE_SECONDS = 0.02  # longest wait of another call for the compute thread, plus one decode step
@@ -42,7 +42,7 @@ class GenerationService(Service, Generation):
     """Samples groups with an engine of its own.
 
     options: `own_version`: version of the weights in the model folder, which the engine then uses from the start.
-    `longest_prompts`: file of prompts whose tokens are counted before sampling starts (see prompt_check).
+    `longest_prompts`: file of prompts whose tokens are counted before sampling starts (see prompt_lengths).
     """
 
     def __init__(self, context: WorkerContext) -> None:

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.concurrency import gather
+from asyncrl.config.schema import Scorer
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Score
 from asyncrl.protocols.service_contracts import Reward
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.execution.thread_pool import InProcessPool, named
-from asyncrl.rewards.functions import FunctionSpec, Scorer, function_specs, load, overlong_specs, section_of
+from asyncrl.rewards.functions import FunctionSpec, function_specs, load, overlong_specs
 from asyncrl.rewards.group_barrier import GroupBarrier
 from asyncrl.rewards.sample import Function, FunctionResult, Sample
 from asyncrl.rewards.scoring import score_of
@@ -34,7 +35,7 @@ class RewardService(Service, Reward):
         super().__init__(context)
         config = context.config
         service: Scorer = "cost" if context.service == "cost" else "reward"
-        self._section = section_of(config, service)
+        self._section = config.scorers[service]
         self._pool: ChildPool | InProcessPool
         if functions:
             shaping = [(spec.name, load(spec)) for spec in overlong_specs(config)]

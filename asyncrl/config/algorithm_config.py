@@ -1,14 +1,49 @@
-"""The section `[algorithm]` of a config: advantage, loss, KL and corrections.
+"""The base of all sections, and the section `[algorithm]` with its presets, whose values a config may override."""
 
-The text below a key is what `asyncrl keys`, error messages and docs/reference/config.md say about it.
-"""
-
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from asyncrl.config.presets import PRESETS, expanded
-from asyncrl.config.section_base import Positive, PositiveFloat, Section
+Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+STANDARDIZING = ("group_mean", "gae")
+"""Advantages that are divided by a standard deviation unless `normalize_std` is false."""
+DEFAULT_BOUNDS: Mapping[str, Mapping[str, float]] = {
+    "cap": {"weight_cap": 2.0},
+    "mask": {"weight_floor": 0.5, "weight_cap": 5.0},
+}
+"""Default bounds of the weight, by `correction`."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, without unknown keys and without infinite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """An algorithm of a paper. parts: keys of `[algorithm]` and their values."""
+
+    paper: str
+    parts: Mapping[str, Any]
+
+
+def _presets() -> dict[str, Preset]:
+    tables: dict[str, dict[str, Any]] = tomllib.loads((files(__package__) / "presets.toml").read_text("utf-8"))
+    for parts in tables.values():
+        parts.update({key: tuple(value) for key, value in parts.items() if isinstance(value, list)})
+    return {name: Preset(parts.pop("paper"), parts) for name, parts in tables.items()}
+
+
+PRESETS = _presets()
 
 if TYPE_CHECKING:
     PresetName = str
@@ -26,13 +61,11 @@ class AlgorithmConfig(Section):
     default: the algorithm that comes with asyncrl for the chosen advantage."""
     advantage: Literal["group_mean", "leave_one_out", "batch", "group_batch", "greedy", "gae"] = "group_mean"
     """Baseline of a reward. group_mean: the mean of its group. leave_one_out: the mean of the other samples of its
-    group. batch: mean and standard deviation of the batch. group_batch: the mean of its group, then those of the
-    batch. greedy: the reward of a greedy answer to the same prompt. gae: generalized advantage estimation with the
-    values of a critic."""
+    group. batch: mean and standard deviation of the batch. group_batch: the mean of its group, then those of the batch.
+    greedy: the reward of a greedy answer. gae: generalized advantage estimation with the values of a critic."""
     normalize_std: bool | None = None
     """Divides advantages by a standard deviation: those of `group_mean` by that of the group (ddof 1, eps 1e-4), those
-    of `gae`, after centring, by that of all response tokens of the batch; default: true for these two advantages. The
-    others do not read it."""
+    of `gae`, after centring, by that of all response tokens of the batch; default: true for both, the only readers."""
     gamma: Annotated[float, Field(ge=0, le=1)] | None = None
     """Discount per token in generalized advantage estimation. Only `advantage = "gae"` reads it."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -75,9 +108,8 @@ class AlgorithmConfig(Section):
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the policy's mean entropy, which is subtracted from the loss."""
     old_logprobs: Literal["engine", "recomputed"] = "engine"
-    """Denominator of the ratio. `engine`: log-probabilities recorded while sampling (behaviour). `recomputed`:
-    log-probabilities that the trainer computes at the start of the step (proximal); a correction then weighs the
-    difference to behaviour."""
+    """Denominator of the ratio. `engine`: log-probabilities recorded while sampling (behaviour). `recomputed`: those
+    that the trainer computes at the start of the step (proximal); a correction then weighs the difference."""
     correction: Literal["none", "cap", "mask"] = "none"
     """Treatment of the weight proximal / behaviour: `cap` bounds it, `mask` sets it to 0 outside its bounds. It needs
     `old_logprobs = "recomputed"`, with which the default is cap."""
@@ -95,8 +127,7 @@ class AlgorithmConfig(Section):
     rejection_high: PositiveFloat | None = None
     """Largest geometric mean, e.g. 1.001, or largest KL estimate, e.g. 0.01."""
     mask_truncated: bool = False
-    """Leaves answers that did not end by themselves out of the loss and its denominators. Their rewards stay in the
-    baseline."""
+    """Leaves answers that did not end by themselves out of the loss and its denominators, not out of the baseline."""
     overlong: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of generation.max_new_tokens over which an additional reward falls from 0 to -1; 0: no such reward."""
     dynamic_sampling: bool = False
@@ -109,3 +140,13 @@ class AlgorithmConfig(Section):
     def _preset_under_the_rest(cls, values: Any) -> Any:
         preset = values.get("preset", "grpo") if isinstance(values, dict) else None
         return expanded(values, preset) if isinstance(preset, str) and preset in PRESETS else values
+
+
+def expanded(given: Mapping[str, Any], preset: str) -> dict[str, Any]:
+    """Adds the values of the preset, and defaults that depend on other values, to those that were given."""
+    values = {**PRESETS[preset].parts, **given}
+    if values.get("old_logprobs") == "recomputed":
+        values.setdefault("correction", "cap")
+    if values["advantage"] in STANDARDIZING:
+        values.setdefault("normalize_std", True)
+    return {**DEFAULT_BOUNDS.get(str(values.get("correction")), {}), **values}

@@ -12,14 +12,11 @@ SPARE_GROUPS = 2
 
 @dataclass(frozen=True, slots=True)
 class GateConfig:
-    """Sizes and policy of the gate.
-
-    groups: B, prompts of one training batch. members: G, samples of one prompt. limit: eta, in versions. slots:
-    sequences that all replicas together decode at one time. cut_at: members that must be scored before a part of a
-    group may train; None: only whole groups train. baseline: fewest rewards of a group from which advantages can be
-    computed; 1 without a group baseline. need_signal: groups whose rewards are all equal are not trained. greedy: each
-    group has a greedy answer beside its members, and waits for its reward.
-    """
+    """Sizes and policy of the gate. groups: B, prompts of one training batch. members: G, samples of one prompt. limit:
+    eta, in versions. slots: sequences that all replicas together decode at one time. cut_at: members that must be
+    scored before a part of a group may train; None: only whole groups train. baseline: fewest rewards of a group from
+    which advantages can be computed. need_signal: groups whose rewards are all equal are not trained. greedy: each
+    group waits for the reward of a greedy answer beside its members."""
 
     groups: int
     members: int
@@ -71,8 +68,7 @@ class GateConfig:
 
     @property
     def kept(self) -> int:
-        """Rows that one worker may store: of all groups in flight, and of a batch whose release has yet to reach the
-        worker. Draws wait for the rest."""
+        """Rows that one worker may store: of all groups in flight, and of a batch whose release it has yet to hear."""
         return (self.cap + self.groups) * self.rows
 
     @property

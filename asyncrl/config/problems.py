@@ -9,12 +9,9 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong.
-
-    key: config key that the problem is about, "" when it is about none. where: place of the value, e.g. "mine.toml:12"
-    or "--steps"; "" when it is unknown. text: what is wrong, and what to do. others: further keys that the problem is
-    about. is_warning: the run starts nevertheless, and prints this line.
-    """
+    """One thing that is wrong. key: config key that the problem is about, or "". where: place of the value, e.g.
+    "mine.toml:12" or "--steps", or "". text: what is wrong, and what to do. others: further keys that the problem is
+    about. is_warning: the run starts nevertheless, and prints this line."""
 
     key: str
     where: str

@@ -1,20 +1,19 @@
 """The config of an experiment as frozen models, without torch. Sources: command line > environment > file > default.
-
-The text below a key is what `asyncrl keys`, error messages and docs/reference/config.md say about it.
-"""
+The text below a key is what `asyncrl keys`, error messages and docs/reference/config.md say about it."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
-from asyncrl.config.contradictions import Incoherent, rule_problems
+from asyncrl.config.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
 from asyncrl.config.problems import Problem
-from asyncrl.config.section_base import Decay, NonEmpty, Positive, PositiveFloat, Section
-from asyncrl.config.unread_keys import unread_problems
+from asyncrl.config.rules import Incoherent, rule_problems
 
 IN_MEMORY = "python:rows"
 """The value of `task.prompts` in a run whose prompts were given as Python objects."""
+Scorer = Literal["reward", "cost"]
+"""The services that score samples. Each has a section of the config with its name."""
 
 
 class ModelConfig(Section):
@@ -26,8 +25,7 @@ class ModelConfig(Section):
     """Precision of the published weights and of generation. The trainer's master weights are always float32."""
     float32_head: bool = False
     """Computes the output layer in float32 in the engine, the trainer and the reference, whatever the precision of the
-    other layers. Rounded logits cause much of the difference between engine and trainer (MiniMax-M1,
-    arXiv 2506.13585)."""
+    others: rounded logits cause much of the difference between engine and trainer (MiniMax-M1, arXiv 2506.13585)."""
 
 
 class TaskConfig(Section):
@@ -74,8 +72,7 @@ class GenerationConfig(Section):
     """Treatment of the keys and values of running sequences when new weights arrive: `keep` goes on with those of the
     old weights, `recompute` computes them again."""
     deterministic: bool = False
-    """Makes tokens and log-probabilities independent of slots, neighbours and order of arrival, bit for bit. This is
-    slower."""
+    """Makes tokens and log-probabilities independent of slots, neighbours and arrival, bit for bit. This is slower."""
     device: str = "cpu"
     """Device of the generation workers, e.g. cpu or cuda:0."""
     deadline: PositiveFloat = 600.0
@@ -91,8 +88,7 @@ class RewardFunction(Section):
 
     use: str
     """`exact_match`, `regex_format`, `numeric`, `length`, `repetition`, `reasoning_gym`, `FILE.py:function` or
-    `module:function`. With `trl:` or `verl:` before one of the last two, a function written for TRL or verl is
-    adapted."""
+    `module:function`. With `trl:` or `verl:` before one of the last two, a function of TRL or verl is adapted."""
     name: str = ""
     """Name of the function in metrics and samples; default: the last part of `use`."""
     weight: float = 1.0
@@ -196,8 +192,7 @@ class TrainingConfig(Section):
     device: str = "cpu"
     """Device of the trainer. With several ranks, `cuda` gives each rank the GPU of its number."""
     layout_dp: Positive = 1
-    """Number of data-parallel ranks of the trainer, one process each. The samples of a step are divided by their
-    tokens."""
+    """Number of data-parallel ranks of the trainer, one process each. A step's samples are divided by their tokens."""
 
 
 class CriticConfig(Section):
@@ -217,8 +212,7 @@ class StalenessConfig(Section):
     """The bound on the age of trained tokens."""
 
     limit: Annotated[int, Field(ge=0)] = 2
-    """Largest staleness in versions (eta): no older token enters the loss, except under `policy = "admit"`. 0 is
-    synchronous training."""
+    """Largest staleness in versions (eta): no older token trains, but under `policy = "admit"`. 0 is synchronous."""
     policy: Literal["mask", "drop", "block", "admit"] = "mask"
     """Treatment of older tokens. mask: older tokens leave the loss. drop: samples with an older token are dropped.
     block: the fleet waits so that no token gets older. admit: all tokens train, without a bound, for comparison."""
@@ -241,8 +235,7 @@ class MismatchConfig(Section):
     stop_ess: Annotated[float, Field(gt=0, le=1)] | None = None
     """Ends the run when `mismatch/ess`, the effective share of tokens, is smaller."""
     warn_canary: PositiveFloat | None = 1.0
-    """Prints a warning when `mismatch/canary`, the difference of engine and trainer with the same weights, is larger;
-    in nats."""
+    """Warns when `mismatch/canary`, the difference of engine and trainer with the same weights, is larger; in nats."""
     stop_canary: PositiveFloat | None = None
     """Ends the run when `mismatch/canary` is larger; in nats."""
 
@@ -309,8 +302,7 @@ class Config(Section):
     steps: Positive = 100
     """Number of training steps."""
     finish: Literal["abandon", "drain"] = "abandon"
-    """Treatment of samples in flight after the last step: `abandon` drops them, `drain` trains them in
-    further steps."""
+    """Treatment of samples in flight after the last step: `abandon` drops them, `drain` trains them in more steps."""
     model: ModelConfig
     task: TaskConfig
     generation: GenerationConfig = GenerationConfig()
@@ -329,12 +321,17 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _values_fit_together(self) -> "Config":
-        unread = [problem for problem in unread_problems(self) if not problem.is_warning]
-        if problems := [*rule_problems(self), *unread]:
+        if problems := [problem for problem in rule_problems(self) if not problem.is_warning]:
             raise Incoherent(problems)
         return self
 
     @property
     def warnings(self) -> list[Problem]:
         """One line for each value that nothing reads."""
-        return [problem for problem in unread_problems(self) if problem.is_warning]
+        return [problem for problem in rule_problems(self) if problem.is_warning]
+
+    @property
+    def scorers(self) -> dict[Scorer, RewardConfig]:
+        """The services that score samples, with their sections; costs only where the algorithm has costs."""
+        costs: dict[Scorer, RewardConfig] = {"cost": self.cost} if self.algorithm.constraint != "none" else {}
+        return {"reward": self.reward, **costs}

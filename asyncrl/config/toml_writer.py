@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -16,25 +16,20 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def dump(config: "Config", notes: Mapping[str, str] | None = None) -> str:
-    """Writes every key of `config` with its value; reading the text gives an equal config.
-
-    Keys without a value (None, their default) are left out, because TOML has no null. notes: comments by dotted key.
-    """
+    """Writes every key of `config` that is not None, so that reading gives an equal config. notes: comments by key."""
     values = config.model_dump(mode="json")
-    blocks = [_lines({key: value for key, value in values.items() if not isinstance(value, dict)}, "", notes or {})]
-    for section, table in values.items():
-        if isinstance(table, dict):
-            blocks.append([f"[{section}]", *_lines(table, section, notes or {})])
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    tables = {"": {key: value for key, value in values.items() if not isinstance(value, dict)}}
+    tables |= {f"{section}.": table for section, table in values.items() if isinstance(table, dict)}
+    return "\n\n".join("\n".join(_lines(table, prefix, notes or {})) for prefix, table in tables.items()) + "\n"
 
 
-def _lines(table: Mapping[str, Any], section: str, notes: Mapping[str, str]) -> list[str]:
-    lines = []
+def _lines(table: Mapping[str, Any], prefix: str, notes: Mapping[str, str]) -> Iterator[str]:
+    if prefix:
+        yield f"[{prefix.removesuffix('.')}]"
     for key, value in table.items():
         if value is not None:
-            note = notes.get(f"{section}.{key}" if section else key)
-            lines.append(f"{key} = {value_text(value, key)}" + (f"  # {note}" if note else ""))
-    return lines
+            note = notes.get(prefix + key)
+            yield f"{key} = {value_text(value, key)}" + (f"  # {note}" if note else "")
 
 
 def value_text(value: Any, where: str = "") -> str:

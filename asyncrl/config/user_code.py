@@ -1,7 +1,4 @@
-"""Loads objects that the user names, `FILE.py:NAME` or `module:NAME`, and finds mistakes in them without running them.
-
-Before anything is started, sources are read only, and only certain mistakes count. `resolve` runs them.
-"""
+"""Loads objects that the user names, `FILE.py:NAME` or `module:NAME`, and finds mistakes in them by reading alone."""
 
 import ast
 import difflib
@@ -28,20 +25,15 @@ LISTED = 12
 """Names that an error message lists when it knows of none that is close."""
 
 ONE_ARGUMENT = "a reward function is called with one argument, the sample (or the list of a group's samples)"
-OWN_SCOPE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+PATTERNS = (ast.MatchAs, ast.MatchStar, ast.MatchMapping)
 MAKES_NAMES = {"__getattr__", "globals", "vars", "setattr", "exec", "eval"}
 """A module that uses or defines one of these may have names that no statement binds."""
 
 
 def resolve(spec: str, where: str) -> Any:
-    """Returns the object that `FILE.py:NAME` or `module:NAME` names.
-
-    where: beginning of error messages. The folder of a file becomes importable, as it is for a script.
-
-    Raises:
-        ConfigError: there is no such file, module or name; the message has the closest name that exists. Errors in
-            the file itself are raised as they are.
-    """
+    """Returns the object that `FILE.py:NAME` or `module:NAME` names; raises ConfigError, which begins with `where` and
+    has the closest name, and errors of the user's file as they are. The folder of a file becomes importable."""
     source, name = _source_and_name(spec, where)
     module = module_named(source, where)
     if not hasattr(module, name):
@@ -105,14 +97,9 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 def _own_names(module: ModuleType) -> list[str]:
     """Returns the public names that a module defines itself, or all its public names if it defines none."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    own = []
-    for name, value in public.items():
-        is_elsewhere = (
-            isinstance(value, type | FunctionType | BuiltinFunctionType) and value.__module__ != module.__name__
-        )
-        if not is_elsewhere and not isinstance(value, ModuleType):
-            own.append(name)
-    return own or list(public)
+    named = type | FunctionType | BuiltinFunctionType
+    own = [name for name, each in public.items() if not isinstance(each, named) or each.__module__ == module.__name__]
+    return [name for name in own if not isinstance(public[name], ModuleType)] or list(public)
 
 
 def _module_of_file(path: Path) -> ModuleType:
@@ -133,32 +120,26 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
-def source_problem(spec: str, key: str) -> Problem | None:
-    """Returns why the `FILE.py:NAME` or `module:NAME` of a key cannot be resolved, as far as its source shows it."""
+def source_problem(spec: str, key: str, options: Collection[str] | None = None) -> Problem | None:
+    """Returns why the `FILE.py:NAME` or `module:NAME` of a key cannot be resolved, as far as its source shows it.
+    options: given for a reward function; one with a plain `def` must take one argument and these options."""
     try:
         source, name = _source_and_name(spec, key)
         if (path := _path_of(source, key)) is None:
             return None
-        names = names_in(path.read_bytes())
+        tree = ast.parse(path.read_bytes())
     except ConfigError as mistake:
         return Problem.of_error(mistake, key)
     except (SyntaxError, ValueError) as error:
         return Problem(key, "", f"{path} is not valid Python: {error}")
-    if names is None or name in names:
+    names = names_in(tree)
+    if names is not None and name not in names:
+        near = suggestion(name, sorted(each for each in names if each[0] != "_"))
+        return Problem(key, "", f"{source} has no {name}{near}")
+    function = _only_definition(name, tree.body)
+    if options is None or function is None or not (wrong := _argument_mistake(function.args, options)):
         return None
-    near = suggestion(name, sorted(each for each in names if each[0] != "_"))
-    return Problem(key, "", f"{source} has no {name}{near}")
-
-
-def signature_problem(spec: str, options: Collection[str], key: str) -> Problem | None:
-    """Returns why a function with one plain `def` cannot be called with one argument and `options`; else None."""
-    source, name = _source_and_name(spec, key)
-    if (path := _path_of(source, key)) is None:
-        return None
-    function = _only_definition(name, ast.parse(path.read_bytes()).body)
-    if function is None or not (mistake := _argument_mistake(function.args, options)):
-        return None
-    return Problem(key, "", f"{spec}: {ONE_ARGUMENT}, not as {name}({ast.unparse(function.args)}): {mistake}")
+    return Problem(key, "", f"{spec}: {ONE_ARGUMENT}, not as {name}({ast.unparse(function.args)}): {wrong}")
 
 
 def _only_definition(name: str, body: Sequence[ast.stmt]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
@@ -213,10 +194,8 @@ def _search(module: str, folders: Sequence[str] | None) -> ModuleSpec:
     raise ModuleNotFoundError(module)
 
 
-def names_in(source: bytes) -> set[str] | None:
-    """Returns the names that a module binds at its top level; None if it may have any name. Raises SyntaxError or
-    ValueError for a source that is not valid Python."""
-    tree = ast.parse(source)
+def names_in(tree: ast.Module) -> set[str] | None:
+    """Returns the names that a module binds at its top level; None if it may have any name."""
     if any(_makes_names(node) for node in ast.walk(tree)):
         return None
     inner = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
@@ -232,13 +211,14 @@ def _makes_names(node: ast.AST) -> bool:
 def _of_top_level(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         yield child
-        if not isinstance(child, OWN_SCOPE):
+        if not isinstance(child, (*DEFINITIONS, ast.Lambda)):
             yield from _of_top_level(child)
 
 
 def _bound(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-    return [node.id] if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else []
+    if isinstance(node, ast.Name):
+        return [node.id] if isinstance(node.ctx, ast.Store) else []
+    name = getattr(node, "rest" if isinstance(node, ast.MatchMapping) else "name", None)
+    return [name] if name and isinstance(node, (*DEFINITIONS, *PATTERNS)) else []

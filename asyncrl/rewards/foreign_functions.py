@@ -15,15 +15,9 @@ NOT_PASSED = ("completion_ids", "trainer_state", "log_extra", "log_metric", "env
 
 
 def from_trl(function: Callable[..., Any]) -> Function:
-    """Adapts a reward function of TRL's GRPOTrainer: `f(prompts, completions, **columns) -> list of float or None`.
-
-    Completions are text, or one assistant message each where prompts are messages, as TRL passes them. Columns are
-    lists with a value for each sample. The arguments NOT_PASSED keep their defaults. The result
-    scores single samples and, with `group = true`, whole groups.
-
-    Raises:
-        ConfigError: it cannot be called without something that is not passed.
-    """
+    """Adapts a reward function of TRL's GRPOTrainer, `f(prompts, completions, **columns) -> list of float or None`, to
+    single samples and, with `group = true`, whole groups; raises ConfigError if it needs an argument of NOT_PASSED.
+    Completions are text, or one assistant message each where prompts are messages. Columns have a value a sample."""
     parameters = inspect.signature(function).parameters
     if missing := [name for name in _needed(parameters) if name in NOT_PASSED]:
         raise ConfigError(
@@ -34,10 +28,8 @@ def from_trl(function: Callable[..., Any]) -> Function:
 
 
 def from_verl(function: Callable[..., Any]) -> Function:
-    """Adapts a reward function of verl: `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
-
-    Rows have verl's columns. Of a dict only `score` counts, as in verl. The result scores single samples.
-    """
+    """Adapts a reward function of verl, `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, to
+    single samples. Rows have verl's columns. Of a dict only `score` counts, as in verl."""
     return _serving_both(
         function, _verl_arguments, lambda result: [result["score"] if isinstance(result, dict) else result]
     )
@@ -64,10 +56,7 @@ def _serving_both(
     async def waiting(samples: Sample | list[Sample]) -> Any:
         return answer(samples, await call(samples))
 
-    def plain(samples: Sample | list[Sample]) -> Any:
-        return answer(samples, call(samples))
-
-    return waiting if inspect.iscoroutinefunction(function) else plain
+    return waiting if inspect.iscoroutinefunction(function) else lambda samples: answer(samples, call(samples))
 
 
 def _trl_arguments(samples: list[Sample]) -> dict[str, Any]:

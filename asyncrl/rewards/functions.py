@@ -4,30 +4,24 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.problems import Problem
-from asyncrl.config.user_code import ONE_ARGUMENT, name_of, resolve, signature_problem, source_problem, suggestion
+from asyncrl.config.user_code import ONE_ARGUMENT, name_of, resolve, source_problem, suggestion
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.foreign_functions import from_trl, from_verl
 from asyncrl.rewards.sample import Function
 from asyncrl.rewards.templates import TEMPLATES
 
 if TYPE_CHECKING:
-    from asyncrl.config.schema import Config, RewardConfig  # not at run time: children do without pydantic
-
-Scorer = Literal["reward", "cost"]
-"""The services that score samples. Each has a section of the config with its name."""
+    from asyncrl.config.schema import Config, Scorer  # not at run time: children do without pydantic
 
 ADAPTERS: dict[str, Callable[[Callable[..., Any]], Function]] = {"trl": from_trl, "verl": from_verl}
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionSpec:
-    """One entry of `reward.functions` or `cost.functions`.
-
-    name: name of its term in metrics and samples. key: config key that has the entry.
-    """
+    """One entry of the list `key`, a config key. name: name of its term in metrics and samples."""
 
     use: str
     name: str
@@ -37,15 +31,10 @@ class FunctionSpec:
     key: str = "reward.functions"
 
 
-def section_of(config: "Config", service: Scorer) -> "RewardConfig":
-    """Returns the section of the config that a scoring service reads."""
-    return config.cost if service == "cost" else config.reward
-
-
-def function_specs(config: "Config", service: Scorer = "reward") -> list[FunctionSpec]:
+def function_specs(config: "Config", service: "Scorer" = "reward") -> list[FunctionSpec]:
     """Returns the specs of all functions of a section, for rewards with the function of `algorithm.overlong`; raises
     ConfigError if there are neither functions nor a model."""
-    section, key = section_of(config, service), f"{service}.functions"
+    section, key = config.scorers[service], f"{service}.functions"
     if not section.functions and not section.model:
         raise ConfigError(f'{key} is empty; write for example functions = ["exact_match"]')
     specs = [
@@ -62,11 +51,8 @@ def overlong_specs(config: "Config") -> list[FunctionSpec]:
     return [FunctionSpec("length", "overlong", options={"maximum": longest, "slack": slack})] if share else []
 
 
-def function_problems(config: "Config", service: Scorer = "reward") -> list[Problem]:
-    """Returns problems of a section's functions, without costs if the algorithm has none, that are known before any of
-    the user's code runs."""
-    if service == "cost" and config.algorithm.constraint == "none":
-        return []
+def function_problems(config: "Config", service: "Scorer" = "reward") -> list[Problem]:
+    """Returns problems of a section's functions that are known before any of the user's code runs."""
     try:
         specs = function_specs(config, service)
     except ConfigError as error:
@@ -77,8 +63,7 @@ def function_problems(config: "Config", service: Scorer = "reward") -> list[Prob
 def _problem(spec: FunctionSpec) -> Problem | None:
     if ":" in spec.use:
         adapter, name = _split(spec.use)
-        problem = source_problem(name, spec.key)
-        return problem if problem or adapter else signature_problem(name, spec.options, spec.key)
+        return source_problem(name, spec.key, None if adapter else spec.options)
     try:
         _from_template(spec)
     except ConfigError as error:

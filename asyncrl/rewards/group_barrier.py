@@ -26,11 +26,8 @@ class _OpenGroup:
 
 @dataclass(eq=False, slots=True)
 class GroupBarrier:
-    """Holds the groups that wait for members; the gate bounds their number.
-
-    timeout: seconds to wait for all members. After that, the members that arrived are scored without the others: when a
-    group restarts, members that were trained before do not come again.
-    """
+    """Holds the groups that wait for members; the gate bounds their number. timeout: seconds after which the members
+    that arrived are scored alone: when a group restarts, members that were trained before do not come again."""
 
     score: ScoreGroup
     timeout: float

@@ -15,12 +15,9 @@ Function = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion.
-
-    prompt: text or chat messages, as in the row. text: the completion, before a stop string if one ended it.
-    row: all columns of the prompt's row. member: its number in the group; -1: ReMax's greedy answer.
-    finish: "stop" | "stop_string" | "length" | "abort". tokens: sampled tokens.
-    """
+    """One completion. prompt: text or chat messages, as in the row. text: the completion, before a stop string if one
+    ended it. row: all columns of the prompt's row. member: its number in the group; -1: ReMax's greedy answer. finish:
+    "stop" | "stop_string" | "length" | "abort". tokens: sampled tokens."""
 
     prompt: str | list[dict[str, Any]]
     text: str
@@ -58,10 +55,7 @@ def missing_column(name: str, row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FunctionResult:
-    """Result of a reward function for one sample.
-
-    reason: why there is no value, "" if there is one. traceback: traceback of the error that the function raised.
-    """
+    """Result of a reward function for one sample. reason: why there is no value, or "". traceback: of its error."""
 
     value: Value = None
     reason: str = ""

@@ -16,11 +16,9 @@ EXCERPT = 200
 def score_of(
     sample: Sample, specs: Sequence[FunctionSpec], results: Sequence[FunctionResult], on_error: OnError
 ) -> Score:
-    """Returns the weighted sum of the functions' values; terms are the values before weighting.
-
-    on_error: for a function without a value, `fail` raises RewardError with function, sample and traceback, `zero`
-    counts 0, and `ignore` makes the sample unscorable, so that it leaves the baseline and the loss.
-    """
+    """Returns the weighted sum of the functions' values; terms are the values before weighting. on_error: for a
+    function without a value, `fail` raises RewardError with function, sample and traceback, `zero` counts 0, and
+    `ignore` makes the sample unscorable, so that it leaves the baseline and the loss."""
     terms: dict[str, float] = {}
     failures: list[str] = []
     total = 0.0

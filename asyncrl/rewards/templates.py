@@ -30,8 +30,7 @@ def regex_format(pattern: str) -> OfSample:
 
 
 def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
-    """Gives 1 if the last number of the completion is that of the row's `column`, else 0. tolerance: largest
-    difference, relative to the wanted number where that is above 1."""
+    """Gives 1 if the last number of the completion is the row's `column`, within `tolerance` (relative above 1)."""
 
     def reward(sample: Sample) -> float:
         wanted, given = last_number(str(_column(sample, column))), last_number(sample.text)
@@ -43,8 +42,7 @@ def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
 
 
 def length(maximum: int, slack: int, unit: Literal["tokens", "characters", "words"] = "tokens") -> OfSample:
-    """Gives 0 up to `maximum - slack`, from there falling to -1 at `maximum` and beyond: DAPO's soft overlong
-    punishment (arXiv 2503.14476, equation 13)."""
+    """Gives 0 up to `maximum - slack`, then falls to -1 at `maximum`: DAPO (arXiv 2503.14476, equation 13)."""
     if not 0 < slack <= maximum:
         raise ConfigError(f"slack must lie between 1 and maximum ({maximum}), not {slack}")
     measures: dict[str, Callable[[Sample], int]] = {

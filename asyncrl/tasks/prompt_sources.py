@@ -1,4 +1,4 @@
-"""Reads prompts from files, the hub, reasoning-gym, functions and Python objects."""
+"""Reads prompts, and texts to learn besides samples, from files, the hub, reasoning-gym, functions and Python."""
 
 import csv
 import inspect
@@ -15,10 +15,10 @@ from types import ModuleType
 from typing import Any
 
 from asyncrl.config.install_hints import install_extra
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, TaskConfig
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.tasks.prompt_rows import Prompts, plain
+from asyncrl.tasks.prompts import Prompts, plain
 
 Rows = Sequence[Mapping[str, Any]]
 TRAINING_SEED, HELD_OUT_SEED = 0, 1
@@ -47,27 +47,40 @@ def held_out_prompts(config: Config, given: str | Rows | None = None) -> Prompts
 def load_prompts(
     spec: str | Rows, options: Mapping[str, Any] | None = None, system: str = "", held_out: bool = False
 ) -> Prompts:
-    """Reads the prompts of `spec`: a JSONL, CSV or Parquet file, `hub:NAME[#split]`, `reasoning_gym:NAME`,
-    `FILE.py:function`, `module:function`, a list of dicts or a datasets.Dataset.
-
-    options: keyword arguments of a procedural source, `size` and `seed` among them. system: message put before each
-    prompt. held_out: takes the held-out questions of a reasoning-gym data set instead of the training questions.
-
-    Raises:
-        TaskError: there is no such source, or its rows have no prompts; the message says what to write.
-    """
+    """Reads the prompts of `spec`, a form of `task.prompts`, a list of dicts or a datasets.Dataset; raises TaskError if
+    there is no such source, or its rows have no prompts. options: keyword arguments of a procedural source, `size` and
+    `seed` among them. system: message put before each prompt. held_out: takes held-out questions of reasoning-gym."""
     if not isinstance(spec, str):
         return Prompts(_given(spec), "the rows given as prompts", system)
     return Prompts(_read(spec, dict(options or {}), held_out), spec, system)
 
 
-def read_rows(spec: str, options: Mapping[str, Any], key: str) -> Rows:
-    """Reads rows that need not be prompts; raises TaskError as `load_prompts` does. key: config key of `spec`."""
+def write_texts(path: Path, task: TaskConfig) -> None:
+    """Writes the rows of `task.pretrain` to `path` for the trainer, one JSON object a line: {text}, or {prompt,
+    answer}; raises TaskError if there is no such source, or no row, or a row has other columns."""
+    key, source = "task.pretrain", task.pretrain
     try:
-        return _read(spec, dict(options), held_out=False)
+        rows = _read(source, {"size": task.size, "seed": TRAINING_SEED}, held_out=False)
     except TaskError as error:
         text = str(error).replace("task.prompts", key)
         raise TaskError(text if text.startswith("task.") else f"{key}: {text}") from None
+    if len(rows) == 0:
+        raise TaskError(f"{key}: {source}: there are no rows")
+    with path.open("w", encoding="utf-8") as lines:
+        for number in range(len(rows)):
+            lines.write(json.dumps(_text_row(rows[number], f"{key}: {source}, row {number}", task.system)) + "\n")
+
+
+def _text_row(row: Mapping[str, Any], where: str, system: str) -> dict[str, Any]:
+    match dict(row):
+        case {"text": str(text)} if text:
+            return {"text": text}
+        case {"prompt": _, "answer": str(answer)} if answer:
+            return {"prompt": Prompts([row], where, system).row(0).prompt, "answer": answer}
+        case {"text": ""} | {"prompt": _, "answer": ""}:
+            column = "text" if row.get("text") == "" else "answer"
+            raise TaskError(f"{where}: its `{column}` is empty, so there is nothing to learn; remove the row")
+    raise TaskError(f"{where}: a row has a `text`, or a `prompt` and an `answer`; found are {', '.join(map(str, row))}")
 
 
 def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
@@ -227,7 +240,7 @@ def _function(spec: str, options: dict[str, Any]) -> Rows:
 
 
 def _accepted(function: Callable[..., Any], options: dict[str, Any], spec: str) -> dict[str, Any]:
-    """Returns the options for the function; size and seed are left out if it has no such parameters."""
+    """Returns the options that the function takes; size and seed need not be among its parameters."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return options

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from asyncrl.bench.learning.paired_statistics import differences
-from asyncrl.config.presets import PRESETS
+from asyncrl.config.algorithm_config import PRESETS
 from asyncrl.experiments import experiment_text
 
 Values = Mapping[str, Any]

@@ -41,8 +41,8 @@ from asyncrl.protocols.messages import (
     Reply,
     Welcome,
 )
-from asyncrl.rewards.execution.child_client import Answer, ChildProcess
-from asyncrl.rewards.execution.pipe_messages import packed
+from asyncrl.rewards.execution.child_pool import Answer, ChildProcess
+from asyncrl.rewards.execution.child_server import packed
 
 Frames = list[bytes]
 PATIENCE = 10.0
@@ -280,11 +280,11 @@ async def _consumed(link: Client) -> None:
 
 
 class RewardFrames(Looping):
-    """What a reward child says: the call that waits for it ends, with verdicts or with the end of the child."""
+    """What a reward child says: the call that waits for it ends, with results or with the end of the child."""
 
     seeds: ClassVar = [
-        packed({"call": 0, "verdicts": [[1.0, "", ""], [{"a": 0.5}, "", ""]]}),
-        packed({"call": 0, "verdicts": [[None, "raised", "trace"]]}) + packed({"call": 7, "verdicts": []}),
+        packed({"call": 0, "results": [[1.0, "", ""], [{"a": 0.5}, "", ""]]}),
+        packed({"call": 0, "results": [[None, "raised", "trace"]]}) + packed({"call": 7, "results": []}),
     ]
 
     async def once(self, data: bytes) -> None:

@@ -19,7 +19,7 @@ from asyncrl.controller.journal.journal import FRAME, encode  # noqa: E402
 from asyncrl.lanes.data.row_reader import FETCH  # noqa: E402
 from asyncrl.protocols.batch import Place  # noqa: E402
 from asyncrl.protocols.messages import Call  # noqa: E402
-from asyncrl.rewards.execution.pipe_messages import packed  # noqa: E402
+from asyncrl.rewards.execution.child_server import packed  # noqa: E402
 
 INPUTS = 500
 WHERE = st.floats(0, 1, exclude_max=True)
@@ -31,12 +31,12 @@ FOUND: list[tuple[str, bytes]] = [
     ("reward", b"\x01\0\0\0\xc1"),
     ("reward", b"\x02\0\0\0\x81\xa5"),
     ("reward", b"\xff\xff\xff\xff"),
-    ("reward", packed({"verdicts": []})),
-    ("reward", packed({"call": [], "verdicts": []})),
-    ("reward", packed({"call": 0, "verdicts": 1})),
-    ("reward", packed({"call": 0, "verdicts": [[1.0]]})),
-    ("reward", packed({"call": 0, "verdicts": [["one", "", ""]]})),
-    ("reward", packed({"call": 0, "verdicts": [[1.0, "", ""]] * 3})),
+    ("reward", packed({"results": []})),
+    ("reward", packed({"call": [], "results": []})),
+    ("reward", packed({"call": 0, "results": 1})),
+    ("reward", packed({"call": 0, "results": [[1.0]]})),
+    ("reward", packed({"call": 0, "results": [["one", "", ""]]})),
+    ("reward", packed({"call": 0, "results": [[1.0, "", ""]] * 3})),
     # Records with a true checksum that are no MessagePack or none of ours were errors of Python.
     ("journal", framed([b"\x91\xa1"])),
     ("journal", framed([b"\x07"])),

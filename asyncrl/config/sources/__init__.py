@@ -1,8 +1,4 @@
-"""Reads a config from file, environment, flags and Python, writes it, and compares it at a resume.
-
-layers (one a source) ──> load_config ──> Config
-value_errors: messages about values;  keys, aliases.toml: names of keys;  resume: allowed changes
-"""
+"""Reads a config from file, environment, flags and Python, and compares it at a resume."""
 
 from asyncrl.config.sources.load_config import Loaded, load, read
 

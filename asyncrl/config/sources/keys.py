@@ -22,10 +22,7 @@ TRANSLATIONS = {name: key for names in _ALIASES.values() for name, key in names.
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key, written `section.key` or, at the top level, `key`.
-
-    type: for people. kinds: JSON types that the value may have. required: it has no default.
-    """
+    """One key. type: for people. kinds: JSON types that the value may have. required: it has no default."""
 
     name: str
     type: str
@@ -39,17 +36,14 @@ class Key:
 def all_keys() -> Mapping[str, Key]:
     """Returns all keys by name, in the order of the config."""
     schema = Config.model_json_schema()
-    definitions = schema["$defs"]
-    keys: dict[str, Key] = {}
+    keys: list[Key] = []
     for name, field in schema["properties"].items():
-        if name in sections():
-            section = definitions[field["$ref"].rsplit("/", 1)[1]]
-            required = section.get("required", [])
-            for inner, described in section["properties"].items():
-                keys[f"{name}.{inner}"] = _key(f"{name}.{inner}", described, inner in required)
+        if "$ref" in field:
+            section = schema["$defs"][field["$ref"].rsplit("/", 1)[1]]
+            keys += [_key(f"{name}.", inner, section) for inner in section["properties"]]
         else:
-            keys[name] = _key(name, field, name in schema.get("required", []))
-    return keys
+            keys.append(_key("", name, schema))
+    return {key.name: key for key in keys}
 
 
 @cache
@@ -59,10 +53,11 @@ def sections() -> tuple[str, ...]:
     return tuple(name for name, field in properties.items() if "$ref" in field)
 
 
-def _key(name: str, schema: Schema, required: bool) -> Key:
+def _key(prefix: str, name: str, section: Schema) -> Key:
+    schema, required = section["properties"][name], name in section.get("required", [])
     kinds = tuple(part.get("type", "") for part in schema.get("anyOf", [schema]))
     doc = " ".join(schema.get("description", "").split())
-    return Key(name, _type(schema), kinds, schema.get("default"), doc, required)
+    return Key(prefix + name, _type(schema), kinds, schema.get("default"), doc, required)
 
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -87,10 +82,8 @@ def _type(schema: Schema) -> str:
 
 
 def translate(name: str) -> tuple[str, str] | None:
-    """Returns the key ("" if there is none) and a remark for a `name` of TRL, verl, OpenRLHF or an older asyncrl.
-
-    A dotted name is looked up whole, then without its first parts: `actor_rollout_ref.rollout.n`, `rollout.n`.
-    """
+    """Returns the key ("" if there is none) and a remark for a `name` of TRL, verl, OpenRLHF or an older asyncrl; looks
+    a dotted name up whole, then without its first parts: `actor_rollout_ref.rollout.n`, `rollout.n`."""
     parts = name.replace("-", "_").split(".")
     for start in range(len(parts)):
         found = ".".join(parts[start:])
@@ -105,11 +98,8 @@ def closest_key(name: str) -> str | None:
     by_last = [key for key in all_keys() if key.rsplit(".", 1)[-1] == last]
     if by_last:
         return closest(name, by_last, cutoff=0.0) if "." in name else by_last[0]
-    if near := closest(name, all_keys(), cutoff=0.75):
-        return near
     lasts = {key.rsplit(".", 1)[-1]: key for key in all_keys()}
-    near = closest(last, lasts, cutoff=0.75)
-    return lasts[near] if near else None
+    return closest(name, all_keys(), cutoff=0.75) or lasts.get(closest(last, lasts, cutoff=0.75) or "")
 
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:

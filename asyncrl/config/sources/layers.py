@@ -16,11 +16,8 @@ PREFIX = "ASYNCRL_"
 
 @dataclass(slots=True)
 class ConfigLayer:
-    """The keys of one source.
-
-    entries: dotted key -> (value, place). problems: what could not be read as an entry. readable: False when the source
-    could not be read at all, so that its keys are unknown. written: returns how this source writes a key.
-    """
+    """The keys of one source. entries: dotted key -> (value, place). problems: what could not be read as an entry.
+    readable: False when nothing could be read, so that the keys are unknown. written: how this source writes a key."""
 
     entries: dict[str, tuple[Any, str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -29,12 +26,11 @@ class ConfigLayer:
 
     def add(self, name: str, value: Any, place: str) -> None:
         """Adds an entry of a known key, or the problem of an unknown one."""
-        if name in sections():
-            self.problems.append(Problem(name, place, advice(name, self.written)))
-        elif name not in all_keys():
-            self.problems.append(Problem(name, place, f"there is no such key; {advice(name, self.written)}"))
-        else:
+        if name in all_keys():
             self.entries[name] = (value, place)
+        else:
+            wrong = "" if name in sections() else "there is no such key; "
+            self.problems.append(Problem(name, place, wrong + advice(name, self.written)))
 
     def add_texts(self, name: str, texts: list[str], place: str) -> None:
         """Adds an entry of text, as the type of the key needs it."""
@@ -107,10 +103,7 @@ def environment_layer(environ: Mapping[str, str]) -> ConfigLayer:
 
 
 def flags_layer(arguments: Sequence[str]) -> ConfigLayer:
-    """Reads keys from `--section.key value` and `--section.key=value`.
-
-    The flag of a list may be repeated. A switch without a value is turned on.
-    """
+    """Reads `--section.key value` and `--section.key=value`; a list may be given in several flags, a switch alone."""
     given: dict[str, list[str]] = {}
     layer = ConfigLayer()
     waiting = list(arguments)

@@ -11,24 +11,15 @@ from asyncrl.config.sources.load_config import read
 from asyncrl.config.toml_writer import value_text
 from asyncrl.errors import ConfigError
 
-_MAY_CHANGE_BY_SECTION = {
-    "generation": ("replicas", "slots", "device", "deadline"),
-    "reward": ("workers", "deadline", "device"),
-    "cost": ("workers", "deadline", "device"),
-    "critic": ("device",),
-    "cost_critic": ("device",),
-    "training": (
-        *("micro_batch_tokens", "gradient_checkpointing", "logits_chunk", "checkpoint_every", "keep_checkpoints"),
-        *("device", "layout_dp"),
-    ),
-    "staleness": ("publish_deadline",),
-}
 MAY_CHANGE = (
     *("name", "steps", "finish", "reference.", "evaluate.", "telemetry.", "fleet."),
-    *(f"{section}.{key}" for section, keys in _MAY_CHANGE_BY_SECTION.items() for key in keys),
+    *("generation.replicas", "generation.slots", "generation.device", "generation.deadline"),
+    *("reward.workers", "reward.deadline", "reward.device", "cost.workers", "cost.deadline", "cost.device"),
+    *("training.micro_batch_tokens", "training.gradient_checkpointing", "training.logits_chunk", "training.device"),
+    *("training.checkpoint_every", "training.keep_checkpoints", "training.layout_dp"),
+    *("critic.device", "cost_critic.device", "staleness.publish_deadline"),
 )
-"""Keys (sections end with a dot) that change the place, speed, length or output of a run, but not what it learns from
-a step."""
+"""Keys (sections end with a dot) that change place, speed, length or output of a run, but not what a step learns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +50,7 @@ def _why_not(name: str, new: Config) -> str:
 
 
 def check_resume(run_dir: Path, new: Config, accept: bool) -> list[Change]:
-    """Returns the differences from `RUN_DIR/config.toml`; raises ConfigError for those that must not be, unless
-    `accept` is true."""
+    """Returns the differences from `RUN_DIR/config.toml`; unless `accept`, raises ConfigError for those not allowed."""
     changes = compare(read(run_dir / "config.toml"), new)
     refused = [f"  {change}\n" for change in changes if change.why_not]
     if refused and not accept:

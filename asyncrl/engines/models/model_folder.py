@@ -17,13 +17,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from asyncrl.config.missing_packages import PACKAGED, missing_model_packages
+from asyncrl.config.install_hints import PACKAGED, missing_model_packages
 from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.engines.models.folder_checks import existing_folder, is_complete, refuse_damaged
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, errno_in
-from asyncrl.tasks.builtin.demonstrations import Demonstrations
+from asyncrl.tasks.builtin.words import Demonstrations
 
 Show = Callable[[str], None]
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -128,7 +128,7 @@ def demonstrations_of(task: str) -> Demonstrations:
         raise ConfigError(f"model.name: no task is known as warmed:{task}{suggestion(task, WARMED)}")
     found = resolve(WARMED.get(task, task), "model.name")
     if not isinstance(found, Demonstrations):
-        raise ConfigError(f"model.name: warmed:{task} is no asyncrl.tasks.builtin.demonstrations.Demonstrations")
+        raise ConfigError(f"model.name: warmed:{task} is no asyncrl.tasks.builtin.words.Demonstrations")
     return found
 
 

@@ -1,29 +1,51 @@
 """Serves calls of reward functions inside a child process, which its guard starts and ends (guard_process.py).
-
-The first message in has the functions. The first message out has which of them are coroutine functions, or the user's
-mistake. Then calls come in and results go out. The process may be killed at any time: it stores nothing.
-"""
+The first message in has the functions, the first message out which of them are coroutine functions, or the user's
+mistake. Then calls come in and results go out. A message is a length of four bytes, then MessagePack."""
 
 import asyncio
 import os
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from asyncrl.errors import ConfigError
+import msgpack
+
+from asyncrl.errors import ConfigError, WireError
 from asyncrl.rewards.execution.function_call import attempt, trace
 from asyncrl.rewards.execution.guard_process import STDERR, STDIN, STDOUT
-from asyncrl.rewards.execution.pipe_messages import packed, receive
 from asyncrl.rewards.functions import FunctionSpec, is_concurrent, load
 from asyncrl.rewards.sample import Function, Sample, with_columns
 
+LARGEST = 64 * 2**20
+"""Bytes; a group of a thousand samples of 16k characters fits twice."""
 
+
+def packed(message: Any) -> bytes:
+    """Returns the frame of a message; raises WireError when it is too large."""
+    body: bytes = msgpack.packb(message, use_bin_type=True)
+    if len(body) > LARGEST:
+        raise WireError(f"a message to or from a reward child has {len(body)} bytes; at most {LARGEST} are sent")
+    return len(body).to_bytes(4, "little") + body
+
+
+async def receive(reader: asyncio.StreamReader) -> Any:
+    """Reads the next message; raises asyncio.IncompleteReadError at the end, WireError for anything malformed."""
+    size = int.from_bytes(await reader.readexactly(4), "little")
+    if size > LARGEST:
+        raise WireError(f"a frame of {size} bytes was announced; at most {LARGEST} are sent")
+    body = await reader.readexactly(size)
+    try:
+        return msgpack.unpackb(body, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise WireError(f"a frame of {size} bytes that is no MessagePack: {error!r:.200}") from error
+
+
+@dataclass(eq=False, slots=True)
 class ChildServer:
     """Answers one call after the other; calls of coroutine functions overlap."""
 
-    def __init__(self, calls: asyncio.StreamReader, results: int) -> None:
-        self._calls = calls
-        self._results = results
-        self._functions: list[tuple[FunctionSpec, Function]] = []
+    _calls: asyncio.StreamReader
+    _results: int
+    _functions: list[tuple[FunctionSpec, Function]] = field(default_factory=list)
 
     async def serve(self) -> None:
         """Answers calls until the parent closes the pipe."""
@@ -60,7 +82,7 @@ class ChildServer:
             rest = rest[os.write(self._results, rest) :]
 
 
-async def _serve_pipes() -> None:
+async def serve_pipes() -> None:
     """Serves copies of stdin and stdout; the user's code then reads nothing and prints to stderr."""
     calls, results = os.dup(STDIN), os.dup(STDOUT)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -71,8 +93,3 @@ async def _serve_pipes() -> None:
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(calls, "rb"))
     await ChildServer(reader, results).serve()
-
-
-def run() -> None:
-    """Serves calls from stdin, and writes results to stdout."""
-    asyncio.run(_serve_pipes())

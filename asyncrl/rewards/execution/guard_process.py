@@ -3,9 +3,8 @@
     reward worker ──stdin, stdout──> runner (child_server.py) ──> whatever the user's functions start
               └─stdin──> guard ──ends all of them──┘
 
-The guard waits for the end of stdin and for the end of the runner. Stdin ends when the worker ends a child, and
-when the worker dies. In both cases the guard finds all processes of the user's code, also those in sessions of
-their own and orphans, because the kernel gives orphans to the guard.
+The guard waits for the end of stdin, when the worker ends a child or dies, and for the end of the runner. Then it finds
+all processes of the user's code, also in sessions of their own and orphans, which the kernel gives to the guard.
 """
 
 import ctypes
@@ -87,6 +86,8 @@ def _prctl(option: int, value: int) -> None:
 
 if __name__ == "__main__":
     main()
-    from asyncrl.rewards.execution.child_server import run  # After the fork: the guard stays small.
+    import asyncio  # After the fork: the guard stays small.
 
-    run()
+    from asyncrl.rewards.execution.child_server import serve_pipes
+
+    asyncio.run(serve_pipes())

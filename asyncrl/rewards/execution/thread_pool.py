@@ -1,10 +1,8 @@
-"""Runs reward functions that only the caller's process has: functions of a notebook or script, and lambdas.
-
-The reward service then runs in that process too, and calls them on threads. A thread cannot be killed: a function that
-hangs is reported at its deadline and keeps its thread.
-"""
+"""Runs reward functions that only the caller's process has, of a notebook or script, and lambdas, on threads of that
+process. A thread cannot be killed: a function that hangs is reported at its deadline and keeps its thread."""
 
 import asyncio
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -25,12 +23,9 @@ THREADS = 4
 
 
 def importable_name(function: Callable[..., Any]) -> str | None:
-    """Returns `module:function` if another process finds this very function under that name, else None.
-
-    Functions of a script have no such name: importing the script would run it again.
-    """
+    """Returns `module:function` if another process finds this very function under that name, else None."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if module in (None, "__main__") or "." in name:
+    if module in (None, "__main__") or "." in name:  # Importing a script would run it again.
         return None
     found = getattr(sys.modules.get(module), name, None)
     return f"{module}:{name}" if found is function else None
@@ -85,10 +80,7 @@ def named(functions: Sequence[Function]) -> list[tuple[str, Function]]:
     """Gives each function its own name; a second lambda is called `lambda_2`."""
     found: dict[str, Function] = {}
     for function in functions:
-        name = base = name_of(function)
-        number = 1
-        while name in found:
-            number += 1
-            name = f"{base}_{number}"
-        found[name] = function
+        name = name_of(function)
+        names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        found[next(each for each in names if each not in found)] = function
     return list(found.items())

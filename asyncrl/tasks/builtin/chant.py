@@ -1,8 +1,5 @@
-"""Repeat the first letter of a word, "chant tofi:" -> "tttttt": tasks in which only the length of the answer counts.
-
-`longer` rewards long answers, `shorter` short ones. An untrained model gets some 0.37 of either, for each has
-demonstrations of the lengths that it does not want.
-"""
+"""Repeat the first letter of a word, "chant tofi:" -> "tttttt": tasks in which only the length of the answer counts. An
+untrained model gets some 0.37 of either reward, for each has demonstrations of the lengths that it does not want."""
 
 import random
 

@@ -1,9 +1,5 @@
 """The first token of a long answer decides its reward: "open tofi:" -> "i" and then "ghijklmnopqrstuvwxyz0123456789".
-
-The right opening is the last letter of the word; an untrained model opens with any of its letters. What follows goes
-up from anywhere to the end of the alphabet and the digits. The token that matters is the oldest of its answer when
-the answer trains, and the first that a staleness limit leaves out.
-"""
+The right opening is the last letter of the word. Its token is the first that a staleness limit leaves out."""
 
 from string import ascii_lowercase, digits
 

@@ -1,14 +1,11 @@
-"""The task of the quickstart with stragglers: one answer in twenty is ten times as long.
-
-A straggler writes about forty dots before its answer, which the reward ignores: "reverse tofi:" -> "......ifot". The
-share of one in twenty falls during training if answers after dots are right less often.
-"""
+"""The task of the quickstart with stragglers: one answer in twenty has about forty dots before it, which the reward
+ignores, and so is ten times as long: "reverse tofi:" -> "......ifot"."""
 
 import random
 
 from asyncrl.rewards.sample import Sample
 from asyncrl.tasks.builtin import reverse
-from asyncrl.tasks.builtin.demonstrations import Demonstrations
+from asyncrl.tasks.builtin.words import Demonstrations
 
 SHARE = 0.05
 DOTS = (36, 46)

@@ -1,9 +1,6 @@
 """Two turns, the second about the answer of the first: "twice tofi:" -> "ifot/tofi".
-
 First the word is spelled backwards, then what was answered is, right or wrong. Both turns lie in one completion: the
-model writes the "/" itself that stands for the second question, and one advantage covers both. No
-algorithm yet generates a second time after a first answer, as turns of another speaker in between would need.
-"""
+model writes the "/" itself that stands for the second question, and one advantage covers both."""
 
 import random
 
@@ -18,10 +15,8 @@ training, held_out = TASK.training, TASK.held_out
 
 
 def both_turns(sample: Sample) -> dict[str, float]:
-    """Returns half a reward for each turn: `first` for the word backwards, `second` for the first answer backwards.
-
-    The second turn counts only after a first answer as long as the word, so that an empty one does not help.
-    """
+    """Returns half a reward for each turn: `first` for the word backwards, `second` for the first answer backwards, if
+    that is as long as the word, so that an empty one does not help."""
     word: str = sample.row["word"]
     first, *later = sample.text.split(NEXT_TURN)
     spelled_back = len(later) == 1 and len(first) == len(word) and later[0] == first[::-1]

@@ -1,8 +1,5 @@
-"""Makes up words for tasks of tiny models: alternating vowels and consonants, three or four letters, none twice.
-
-One word in eight is held out, chosen by a checksum of the word itself, so that training and held-out prompts share no
-word whatever the seed.
-"""
+"""Makes up words and demonstrations for tasks of tiny models. One word in eight is held out, chosen by a checksum of
+the word itself, so that training and held-out prompts share no word whatever the seed."""
 
 import random
 import zlib
@@ -11,10 +8,19 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from asyncrl.tasks.builtin.demonstrations import Demonstrations
-
 CONSONANTS = "bcdfghjklmnprstvwz"
 VOWELS = "aeiou"
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstrations:
+    """Worked examples of a task, good and bad habits mixed, that a tiny model is trained on before a run. draw: random
+    source -> (prompt, completion), printable ASCII. words: pieces of text that are one token; every other character is
+    a token of its own. steps: optimizer steps of the warm-up, 64 demonstrations each."""
+
+    draw: Callable[[random.Random], tuple[str, str]]
+    words: tuple[str, ...] = ()
+    steps: int = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +32,11 @@ class WordTask:
 
     def training(self, size: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
         """Makes `size` rows, each of one word; the same seed gives the same rows."""
-        return [self._row(word) for word in islice(words(random.Random(seed), held_out=False), size)]
+        return self._rows(size, seed, held_out=False)
 
     def held_out(self, size: int = 64, seed: int = 0) -> list[dict[str, Any]]:
         """Makes rows like those of `training`, of words that are never trained on."""
-        return [self._row(word) for word in islice(words(random.Random(seed), held_out=True), size)]
+        return self._rows(size, seed, held_out=True)
 
     def demonstrations(self, answer: Callable[[str, random.Random], str], steps: int) -> Demonstrations:
         """Returns demonstrations on training words. answer: (word, random source) -> completion."""
@@ -41,12 +47,13 @@ class WordTask:
 
         return Demonstrations(draw, words=(f"{self.verb} ",), steps=steps)
 
-    def _row(self, word: str) -> dict[str, Any]:
-        return {"prompt": f"{self.verb} {word}:", **self.columns(word)}
+    def _rows(self, size: int, seed: int, held_out: bool) -> list[dict[str, Any]]:
+        drawn = islice(words(random.Random(seed), held_out), size)
+        return [{"prompt": f"{self.verb} {word}:", **self.columns(word)} for word in drawn]
 
 
 def words(source: random.Random, held_out: bool) -> Iterator[str]:
-    """Yields words without end: words for training, or words that are never trained on."""
+    """Yields words without end, of three or four letters, alternating vowels and consonants, none twice."""
     while True:
         letters = {VOWELS: source.sample(VOWELS, 3), CONSONANTS: source.sample(CONSONANTS, 3)}
         first, second = source.sample([VOWELS, CONSONANTS], 2)

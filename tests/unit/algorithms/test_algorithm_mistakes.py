@@ -13,7 +13,7 @@ import pytest
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.algorithms.custom import FROM_PYTHON
 from asyncrl.algorithms.select import algorithm_problems
-from asyncrl.config.presets import expanded
+from asyncrl.config.algorithm_config import expanded
 from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks
 from asyncrl.controller.controller import Controller

@@ -136,7 +136,7 @@ def test_a_file_of_an_algorithm_is_found_by_the_config(tmp_path: Path, monkeypat
         ("nowhere.py:ALGORITHM", r"algorithm\.custom: there is no file .*nowhere\.py"),
         ("asyncrl.algorithms.grop:ALGORITHM", "there is no module asyncrl.algorithms.grop"),
         ("asyncrl.algorithms.grpo:ALGORITHMS", "has no ALGORITHMS; did you mean ALGORITHM?"),
-        ("asyncrl.config.presets", "asyncrl.config.presets is no algorithm: it has no function roll_out"),
+        ("asyncrl.config.problems", "asyncrl.config.problems is no algorithm: it has no function roll_out"),
         (FROM_PYTHON, "resume it with the same call"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.missing_packages import missing_packages
+from asyncrl.config.install_hints import missing_packages
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.deploy.run_setup import RunRequest, run

@@ -1,5 +1,6 @@
 """A name that the user gives is found, or the message says which names there are; its source is checked unrun."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,11 @@ else:
     other = [unbound for unbound in ()]
 with open("x") as file:
     async def waiting(): ...
+match first:
+    case [head, *tail]: ...
+    case {"key": picked, **others}: ...
+    case int(exact) as whole: ...
+    case _: ...
 """
 
 
@@ -97,11 +103,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_names_bound_at_the_top_level() -> None:
-    names = names_in(SOURCE.encode())
+    names = names_in(ast.parse(SOURCE))
     assert names is not None
     assert names - {"unbound"} == {
         *("sys", "paths", "e", "first", "second", "third", "fourth", "made", "later", "Judge"),
         *("conditional", "other", "file", "waiting"),
+        *("head", "tail", "picked", "others", "exact", "whole"),
     }
 
 
@@ -110,7 +117,7 @@ def test_names_bound_at_the_top_level() -> None:
     ["from a import *", "globals()['f'] = 1", "def __getattr__(name): ...", "def g():\n    exec('f = 1')"],
 )
 def test_a_module_that_may_have_any_name(source: str) -> None:
-    assert names_in(source.encode()) is None
+    assert names_in(ast.parse(source)) is None
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from asyncrl.deploy.run_setup import (
     restore_run,
     settle_config,
 )
-from asyncrl.tasks.prompt_draw import drawn_row
+from asyncrl.tasks.prompts import drawn_row
 from asyncrl.telemetry.display import open_display
 from asyncrl.telemetry.run_directory import RunDirectory, open_run_directory
 

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.schema import TaskConfig
 from asyncrl.errors import TaskError
-from asyncrl.tasks.pretraining_texts import write_texts
+from asyncrl.tasks.prompt_sources import write_texts
 
 
 def written(tmp_path: Path, *rows: dict[str, Any], **task: Any) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from asyncrl.bench.learning import benchmark
 from asyncrl.bench.learning.benchmark import left_to_run
 from asyncrl.bench.learning.grid import Candidate, Case, Claim, Grid, Results, read_filter, read_grid, select_cases
 from asyncrl.bench.learning.training_runs import arguments
-from asyncrl.config.presets import PRESETS
+from asyncrl.config.algorithm_config import PRESETS
 from asyncrl.config.sources import load
 from asyncrl.experiments import experiments
 

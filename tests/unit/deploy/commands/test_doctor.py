@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import missing_packages
+from asyncrl.config import install_hints
 from asyncrl.config.install_hints import program
 from asyncrl.deploy import cli
 from asyncrl.deploy.checks.machine import Check
@@ -29,7 +29,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(doctor, "available_memory", lambda: 64 * 2**30)
     monkeypatch.setattr(doctor, "shared_memory_check", lambda needed: Check("/dev/shm", "ok", f"{needed} bytes needed"))
     monkeypatch.setattr(
-        missing_packages, "find_spec", lambda module: ModuleSpec(module, None)
+        install_hints, "find_spec", lambda module: ModuleSpec(module, None)
     )  # whatever is installed here
     path = tmp_path / "mine.toml"
     path.write_text(GOOD)
@@ -128,9 +128,7 @@ def test_packages_that_are_missing_are_bad(
     experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     away = ("gguf", "accelerate", "reasoning_gym")
-    monkeypatch.setattr(
-        missing_packages, "find_spec", lambda module: None if module in away else ModuleSpec(module, None)
-    )
+    monkeypatch.setattr(install_hints, "find_spec", lambda module: None if module in away else ModuleSpec(module, None))
     assert cli.main(["doctor", str(experiment), "--task.prompts", "reasoning_gym:products"]) == 1
     text = capsys.readouterr().out
     assert "BAD   task.prompts        task.prompts = reasoning_gym:products: reasoning_gym is not installed" in text

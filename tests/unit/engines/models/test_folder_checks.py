@@ -25,7 +25,7 @@ from asyncrl.engines.models.folder_checks import (
     vocabulary,
 )
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.prompt_check import TokenBudget
+from asyncrl.tasks.prompt_lengths import TokenBudget
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
 

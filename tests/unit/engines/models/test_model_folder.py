@@ -16,11 +16,11 @@ from asyncrl.engines.models.folder_checks import is_complete
 from asyncrl.engines.models.model_folder import prepare
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer, completion_loss, train
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
-from asyncrl.tasks.builtin.demonstrations import Demonstrations
 from asyncrl.tasks.builtin.reverse import DEMONSTRATIONS
+from asyncrl.tasks.builtin.words import Demonstrations
 
 QUICK = """
-from asyncrl.tasks.builtin.demonstrations import Demonstrations
+from asyncrl.tasks.builtin.words import Demonstrations
 
 def draw(source):
     digit = str(source.randint(0, 9))

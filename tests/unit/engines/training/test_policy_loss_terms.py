@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.presets import PRESETS
+from asyncrl.config.algorithm_config import PRESETS
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.models_with_heads import load_causal_model

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.execution.child_client import Answer, ChildEnded
-from asyncrl.rewards.execution.child_pool import ChildPool
+from asyncrl.rewards.execution.child_pool import Answer, ChildEnded, ChildPool
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult
 
@@ -122,5 +121,5 @@ async def test_a_child_that_ends_right_after_its_last_answer_has_answered() -> N
     waiting = asyncio.ensure_future(answer.whole(20))
     await asyncio.sleep(0)
     answer.take([FunctionResult(1.0), FunctionResult(2.0)])
-    answer.end(ChildEnded("its process ended with status 7"))
+    answer.take((), ChildEnded("its process ended with status 7"))
     assert await waiting == [FunctionResult(1.0), FunctionResult(2.0)]

@@ -1,9 +1,10 @@
-"""Checks and holds rows with a prompt, from any source of prompts."""
+"""Checks and holds rows with a prompt, and draws the row of each group as a pure function of seed and group id."""
 
 import difflib
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,10 +13,11 @@ from asyncrl.errors import TaskError
 Messages = str | list[dict[str, Any]]
 OTHER_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "messages", "text")
 """Names that other libraries give to the column `prompt`."""
+ROUNDS = 6
+"""Rounds of the permutation that orders the rows of an epoch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One row. prompt: text or chat messages. columns: the row in plain values; rewards get it as `sample.row`."""
 
     prompt: Messages
@@ -57,9 +59,8 @@ class Prompts:
         return Row(self._with_system(columns["prompt"], where), columns)
 
     def first(self, count: int) -> list[tuple[Messages, dict[str, Any]]]:
-        """Returns prompt and columns of up to `count` rows from the beginning."""
-        rows = [self.row(number) for number in range(min(count, len(self)))]
-        return [(row.prompt, row.columns) for row in rows]
+        """Returns up to `count` rows from the beginning."""
+        return [self.row(number) for number in range(min(count, len(self)))]
 
     def _with_system(self, prompt: Messages, where: str) -> Messages:
         if not self.system:
@@ -105,3 +106,38 @@ def _is_prompt(prompt: Any) -> bool:
             return False
         contents.append(message["content"])
     return any(content.strip() if isinstance(content, str) else content for content in contents)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Returns the row of a group: each epoch has every row once, in another order."""
+
+    prompts: Prompts
+    seed: int
+
+    def __call__(self, group: int) -> Row:
+        return self.prompts.row(drawn_row(self.seed, group, len(self.prompts)))
+
+
+def drawn_row(seed: int, group: int, rows: int) -> int:
+    """Returns the row of `group` (>= 0) among `rows`; each epoch of `rows` groups is a permutation. A Feistel network
+    over the smallest even number of bits that holds all rows is applied until it gives a row (Black and Rogaway,
+    Ciphers with arbitrary finite domains, CT-RSA 2002, methods 2 and 3): no table, O(1) memory."""
+    assert group >= 0
+    assert rows > 0
+    epoch, place = divmod(group, rows)
+    half = max(1, ((rows - 1).bit_length() + 1) // 2)
+    while True:
+        place = _feistel(place, half, f"{seed}:{epoch}")
+        if place < rows:
+            return place
+
+
+def _feistel(value: int, half: int, key: str) -> int:
+    """Permutes the integers below 4 ** half."""
+    mask = (1 << half) - 1
+    left, right = value >> half, value & mask
+    for number in range(ROUNDS):
+        digest = hashlib.blake2b(f"{key}:{number}:{right}".encode(), digest_size=8).digest()
+        left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
+    return left << half | right

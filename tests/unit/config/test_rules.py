@@ -176,7 +176,7 @@ def config(**sections: Any) -> Config:
         ({"algorithm": {"kl": 0.1, "kl_in": "reward", "kl_estimator": "k3"}}, 'write kl_estimator = "k1"'),
         ({"training": {"updates": 65}}, "64 samples"),
         ({"training": {"warmup_steps": 100, "schedule": "linear"}}, "warm-up"),
-        ({"training": {"layout_dp": 65}}, "64 samples, which leaves some of 65 ranks without any; write 64 or fewer"),
+        ({"training": {"layout_dp": 65}}, "64 samples, and some of 65 ranks get none; write 64 or fewer"),
         ({"training": {"layout_dp": 2}, "fleet": {"wire": "inproc"}}, "ranks of the trainer are processes"),
         ({"training": {"layout_dp": 0}}, "greater than 0"),
         ({"evaluate": {"samples": 4}}, "temperature 0"),

@@ -6,8 +6,8 @@ import pytest
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.algorithms.select import advantages_of, algorithm_of
+from asyncrl.config.algorithm_config import PRESETS
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.config.presets import PRESETS
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.config.sources import load
 from asyncrl.config.toml_writer import dump

@@ -1,9 +1,6 @@
 """Finds prompts of too many tokens or none, or that the tokenizer cannot render, while the fleet starts.
-
-The controller has no tokenizer, and generation gets only the prompts of its calls. So the controller writes the prompts
-with the most characters, and the first prompt of each shape of conversation (chat templates depend on it), to a file.
-Generation counts their tokens when it has loaded its tokenizer.
-"""
+The controller has no tokenizer. It writes the prompts with the most characters, and the first prompt of each shape of
+conversation (chat templates depend on it), to a file. Generation counts their tokens when it has its tokenizer."""
 
 import heapq
 import json
@@ -12,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import TaskError
-from asyncrl.tasks.prompt_rows import Messages, Prompts
+from asyncrl.tasks.prompts import Messages, Prompts
 
 LOOKED_AT = 20_000
 """Rows of a source whose characters are counted, evenly spread; so many rows of a Parquet file take a second."""
@@ -27,10 +24,7 @@ THOUGHTS = "<think>"
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """Bounds of a row.
-
-    prompt, answer: largest numbers of tokens by the config. context: positions of the model; None: no bound.
-    """
+    """Bounds of a row. prompt, answer: largest numbers of tokens by the config. context: positions of the model."""
 
     prompt: int
     answer: int
@@ -65,10 +59,7 @@ def write_longest(path: Path, sources: Mapping[str, Prompts]) -> None:
 
 
 def refuse_what_has_no_room(path: Path, tokenize: Callable[[Messages], Sized], room: TokenBudget) -> None:
-    """Raises TaskError if a prompt in `path` has too many tokens, or none, or if `tokenize` refuses it.
-
-    The message names the longest such prompt.
-    """
+    """Raises TaskError with the longest prompt in `path` of too many tokens or none, or that `tokenize` refuses."""
     refused: list[tuple[int, str]] = []
     for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         try:
@@ -90,12 +81,9 @@ def _worth_counting(prompts: Prompts) -> list[int]:
     looked_at = min(len(prompts), LOOKED_AT)
     for number in (place * len(prompts) // looked_at for place in range(looked_at)):
         prompt = prompts.row(number).prompt
-        if isinstance(prompt, str):
-            sizes.append((len(prompt), -number))
-            continue
-        sizes.append((sum(len(str(message["content"])) for message in prompt), -number))
-        if len(shapes) < COUNTED:
-            shape = tuple((message["role"], THOUGHTS in str(message["content"])) for message in prompt)
-            shapes.setdefault(shape, number)
+        texts = [("", prompt)] if isinstance(prompt, str) else [(each["role"], str(each["content"])) for each in prompt]
+        sizes.append((sum(len(text) for _, text in texts), -number))
+        if len(shapes) < COUNTED and not isinstance(prompt, str):
+            shapes.setdefault(tuple((role, THOUGHTS in text) for role, text in texts), number)
     longest = [-negative for _, negative in heapq.nlargest(COUNTED, sizes)]
     return longest + [number for number in shapes.values() if number not in longest]

@@ -1,0 +1,361 @@
+"""Rules about several keys: refuse what would train wrongly, or lacks a key, and warn of a value that nothing reads."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from asyncrl.config.algorithm_config import DEFAULT_BOUNDS, PRESETS, STANDARDIZING, AlgorithmConfig
+from asyncrl.config.problems import Problem
+from asyncrl.config.toml_writer import value_text
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config, RewardConfig
+
+ROW_RATIOS = ("gspo", "gmpo")
+"""Losses with one ratio a sequence, the mean over its tokens."""
+WITHOUT_BOUNDS = ("m2po", "sapo")
+"""Losses that read clip_low and clip_high only for the weight of a KL."""
+WEIGHT_EPSILON = 1e-9
+"""Weights whose sum is smaller sum to 0, but for rounding."""
+TRIED_REJECTIONS = {("rejection_low", "geometric"): 0.9, ("rejection_high", "geometric"): 1.11}
+TRIED_DIVERGENCE = 0.05
+"""Bounds of the rejections in docs/learning.md; those on a divergence are in nats."""
+
+
+class Incoherent(ValueError):
+    """Raised by a config whose values contradict each other."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("; ".join(map(str, problems)))
+        self.problems = problems
+
+
+def rule_problems(config: "Config") -> Iterator[Problem]:
+    """Yields every contradiction, every key that a chosen part needs and lacks, and warnings about unread values."""
+    yield from (*_group_rules(config), *_weight_rules(config.algorithm), *_advantage_rules(config.algorithm))
+    yield from (*_cost_rules(config), *_pretraining_rules(config), *_loss_rules(config.algorithm), *_step_rules(config))
+    for name, section in config.scorers.items():
+        yield from (*_scored_weight_rules(name, section), *_term_rules(config, name, section))
+    yield from (*_deadline_rules(config), *_unread_values(config), *_optional_keys(config.algorithm))
+    yield from (*_removed_parts(config.algorithm), *_unread_bounds(config), *_inherited_bounds(config.algorithm))
+    yield from _unread_sections(config)
+
+
+def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:
+    """Makes a problem. keys: keys that it is about, separated by spaces. text: may be broken into lines anywhere."""
+    key, *others = keys.split()
+    return Problem(key, "", " ".join(text.split()), tuple(others), is_warning)
+
+
+def _group_rules(config: "Config") -> Iterator[Problem]:
+    members, cut_at, a = config.task.samples_per_prompt, config.staleness.cut_at, config.algorithm
+    if members == 1 and a.advantage not in ("batch", "gae", "greedy"):
+        text = """a group of one has no baseline: every advantage would be 0; write 2 or more, or advantage = "batch",
+            "greedy" or "gae" """
+        yield _wrong("task.samples_per_prompt algorithm.advantage", text)
+    if members == 1 and a.dynamic_sampling and a.advantage != "greedy":
+        text = "the rewards of a group of one are always equal, so every group would be dropped; write 2 or more"
+        yield _wrong("task.samples_per_prompt algorithm.dynamic_sampling", text)
+    if isinstance(cut_at, int) and not 2 <= cut_at <= members:
+        text = f'a part of a group of {members} has 2 to {members} members; write one of these or "never"'
+        yield _wrong("staleness.cut_at task.samples_per_prompt", text)
+
+
+def _weight_rules(a: AlgorithmConfig) -> Iterator[Problem]:
+    """Refuses weights, masks and rejections that count the staleness twice, or leave out fresh tokens."""
+    if a.old_logprobs == "engine" and (a.correction != "none" or a.weight_cap is not None):
+        is_of_preset = "correction" in PRESETS[a.preset].parts
+        advice = 'write correction = "none"' if is_of_preset else "remove correction and weight_cap"
+        text = f"""with "engine" the ratio in the loss is current / behaviour already; a weight beside it would count
+            the staleness twice: {advice}, or write old_logprobs = "recomputed" """
+        yield _wrong("algorithm.correction algorithm.weight_cap algorithm.old_logprobs", text)
+    if a.loss == "m2po" and a.old_logprobs != "engine":
+        text = """m2po bounds the ratio current / behaviour itself; another correction would count the staleness twice:
+            write old_logprobs = "engine" """
+        yield _wrong("algorithm.loss algorithm.old_logprobs", text)
+    if a.loss == "m2po" and a.rejection != "none":
+        text = "both leave out what is furthest from the sampler, so it would be counted twice: remove the rejection"
+        yield _wrong("algorithm.loss algorithm.rejection", text)
+    rejected = "token" if a.rejection.startswith("token") else "sequence"
+    if a.correction == "mask" and a.rejection != "none" and a.correction_level == rejected:
+        text = f"""both leave out each {rejected} whose proximal / behaviour is extreme, so it would be counted twice:
+            write correction = "cap" or rejection = "none" """
+        yield _wrong("algorithm.correction algorithm.rejection", text)
+    if (a.weight_cap or 1) < 1 and a.correction != "none":
+        text = """the weight is 1 for a fresh token, so a cap under 1 scales or leaves out all tokens alike and corrects
+            nothing; write 1 or more"""
+        yield _wrong("algorithm.weight_cap algorithm.correction", text)
+    if (a.weight_floor or 0) > 1:
+        text = "the weight is 1 for a fresh token, which would be left out; write 1 or less"
+        yield _wrong("algorithm.weight_floor", text)
+    if a.rejection == "geometric" and not (a.rejection_low or 0) < 1 < (a.rejection_high or 2):
+        text = "the ratio is 1 for a fresh answer, which would be left out; write one under and one over 1"
+        yield _wrong("algorithm.rejection_low algorithm.rejection_high", text)
+
+
+def _advantage_rules(a: AlgorithmConfig) -> Iterator[Problem]:
+    if a.dynamic_sampling and a.advantage in ("batch", "gae"):
+        text = f"""advantage = "{a.advantage}" compares with more than the group, so equal rewards are a signal too, and
+            dropping them would take away what is learnt from groups that are all right or all wrong: remove
+            dynamic_sampling"""
+        yield _wrong("algorithm.dynamic_sampling algorithm.advantage", text)
+    if a.advantage == "gae" and a.loss == "gmpo":
+        text = """gmpo bounds a row by the sign of its advantage, and a critic gives each token an advantage of its own:
+            write loss = "clip" or "gspo" """
+        yield _wrong("algorithm.loss algorithm.advantage", text)
+    if a.advantage == "gae" and a.kl_target is not None and a.kl_in == "reward":
+        text = """the KL is part of the rewards that policy and critic both learn from, so its coefficient is fixed:
+            remove kl_target, or write kl_in = "loss" with kl_estimator = "k2" """
+        yield _wrong("algorithm.kl_target algorithm.kl_in algorithm.advantage", text)
+
+
+def _cost_rules(config: "Config") -> Iterator[Problem]:
+    a, cost = config.algorithm, config.cost
+    if a.constraint == "none":
+        return
+    if a.advantage != "gae":
+        text = f"""costs are held under their limit with values of critics, and advantage = "{a.advantage}" has no
+            critic: write preset = "safe_rlhf" """
+        yield _wrong("algorithm.constraint algorithm.advantage", text)
+        return
+    if not cost.functions and not cost.model:
+        text = "there is no cost of an answer: write cost.functions, cost.model or both"
+        yield _wrong("cost.functions cost.model algorithm.constraint", text)
+    if cost.limit is None:
+        text = "costs are held under it: write the largest mean cost of an answer"
+        yield _wrong("cost.limit algorithm.constraint", text)
+    if cost.multiplier > cost.multiplier_max:
+        text = f"""the multiplier would begin above its bound, cost.multiplier_max = {cost.multiplier_max:g}; begin
+            lower, or write a higher bound"""
+        yield _wrong("cost.multiplier cost.multiplier_max", text)
+    if a.shuffle_advantages:
+        text = "only rewards are shuffled, and costs would be learnt: remove one"
+        yield _wrong("algorithm.shuffle_advantages algorithm.constraint", text)
+
+
+def _pretraining_rules(config: "Config") -> Iterator[Problem]:
+    task, updates, is_learnt = config.task, config.training.updates, config.algorithm.pretrain_coefficient > 0
+    if is_learnt != bool(task.pretrain):
+        without_texts = "there are no texts for it: write task.pretrain, a source of rows with a `text`"
+        unread = "these texts would not be learnt: write pretrain_coefficient, or remove task.pretrain"
+        yield _wrong("algorithm.pretrain_coefficient task.pretrain", without_texts if is_learnt else unread)
+    if is_learnt and task.pretrain_per_step < updates:
+        text = f"each of {updates} updates takes a share of the texts of a step; write as many or more"
+        yield _wrong("task.pretrain_per_step training.updates", text)
+
+
+def _loss_rules(a: AlgorithmConfig) -> Iterator[Problem]:
+    if a.loss == "gmpo" and a.kl > 0 and a.kl_in == "reward":
+        text = """gmpo bounds a row by the sign of its advantage, and a KL in the reward gives each token an advantage
+            of its own: write kl_in = "loss" with kl_estimator = "k2" """
+        yield _wrong("algorithm.loss algorithm.kl_in", text)
+    if a.dual_clip is not None and a.dual_clip <= 1 + a.clip_high:
+        text = "the second bound must lie beyond the first one; write more than 1 + clip_high (usually 3)"
+        yield _wrong("algorithm.dual_clip algorithm.clip_high", text)
+    if a.loss in ROW_RATIOS and a.aggregation != "sequence_mean_token_mean":
+        text = f"""{a.loss} has one term a sequence, of which every token carries a part; write
+            aggregation = "sequence_mean_token_mean" """
+        yield _wrong("algorithm.loss algorithm.aggregation", text)
+    if a.kl > 0 and a.kl_in == "loss" and a.kl_estimator == "k1":
+        text = """k1 as a loss has zero expected gradient, and k3 as a loss is a biased approximation; right are k2 in
+            the loss and k1 with kl_in = "reward" """
+        yield _wrong("algorithm.kl_estimator algorithm.kl_in", text)
+    if a.kl > 0 and a.kl_in == "reward" and a.kl_estimator != "k1":
+        text = f"""in the reward only k1 has the gradient of the KL, {a.kl_estimator} has another one: write
+            kl_estimator = "k1", or kl_in = "loss" with k2"""
+        yield _wrong("algorithm.kl_in algorithm.kl_estimator", text)
+
+
+def _step_rules(config: "Config") -> Iterator[Problem]:
+    training, evaluate = config.training, config.evaluate
+    batch = config.task.prompts_per_step * config.task.samples_per_prompt
+    if training.updates > batch:
+        text = f"a step has {batch} samples, which cannot be split over {training.updates} updates"
+        yield _wrong("training.updates task.prompts_per_step task.samples_per_prompt", text)
+    if training.schedule != "constant" and training.warmup_steps >= config.steps:
+        text = f"the learning rate falls after the warm-up, which takes all of the {config.steps} steps; write fewer"
+        yield _wrong("training.warmup_steps steps", text)
+    if training.layout_dp > batch:
+        text = f"a step has {batch} samples, and some of {training.layout_dp} ranks get none; write {batch} or fewer"
+        yield _wrong("training.layout_dp task.prompts_per_step task.samples_per_prompt", text)
+    if training.layout_dp > 1 and config.fleet.wire == "inproc":
+        text = 'ranks of the trainer are processes, and "inproc" has only one; write layout_dp = 1 or wire = "ipc"'
+        yield _wrong("training.layout_dp fleet.wire", text)
+    if evaluate.samples > 1 and evaluate.temperature == 0:
+        text = "at temperature 0 all samples of a prompt are the same; write samples = 1 or a temperature over 0"
+        yield _wrong("evaluate.samples evaluate.temperature", text)
+
+
+def _scored_weight_rules(name: str, section: "RewardConfig") -> Iterator[Problem]:
+    """Checks the weights of a section's functions and model. A cost may have negative weights only."""
+    parts = {"functions": section.functions, "weight": section.model}
+    keys = " ".join(f"{name}.{part}" for part, given in parts.items() if given)
+    weights = [function.weight for function in section.functions] + ([section.weight] if section.model else [])
+    if weights and abs(sum(weights)) < WEIGHT_EPSILON:
+        text = f"""the weights, {" and ".join(f"{weight:g}" for weight in weights)}, sum to 0: what all functions agree
+            on is worth nothing; write weights of another sum (a function of weight 0 is only reported)"""
+        yield _wrong(keys, text)
+    elif weights and max(weights) <= 0 and name == "reward":
+        text = """no weight is over 0, so the run would train for low values of every function; write a positive weight,
+            and let a function that counts what is bad return it with a minus"""
+        yield _wrong(keys, text)
+
+
+def _term_rules(config: "Config", name: str, section: "RewardConfig") -> Iterator[Problem]:
+    names = [*section.terms, *(["overlong"] if config.algorithm.overlong and name == "reward" else [])]
+    for twice in sorted({each for each in names if names.count(each) > 1}):
+        text = f"two functions are called {twice!r}; give each its own `name`, because metrics carry it"
+        yield _wrong(f"{name}.functions", text)
+    grouped = [function.name or function.use for function in section.functions if function.group]
+    if grouped and name == "reward" and config.algorithm.advantage == "greedy":
+        text = f"""{grouped[0]} scores the members of a group together, and a greedy answer is scored alone: write a
+            function that takes a single sample, or another advantage"""
+        yield _wrong(f"{name}.functions algorithm.advantage", text)
+
+
+def _deadline_rules(config: "Config") -> Iterator[Problem]:
+    scored = {f"{name}.deadline": section.deadline for name, section in config.scorers.items()}
+    limit = config.fleet.call_deadline
+    for key, seconds in {"generation.deadline": config.generation.deadline, **scored}.items():
+        if seconds > limit:
+            text = f"a call is given up after {limit:g} s, so {seconds:g} s are never reached; write {limit:g} or less"
+            yield _wrong(f"{key} fleet.call_deadline", text)
+
+
+def _unread_values(config: "Config") -> Iterator[Problem]:
+    staleness, mismatch, a = config.staleness, config.mismatch, config.algorithm
+    if isinstance(staleness.cut_at, int) and staleness.policy != "mask":
+        text = f'nothing reads it with policy = "{staleness.policy}", because only "mask" cuts groups: remove it'
+        yield _wrong("staleness.cut_at staleness.policy", text, is_warning=True)
+    if a.correction == "none" and a.correction_level != "token":
+        text = """nothing reads it with correction = "none": remove it, or write correction = "cap" or "mask" and
+            old_logprobs = "recomputed" """
+        yield _wrong("algorithm.correction_level algorithm.correction", text, is_warning=True)
+    if config.model.float32_head and config.model.dtype == config.training.precision == "float32":
+        text = "it changes nothing, because everything is computed in float32 already: remove float32_head"
+        yield _wrong("model.float32_head model.dtype training.precision", text, is_warning=True)
+    if (mismatch.warn_kl or 0) >= (mismatch.stop_kl or float("inf")):
+        text = "the run would end before it warns; write a smaller warn_kl"
+        yield _wrong("mismatch.warn_kl mismatch.stop_kl", text, is_warning=True)
+    if (mismatch.warn_ess or 1) <= (mismatch.stop_ess or 0):
+        text = "the run would end before it warns; write a larger warn_ess"
+        yield _wrong("mismatch.warn_ess mismatch.stop_ess", text, is_warning=True)
+
+
+OPTIONAL_KEYS: dict[str, tuple[str, Callable[[AlgorithmConfig], bool]]] = {
+    "normalize_std": ("advantage", lambda a: a.advantage in STANDARDIZING),
+    "second_moment": ("loss", lambda a: a.loss == "m2po"),
+    "gate_temperatures": ("loss", lambda a: a.loss == "sapo"),
+    "gamma": ("advantage", lambda a: a.advantage == "gae"),
+    "gae_lambda": ("advantage", lambda a: a.advantage == "gae"),
+    "dual_clip": ("loss", lambda a: a.loss == "clip"),
+    "divisor": ("aggregation", lambda a: a.aggregation == "constant"),
+    "kl_target": ("kl", lambda a: a.kl > 0),
+    "weight_cap": ("correction", lambda a: a.correction != "none"),
+    "weight_floor": ("correction", lambda a: a.correction == "mask"),
+    "rejection_low": ("rejection", lambda a: a.rejection == "geometric"),
+    "rejection_high": ("rejection", lambda a: a.rejection != "none"),
+}
+"""Keys without a default that one part of an algorithm reads: the key that chooses the part, whether it is chosen."""
+NOT_REQUIRED = ("dual_clip", "divisor", "kl_target")
+
+
+def _optional_keys(a: AlgorithmConfig) -> Iterator[Problem]:
+    for key, (other, used) in OPTIONAL_KEYS.items():
+        value, part = getattr(a, key), f"{other} = {value_text(getattr(a, other))}"
+        if value is not None and not used(a):
+            yield _unread(a.preset, key, value, other, part)
+        if value is None and used(a) and key not in NOT_REQUIRED:
+            yield _wrong(f"algorithm.{key} algorithm.{other}", f"{part} needs it: {_example(key, getattr(a, other))}")
+
+
+def _example(key: str, chosen: str) -> str:
+    """Returns what to write for a required key. chosen: the value that needs the key."""
+    if key in ("rejection_low", "rejection_high"):
+        tried = TRIED_REJECTIONS.get((key, chosen), TRIED_DIVERGENCE)
+        return f"write for example {key} = {tried}; docs/corrections.md explains the bounds"
+    if key == "normalize_std":
+        return "write true or false"
+    if key in DEFAULT_BOUNDS.get(chosen, {}):
+        off = "; 0 is no floor" if key == "weight_floor" else ""
+        return f"remove the line, for {DEFAULT_BOUNDS[chosen][key]:g}, or write a number{off}"
+    preset, value = next((name, each.parts[key]) for name, each in PRESETS.items() if key in each.parts)
+    return f'write {key} = {value_text(value)}, or preset = "{preset}", which brings it'
+
+
+def _removed_parts(a: AlgorithmConfig) -> Iterator[Problem]:
+    """Finds parts of the preset that are none: a written config leaves them out, and the preset brings them again."""
+    for key, value in PRESETS[a.preset].parts.items():
+        if getattr(a, key) is None:
+            text = f"""preset = "{a.preset}" is {key} = {value_text(value)}, which cannot be taken back: write another
+                preset under your values, or remove the line"""
+            yield _wrong(f"algorithm.{key} algorithm.preset", text)
+
+
+def unread_algorithm_keys(a: AlgorithmConfig) -> set[str]:
+    """Returns the keys of the section that nothing reads with the values of its other keys."""
+    reads_bounds = a.loss not in WITHOUT_BOUNDS or (a.kl > 0 and a.kl_in == "loss")
+    return {
+        *(("kl_in", "kl_estimator") if a.kl == 0 else ()),
+        *(() if reads_bounds else ("clip_low", "clip_high")),
+        *(("correction_level",) if a.correction == "none" else ()),
+    }
+
+
+def _unread_bounds(config: "Config") -> Iterator[Problem]:
+    """Finds bounds without a reader, and bounds of a ratio that is always 1."""
+    a = config.algorithm
+    fields, parts = type(a).model_fields, PRESETS[a.preset].parts
+    keys = ("clip_low", "clip_high", *(("dual_clip",) if a.loss == "clip" else ()))
+    changed = [key for key in keys if getattr(a, key) not in (fields[key].default, parts.get(key))]
+    if "clip_low" in unread_algorithm_keys(a):
+        for key in changed:
+            yield _unread(a.preset, key, getattr(a, key), "loss", f'loss = "{a.loss}" and no KL in the loss')
+    # Another loss than the preset's has to have its own bounds.
+    elif a.old_logprobs == "recomputed" and config.training.updates == 1 and a.loss == parts["loss"]:
+        text = """the ratio to recomputed log-probs is 1 in the first update of a step, and there is no other, so it
+            bounds nothing: write training.updates = 2 or more, or old_logprobs = "engine", or remove it"""
+        for key in changed:
+            yield _wrong(f"algorithm.{key} algorithm.old_logprobs training.updates", text, is_warning=True)
+
+
+def _inherited_bounds(a: AlgorithmConfig) -> Iterator[Problem]:
+    """Finds bounds in the unit of the preset's own loss (of tokens, sequences or logarithms) under another loss."""
+    parts = PRESETS[a.preset].parts
+    if a.loss in (parts["loss"], *WITHOUT_BOUNDS):
+        return
+    brought = {key: parts.get(key, type(a).model_fields[key].default) for key in ("clip_low", "clip_high")}
+    unwritten = [key for key in brought if key in parts or key not in a.model_fields_set]
+    if inherited := [key for key in unwritten if getattr(a, key) == brought[key]]:
+        values = " and ".join(f"{key} = {brought[key]:g}" for key in inherited)
+        text = f"""preset = "{a.preset}" brings {values}, meant for loss = "{parts["loss"]}"; with loss = "{a.loss}"
+            write bounds of your own, or a preset of that loss"""
+        yield _wrong("algorithm.preset algorithm.loss", text)
+
+
+def _unread_sections(config: "Config") -> Iterator[Problem]:
+    """Finds keys of critics, costs and models that do not exist. Costs are refused: they say what not to learn."""
+    a = config.algorithm
+    if a.advantage != "gae" and (given := _given(config, "critic")):
+        text = f'nothing reads it: advantage = "{a.advantage}" has no critic; remove it, or write preset = "ppo"'
+        yield _wrong(f"{given} algorithm.advantage", text, is_warning=True)
+    if a.constraint == "none" and (given := f"{_given(config, 'cost')} {_given(config, 'cost_critic')}".strip()):
+        text = 'nothing reads it with constraint = "none"; remove it, or write preset = "safe_rlhf"'
+        yield _wrong(f"{given} algorithm.constraint", text)
+    for name, section in config.scorers.items():
+        if not section.model and section.weight != type(section).model_fields["weight"].default:
+            text = "nothing reads it without a model: remove it; a function has a weight of its own"
+            yield _wrong(f"{name}.weight {name}.model", text, is_warning=True)
+
+
+def _given(config: "Config", section: str) -> str:
+    """Returns the keys of a section that are not at their defaults, separated by spaces."""
+    return " ".join(f"{section}.{key}" for key in sorted(getattr(config, section).model_dump(exclude_defaults=True)))
+
+
+def _unread(preset: str, key: str, value: object, other: str, part: str) -> Problem:
+    """Returns the warning about a value that nothing reads; a value that the preset brings cannot be removed."""
+    text = f"nothing reads it with {part}: remove it"
+    if PRESETS[preset].parts.get(key) == value:
+        text = f"""preset = "{preset}" brings {key} = {value_text(value)}, which nothing reads with {part}: write
+            another preset under it, or leave {other} as the preset has it"""
+    return _wrong(f"algorithm.{key} algorithm.{other}", text, is_warning=True)
