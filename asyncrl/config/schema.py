@@ -72,7 +72,8 @@ class GenerationConfig(Section):
     """Treatment of the keys and values of running sequences when new weights arrive: `keep` goes on with those of the
     old weights, `recompute` computes them again."""
     deterministic: bool = False
-    """Makes tokens and log-probabilities independent of slots, neighbours and arrival, bit for bit. This is slower."""
+    """Makes tokens and log-probabilities independent of slots, neighbours and order of arrival, bit for bit. This is
+    slower."""
     device: str = "cpu"
     """Device of the generation workers, e.g. cpu or cuda:0."""
     deadline: PositiveFloat = 600.0
@@ -212,7 +213,8 @@ class StalenessConfig(Section):
     """The bound on the age of trained tokens."""
 
     limit: Annotated[int, Field(ge=0)] = 2
-    """Largest staleness in versions (eta): no older token trains, but under `policy = "admit"`. 0 is synchronous."""
+    """Largest staleness in versions (eta): no older token enters the loss, except under `policy = "admit"`. 0 is
+    synchronous training."""
     policy: Literal["mask", "drop", "block", "admit"] = "mask"
     """Treatment of older tokens. mask: older tokens leave the loss. drop: samples with an older token are dropped.
     block: the fleet waits so that no token gets older. admit: all tokens train, without a bound, for comparison."""
