@@ -15,8 +15,8 @@ from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, WireEr
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.server import Dispatch
 from asyncrl.lanes.control.wire import Wire
-from asyncrl.lanes.data.row_store import MAX_COLUMNS, SHARED_SCHEME, RowStore, SharedTable
-from asyncrl.lanes.shared_memory import SHARED_MEMORY, Segment
+from asyncrl.lanes.data.row_store import MAX_COLUMNS, RowStore, RowTable
+from asyncrl.lanes.shared_memory import SHARED_MEMORY, SHARED_SCHEME, Segment
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef, SampleName
 from asyncrl.protocols.messages import Call, Hello
 
@@ -43,8 +43,11 @@ def serve_rows(store: RowStore) -> Dispatch:
         places, columns = call.args
         if not (_is_list_of(Place, places, ROWS_PER_FETCH) and _is_list_of(str, columns, MAX_COLUMNS)):
             raise Refused(f"{FETCH} takes a list of at most {ROWS_PER_FETCH} places, and one of column names")
-        rows = [store.read(place, columns) for place in places]
-        return Batch({name: Column.of([row[index] for row in rows]) for index, name in enumerate(columns)})
+        rows = [store.views(place, columns) for place in places]
+        batch = Batch({name: Column.of([row[index] for row in rows]) for index, name in enumerate(columns)})
+        for place in places:
+            store.check(place)
+        return batch
 
     return answer
 
@@ -60,12 +63,12 @@ Cells = dict[str, list[Array]]
 Stored = list[tuple[int, Place]]
 """Rows that one owner stores, with the same columns: number of the row in the read, and its place."""
 
-Open = TypeVar("Open", SharedTable, Client)
+Open = TypeVar("Open", RowTable, Client)
 
 
 @dataclass(eq=False)
 class RowReader:
-    """Reads rows from any number of owners. As a context manager it owns the connections to remote owners.
+    """Reads rows from any number of owners, whose segments and connections it closes at the end of its block.
 
     hello: identity of the reader. heartbeat: seconds between heartbeats, for owners on other hosts.
     """
@@ -77,7 +80,7 @@ class RowReader:
     directory: Path = SHARED_MEMORY
 
     def __post_init__(self) -> None:
-        self._tables: OrderedDict[str, SharedTable] = OrderedDict()
+        self._tables: OrderedDict[str, RowTable] = OrderedDict()
         self._clients: OrderedDict[str, Client] = OrderedDict()
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._group = asyncio.TaskGroup()
@@ -87,10 +90,8 @@ class RowReader:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for table in self._tables.values():
-            table.close()
-        for client in self._clients.values():
-            client.close()
+        for opened in (*self._tables.values(), *self._clients.values()):
+            opened.close()
         await self._group.__aexit__(None, None, None)
 
     async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
@@ -116,31 +117,30 @@ class RowReader:
             if not owner.startswith(SHARED_SCHEME):
                 await self._fetch(owner, names, stored, cells)
         self._close_unlinked()
-        checks: list[tuple[SharedTable, Stored]] = []
+        viewed: list[tuple[RowTable, Place]] = []
         for (owner, names), stored in shares.items():
             if owner.startswith(SHARED_SCHEME):
                 table = self._table(owner)
-                checks.append((table, stored))
                 for number, place in stored:
+                    viewed.append((table, place))
                     for name, view in zip(names, table.views(place, names), strict=True):
                         cells[name][number] = view
         try:
             yield cells
         finally:
-            for table, stored in checks:
-                for _, place in stored:
-                    table.check(place)
+            for table, place in viewed:
+                table.check(place)
 
     def _close_unlinked(self) -> None:
         """Closes segments whose owner is gone, because memory is freed once no process maps it."""
         for owner in [owner for owner, table in self._tables.items() if table.segment.unlinked]:
             self._tables.pop(owner).close()
 
-    def _table(self, owner: str) -> SharedTable:
+    def _table(self, owner: str) -> RowTable:
         if owner not in self._tables:
+            name = owner.removeprefix(SHARED_SCHEME)
             try:
-                segment = Segment.open(owner.removeprefix(SHARED_SCHEME), directory=self.directory)
-                self._tables[owner] = SharedTable(segment)
+                self._tables[owner] = RowTable(Segment.open(name, directory=self.directory))
             except (OSError, ValueError) as error:
                 raise LostRows(f"the owner of {owner} is gone: {error}") from error
         return _used(self._tables, owner)
@@ -150,8 +150,7 @@ class RowReader:
             client = await self._client(owner)
             for start in range(0, len(stored), ROWS_PER_FETCH):
                 part = stored[start : start + ROWS_PER_FETCH]
-                places = [place for _, place in part]
-                rows = await client.call(FETCH, (places, list(columns)), FETCH_DEADLINE)
+                rows = await client.call(FETCH, ([place for _, place in part], list(columns)), FETCH_DEADLINE)
                 if set(rows.columns) != set(columns) or len(rows) != len(part):
                     raise WireError(f"{len(rows)} rows of {sorted(rows.columns)} came for {len(part)} of {columns}")
                 for name in columns:

@@ -1,8 +1,7 @@
 """Leases on the two slots of a weight arena, without memory or messages.
 
 Version v is stored in slot v mod 2. The trainer writes v + 1 while readers read v. A reader sends `using(v)` when it
-reads nothing but v. Leases are messages and no shared memory, so a killed reader holds nothing once its process was
-waited for and `detach` was called for it.
+reads nothing but v. A killed reader holds nothing once its process was waited for and `detach` was called for it.
 """
 
 from asyncrl.errors import Refused
