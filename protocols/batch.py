@@ -63,7 +63,7 @@ class Column:
 
     @classmethod
     def of(cls, rows: Sequence[Array], dtype: Any = None) -> Self:
-        values = np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.zeros(0, dtype)
+        values = np.concatenate(rows, dtype=dtype, casting="unsafe") if rows else np.zeros(0, dtype)
         return cls(values, np.cumsum([0, *map(len, rows)], dtype=np.int64))
 
     @classmethod

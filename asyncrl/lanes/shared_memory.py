@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from asyncrl.errors import ArenaFull
 
@@ -104,10 +104,6 @@ class Segment:
     @property
     def buffer(self) -> memoryview:
         return memoryview(self._map)
-
-    def array(self, offset: int, dtype: DTypeLike, count: int) -> NDArray[Any]:
-        """Returns a view of `count` values from byte `offset`. Raises ValueError outside the segment."""
-        return np.frombuffer(self._map, dtype, count, offset)
 
     def close(self) -> None:
         """Unmaps the file; memory with views, and memory of this process alone, goes with its last view."""

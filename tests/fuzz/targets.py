@@ -57,7 +57,7 @@ CALLS: Sequence[Any] = (
     Call(0, "echo", (Cuts(0, 1, BatchRef((ROW,)), 3, 1), np.arange(40), GROUP), 1.0),
     Call(1, "items", (), 1.0),
     Call(2, "hang", (), 1.0),
-    Call(3, FETCH, ([PLACE], ["number"]), 1.0),
+    Call(3, FETCH, ([0], [1], ["number"], ["number"]), 1.0),
     More(1, 2),
     Cancel(2),
     Ping(0),

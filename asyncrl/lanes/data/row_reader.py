@@ -38,11 +38,14 @@ def serve_rows(store: RowStore) -> Dispatch:
     """Returns the dispatch function for a Server on the owner's data lane."""
 
     async def answer(call: Call) -> Batch:
-        if call.method != FETCH or len(call.args) != 2:
-            raise Refused(f"the data lane answers {FETCH}(places, columns), not {call.method}")
-        places, columns = call.args
-        if not (_is_list_of(Place, places, ROWS_PER_FETCH) and _is_list_of(str, columns, MAX_COLUMNS)):
-            raise Refused(f"{FETCH} takes a list of at most {ROWS_PER_FETCH} places, and one of column names")
+        if call.method != FETCH or len(call.args) != 4:
+            raise Refused(f"the data lane answers {FETCH}(slots, write_counts, stored, columns), not {call.method}")
+        slots, counts, stored, columns = call.args
+        numbers = _are_lists_of(int, ROWS_PER_FETCH, slots, counts) and len(slots) == len(counts)
+        if not (numbers and _are_lists_of(str, MAX_COLUMNS, stored, columns)):
+            raise Refused(f"{FETCH} takes two lists of at most {ROWS_PER_FETCH} numbers, and two of column names")
+        names = tuple(stored)
+        places = [Place(store.address, slot, count, names) for slot, count in zip(slots, counts, strict=True)]
         rows = [store.views(place, columns) for place in places]
         batch = Batch({name: Column.of([row[index] for row in rows]) for index, name in enumerate(columns)})
         for place in places:
@@ -52,16 +55,19 @@ def serve_rows(store: RowStore) -> Dispatch:
     return answer
 
 
-def _is_list_of(kind: type, values: object, most: int) -> bool:
-    return type(values) is list and len(values) <= most and all(type(value) is kind for value in values)
+def _are_lists_of(kind: type, most: int, *lists: object) -> bool:
+    return all(type(each) is list and len(each) <= most and {*map(type, each)} <= {kind} for each in lists)
 
 
 _EMPTY: Array = np.empty(0, np.uint8)
 Cells = dict[str, list[Array]]
 """Column -> its values in each row of the read."""
 
+Share = tuple[str, tuple[str, ...], tuple[str, ...]]
+"""Rows to be read alike: their owner, the columns that it stores of each, and those of them that are wanted."""
+
 Stored = list[tuple[int, Place]]
-"""Rows that one owner stores, with the same columns: number of the row in the read, and its place."""
+"""The rows of a share: number of the row in the read, and its place."""
 
 Open = TypeVar("Open", RowTable, Client)
 
@@ -113,15 +119,15 @@ class RowReader:
         """
         cells: Cells = {name: [_EMPTY] * len(refs) for name in columns}
         shares = _shares(refs, columns)
-        for (owner, names), stored in shares.items():
-            if not owner.startswith(SHARED_SCHEME):
-                await self._fetch(owner, names, stored, cells)
+        for share, rows in shares.items():
+            if not share[0].startswith(SHARED_SCHEME):
+                await self._fetch(share, rows, cells)
         self._close_unlinked()
         viewed: list[tuple[RowTable, Place]] = []
-        for (owner, names), stored in shares.items():
+        for (owner, _, names), rows in shares.items():
             if owner.startswith(SHARED_SCHEME):
                 table = self._table(owner)
-                for number, place in stored:
+                for number, place in rows:
                     viewed.append((table, place))
                     for name, view in zip(names, table.views(place, names), strict=True):
                         cells[name][number] = view
@@ -145,12 +151,14 @@ class RowReader:
                 raise LostRows(f"the owner of {owner} is gone: {error}") from error
         return _used(self._tables, owner)
 
-    async def _fetch(self, owner: str, columns: Sequence[str], stored: Stored, cells: Cells) -> None:
+    async def _fetch(self, share: Share, stored: Stored, cells: Cells) -> None:
+        owner, names, columns = share
         try:
             client = await self._client(owner)
             for start in range(0, len(stored), ROWS_PER_FETCH):
                 part = stored[start : start + ROWS_PER_FETCH]
-                rows = await client.call(FETCH, ([place for _, place in part], list(columns)), FETCH_DEADLINE)
+                slots, counts = [place.slot for _, place in part], [place.write_count for _, place in part]
+                rows = await client.call(FETCH, (slots, counts, list(names), list(columns)), FETCH_DEADLINE)
                 if set(rows.columns) != set(columns) or len(rows) != len(part):
                     raise WireError(f"{len(rows)} rows of {sorted(rows.columns)} came for {len(part)} of {columns}")
                 for name in columns:
@@ -186,9 +194,9 @@ def _used(opened: OrderedDict[str, Open], owner: str) -> Open:
     return opened[owner]
 
 
-def _shares(refs: BatchRef, columns: Sequence[str]) -> dict[tuple[str, tuple[str, ...]], Stored]:
-    """Groups the rows by owner and by the columns stored there. Rows with the same columns are split alike."""
-    shares: dict[tuple[str, tuple[str, ...]], Stored] = {}
+def _shares(refs: BatchRef, columns: Sequence[str]) -> dict[Share, Stored]:
+    """Groups the rows by owner and by columns. Rows with the same columns are split alike."""
+    shares: dict[Share, Stored] = {}
     splits: dict[tuple[tuple[str, ...], ...], list[tuple[int, tuple[str, ...]]]] = {}
     for number, row in enumerate(refs):
         kind = tuple([place.columns for place in row.places])
@@ -196,7 +204,7 @@ def _shares(refs: BatchRef, columns: Sequence[str]) -> dict[tuple[str, tuple[str
             splits[kind] = _split(row, columns)
         for index, names in splits[kind]:
             place = row.places[index]
-            shares.setdefault((place.owner, names), []).append((number, place))
+            shares.setdefault((place.owner, place.columns, names), []).append((number, place))
     return shares
 
 

@@ -234,8 +234,16 @@ async def test_the_data_lane_answers_nothing_else() -> None:
         async with Client(wire.connect("inproc://a"), hello("training", "t"), "generation0[0]") as link:
             with pytest.raises(Refused, match="answers fetch_rows"):
                 await link.call("step", (1, 2), 5.0)
-            for args in (([place] * (ROWS_PER_FETCH + 1), ["x"]), ([1], ["x"]), ([place], [2]), ([place], None)):
-                with pytest.raises(Refused, match="takes a list of at most"):
+            slots, counts, names = [place.slot], [place.write_count], ["x"]
+            for args in (
+                (slots * (ROWS_PER_FETCH + 1), counts * (ROWS_PER_FETCH + 1), names, names),
+                (slots * 2, counts, names, names),
+                ([place], counts, names, names),
+                (slots, [True], names, names),
+                (slots, counts, names, [2]),
+                (slots, counts, None, names),
+            ):
+                with pytest.raises(Refused, match="takes two lists of at most"):
                     await link.call(FETCH, args, 5.0)
         serving.cancel()
 

@@ -144,7 +144,7 @@ def test_too_little_shared_memory_falls_back_to_the_heap_and_says_so_once(
 def test_a_slot_that_is_written_meanwhile_leads_nobody_astray(tmp_path: Path) -> None:
     store = RowStore.shared(NAME, SLOTS, SLOT_BYTES, tmp_path)
     place = store.put(row(1))
-    words = store.segment.array(store._start(place.slot), np.int64, 4)
+    words = np.frombuffer(store.segment.buffer, np.int64, 4, store._start(place.slot))
     for position, value in ((1, 99), (2, 77), (2, -1), (3, -5), (3, 2**62), (3, SLOT_BYTES)):
         before = words[position]
         words[position] = value
@@ -163,7 +163,7 @@ def test_rows_sent_as_frames_can_be_read_until_the_data_lane_ends_after_its_stor
 
 def test_a_segment_of_something_else_holds_no_rows(tmp_path: Path) -> None:
     store = RowStore.shared(NAME, SLOTS, SLOT_BYTES, tmp_path)
-    store.segment.array(0, np.int64, 1)[0] = 1
+    np.frombuffer(store.segment.buffer, np.int64, 1, 0)[0] = 1
     with pytest.raises(LostRows, match="holds no rows"):
         RowTable(store.segment)
 
