@@ -1,13 +1,15 @@
 """Rows and references to rows.
 
 A `Batch` holds rows: named ragged columns, no padding. A `BatchRef` says where rows are stored; the controller passes
-references only. Both are divisible by rows, which is all that a transfer protocol needs.
+references only. Both, and `Cuts`, are divisible by rows, which is all that a transfer protocol needs: `take` returns
+these rows, in this order; `row_weights` returns the cost of each (tokens), for balanced splitting; `join` returns the
+rows of all parts, in order, and so undoes taking consecutive ranges.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol, Self, TypeGuard
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,27 +23,8 @@ GREEDY = -1
 """Member of a group's greedy answer, sampled at temperature 0. The answer is no sample: only its reward is used."""
 
 
-class Divisible(Protocol):
-    """A value that a transfer protocol can split by rows and put together again."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, rows: Sequence[int]) -> Self:
-        """Returns these rows, in this order."""
-        ...
-
-    def row_weights(self) -> Sequence[int]:
-        """Returns the cost of each row (tokens), for balanced splitting."""
-        ...
-
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """Returns the rows of all parts, in order. The inverse of taking consecutive ranges."""
-        ...
-
-
-def is_divisible(value: Any) -> TypeGuard[Divisible]:
-    """Returns whether a transfer protocol splits this argument, in a hundredth of the time of `isinstance`."""
+def is_divisible(value: Any) -> bool:
+    """Returns whether a transfer protocol splits this argument."""
     return hasattr(type(value), "row_weights")
 
 
@@ -68,7 +51,6 @@ class Column:
 
     @classmethod
     def join(cls, parts: Sequence["Column"]) -> Self:
-        """Returns the rows of all parts, in order."""
         lengths = np.concatenate([[0], *[part.lengths() for part in parts]])
         return cls(np.concatenate([part.values for part in parts]), np.cumsum(lengths, dtype=np.int64))
 

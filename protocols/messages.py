@@ -114,7 +114,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The boundary at which a pause, resume or abort takes effect. kind: "decode step" | "micro-batch" | "call"."""
+    """Where a pause, resume or abort takes effect. kind: "decode step" | "micro-batch" | "call"."""
 
     kind: str
     at: int
@@ -198,8 +198,7 @@ class Published:
 
     @classmethod
     def merge(cls, parts: "list[Published]") -> "Published":
-        """Returns the first answer: the ranks of one trainer write one arena."""
-        return parts[0]
+        return parts[0]  # The ranks of one trainer write one arena.
 
 
 @dataclass(frozen=True, slots=True)

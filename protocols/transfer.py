@@ -8,8 +8,8 @@ it so:
     result = fan.join([answers[rank] for rank in fan.kept])
 
 - Every rank is called, also one that gets no rows: ranks of one model take part in collectives together.
-- Arguments that are `Divisible` (Batch, BatchRef, Cuts) are split by rows, all by the same rows, weighed by the first;
-  any other argument goes to every rank as it is.
+- Divisible arguments (Batch, BatchRef, Cuts) are split by rows, all by the same rows, weighed by the first; any other
+  argument goes to every rank as it is.
 - A service of several replicas is one layout per replica. ONE_OF picks a replica and fans out inside it; DP_PROTO over
   replicas of one rank each is a fan over `Layout(dp=replicas)`.
 """
@@ -24,8 +24,6 @@ from asyncrl.protocols.batch import is_divisible
 from asyncrl.protocols.layout import Layout
 
 Rows = Sequence[int]
-Distribute = Callable[[Sequence[int], Layout], list[Rows]]
-Collect = Callable[[Layout], list[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,18 +35,16 @@ class Transfer:
     """
 
     name: str
-    distribute: Distribute
-    collect: Collect
+    distribute: Callable[[Sequence[int], Layout], list[Rows]]
+    collect: Callable[[Layout], list[int]]
     one_of: bool = False
     per_rank: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Fan:
-    """How one call goes out and comes back. rows: of each rank; kept: ranks whose answers are kept, in order.
-
-    count: rows of the call; None when it has no argument that can be split. gather: answers are listed, not joined.
-    """
+    """How one call goes out and comes back. rows: of each rank; kept: ranks whose answers are kept, in order; count:
+    rows of the call, None without an argument that can be split; gather: answers are listed, not joined."""
 
     rows: tuple[tuple[int, ...], ...]
     kept: tuple[int, ...]
@@ -144,11 +140,8 @@ def even_parts(weights: Sequence[int], parts: int) -> list[Rows]:
 
 
 def balanced_parts(weights: Sequence[int], parts: int) -> list[Rows]:
-    """Returns parts of about equal weight, rows rising in each: heaviest row first, to the lightest part.
-
-    The heaviest part is at most 4/3 of the best possible (Graham 1969). With as many rows as parts or more none is
-    empty.
-    """
+    """Returns parts of about equal weight, rows rising in each: heaviest row first, to the lightest part. The heaviest
+    is at most 4/3 of the best possible (Graham 1969); with as many rows as parts or more none is empty."""
     rows: list[list[int]] = [[] for _ in range(parts)]
     load = [0] * parts
     for row in sorted(range(len(weights)), key=lambda row: (-weights[row], row)):

@@ -23,13 +23,7 @@ import numpy as np
 import structlog
 
 from asyncrl.errors import ArenaFull, LostRows
-from asyncrl.lanes.shared_memory import (
-    SHARED_MEMORY,
-    SHARED_SCHEME,
-    TWO_THREAD_BYTES,
-    Segment,
-    copy_in_two_threads,
-)
+from asyncrl.lanes.shared_memory import SHARED_MEMORY, SHARED_SCHEME, TWO_THREAD_BYTES, Segment, copy_in_two_threads
 from asyncrl.protocols.batch import Array, Place, SampleName
 
 ROW_DTYPES = tuple(np.dtype(name) for name in ("<f4", "<i4", "u1", "<i8"))
