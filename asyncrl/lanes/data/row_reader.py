@@ -96,8 +96,10 @@ class RowReader:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for opened in (*self._tables.values(), *self._clients.values()):
-            opened.close()
+        for table in self._tables.values():
+            table.close()
+        for client in self._clients.values():
+            client.close()
         await self._group.__aexit__(None, None, None)
 
     async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:

@@ -12,10 +12,8 @@ The memory holds a header, then `slots` times [write_count | number of columns |
 its bytes change that readers need no memory barrier to see it.
 """
 
-import struct
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,11 +29,7 @@ MAX_COLUMNS = 16
 _ITEM_BYTES = {code: dtype.itemsize for code, dtype in enumerate(ROW_DTYPES)}
 _CODES = {dtype: code for code, dtype in enumerate(ROW_DTYPES)}
 _MAGIC = 0x0053574F52435341
-_WORD = struct.Struct("=q")
-_TABLES = tuple(struct.Struct(f"={1 + 2 * columns}q") for columns in range(MAX_COLUMNS + 1))
-"""Layouts of [number of columns, then dtype and length of each]."""
-
-_HEADER = struct.Struct("=qqqq")
+_HEADER = 8 * 4
 """Magic, slots, bytes of a slot, reserved."""
 
 _SLOT_HEADER = 8 * (2 + 2 * MAX_COLUMNS)
@@ -49,11 +43,11 @@ def bytes_of_slot(columns: Mapping[str, tuple[np.dtype[Any], int]]) -> int:
 
 
 def _aligned(size: int) -> int:
-    return -(-size // 8) * 8
+    return (size + 7) & -8
 
 
 def _size(slots: int, slot_bytes: int) -> int:
-    return _HEADER.size + slots * (_SLOT_HEADER + _aligned(slot_bytes))
+    return _HEADER + slots * (_SLOT_HEADER + _aligned(slot_bytes))
 
 
 class RowTable:
@@ -61,19 +55,19 @@ class RowTable:
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self._bytes = segment.buffer
-        magic, self.slots, self.slot_bytes, _ = _HEADER.unpack_from(self._bytes)
+        self._arrays = [np.frombuffer(segment.buffer, dtype, segment.size // dtype.itemsize) for dtype in ROW_DTYPES]
+        """The whole memory as values of each dtype, words last: a slice of one costs a third of another view."""
+
+        magic, self.slots, self.slot_bytes, _ = self._arrays[-1][:4].tolist()
         if magic != _MAGIC or segment.size < _size(self.slots, self.slot_bytes):
             raise LostRows(f"{segment.path} holds no rows")
-        self._arrays = [np.frombuffer(self._bytes, dtype, segment.size // dtype.itemsize) for dtype in ROW_DTYPES]
-        """The whole memory as values of each dtype: a slice of one costs a third of another view."""
 
     def views(self, place: Place, columns: Sequence[str]) -> list[Array]:
         """Returns views of the columns; what is read from them counts only if `check` passes afterwards."""
         self.check(place)
-        start = self._start(place.slot)
         names, most = place.columns, self.slot_bytes
-        count, *table = _TABLES[min(len(names), MAX_COLUMNS)].unpack_from(self._bytes, start + 8)
+        start = self._start(place.slot)
+        count, *table = self._arrays[-1][start // 8 + 1 : start // 8 + 2 * len(names) + 2].tolist()
         found, offset = {}, start + _SLOT_HEADER
         for name, code, length in zip(names, table[::2], table[1::2], strict=False):
             # The table may be overwritten while it is read: do not trust it.
@@ -97,16 +91,14 @@ class RowTable:
         return 0 <= slot < self.slots and count % 2 == 1 and self._write_count(slot) == count
 
     def _start(self, slot: int) -> int:
-        return _HEADER.size + slot * (_SLOT_HEADER + self.slot_bytes)
+        return _HEADER + slot * (_SLOT_HEADER + self.slot_bytes)
 
     def _write_count(self, slot: int) -> int:
-        return _WORD.unpack_from(self._bytes, self._start(slot))[0]  # type: ignore[no-any-return]
+        return int(self._arrays[-1].item(self._start(slot) // 8))
 
     def close(self) -> None:
         """Closes the segment; memory with views stays mapped until they are gone."""
         self._arrays.clear()
-        with suppress(BufferError):
-            self._bytes.release()
         self.segment.close()
 
 
@@ -114,7 +106,7 @@ class RowStore(RowTable):
     """Stores rows on the owner's side, in a fixed number of slots. exhausted: rows refused for want of a free slot."""
 
     def __init__(self, address: str, segment: Segment, slots: int, slot_bytes: int) -> None:
-        _HEADER.pack_into(segment.buffer, 0, _MAGIC, slots, _aligned(slot_bytes), 0)
+        np.frombuffer(segment.buffer, np.int64, 4)[:] = (_MAGIC, slots, _aligned(slot_bytes), 0)
         super().__init__(segment)
         self.address = address
         self.exhausted = 0
@@ -189,14 +181,13 @@ class RowStore(RowTable):
                 self._arrays[code][first : first + length] = values
             else:
                 copy_in_two_threads(self._arrays[code][first : first + length], values)
-            offset += _aligned(values.nbytes)
-        _TABLES[len(columns)].pack_into(self._bytes, start + 8, *table)
+            offset += (values.nbytes + 7) & -8
+        self._arrays[-1][start // 8 + 1 : start // 8 + 1 + len(table)] = table
 
     def _count_write(self, slot: int) -> int:
         """Raises the slot's write_count by one, which makes it odd for a row and even for a free slot."""
-        count = self._write_count(slot) + 1
-        _WORD.pack_into(self._bytes, self._start(slot), count)
-        return count
+        self._arrays[-1][self._start(slot) // 8] += 1
+        return self._write_count(slot)
 
     def close(self) -> None:
         """Removes a segment. Private rows go with this store, because the data lane ends after the service."""
