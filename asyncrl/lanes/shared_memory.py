@@ -66,11 +66,9 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, size: int, directory: Path = SHARED_MEMORY) -> Self:
-        """Makes a segment of `size` bytes, readable by this user only, writable here.
-
-        All its memory is allocated at once, because a lack of memory later is a SIGBUS. Raises ArenaFull when there is
-        too little, FileExistsError when the name exists.
-        """
+        """Makes a segment of `size` bytes, readable by this user only, writable here. All its memory is allocated at
+        once, because a lack of memory later is a SIGBUS. Raises ArenaFull when there is too little, FileExistsError
+        when the name exists."""
         path = directory / _checked(name)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

@@ -58,7 +58,8 @@ class RowTable:
         self._arrays = [np.frombuffer(segment.buffer, dtype, segment.size // dtype.itemsize) for dtype in ROW_DTYPES]
         """The whole memory as values of each dtype, words last: a slice of one costs a third of another view."""
 
-        magic, self.slots, self.slot_bytes, _ = self._arrays[-1][:4].tolist()
+        header: list[int] = self._arrays[-1][:4].tolist()
+        magic, self.slots, self.slot_bytes, _ = header
         if magic != _MAGIC or segment.size < _size(self.slots, self.slot_bytes):
             raise LostRows(f"{segment.path} holds no rows")
 

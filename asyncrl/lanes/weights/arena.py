@@ -132,10 +132,7 @@ class Reader(_Slots):
 
     def tensors(self, published: Published) -> dict[str, Tensor]:
         """Returns views of the version's tensors in the arena, under every name, aliases included. Never write to them.
-
-        Raises:
-            WeightsError: the slot does not hold that version, or its bytes do not match the digest.
-        """
+        Raises WeightsError when the slot does not hold that version, or its bytes do not match the digest."""
         self.check(published)
         found = self._digest(published.slot, published.digest_of)
         if found != published.digest:
@@ -160,11 +157,8 @@ class Reader(_Slots):
 
 
 def open_writer(arena_name: str, spec: WeightsSpec, wire: str) -> Writer:
-    """Makes an arena. wire: `fleet.wire`; "inproc" keeps it in this process, the others in shared memory.
-
-    Raises:
-        ArenaFull: there is too little memory for two slots.
-    """
+    """Makes an arena. wire: `fleet.wire`; "inproc" keeps it in this process, the others in shared memory. Raises
+    ArenaFull when there is too little memory for two slots."""
     size = HEADER + SLOTS * _stride(spec)
     if wire != "inproc":
         return Writer(SHARED_SCHEME + arena_name, Segment.create(arena_name, size), spec)
@@ -175,12 +169,8 @@ def open_writer(arena_name: str, spec: WeightsSpec, wire: str) -> Writer:
 
 
 def open_reader(published: Published, spec: WeightsSpec) -> Reader:
-    """Attaches to the arena of `published`.
-
-    Raises:
-        PeerLost: the arena is gone with its trainer.
-        WeightsError: trainer and reader have different models.
-    """
+    """Attaches to the arena of `published`. Raises PeerLost when it is gone with its trainer, WeightsError when trainer
+    and reader have different models."""
     address = published.arena
     try:
         shared = address.startswith(SHARED_SCHEME)
@@ -211,11 +201,8 @@ def _checked(named: Mapping[str, Tensor], spec: WeightsSpec) -> Mapping[str, Ten
 
 
 def _block(memory: memoryview) -> Any:
-    """Wraps mapped memory for torch, which has no read-only tensors and warns about read-only buffers.
-
-    The pages stay read-only: a stray write to one of these tensors ends the process instead of changing the weights of
-    all readers.
-    """
+    """Wraps mapped memory for torch, which has no read-only tensors and warns about read-only buffers. The pages stay
+    read-only: a stray write to a tensor ends the process instead of changing the weights of all readers."""
     mapped: Any = type("Mapped", (ctypes.c_char * len(memory),), {})
     block = mapped.from_address(np.frombuffer(memory, np.uint8).ctypes.data)
     block.exported = memory  # Keeps the memory mapped until the last tensor over it is gone.

@@ -26,11 +26,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class WeightsSpec:
-    """Describes the layout of one slot.
-
-    dtype: "float32" | "bfloat16". aliases: further names of a tensor (tied embeddings), alias -> name.
-    size: bytes of a slot.
-    """
+    """Describes the layout of one slot. dtype: "float32" | "bfloat16". aliases: further names of a tensor (tied
+    embeddings), alias -> name. size: bytes of a slot."""
 
     dtype: str
     tensors: tuple[TensorSpec, ...]
