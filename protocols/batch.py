@@ -30,10 +30,8 @@ def is_divisible(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A ragged column: row i is values[offsets[i]:offsets[i + 1]].
-
-    values: [total] of any dtype; offsets: int64 [rows + 1], rising from 0 to total.
-    """
+    """A ragged column: row i is values[offsets[i]:offsets[i + 1]]. values: [total] of any dtype; offsets: int64
+    [rows + 1], rising from 0 to total."""
 
     values: Array
     offsets: NDArray[np.int64]
@@ -106,8 +104,6 @@ class Batch:
 
     @classmethod
     def join(cls, parts: Sequence["Batch"]) -> "Batch":
-        if not parts:
-            return cls({})
         names = list(parts[0].columns)
         if any(list(part.columns) != names for part in parts):
             raise ValueError(f"batches to join must have the same columns: {[list(p.columns) for p in parts]}")
@@ -131,12 +127,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class RowRef:
-    """One sample, by reference, with the scalars that gate, baseline and metrics need.
-
-    first, last: versions of its first and last sampled token, stamped by the engine. tokens: sampled tokens.
-    finish: "stop" | "stop_string" | "length" | "abort". reward: None until scored, or unscorable. cost: only where
-    the algorithm has one.
-    """
+    """One sample, by reference, with the scalars that gate, baseline and metrics need. first, last: versions of its
+    first and last sampled token, stamped by the engine. tokens: sampled tokens. finish: "stop" | "stop_string" |
+    "length" | "abort". reward: None until scored, or unscorable. cost: only where the algorithm has one."""
 
     group: int
     member: int

@@ -143,10 +143,8 @@ class Reward(Contract):
 
     @endpoint(ONE_OF, idempotent=Idempotent.PURE)
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
-        """Returns the scores of samples of one group, in order. row: the row of their prompt.
-
-        A group function is called when all members have arrived.
-        """
+        """Returns the scores of samples of one group, in order. row: the row of their prompt. A group function is
+        called when all members have arrived."""
         raise NotImplementedError
 
 

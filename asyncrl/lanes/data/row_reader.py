@@ -115,10 +115,8 @@ class RowReader:
 
     @asynccontextmanager
     async def views(self, refs: BatchRef, columns: Sequence[str]) -> AsyncIterator[Cells]:
-        """Yields what `read` would copy, as views that are valid inside the block.
-
-        Raises what `read` raises, also at the end of the block; then nothing read from the views counts.
-        """
+        """Yields what `read` would copy, as views that are valid inside the block. Raises what `read` raises, also at
+        the end of the block; then nothing read from the views counts."""
         cells: Cells = {name: [_EMPTY] * len(refs) for name in columns}
         shares = _shares(refs, columns)
         for share, rows in shares.items():

@@ -212,9 +212,9 @@ class SharedRowsModel(RowsModel):
         self.store = RowStore.shared(segment_name("aa", 1, f"model{id(self)}", "rows"), SLOTS, SLOT_BYTES)
 
 
-TestHeapRows = RowsModel.TestCase
+TestPrivateRows = RowsModel.TestCase
 TestSharedRows = SharedRowsModel.TestCase
-for case in (TestHeapRows, TestSharedRows):
+for case in (TestPrivateRows, TestSharedRows):
     case.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
