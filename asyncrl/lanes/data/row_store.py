@@ -104,13 +104,12 @@ class RowTable:
 
 
 class RowStore(RowTable):
-    """Stores rows on the owner's side, in a fixed number of slots. exhausted: rows refused for want of a free slot."""
+    """Stores rows on the owner's side, in a fixed number of slots."""
 
     def __init__(self, address: str, segment: Segment, slots: int, slot_bytes: int) -> None:
         np.frombuffer(segment.buffer, np.int64, 4)[:] = (_MAGIC, slots, _aligned(slot_bytes), 0)
         super().__init__(segment)
         self.address = address
-        self.exhausted = 0
         self._free = deque(range(slots))
         """Slots are reused in the order in which they were freed, so that late readers find their rows for longest."""
 
@@ -135,10 +134,9 @@ class RowStore(RowTable):
         return self.slots - len(self._free)
 
     def put(self, columns: Mapping[str, Array]) -> Place:
-        """Stores one row, [length] values per column, dtypes of ROW_DTYPES. Raises ArenaFull (see `exhausted`)."""
+        """Stores one row, [length] values per column, dtypes of ROW_DTYPES. Raises ArenaFull when no slot is free."""
         self._check_row(columns)
         if not self._free:
-            self.exhausted += 1
             raise ArenaFull(
                 f"all {self.slots} row slots of {self.address} are in use: more rows were admitted than fit"
             )

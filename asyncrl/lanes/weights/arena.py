@@ -21,7 +21,7 @@ from torch import Tensor
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.lanes.shared_memory import SHARED_SCHEME, Segment
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 from asyncrl.protocols.messages import Published
 
 MAGIC = b"ARLWGHT1"
@@ -48,7 +48,7 @@ class _Slots:
         return self._segment.buffer
 
     def _views(self, slot: int) -> dict[str, Tensor]:
-        block, start, dtype = _block(self._memory), HEADER + slot * self._stride, self._spec.torch_dtype
+        block, start, dtype = _block(self._memory), HEADER + slot * self._stride, DTYPES[self._spec.dtype]
         return {
             tensor.name: torch.frombuffer(
                 block, dtype=dtype, count=tensor.bytes // dtype.itemsize, offset=start + tensor.offset

@@ -44,10 +44,6 @@ class WeightsSpec:
             offset += -(-size // ALIGNMENT) * ALIGNMENT
         return cls(dtype, tuple(tensors), tuple((aliases or {}).items()), offset)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
     @cached_property
     def digest(self) -> bytes:
         """sha256 of the whole layout, 32 bytes; a reader with another digest is refused."""
