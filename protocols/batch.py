@@ -1,13 +1,15 @@
 """Rows and references to rows.
 
 A `Batch` holds rows: named ragged columns, no padding. A `BatchRef` says where rows are stored; the controller passes
-references only. Both are divisible by rows, which is all that a transfer protocol needs.
+references only. Both, and `Cuts`, are divisible by rows, which is all that a transfer protocol needs: `take` returns
+these rows, in this order; `row_weights` returns the cost of each (tokens), for balanced splitting; `join` returns the
+rows of all parts, in order, and so undoes taking consecutive ranges.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol, Self, TypeGuard
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,37 +23,15 @@ GREEDY = -1
 """Member of a group's greedy answer, sampled at temperature 0. The answer is no sample: only its reward is used."""
 
 
-class Divisible(Protocol):
-    """A value that a transfer protocol can split by rows and put together again."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, rows: Sequence[int]) -> Self:
-        """Returns these rows, in this order."""
-        ...
-
-    def row_weights(self) -> Sequence[int]:
-        """Returns the cost of each row (tokens), for balanced splitting."""
-        ...
-
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """Returns the rows of all parts, in order. The inverse of taking consecutive ranges."""
-        ...
-
-
-def is_divisible(value: Any) -> TypeGuard[Divisible]:
-    """Returns whether a transfer protocol splits this argument. `isinstance` with the protocol takes a hundred times as
-    long."""
+def is_divisible(value: Any) -> bool:
+    """Returns whether a transfer protocol splits this argument."""
     return hasattr(type(value), "row_weights")
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A ragged column: row i is values[offsets[i]:offsets[i + 1]].
-
-    values: [total] of any dtype; offsets: int64 [rows + 1], rising from 0 to total.
-    """
+    """A ragged column: row i is values[offsets[i]:offsets[i + 1]]. values: [total] of any dtype; offsets: int64
+    [rows + 1], rising from 0 to total."""
 
     values: Array
     offsets: NDArray[np.int64]
@@ -64,12 +44,11 @@ class Column:
 
     @classmethod
     def of(cls, rows: Sequence[Array], dtype: Any = None) -> Self:
-        values = np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.zeros(0, dtype)
+        values = np.concatenate(rows, dtype=dtype, casting="unsafe") if rows else np.zeros(0, dtype)
         return cls(values, np.cumsum([0, *map(len, rows)], dtype=np.int64))
 
     @classmethod
     def join(cls, parts: Sequence["Column"]) -> Self:
-        """Returns the rows of all parts, in order."""
         lengths = np.concatenate([[0], *[part.lengths() for part in parts]])
         return cls(np.concatenate([part.values for part in parts]), np.cumsum(lengths, dtype=np.int64))
 
@@ -80,7 +59,7 @@ class Column:
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
     def __iter__(self) -> Iterator[Array]:
-        return (self[row] for row in range(len(self)))
+        return (self.values[start:end] for start, end in pairwise(self.offsets.tolist()))
 
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.offsets)
@@ -125,8 +104,6 @@ class Batch:
 
     @classmethod
     def join(cls, parts: Sequence["Batch"]) -> "Batch":
-        if not parts:
-            return cls({})
         names = list(parts[0].columns)
         if any(list(part.columns) != names for part in parts):
             raise ValueError(f"batches to join must have the same columns: {[list(p.columns) for p in parts]}")
@@ -135,11 +112,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A slot in the arena of the worker that owns the rows.
+    """A slot in the memory of the worker that owns the row.
 
-    owner: address of the rows' owner (`shm://NAME`, `ipc://PATH`, `tcp://HOST:PORT`, `inproc://NAME`); it
-    contains the owner's instance, so a restarted worker never answers for the rows of its predecessor.
-    write_count: how often the slot had been written when these rows were; a reader refuses another one.
+    owner: its address (`shm://NAME`, `ipc://PATH`, `tcp://HOST:PORT`, `inproc://NAME`); it contains the owner's
+    instance, so a restarted worker never answers for the rows of its predecessor. write_count: of the slot since this
+    row was written; a reader refuses another one.
     """
 
     owner: str
@@ -150,12 +127,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class RowRef:
-    """One sample, by reference, with the scalars that gate, baseline and metrics need.
-
-    first, last: versions of its first and last sampled token, stamped by the engine. tokens: sampled tokens.
-    finish: "stop" | "stop_string" | "length" | "abort". reward: None until scored, or unscorable. cost: only where
-    the algorithm has one.
-    """
+    """One sample, by reference, with the scalars that gate, baseline and metrics need. first, last: versions of its
+    first and last sampled token, stamped by the engine. tokens: sampled tokens. finish: "stop" | "stop_string" |
+    "length" | "abort". reward: None until scored, or unscorable. cost: only where the algorithm has one."""
 
     group: int
     member: int
@@ -179,8 +153,10 @@ class RowRef:
     def name(self) -> SampleName:
         return (self.group, self.member, self.attempt)
 
-    def stored_at(self, places: tuple[Place, ...]) -> "RowRef":
-        return self._with(places, self.reward, self.advantage, self.cost)
+    def stored_at(self, *places: Place) -> "RowRef":
+        """Adds places of the same sample: further columns, made by another service."""
+        known = tuple(dict.fromkeys(self.places + places))
+        return self._with(known, self.reward, self.advantage, self.cost)
 
     def with_reward(self, reward: float | None, cost: float | None = None) -> "RowRef":
         return self._with(self.places, reward, self.advantage, cost)
@@ -225,29 +201,20 @@ class BatchRef:
         return cls(tuple(row for part in parts for row in part.rows))
 
     def also_at(self, other: "BatchRef") -> "BatchRef":
-        """Adds the places of row i of `other` to row i: the same samples, of which two services made columns."""
-        places = [dict.fromkeys(row.places + same.places) for row, same in zip(self.rows, other.rows, strict=True)]
-        return BatchRef(tuple(row.stored_at(tuple(known)) for row, known in zip(self.rows, places, strict=True)))
-
-    @property
-    def only(self) -> RowRef:
-        """Returns the row of a reference to exactly one sample."""
-        (row,) = self.rows
-        return row
+        """Adds the places of row i of `other`, the same samples, to row i."""
+        return BatchRef(tuple([row.stored_at(*same.places) for row, same in zip(self, other, strict=True)]))
 
     def with_places(self, places: Iterable[Place]) -> "BatchRef":
-        """Adds places[i] to row i: further columns made by another service."""
-        pairs = zip(self.rows, places, strict=True)
-        return BatchRef(tuple([row.stored_at((*row.places, place)) for row, place in pairs]))
+        """Adds places[i] to row i."""
+        return BatchRef(tuple([row.stored_at(place) for row, place in zip(self, places, strict=True)]))
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
     """The batch of one training iteration: samples by reference, sorted by (group, member), with advantages.
 
-    incarnation, version: the trainer's state this step starts from; the step is refused at any other one.
-    tokens, samples: denominators of the whole global batch (all response tokens, all samples), the same on
-    every rank whichever rows it holds.
+    incarnation, version: the trainer's state this step starts from; the step is refused at any other one. tokens,
+    samples: denominators of the whole batch (all response tokens, all samples), the same on every rank.
     """
 
     incarnation: int

@@ -15,9 +15,6 @@ GENESIS = bytes(32)
 
 
 def chain(previous: bytes, keys: Iterable[tuple[int, int, int]]) -> bytes:
-    """Returns the next link, 32 bytes, after an iteration over these (group, member, attempt), given in any order.
-
-    Written in hex where it travels in a message, a record or a manifest.
-    """
+    """Returns the next link, 32 bytes, after an iteration over these (group, member, attempt), given in any order."""
     packed = [_KEY.pack(*key) for key in sorted(keys)]
     return sha256(previous + b"".join(packed)).digest()

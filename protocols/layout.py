@@ -1,14 +1,11 @@
 """Rank arithmetic of 3D-parallel models: pp x tp x dp for training, and its regrouping for generation.
 
 Training groups follow HybridFlow (EuroSys 2025) section 5.3: pipeline and tensor groups lie on consecutive ranks, data
-groups at stride pp x tp. For generation the same ranks are regrouped into smaller models, and each training replica
-becomes `micro_dp` generation replicas.
+groups at stride pp x tp.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-Grouping = Literal["zero-redundancy", "vanilla"]
+from typing import NamedTuple
 
 
 class Place3D(NamedTuple):
@@ -19,21 +16,12 @@ class Place3D(NamedTuple):
     dp: int
 
 
-class GenerationPlace(NamedTuple):
-    """Index of a rank inside its generation pipeline and tensor group, its micro-data group and its data group."""
-
-    pp: int
-    tp: int
-    micro_dp: int
-    dp: int
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """pp x tp x dp ranks, one worker each. rank = dp_index * (pp * tp) + pp_index * tp + tp_index (HybridFlow 5.3).
 
     generation_pp, generation_tp: sizes of the model in generation, divisors of pp and tp (None: as in training).
-    grouping: how ranks are regrouped for generation. Raises ValueError for sizes that do not fit.
+    Raises ValueError for sizes that do not fit.
     """
 
     pp: int = 1
@@ -41,7 +29,6 @@ class Layout:
     dp: int = 1
     generation_pp: int | None = None
     generation_tp: int | None = None
-    grouping: Grouping = "zero-redundancy"
 
     def __post_init__(self) -> None:
         sizes = {"pp": self.pp, "tp": self.tp, "dp": self.dp, "generation pp": self.gpp, "generation tp": self.gtp}
@@ -64,11 +51,6 @@ class Layout:
     def gtp(self) -> int:
         return self.tp if self.generation_tp is None else self.generation_tp
 
-    @property
-    def micro_dp(self) -> int:
-        """Generation replicas that one training replica becomes: d_g = p t / (p_g t_g)."""
-        return (self.pp * self.tp) // (self.gpp * self.gtp)
-
     def rank(self, pp: int = 0, tp: int = 0, dp: int = 0) -> int:
         """Returns the rank at these indices; -1 is the last one."""
         return (dp % self.dp) * self.pp * self.tp + (pp % self.pp) * self.tp + tp % self.tp
@@ -77,25 +59,15 @@ class Layout:
         model = self.pp * self.tp
         return Place3D(rank % model // self.tp, rank % self.tp, rank // model)
 
-    def generation_place(self, rank: int) -> GenerationPlace:
-        """Returns the place of a rank in generation.
-
-        vanilla: the training rule with the smaller sizes. zero-redundancy: generation groups pick ranks at intervals
-        of t / t_g and p / p_g, so that each rank's training shard is a part of its generation shard (HybridFlow 5.3).
-        """
-        at = self.place(rank)
-        if self.grouping == "vanilla":
-            index = at.pp * self.tp + at.tp
-            tp, pp, micro = index % self.gtp, index // self.gtp % self.gpp, index // (self.gpp * self.gtp)
-            return GenerationPlace(pp, tp, micro, at.dp)
-        every_pp, every_tp = self.pp // self.gpp, self.tp // self.gtp
-        micro = at.pp % every_pp * every_tp + at.tp % every_tp
-        return GenerationPlace(at.pp // every_pp, at.tp // every_tp, micro, at.dp)
-
     def generation_replicas(self) -> list[list[int]]:
-        """Returns the ranks that generate together: dp x micro_dp groups of p_g x t_g ranks."""
-        groups: dict[tuple[int, int], list[int]] = {}
+        """Returns the ranks that generate together: dp x (p t / (p_g t_g)) groups of p_g x t_g ranks.
+
+        Groups pick ranks at intervals of p / p_g and t / t_g, so that the training shard of each rank is a part of its
+        generation shard (zero redundancy, HybridFlow 5.3).
+        """
+        every_pp, every_tp = self.pp // self.gpp, self.tp // self.gtp
+        groups: dict[tuple[int, int, int], list[int]] = {}
         for rank in range(self.size):
-            at = self.generation_place(rank)
-            groups.setdefault((at.dp, at.micro_dp), []).append(rank)
-        return [groups[key] for key in sorted(groups)]
+            at = self.place(rank)
+            groups.setdefault((at.dp, at.pp % every_pp, at.tp % every_tp), []).append(rank)
+        return list(groups.values())

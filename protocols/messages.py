@@ -114,7 +114,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The boundary at which a pause, resume or abort takes effect. kind: "decode step" | "micro-batch" | "call"."""
+    """Where a pause, resume or abort takes effect. kind: "decode step" | "micro-batch" | "call"."""
 
     kind: str
     at: int
@@ -126,11 +126,8 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """A group to sample.
-
-    prompt: text, or chat messages ({"role", "content"}); members: which samples of the group are wanted;
-    seed: the group's, a member's is derived from it; not_before: start no sequence with older weights.
-    """
+    """A group to sample. prompt: text, or chat messages ({"role", "content"}); members: which samples of the group are
+    wanted; seed: the group's, a member's is derived from it; not_before: start no sequence with older weights."""
 
     id: int
     attempt: int
@@ -156,10 +153,8 @@ class SampleText:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The score of a sample.
-
-    reward: the weighted sum, None when unscorable; terms: each function's own value; error: why it is unscorable.
-    """
+    """The score of a sample. reward: the weighted sum, None when unscorable; terms: each function's own value; error:
+    why it is unscorable."""
 
     reward: float | None
     terms: dict[str, float]
@@ -167,8 +162,7 @@ class Score:
 
 
 def with_cost(score: Score, cost: Score) -> Score:
-    """One score of a sample's reward and its cost, which cannot be trained without either; terms of costs begin with
-    `cost/`."""
+    """Returns one score of a sample that needs both to be trained; terms of costs begin with `cost/`."""
     terms = score.terms | {f"cost/{name}": value for name, value in cost.terms.items()}
     error = "\n".join(each for each in (score.error, cost.error) if each)
     return Score(None if cost.reward is None else score.reward, terms, error)
@@ -176,10 +170,8 @@ def with_cost(score: Score, cost: Score) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """The trainer's log-probs at one version of the likeliest `tokens` after `prompt` (a few ids), in nats.
-
-    The likeliest token comes first. An engine that computes other log-probs with the same weights is at fault.
-    """
+    """The trainer's log-probs at one version of the likeliest `tokens` after `prompt` (a few ids), in nats, the
+    likeliest first. An engine that computes other log-probs with the same weights is at fault."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -188,12 +180,9 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Version `version` is stored in slot `slot` of weight arena `arena`.
-
-    digest: hex, of the whole slot or of one tensor (`digest_of`: its name, "" for the whole slot). readers: those that
-    the version is leased to, which read it in place; None: a reader copies it out. canary: to compare with; None: the
-    trainer has no model.
-    """
+    """A version in a slot of a weight arena. digest: hex, of the tensor `digest_of`, or of the whole slot where that is
+    "". readers: those that the version is leased to, which read it in place; None: a reader copies it out. canary: to
+    compare with; None: the trainer has no model."""
 
     incarnation: int
     version: int
@@ -209,16 +198,13 @@ class Published:
 
     @classmethod
     def merge(cls, parts: "list[Published]") -> "Published":
-        """Returns the first answer: the ranks of one trainer write one arena."""
-        return parts[0]
+        return parts[0]  # The ranks of one trainer write one arena.
 
 
 @dataclass(frozen=True, slots=True)
 class Using:
-    """Readers that from now on read only `version`.
-
-    canary: the largest difference of a log-prob from the trainer's, in nats; None: it was not compared.
-    """
+    """Readers that from now on read only `version`. canary: the largest difference of a log-prob from the trainer's, in
+    nats; None: it was not compared."""
 
     readers: tuple[str, ...]
     version: int
@@ -232,11 +218,8 @@ class Using:
 
 @dataclass(frozen=True, slots=True)
 class TrainedSample:
-    """The trainer's account of one sample. trained, masked: response tokens in the loss, and left out.
-
-    reason: why tokens were left out ("stale", "truncated"). rejected: tokens within the limit that the correction gave
-    no weight.
-    """
+    """The trainer's account of one sample. trained, masked: response tokens in the loss, and left out, with the reason
+    ("stale", "truncated"). rejected: tokens within the limit that the correction gave no weight."""
 
     group: int
     member: int
@@ -249,12 +232,10 @@ class TrainedSample:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The report of the trainer on one iteration.
-
-    version: the trainer's after it. updates: optimizer steps taken; 0 means that nothing was trained: `skipped` says
-    why ("" | "stale" | "not finite") and the version stayed. chain: hex of the trainer's own hash chain.
-    metrics: `loss/...`, `policy/...`, `grad_norm`, `staleness/...` of tokens in the loss. published: where it lies.
-    """
+    """The report of the trainer on one iteration. version: the trainer's after it. updates: optimizer steps taken; 0
+    means that nothing was trained: `skipped` says why ("" | "stale" | "not finite") and the version stayed. chain: hex
+    of the trainer's own hash chain. metrics: `loss/...`, `policy/...`, `grad_norm`, `staleness/...` of tokens in the
+    loss."""
 
     incarnation: int
     version: int
@@ -276,11 +257,9 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class ValueReport:
-    """The report of a critic on the batch that trained the policy from `version`.
-
-    updates: optimizer steps taken; 0: nothing was learnt, `skipped` says why ("" | "stale" | "not finite" |
-    "rows lost" | "learnt before"). metrics: `critic/...`, of a cost critic `cost_critic/...`.
-    """
+    """The report of a critic on the batch that trained the policy from `version`. updates: optimizer steps taken; 0:
+    nothing was learnt, `skipped` says why ("" | "stale" | "not finite" | "rows lost" | "learnt before"). metrics:
+    `critic/...`, of a cost critic `cost_critic/...`."""
 
     incarnation: int
     version: int
@@ -291,11 +270,8 @@ class ValueReport:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointed:
-    """The files of a checkpoint.
-
-    files: path below the checkpoint directory -> sha256 hex. chain: the trainer's hash chain at this version, "" of a
-    critic.
-    """
+    """The files of a checkpoint: path below its directory -> sha256 hex. chain: the trainer's hash chain at this
+    version, "" of a critic."""
 
     version: int
     chain: str

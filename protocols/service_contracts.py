@@ -67,10 +67,7 @@ def endpoint(
 
 
 class Contract:
-    """Base of all contracts: the calls that every worker answers.
-
-    `endpoints` maps names to their declarations, inherited ones included.
-    """
+    """Base of all contracts: the calls that every worker answers. endpoints: all declarations, by name."""
 
     endpoints: ClassVar[dict[str, EndpointSpec]] = {}
 
@@ -80,10 +77,8 @@ class Contract:
         cls.endpoints = {**cls.endpoints, **own}
 
     def replica_of(self, instance: str) -> Self:
-        """Returns the replica of this instance: calls on it reach no other replica, and wait for none.
-
-        A service itself is its only replica. Raises PeerLost when the instance was replaced.
-        """
+        """Returns the replica of this instance: calls on it reach no other replica, and wait for none. Raises PeerLost
+        when the instance was replaced."""
         return self
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
@@ -98,10 +93,8 @@ class Contract:
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
     async def release(self, samples: list[SampleName], oldest: int) -> None:
-        """Frees the rows of these samples in these attempts and earlier ones, and of all groups before `oldest`.
-
-        oldest: the first group in flight. Rows that are stored elsewhere, or were freed before, are ignored.
-        """
+        """Frees the rows of these samples in these attempts and earlier ones, and of all groups before `oldest`, the
+        first group in flight. Rows that are stored elsewhere, or were freed before, are ignored."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
@@ -120,18 +113,14 @@ class Generation(Contract):
 
     @endpoint(ONE_OF, idempotent=Idempotent.PURE, stream=True)
     def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
-        """Yields the samples of a group as they finish: each item holds those finished since the item before.
-
-        Closing the stream aborts the samples that still run.
-        """
+        """Yields the samples of a group as they finish: each item holds those finished since the item before. Closing
+        the stream aborts the samples that still run."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
     async def use_weights(self, published: Published) -> Using:
-        """Changes to these weights between two decode steps; answers when the old slot is no longer read.
-
-        A reader that the version is not leased to keeps its weights, and is not among the readers of the answer.
-        """
+        """Changes to these weights between two decode steps; answers when the old slot is no longer read. A reader that
+        the version is not leased to keeps its weights, and is not among the readers of the answer."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
@@ -154,10 +143,8 @@ class Reward(Contract):
 
     @endpoint(ONE_OF, idempotent=Idempotent.PURE)
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
-        """Returns the scores of samples of one group, in order. row: the row of their prompt.
-
-        A group function is called when all members have arrived.
-        """
+        """Returns the scores of samples of one group, in order. row: the row of their prompt. A group function is
+        called when all members have arrived."""
         raise NotImplementedError
 
 
@@ -203,10 +190,8 @@ class Training(Contract):
 
     @endpoint(balanced(THREE_D_PROTO), idempotent=Idempotent.PURE)
     async def prefetch(self, samples: BatchRef) -> list[bool]:
-        """Reads the rows that the next `step` will probably train, while this step runs.
-
-        Returns for each sample whether its row is held until the next `prefetch`. By default no row is.
-        """
+        """Reads the rows that the next `step` will probably train, while this step runs. Returns for each sample
+        whether its row is held until the next `prefetch`."""
         return [False] * len(samples)
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)

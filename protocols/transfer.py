@@ -1,18 +1,15 @@
 """Transfer protocols: how a call fans out over the workers of a service, and how the answers come back.
 
-A protocol is a pair of pure functions over row indices and a layout (HybridFlow, EuroSys 2025, Table 3):
-`distribute` says which rows each rank gets, `collect` which ranks' answers are kept, in which order.
-
-How a handle uses one:
+A protocol is a pair of pure functions over row indices and a layout (HybridFlow, EuroSys 2025, Table 3). A handle uses
+it so:
 
     fan, calls = fan_out(transfer, args, layout)          # calls[rank]: the arguments of that rank
     answers = [... of every rank ...]
     result = fan.join([answers[rank] for rank in fan.kept])
 
 - Every rank is called, also one that gets no rows: ranks of one model take part in collectives together.
-- Arguments that are `Divisible` (Batch, BatchRef, Cuts) are split by rows, all by the same rows, weighed by the first;
-  any other argument goes to every rank as it is.
-- `join` puts rows back into the caller's order. Which answers it takes, and how, is in its docstring.
+- Divisible arguments (Batch, BatchRef, Cuts) are split by rows, all by the same rows, weighed by the first; any other
+  argument goes to every rank as it is.
 - A service of several replicas is one layout per replica. ONE_OF picks a replica and fans out inside it; DP_PROTO over
   replicas of one rank each is a fan over `Layout(dp=replicas)`.
 """
@@ -27,32 +24,27 @@ from asyncrl.protocols.batch import is_divisible
 from asyncrl.protocols.layout import Layout
 
 Rows = Sequence[int]
-Distribute = Callable[[Sequence[int], Layout], list[Rows]]
-Collect = Callable[[Layout], list[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
     """distribute(row weights, layout) -> rows of each rank; collect(layout) -> ranks whose answers are kept, in order.
 
-    A user's own protocol is a Transfer with its own pair. one_of: the whole call goes to a single replica chosen by
-    the runtime (docs/structures.md). per_rank: the caller passes one value for each rank in every argument, and gets
-    the list of all answers.
+    one_of: the whole call goes to a single replica, which the runtime chooses. per_rank: the caller passes one value
+    for each rank in every argument, and gets the list of all answers.
     """
 
     name: str
-    distribute: Distribute
-    collect: Collect
+    distribute: Callable[[Sequence[int], Layout], list[Rows]]
+    collect: Callable[[Layout], list[int]]
     one_of: bool = False
     per_rank: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Fan:
-    """How one call goes out and comes back. rows: of each rank; kept: ranks whose answers are kept, in order.
-
-    count: rows of the call; None when it has no argument that can be split. gather: answers are listed, not joined.
-    """
+    """How one call goes out and comes back. rows: of each rank; kept: ranks whose answers are kept, in order; count:
+    rows of the call, None without an argument that can be split; gather: answers are listed, not joined."""
 
     rows: tuple[tuple[int, ...], ...]
     kept: tuple[int, ...]
@@ -62,11 +54,10 @@ class Fan:
     def join(self, answers: Sequence[Any]) -> Any:
         """Returns one result from the answers of the kept ranks, given in the order of `kept`.
 
-        None: None. A type with a `merge` class method: merged by it. Divisible: joined, and lists: concatenated. Where
-        the rows were split over the kept ranks they come back in the caller's order; a list may also hold something
-        else than one value a row, and is then left in the order of `kept`. A single answer of any other type is the
-        result; ALL_TO_ALL lists the answers. Raises TypeError for several answers of a type that has no way to be
-        joined, ValueError when a rank answered another number of rows than it was given.
+        A type with a `merge` class method is merged by it, divisible values are joined, lists are concatenated. Rows
+        that were split over the kept ranks come back in the caller's order; a list of something else than one value a
+        row stays in the order of `kept`. Raises TypeError for several answers of a type that cannot be joined,
+        ValueError when a rank answered another number of rows than it was given.
         """
         assert len(answers) == len(self.kept), f"{len(answers)} answers of {len(self.kept)} ranks"
         first = answers[0]
@@ -99,11 +90,8 @@ class Fan:
 
 
 def fan_out(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fan, list[tuple[Any, ...]]]:
-    """Returns the fan of one call and each rank's arguments.
-
-    Raises ValueError when divisible arguments differ in their rows, or ALL_TO_ALL gets another number of values than
-    there are ranks.
-    """
+    """Returns the fan of one call and each rank's arguments. Raises ValueError for arguments that differ in their rows,
+    or, with `per_rank`, have another number of values than there are ranks."""
     if transfer.per_rank:
         if any(len(argument) != layout.size for argument in args):
             given = [len(argument) for argument in args]
@@ -152,11 +140,8 @@ def even_parts(weights: Sequence[int], parts: int) -> list[Rows]:
 
 
 def balanced_parts(weights: Sequence[int], parts: int) -> list[Rows]:
-    """Returns parts of about equal weight, rows rising in each: heaviest row first, to the lightest part.
-
-    The heaviest part is at most 4/3 of the best possible (Graham 1969). With as many rows as parts or more none is
-    empty.
-    """
+    """Returns parts of about equal weight, rows rising in each: heaviest row first, to the lightest part. The heaviest
+    is at most 4/3 of the best possible (Graham 1969); with as many rows as parts or more none is empty."""
     rows: list[list[int]] = [[] for _ in range(parts)]
     load = [0] * parts
     for row in sorted(range(len(weights)), key=lambda row: (-weights[row], row)):
@@ -167,12 +152,10 @@ def balanced_parts(weights: Sequence[int], parts: int) -> list[Rows]:
 
 
 def balanced(transfer: Transfer) -> Transfer:
-    """Returns the same protocol, with rows split by weight (tokens) instead of by number.
-
-    The protocol itself tells which ranks share a part, from one row for each rank.
-    """
+    """Returns the same protocol, with rows split by weight (tokens) instead of by number."""
 
     def distribute(weights: Sequence[int], layout: Layout) -> list[Rows]:
+        # The protocol itself tells which ranks share a part, from one row for each rank.
         probe = [tuple(rows) for rows in transfer.distribute([1] * layout.size, layout)]
         parts = list(dict.fromkeys(probe))
         split = balanced_parts(weights, len(parts))

@@ -1,4 +1,4 @@
-"""Named shared memory: files on /dev/shm that one process makes and others map.
+"""Blocks of memory: files on /dev/shm that one process makes and others map, or memory of one process alone.
 
 multiprocessing.shared_memory would not do: its resource tracker unlinks what other processes still use
 (python/cpython#82300).
@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from asyncrl.errors import ArenaFull
 
 SHARED_MEMORY = Path("/dev/shm")
-_OWNER_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+SHARED_SCHEME = "shm://"
+"""Begins the address of a segment, before its name."""
+
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 """The owner maps all pages at once where the kernel can; else the first write of a page costs five times a copy."""
 
 TWO_THREAD_BYTES = 8 * 2**20
@@ -47,22 +50,25 @@ def _checked(name: str) -> str:
 
 
 class Segment:
-    """A mapped file of fixed size. Views of it must be gone before `close` gives the memory back."""
+    """Mapped memory of fixed size: the file at `path`, or, without a path, memory of this process alone."""
 
-    def __init__(self, path: Path, descriptor: int, size: int, writable: bool) -> None:
+    def __init__(self, path: Path | None, descriptor: int, size: int, writable: bool) -> None:
         self.path = path
         self.size = size
         self._descriptor = descriptor
-        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        self._map = mmap.mmap(descriptor, size, _OWNER_FLAGS if writable else mmap.MAP_SHARED, protection)
+        flags = mmap.MAP_SHARED | (_POPULATE if writable and path else 0)
+        self._map = mmap.mmap(descriptor, size, flags, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+
+    @classmethod
+    def private(cls, size: int) -> Self:
+        """Makes memory of this process alone: the twin of a file. Pages are allocated when they are first written."""
+        return cls(None, -1, size, writable=True)
 
     @classmethod
     def create(cls, name: str, size: int, directory: Path = SHARED_MEMORY) -> Self:
-        """Makes a segment of `size` bytes, readable by this user only, writable here.
-
-        All its memory is allocated at once, because a lack of memory later is a SIGBUS. Raises ArenaFull when there is
-        too little, FileExistsError when the name exists.
-        """
+        """Makes a segment of `size` bytes, readable by this user only, writable here. All its memory is allocated at
+        once, because a lack of memory later is a SIGBUS. Raises ArenaFull when there is too little, FileExistsError
+        when the name exists."""
         path = directory / _checked(name)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -89,10 +95,6 @@ class Segment:
             raise
 
     @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
     def unlinked(self) -> bool:
         """Returns whether its name is gone: the owner has closed it, or died and was cleaned up."""
         return os.fstat(self._descriptor).st_nlink == 0
@@ -101,12 +103,8 @@ class Segment:
     def buffer(self) -> memoryview:
         return memoryview(self._map)
 
-    def array(self, offset: int, dtype: DTypeLike, count: int) -> NDArray[Any]:
-        """Returns a view of `count` values from byte `offset`. Raises ValueError outside the segment."""
-        return np.frombuffer(self._map, dtype, count, offset)
-
     def close(self) -> None:
-        """Unmaps the segment; memory with views stays mapped until the last one is gone."""
+        """Unmaps the file; memory with views, and memory of this process alone, goes with its last view."""
         if self._descriptor < 0:
             return
         os.close(self._descriptor)
@@ -116,7 +114,8 @@ class Segment:
 
     def unlink(self) -> None:
         """Removes the name; processes that have it mapped keep the memory."""
-        self.path.unlink(missing_ok=True)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def copy_in_two_threads(target: NDArray[Any], source: NDArray[Any]) -> None:

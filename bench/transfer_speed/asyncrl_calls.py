@@ -34,7 +34,7 @@ from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data.row_reader import RowReader
-from asyncrl.lanes.data.row_store import SharedRows, bytes_of_slot
+from asyncrl.lanes.data.row_store import RowStore, bytes_of_slot
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import Array, BatchRef
 from asyncrl.protocols.layout import Layout
@@ -87,9 +87,9 @@ class AsyncrlCalls:
         self._tensors = rollout()
         self._large = np.ones(LARGE, np.uint8)
 
-        def store(name: str, slots: int, row: dict[str, Array]) -> SharedRows:
+        def store(name: str, slots: int, row: dict[str, Array]) -> RowStore:
             size = bytes_of_slot({column: (values.dtype, len(values)) for column, values in row.items()})
-            made = SharedRows(segment_name(shared.facts.run, shared.facts.incarnation, name, "rows"), slots, size)
+            made = RowStore.shared(segment_name(shared.facts.run, shared.facts.incarnation, name, "rows"), slots, size)
             scope.callback(made.close)
             return made
 
@@ -107,7 +107,7 @@ class AsyncrlCalls:
         return {**results, **await self._by_reference(), **await self._by_frames(), **await self._several_workers()}
 
     async def _by_reference(self) -> dict[str, float]:
-        async def send(store: SharedRows, rows: Sequence[dict[str, Array]]) -> None:
+        async def send(store: RowStore, rows: Sequence[dict[str, Array]]) -> None:
             await _send(store, rows, lambda refs: self._one.read_in_place(refs, list(rows[0])))
 
         async def send_rows() -> None:
@@ -161,7 +161,7 @@ class AsyncrlCalls:
 
 
 async def _send(
-    store: SharedRows, rows: Sequence[dict[str, Array]], call: Callable[[BatchRef], Awaitable[object]]
+    store: RowStore, rows: Sequence[dict[str, Array]], call: Callable[[BatchRef], Awaitable[object]]
 ) -> None:
     """Writes rows into shared memory, calls with a reference to them, and frees them."""
     places = [store.put(row) for row in rows]

@@ -26,7 +26,7 @@ from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.wire import Wakeup
 from asyncrl.lanes.data.row_reader import FETCH, serve_rows
-from asyncrl.lanes.data.row_store import HeapRows
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, Cuts, Place, RowRef
 from asyncrl.protocols.messages import (
     PROTOCOL,
@@ -57,7 +57,7 @@ CALLS: Sequence[Any] = (
     Call(0, "echo", (Cuts(0, 1, BatchRef((ROW,)), 3, 1), np.arange(40), GROUP), 1.0),
     Call(1, "items", (), 1.0),
     Call(2, "hang", (), 1.0),
-    Call(3, FETCH, ([PLACE], ["number"]), 1.0),
+    Call(3, FETCH, ([0], [1], ["number"], ["number"]), 1.0),
     More(1, 2),
     Cancel(2),
     Ping(0),
@@ -174,7 +174,7 @@ class Worker(Looping):
     def __init__(self) -> None:
         super().__init__()
         self._wire, self._asked = InprocWire(), 0
-        rows = HeapRows("inproc://worker", 4, 64)
+        rows = RowStore.private("inproc://worker", 4, 64)
         rows.put({"number": np.arange(4)})
         self._fetch = serve_rows(rows)
         self._host = Server(self._wire.listen("inproc://worker"), self._dispatch, WORKER, credit=8)

@@ -17,7 +17,6 @@ from targets import RECORDS, TARGETS, framed, frames_of, joined  # noqa: E402
 
 from asyncrl.controller.journal.journal import FRAME, encode  # noqa: E402
 from asyncrl.lanes.data.row_reader import FETCH  # noqa: E402
-from asyncrl.protocols.batch import Place  # noqa: E402
 from asyncrl.protocols.messages import Call  # noqa: E402
 from asyncrl.rewards.execution.child_server import packed  # noqa: E402
 
@@ -56,7 +55,7 @@ FOUND: list[tuple[str, bytes]] = [
     ("manifest", b'{"incarnation":0,"version":0,"offset":1,"crc":1,"chain":"","files":[]}'),
     ("manifest", b"[" * 100_000),
     # The data lane copied as many rows as it was asked for, each time the same one.
-    ("worker", b"\3" + joined([frames_of(Call(0, FETCH, ([Place("w", 0, 1, ("number",))] * 2000, ["number"]), 1.0))])),
+    ("worker", b"\3" + joined([frames_of(Call(0, FETCH, ([0] * 2000, [1] * 2000, ["number"], ["number"]), 1.0))])),
     ("worker", b"\3" + joined([frames_of(Call(0, FETCH, (1, None), 1.0))])),
 ]
 

@@ -23,7 +23,7 @@ from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.errors import FleetFailed
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts
-from asyncrl.lanes.data.row_store import SharedRows
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.lanes.weights.arena import open_reader
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
@@ -76,18 +76,18 @@ def row(draw: np.random.Generator, version: int, index: int) -> TrainRow:
 
 
 @pytest.fixture
-def store() -> Iterator[SharedRows]:
-    rows = SharedRows(segment_name(secrets.token_hex(4), 0, "test", "rows"), (VERSIONS + 1) * ROWS, 4096)
+def store() -> Iterator[RowStore]:
+    rows = RowStore.shared(segment_name(secrets.token_hex(4), 0, "test", "rows"), (VERSIONS + 1) * ROWS, 4096)
     yield rows
     rows.close()
 
 
-def cuts_of(version: int, store: SharedRows) -> Cuts:
+def cuts_of(version: int, store: RowStore) -> Cuts:
     refs = [reference(each, store) for each in rows_of(version)]
     return Cuts(0, version, BatchRef(tuple(refs)), sum(ref.tokens for ref in refs), len(refs))
 
 
-def reference(row: TrainRow, store: SharedRows) -> RowRef:
+def reference(row: TrainRow, store: RowStore) -> RowRef:
     integers = {name: getattr(row, name).astype(np.int32) for name in ("prompt_ids", "response_ids", "versions")}
     place = store.put({**integers, "logprobs": row.logprobs})
     version, tokens = int(row.versions[0]), len(row.response_ids)
@@ -118,7 +118,7 @@ def alone(model: Path) -> tuple[list[StepOutcome], PolicyTrainer]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 async def test_ranks_train_like_one_process_and_end_when_one_of_them_dies(
-    ranks: int, model: Path, store: SharedRows, tmp_path: Path
+    ranks: int, model: Path, store: RowStore, tmp_path: Path
 ) -> None:
     expected, one = alone(model)
     killed: list[float] = []
@@ -138,7 +138,7 @@ async def test_ranks_train_like_one_process_and_end_when_one_of_them_dies(
     assert asyncio.get_running_loop().time() - killed[0] < 8.0
 
 
-async def trains(training: Training, expected: list[StepOutcome], store: SharedRows) -> bytes:
+async def trains(training: Training, expected: list[StepOutcome], store: RowStore) -> bytes:
     """What the plain loop does; answers with the chain."""
     link = GENESIS
     for version, outcome in enumerate(expected):

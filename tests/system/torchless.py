@@ -52,7 +52,9 @@ class TorchlessGeneration(FakeGeneration):
                 self._arena = Segment.open(published.arena)
             except FileNotFoundError as gone:
                 raise PeerLost("the weights are gone with their trainer") from gone
-        incarnation, version, weights = self._arena.array(8 * WORDS * published.slot, np.int64, WORDS).tolist()
+        incarnation, version, weights = np.frombuffer(
+            self._arena.buffer, np.int64, WORDS, 8 * WORDS * published.slot
+        ).tolist()
         assert (incarnation, version) == (published.incarnation, published.version), "overwritten under our lease"
         self._weights[version] = weights
 
@@ -98,7 +100,7 @@ class TorchlessTraining(FakeTraining):
 
     def write_weights(self, version: int) -> None:
         assert self._segment is not None, "created in `start`"
-        slot = self._segment.array(8 * WORDS * slot_of(version), np.int64, WORDS)
+        slot = np.frombuffer(self._segment.buffer, np.int64, WORDS, 8 * WORDS * slot_of(version))
         slot[:] = (self.context.incarnation, version, self._weights)
 
     def save(self, directory: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
 from asyncrl.lanes.control.server import Dispatch, Server
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.data.row_reader import RowReader, serve_rows
-from asyncrl.lanes.data.row_store import HeapRows, RowStore, open_rows
+from asyncrl.lanes.data.row_store import RowStore, open_rows
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.service_contracts import Lane
 from asyncrl.telemetry.logs import open_log
@@ -137,7 +137,7 @@ def _open_rows(spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup, slots: in
         name = segment_name(spec.facts.run, spec.facts.incarnation, spec.instance, "rows")
         store = open_rows(name, slots, slot_bytes, owner)
     else:
-        store = HeapRows(owner, slots, slot_bytes)
+        store = RowStore.private(owner, slots, slot_bytes)
     if store.address == owner:
         tasks.create_task(_server(spec, wire, data, serve_rows(store)).serve(), name="data lane")
     return store

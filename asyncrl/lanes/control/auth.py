@@ -58,10 +58,8 @@ class CurveKeys:
 
 
 class Authenticator:
-    """Answers the context's authentication requests (ZAP, RFC 27); accepts only holders of the run's keys.
-
-    refused: number of peers refused.
-    """
+    """Answers the context's authentication requests (ZAP, RFC 27); accepts only holders of the run's keys. refused:
+    number of peers refused."""
 
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
         self.refused = 0

@@ -58,10 +58,6 @@ class Pipe(Generic[T]):
         self.close()
 
 
-MakePipe = Callable[[str], Pipe[Any]]
-"""Makes a pipe for an address."""
-
-
 def _owned(frames: Frames) -> list[Frame]:
     """Copies small frames and shares large ones, as a socket does."""
     return [bytes(frame) if len(frame) < ZERO_COPY_BYTES else frame for frame in frames]
@@ -92,7 +88,7 @@ class InprocCaller:
 class InprocListener:
     """The listening endpoint; see wire.Listener."""
 
-    def __init__(self, address: str, make_pipe: MakePipe = Pipe) -> None:
+    def __init__(self, address: str, make_pipe: Callable[[str], Pipe[Any]] = Pipe) -> None:
         self.address = address
         self.room = Wakeup()
         self.bound = False
@@ -130,7 +126,7 @@ class InprocListener:
 class InprocWire:
     """A namespace of addresses `inproc://NAME`; wires are independent of each other."""
 
-    def __init__(self, make_pipe: MakePipe = Pipe) -> None:
+    def __init__(self, make_pipe: Callable[[str], Pipe[Any]] = Pipe) -> None:
         self._make_pipe = make_pipe
         self._listeners: dict[str, InprocListener] = {}
         self._peers = 0

@@ -15,8 +15,8 @@ from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, WireEr
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.server import Dispatch
 from asyncrl.lanes.control.wire import Wire
-from asyncrl.lanes.data.row_store import MAX_COLUMNS, SHARED_SCHEME, RowStore, SharedTable
-from asyncrl.lanes.shared_memory import SHARED_MEMORY, Segment
+from asyncrl.lanes.data.row_store import MAX_COLUMNS, RowStore, RowTable
+from asyncrl.lanes.shared_memory import SHARED_MEMORY, SHARED_SCHEME, Segment
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef, SampleName
 from asyncrl.protocols.messages import Call, Hello
 
@@ -38,34 +38,43 @@ def serve_rows(store: RowStore) -> Dispatch:
     """Returns the dispatch function for a Server on the owner's data lane."""
 
     async def answer(call: Call) -> Batch:
-        if call.method != FETCH or len(call.args) != 2:
-            raise Refused(f"the data lane answers {FETCH}(places, columns), not {call.method}")
-        places, columns = call.args
-        if not (_is_list_of(Place, places, ROWS_PER_FETCH) and _is_list_of(str, columns, MAX_COLUMNS)):
-            raise Refused(f"{FETCH} takes a list of at most {ROWS_PER_FETCH} places, and one of column names")
-        rows = [store.read(place, columns) for place in places]
-        return Batch({name: Column.of([row[index] for row in rows]) for index, name in enumerate(columns)})
+        if call.method != FETCH or len(call.args) != 4:
+            raise Refused(f"the data lane answers {FETCH}(slots, write_counts, stored, columns), not {call.method}")
+        slots, counts, stored, columns = call.args
+        numbers = _are_lists_of(int, ROWS_PER_FETCH, slots, counts) and len(slots) == len(counts)
+        if not (numbers and _are_lists_of(str, MAX_COLUMNS, stored, columns)):
+            raise Refused(f"{FETCH} takes two lists of at most {ROWS_PER_FETCH} numbers, and two of column names")
+        names = tuple(stored)
+        places = [Place(store.address, slot, count, names) for slot, count in zip(slots, counts, strict=True)]
+        rows = [store.views(place, columns) for place in places]
+        batch = Batch({name: Column.of([row[index] for row in rows]) for index, name in enumerate(columns)})
+        for place in places:
+            store.check(place)
+        return batch
 
     return answer
 
 
-def _is_list_of(kind: type, values: object, most: int) -> bool:
-    return type(values) is list and len(values) <= most and all(type(value) is kind for value in values)
+def _are_lists_of(kind: type, most: int, *lists: object) -> bool:
+    return all(type(each) is list and len(each) <= most and {*map(type, each)} <= {kind} for each in lists)
 
 
 _EMPTY: Array = np.empty(0, np.uint8)
 Cells = dict[str, list[Array]]
 """Column -> its values in each row of the read."""
 
-Stored = list[tuple[int, Place]]
-"""Rows that one owner stores, with the same columns: number of the row in the read, and its place."""
+Share = tuple[str, tuple[str, ...], tuple[str, ...]]
+"""Rows to be read alike: their owner, the columns that it stores of each, and those of them that are wanted."""
 
-Open = TypeVar("Open", SharedTable, Client)
+Stored = list[tuple[int, Place]]
+"""The rows of a share: number of the row in the read, and its place."""
+
+Open = TypeVar("Open", RowTable, Client)
 
 
 @dataclass(eq=False)
 class RowReader:
-    """Reads rows from any number of owners. As a context manager it owns the connections to remote owners.
+    """Reads rows from any number of owners, whose segments and connections it closes at the end of its block.
 
     hello: identity of the reader. heartbeat: seconds between heartbeats, for owners on other hosts.
     """
@@ -77,7 +86,7 @@ class RowReader:
     directory: Path = SHARED_MEMORY
 
     def __post_init__(self) -> None:
-        self._tables: OrderedDict[str, SharedTable] = OrderedDict()
+        self._tables: OrderedDict[str, RowTable] = OrderedDict()
         self._clients: OrderedDict[str, Client] = OrderedDict()
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._group = asyncio.TaskGroup()
@@ -106,52 +115,50 @@ class RowReader:
 
     @asynccontextmanager
     async def views(self, refs: BatchRef, columns: Sequence[str]) -> AsyncIterator[Cells]:
-        """Yields what `read` would copy, as views that are valid inside the block.
-
-        Raises what `read` raises, also at the end of the block; then nothing read from the views counts.
-        """
+        """Yields what `read` would copy, as views that are valid inside the block. Raises what `read` raises, also at
+        the end of the block; then nothing read from the views counts."""
         cells: Cells = {name: [_EMPTY] * len(refs) for name in columns}
         shares = _shares(refs, columns)
-        for (owner, names), stored in shares.items():
-            if not owner.startswith(SHARED_SCHEME):
-                await self._fetch(owner, names, stored, cells)
+        for share, rows in shares.items():
+            if not share[0].startswith(SHARED_SCHEME):
+                await self._fetch(share, rows, cells)
         self._close_unlinked()
-        checks: list[tuple[SharedTable, Stored]] = []
-        for (owner, names), stored in shares.items():
+        viewed: list[tuple[RowTable, Place]] = []
+        for (owner, _, names), rows in shares.items():
             if owner.startswith(SHARED_SCHEME):
                 table = self._table(owner)
-                checks.append((table, stored))
-                for number, place in stored:
+                for number, place in rows:
+                    viewed.append((table, place))
                     for name, view in zip(names, table.views(place, names), strict=True):
                         cells[name][number] = view
         try:
             yield cells
         finally:
-            for table, stored in checks:
-                for _, place in stored:
-                    table.check(place)
+            for table, place in viewed:
+                table.check(place)
 
     def _close_unlinked(self) -> None:
         """Closes segments whose owner is gone, because memory is freed once no process maps it."""
         for owner in [owner for owner, table in self._tables.items() if table.segment.unlinked]:
             self._tables.pop(owner).close()
 
-    def _table(self, owner: str) -> SharedTable:
+    def _table(self, owner: str) -> RowTable:
         if owner not in self._tables:
+            name = owner.removeprefix(SHARED_SCHEME)
             try:
-                segment = Segment.open(owner.removeprefix(SHARED_SCHEME), directory=self.directory)
-                self._tables[owner] = SharedTable(segment)
+                self._tables[owner] = RowTable(Segment.open(name, directory=self.directory))
             except (OSError, ValueError) as error:
                 raise LostRows(f"the owner of {owner} is gone: {error}") from error
         return _used(self._tables, owner)
 
-    async def _fetch(self, owner: str, columns: Sequence[str], stored: Stored, cells: Cells) -> None:
+    async def _fetch(self, share: Share, stored: Stored, cells: Cells) -> None:
+        owner, names, columns = share
         try:
             client = await self._client(owner)
             for start in range(0, len(stored), ROWS_PER_FETCH):
                 part = stored[start : start + ROWS_PER_FETCH]
-                places = [place for _, place in part]
-                rows = await client.call(FETCH, (places, list(columns)), FETCH_DEADLINE)
+                slots, counts = [place.slot for _, place in part], [place.write_count for _, place in part]
+                rows = await client.call(FETCH, (slots, counts, list(names), list(columns)), FETCH_DEADLINE)
                 if set(rows.columns) != set(columns) or len(rows) != len(part):
                     raise WireError(f"{len(rows)} rows of {sorted(rows.columns)} came for {len(part)} of {columns}")
                 for name in columns:
@@ -187,9 +194,9 @@ def _used(opened: OrderedDict[str, Open], owner: str) -> Open:
     return opened[owner]
 
 
-def _shares(refs: BatchRef, columns: Sequence[str]) -> dict[tuple[str, tuple[str, ...]], Stored]:
-    """Groups the rows by owner and by the columns stored there. Rows with the same columns are split alike."""
-    shares: dict[tuple[str, tuple[str, ...]], Stored] = {}
+def _shares(refs: BatchRef, columns: Sequence[str]) -> dict[Share, Stored]:
+    """Groups the rows by owner and by columns. Rows with the same columns are split alike."""
+    shares: dict[Share, Stored] = {}
     splits: dict[tuple[tuple[str, ...], ...], list[tuple[int, tuple[str, ...]]]] = {}
     for number, row in enumerate(refs):
         kind = tuple([place.columns for place in row.places])
@@ -197,7 +204,7 @@ def _shares(refs: BatchRef, columns: Sequence[str]) -> dict[tuple[str, tuple[str
             splits[kind] = _split(row, columns)
         for index, names in splits[kind]:
             place = row.places[index]
-            shares.setdefault((place.owner, names), []).append((number, place))
+            shares.setdefault((place.owner, place.columns, names), []).append((number, place))
     return shares
 
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.errors import WeightsError
-from asyncrl.lanes.weights.arena_memory import ArenaMemory
+from asyncrl.errors import PeerLost, WeightsError
+from asyncrl.lanes.shared_memory import SHARED_SCHEME, Segment
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 from asyncrl.protocols.messages import Published
 
 MAGIC = b"ARLWGHT1"
@@ -30,17 +30,25 @@ STAMP = struct.Struct("<qq")
 BEING_WRITTEN = -1
 FULL_DIGEST_BYTES = 64 << 20  # crc32 runs at about 4 GB/s: at most 16 ms a side and version; else a tensor in turn
 
+_process_arenas: dict[str, Segment] = {}
+"""Arenas of fleets that run in this process, by address."""
+
 
 class _Slots:
     """The layout of an arena, for both sides."""
 
-    def __init__(self, memory: ArenaMemory, spec: WeightsSpec) -> None:
-        self._memory = memory
+    def __init__(self, address: str, segment: Segment, spec: WeightsSpec) -> None:
+        self.address = address
+        self._segment = segment
         self._spec = spec
         self._stride = _stride(spec)
 
+    @property
+    def _memory(self) -> memoryview:
+        return self._segment.buffer
+
     def _views(self, slot: int) -> dict[str, Tensor]:
-        block, start, dtype = _block(self._memory), HEADER + slot * self._stride, self._spec.torch_dtype
+        block, start, dtype = _block(self._memory), HEADER + slot * self._stride, DTYPES[self._spec.dtype]
         return {
             tensor.name: torch.frombuffer(
                 block, dtype=dtype, count=tensor.bytes // dtype.itemsize, offset=start + tensor.offset
@@ -55,27 +63,23 @@ class _Slots:
         if name:
             tensor = next(tensor for tensor in self._spec.tensors if tensor.name == name)
             start, size = start + tensor.offset, tensor.bytes
-        return f"{zlib.crc32(self._memory.buffer[start : start + size]):08x}"
+        return f"{zlib.crc32(self._memory[start : start + size]):08x}"
 
     def close(self) -> None:
-        """Removes the arena (its writer) or unmaps it (readers); views that were returned stay valid."""
-        self._memory.close()
+        """Unmaps the arena, which its writer also removes; views that were returned stay valid."""
+        self._segment.close()
 
 
 class Writer(_Slots):
     """Writes versions on the trainer's side. leases: when a version may be written."""
 
-    def __init__(self, memory: ArenaMemory, spec: WeightsSpec) -> None:
-        super().__init__(memory, spec)
+    def __init__(self, address: str, segment: Segment, spec: WeightsSpec) -> None:
+        super().__init__(address, segment, spec)
         self.leases = Leases()
         self._tensors = [self._views(slot) for slot in range(SLOTS)]
         for slot in range(SLOTS):
             self._stamp(slot, BEING_WRITTEN, BEING_WRITTEN)
-        memory.buffer[: len(MAGIC) + len(spec.digest)] = MAGIC + spec.digest
-
-    @property
-    def address(self) -> str:
-        return self._memory.address
+        self._memory[: len(MAGIC) + len(spec.digest)] = MAGIC + spec.digest
 
     def write(self, incarnation: int, version: int, named_tensors: Mapping[str, Tensor]) -> Published:
         """Copies a version into its slot, cast to the specification's dtype; tensors may be on any device.
@@ -102,30 +106,33 @@ class Writer(_Slots):
 
     def close(self) -> None:
         self._tensors = []
+        self._segment.unlink()
+        _process_arenas.pop(self.address, None)
         super().close()
 
     def _stamp(self, slot: int, incarnation: int, version: int) -> None:
-        STAMP.pack_into(self._memory.buffer, 64 * (1 + slot), incarnation, version)
+        STAMP.pack_into(self._memory, 64 * (1 + slot), incarnation, version)
 
 
 class Reader(_Slots):
     """Reads versions on an engine's side."""
 
-    def __init__(self, memory: ArenaMemory, spec: WeightsSpec) -> None:
-        super().__init__(memory, spec)
+    def __init__(self, address: str, segment: Segment, spec: WeightsSpec) -> None:
+        super().__init__(address, segment, spec)
         expected = MAGIC + spec.digest
-        if len(memory.buffer) < HEADER + SLOTS * self._stride or memory.buffer[: len(expected)] != expected:
+        if segment.size < HEADER + SLOTS * self._stride or self._memory[: len(expected)] != expected:
             raise WeightsError(
-                f"weight arena {memory.address} was made for another model or dtype than this reader's: start trainer "
+                f"weight arena {address} was made for another model or dtype than this reader's: start trainer "
                 "and engine with the same model folder and model.dtype"
             )
 
+    @property
+    def _memory(self) -> memoryview:
+        return super()._memory.toreadonly()
+
     def tensors(self, published: Published) -> dict[str, Tensor]:
         """Returns views of the version's tensors in the arena, under every name, aliases included. Never write to them.
-
-        Raises:
-            WeightsError: the slot does not hold that version, or its bytes do not match the digest.
-        """
+        Raises WeightsError when the slot does not hold that version, or its bytes do not match the digest."""
         self.check(published)
         found = self._digest(published.slot, published.digest_of)
         if found != published.digest:
@@ -139,7 +146,7 @@ class Reader(_Slots):
 
     def check(self, published: Published) -> None:
         """Raises WeightsError unless the slot holds that version completely. A reader that copies checks again."""
-        incarnation, version = STAMP.unpack_from(self._memory.buffer, 64 * (1 + published.slot))
+        incarnation, version = STAMP.unpack_from(self._memory, 64 * (1 + published.slot))
         if (incarnation, version) != (published.incarnation, published.version):
             held = f"holds version {version} of incarnation {incarnation}"
             raise WeightsError(
@@ -150,22 +157,27 @@ class Reader(_Slots):
 
 
 def open_writer(arena_name: str, spec: WeightsSpec, wire: str) -> Writer:
-    """Makes an arena. wire: `fleet.wire`; "inproc" keeps it in this process, the others in shared memory.
-
-    Raises:
-        ArenaFull: there is too little memory for two slots.
-    """
-    return Writer(ArenaMemory.create(arena_name, HEADER + SLOTS * _stride(spec), wire), spec)
+    """Makes an arena. wire: `fleet.wire`; "inproc" keeps it in this process, the others in shared memory. Raises
+    ArenaFull when there is too little memory for two slots."""
+    size = HEADER + SLOTS * _stride(spec)
+    if wire != "inproc":
+        return Writer(SHARED_SCHEME + arena_name, Segment.create(arena_name, size), spec)
+    address = f"inproc://{arena_name}"
+    assert address not in _process_arenas, f"weight arena {address} exists already"
+    _process_arenas[address] = Segment.private(size)
+    return Writer(address, _process_arenas[address], spec)
 
 
 def open_reader(published: Published, spec: WeightsSpec) -> Reader:
-    """Attaches to the arena of `published`.
-
-    Raises:
-        PeerLost: the arena is gone with its trainer.
-        WeightsError: trainer and reader have different models.
-    """
-    return Reader(ArenaMemory.attach(published.arena), spec)
+    """Attaches to the arena of `published`. Raises PeerLost when it is gone with its trainer, WeightsError when trainer
+    and reader have different models."""
+    address = published.arena
+    try:
+        shared = address.startswith(SHARED_SCHEME)
+        segment = Segment.open(address.removeprefix(SHARED_SCHEME)) if shared else _process_arenas[address]
+    except (KeyError, FileNotFoundError) as gone:
+        raise PeerLost(f"weight arena {address} is gone: its trainer has ended") from gone
+    return Reader(address, segment, spec)
 
 
 def _stride(spec: WeightsSpec) -> int:
@@ -188,13 +200,10 @@ def _checked(named: Mapping[str, Tensor], spec: WeightsSpec) -> Mapping[str, Ten
     return named
 
 
-def _block(memory: ArenaMemory) -> Any:
-    """Wraps mapped memory for torch, which has no read-only tensors and warns about read-only buffers.
-
-    The pages stay read-only: a stray write to one of these tensors ends the process instead of changing the weights of
-    all readers.
-    """
-    mapped: Any = type("Mapped", (ctypes.c_char * len(memory.buffer),), {})
-    block = mapped.from_address(np.frombuffer(memory.buffer, np.uint8).ctypes.data)
-    block.exported = memory.buffer  # Keeps the memory mapped until the last tensor over it is gone.
+def _block(memory: memoryview) -> Any:
+    """Wraps mapped memory for torch, which has no read-only tensors and warns about read-only buffers. The pages stay
+    read-only: a stray write to a tensor ends the process instead of changing the weights of all readers."""
+    mapped: Any = type("Mapped", (ctypes.c_char * len(memory),), {})
+    block = mapped.from_address(np.frombuffer(memory, np.uint8).ctypes.data)
+    block.exported = memory  # Keeps the memory mapped until the last tensor over it is gone.
     return block

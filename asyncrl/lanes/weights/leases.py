@@ -1,8 +1,7 @@
 """Leases on the two slots of a weight arena, without memory or messages.
 
 Version v is stored in slot v mod 2. The trainer writes v + 1 while readers read v. A reader sends `using(v)` when it
-reads nothing but v. Leases are messages and no shared memory, so a killed reader holds nothing once its process was
-waited for and `detach` was called for it.
+reads nothing but v. A killed reader holds nothing once its process was waited for and `detach` was called for it.
 """
 
 from asyncrl.errors import Refused
@@ -23,9 +22,8 @@ class Leases:
         self._stored: dict[int, int] = {}
 
     def using(self, reader: str, version: int) -> None:
-        """Notes that a reader reads `version` and no older one; its first call attaches it. Repeats change nothing.
-
-        A new reader is attached *before* it starts to read, so that its slot cannot be overwritten meanwhile.
+        """Notes that a reader reads `version` and no older one. Its first call attaches it, *before* it starts to read,
+        so that its slot cannot be overwritten meanwhile. Repeats change nothing.
 
         Raises:
             Refused: no slot holds the version (any more); the reader must ask for the newest.
@@ -62,11 +60,8 @@ class Leases:
 
 
 def must_flip(current: Published | None, offered: Published) -> bool:
-    """Returns whether a reader must switch to `offered`, because it is newer than what the reader reads.
-
-    Raises:
-        Refused: the offer comes from another incarnation of the run.
-    """
+    """Returns whether a reader must switch to `offered`, because it is newer than what the reader reads. Raises Refused
+    for an offer of another incarnation of the run."""
     if current is None:
         return True
     if offered.incarnation != current.incarnation:

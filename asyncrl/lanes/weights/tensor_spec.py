@@ -26,11 +26,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class WeightsSpec:
-    """Describes the layout of one slot.
-
-    dtype: "float32" | "bfloat16". aliases: further names of a tensor (tied embeddings), alias -> name.
-    size: bytes of a slot.
-    """
+    """Describes the layout of one slot. dtype: "float32" | "bfloat16". aliases: further names of a tensor (tied
+    embeddings), alias -> name. size: bytes of a slot."""
 
     dtype: str
     tensors: tuple[TensorSpec, ...]
@@ -46,10 +43,6 @@ class WeightsSpec:
             tensors.append(TensorSpec(name, shape, offset, size))
             offset += -(-size // ALIGNMENT) * ALIGNMENT
         return cls(dtype, tuple(tensors), tuple((aliases or {}).items()), offset)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
 
     @cached_property
     def digest(self) -> bytes:

@@ -10,7 +10,7 @@ from typing import cast
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.errors import LostRows, PeerLost
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.lanes.data.row_store import HeapRows, RowRetention, RowStore
+from asyncrl.lanes.data.row_store import RowRetention, RowStore
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, SampleName
 from asyncrl.telemetry.state_clock import StateClock
 
@@ -53,8 +53,8 @@ class DirectContext:
         self.incarnation = 0
         self.clock = StateClock(lambda: 0.0)
 
-    def open_rows(self, slots: int, slot_bytes: int) -> HeapRows:
-        return HeapRows(f"direct://{self.instance}", slots, slot_bytes)
+    def open_rows(self, slots: int, slot_bytes: int) -> RowStore:
+        return RowStore.private(f"direct://{self.instance}", slots, slot_bytes)
 
 
 class FakeService(Service):

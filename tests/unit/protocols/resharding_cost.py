@@ -7,12 +7,34 @@ moves the shards of every rank and counts, so that the table can be checked.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from functools import cache
+from typing import Literal, NamedTuple
 
 from asyncrl.protocols.layout import Layout
 
 System = Literal["DeepSpeed-Chat", "vanilla", "zero-redundancy"]
 Cells = frozenset[tuple[int, int]]
+
+
+class GenerationPlace(NamedTuple):
+    """Index of a rank inside its generation pipeline and tensor group, its micro-data group and its data group."""
+
+    pp: int
+    tp: int
+    micro_dp: int
+    dp: int
+
+
+@cache
+def generation_places(layout: Layout) -> dict[int, GenerationPlace]:
+    """Returns the place of every rank: those that generate together hold consecutive parts, in their order."""
+    replicas = layout.generation_replicas()
+    micro_dp = len(replicas) // layout.dp
+    return {
+        rank: GenerationPlace(part // layout.gtp, part % layout.gtp, number % micro_dp, number // micro_dp)
+        for number, replica in enumerate(replicas)
+        for part, rank in enumerate(replica)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +67,7 @@ def training_groups(layout: Layout, within: str) -> list[list[int]]:
 def generation_groups(layout: Layout, within: str) -> list[list[int]]:
     """Returns the ranks that differ in this index of their place in generation only; "micro_dp": the ranks of one
     training replica that hold the same part of the model in generation."""
-    return _groups(layout, lambda rank: layout.generation_place(rank)._replace(**{within: 0}))
+    return _groups(layout, lambda rank: generation_places(layout)[rank]._replace(**{within: 0}))
 
 
 def _groups(layout: Layout, key: Callable[[int], Hashable]) -> list[list[int]]:
@@ -63,7 +85,7 @@ def training_cells(layout: Layout, rank: int) -> Cells:
 
 def generation_cells(layout: Layout, rank: int) -> Cells:
     """Returns the part that a rank needs in generation: consecutive stages and tensor slices of training."""
-    place, stages, slices = layout.generation_place(rank), layout.pp // layout.gpp, layout.tp // layout.gtp
+    place, stages, slices = generation_places(layout)[rank], layout.pp // layout.gpp, layout.tp // layout.gtp
     return frozenset(
         (stage, part)
         for stage in range(place.pp * stages, (place.pp + 1) * stages)
@@ -72,12 +94,8 @@ def generation_cells(layout: Layout, rank: int) -> Cells:
 
 
 def measured(layout: Layout) -> list[Transition]:
-    """Counts the cost by rank, for the layout's own grouping.
-
-    zero-redundancy: all-gather inside each micro-data group, which is just what the rank needs. vanilla: all-gather of
-    the whole model inside each training replica, of which the rank keeps its generation shard.
-    """
-    groups = _training_replicas(layout) if layout.grouping == "vanilla" else generation_groups(layout, "micro_dp")
+    """Counts the cost by rank of an all-gather inside each micro-data group, which is just what the rank needs."""
+    groups = generation_groups(layout, "micro_dp")
     gathered = {
         rank: frozenset().union(*(training_cells(layout, r) for r in group)) for group in groups for rank in group
     }
@@ -88,8 +106,3 @@ def _counted(layout: Layout, rank: int, gathered: Cells) -> Transition:
     own, needed, cell = training_cells(layout, rank), generation_cells(layout, rank), Fraction(1, layout.pp * layout.tp)
     assert needed <= gathered, f"rank {rank} misses {sorted(needed - gathered)} for generation"
     return Transition(len(gathered - own) * cell, len(gathered) * cell, len(own - needed) * cell)
-
-
-def _training_replicas(layout: Layout) -> list[list[int]]:
-    model = layout.pp * layout.tp
-    return [list(range(start, start + model)) for start in range(0, layout.size, model)]

@@ -13,10 +13,9 @@ from asyncrl.protocols.layout import Layout, Place3D
 sys.path.insert(0, str(Path(__file__).parent))
 from resharding_cost import (
     formula,
-    generation_cells,
     generation_groups,
+    generation_places,
     measured,
-    training_cells,
     training_groups,
 )
 
@@ -38,14 +37,6 @@ def one_based(groups: list[list[int]]) -> list[list[int]]:
     return [[rank + 1 for rank in group] for group in groups]
 
 
-def test_figure_8_vanilla_comes_out_as_printed() -> None:
-    layout = Layout(1, 4, 2, 1, 2, "vanilla")
-    assert one_based(generation_groups(layout, "tp")) == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    assert one_based(generation_groups(layout, "micro_dp")) == [[1, 3], [2, 4], [5, 7], [6, 8]]
-    apart = [rank + 1 for rank in range(8) if not training_cells(layout, rank) & generation_cells(layout, rank)]
-    assert apart == [2, 3, 6, 7]
-
-
 def test_figure_8_without_redundancy_comes_out_as_printed() -> None:
     layout = Layout(1, 4, 2, 1, 2)
     assert one_based(generation_groups(layout, "tp")) == [[1, 3], [2, 4], [5, 7], [6, 8]]
@@ -64,19 +55,6 @@ def test_table_2_holds_for_every_layout_of_up_to_64_ranks() -> None:
     assert checked > 2000
 
 
-def test_vanilla_costs_what_table_2_says_on_its_worst_rank() -> None:
-    overlapping = 0
-    for sizes in layouts(32):
-        layout = Layout(*sizes, "vanilla")
-        counted, printed = measured(layout), formula("vanilla", layout)
-        assert {(cost.volume, cost.peak) for cost in counted} == {(printed.volume, printed.peak)}, layout
-        redundancy = max(cost.redundancy for cost in counted)
-        apart = any(not training_cells(layout, r) & generation_cells(layout, r) for r in range(layout.size))
-        assert redundancy == (printed.redundancy if apart else 0), layout
-        overlapping += not apart
-    assert overlapping > 0
-
-
 def test_the_three_systems_of_table_2_on_one_machine_and_a_half() -> None:
     layout = Layout(1, 8, 2, 1, 2)
     volumes = [formula(name, layout).volume for name in ("DeepSpeed-Chat", "vanilla", "zero-redundancy")]
@@ -84,23 +62,23 @@ def test_the_three_systems_of_table_2_on_one_machine_and_a_half() -> None:
     assert formula("DeepSpeed-Chat", layout).redundancy == Fraction(1, 16)
 
 
-@pytest.mark.parametrize("grouping", ["zero-redundancy", "vanilla"])
-def test_groups_partition_the_ranks_and_places_are_unique(grouping: str) -> None:
+def test_groups_partition_the_ranks_and_places_are_unique() -> None:
     for sizes in layouts(24):
-        layout = Layout(*sizes, grouping)  # type: ignore[arg-type]
+        layout = Layout(*sizes)
+        micro_dp = layout.pp * layout.tp // (layout.gpp * layout.gtp)
         ranks = list(range(layout.size))
         for groups, size in (
             (training_groups(layout, "tp"), layout.tp),
             (training_groups(layout, "pp"), layout.pp),
             (training_groups(layout, "dp"), layout.dp),
             (generation_groups(layout, "tp"), layout.gtp),
-            (generation_groups(layout, "micro_dp"), layout.micro_dp),
+            (generation_groups(layout, "micro_dp"), micro_dp),
             (layout.generation_replicas(), layout.gpp * layout.gtp),
         ):
             assert sorted(rank for group in groups for rank in group) == ranks
             assert {len(group) for group in groups} == {size}
-        every_place = product(range(layout.gpp), range(layout.gtp), range(layout.micro_dp), range(layout.dp))
-        assert sorted(layout.generation_place(rank) for rank in ranks) == list(every_place)
+        every_place = product(range(layout.gpp), range(layout.gtp), range(micro_dp), range(layout.dp))
+        assert sorted(generation_places(layout)[rank] for rank in ranks) == list(every_place)
         assert [layout.rank(*layout.place(rank)) for rank in ranks] == ranks
 
 
@@ -108,7 +86,7 @@ def test_ranks_of_a_training_layout() -> None:
     layout = Layout(pp=2, tp=3, dp=2)
     assert layout.place(10) == Place3D(pp=1, tp=1, dp=1)
     assert layout.rank(pp=-1, dp=-1) == 9
-    assert (layout.size, layout.micro_dp) == (12, 1)
+    assert layout.size == 12
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (2, 4, 1, 3, 1), (2, 4, 1, 1, 3), (1, 1, 1, 0, 1)])

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from asyncrl.config.schema import Config
 from asyncrl.fleet.worker.compute_thread import Compute, InlineCompute, Occupancy
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data.row_store import HeapRows
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column
 from asyncrl.protocols.layout import Layout
 from asyncrl.telemetry.state_clock import StateClock
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class StoreReader:
     """Reads from one store of this process, and counts how often."""
 
-    def __init__(self, store: HeapRows) -> None:
+    def __init__(self, store: RowStore) -> None:
         self.store, self.reads = store, 0
 
     async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
@@ -64,7 +64,7 @@ def worker_context(tmp_path: Path) -> Callable[..., WorkerContext]:
         tasks: asyncio.TaskGroup,
         *,
         incarnation: int = 1,
-        source: HeapRows | None = None,
+        source: RowStore | None = None,
         make_compute: Callable[[Occupancy], Compute] = InlineCompute,
         **changes: Any,
     ) -> WorkerContext:
@@ -80,11 +80,11 @@ def worker_context(tmp_path: Path) -> Callable[..., WorkerContext]:
             "layout": Layout(),
             "instance": f"{service}0.0-{incarnation}-12345678",
             "weights_arena": "",
-            "reader": StoreReader(source or HeapRows("inproc://source", 1, 1)),
+            "reader": StoreReader(source or RowStore.private("inproc://source", 1, 1)),
             "compute": make_compute(occupancy),
             "tracer": Tracer(None, service),
             "log": structlog.get_logger(),
-            "open_rows": lambda slots, slot_bytes: HeapRows(f"inproc://{service}.data", slots, slot_bytes),
+            "open_rows": lambda slots, slot_bytes: RowStore.private(f"inproc://{service}.data", slots, slot_bytes),
         }
         parts = {"service": service, "config": config, "tasks": tasks, "incarnation": incarnation}
         return WorkerContext(**parts, clock=clock, occupancy=occupancy, **values | changes)

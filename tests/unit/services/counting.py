@@ -16,7 +16,7 @@ from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import StepOutcome, gather_keys
 from asyncrl.fleet.worker.compute_thread import InlineCompute
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data.row_store import HeapRows
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.weights.arena import open_reader
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
@@ -100,7 +100,7 @@ def config(**sections: Any) -> Config:
 
 def context_maker(worker_context: Callable[..., WorkerContext]) -> Callable[..., WorkerContext]:
     def make(tasks: asyncio.TaskGroup, tmp_path: Path, **changes: Any) -> WorkerContext:
-        store = HeapRows("inproc://rows", 64, 4096)
+        store = RowStore.private("inproc://rows", 64, 4096)
         values: dict[str, Any] = {
             "config": config(),
             "incarnation": INCARNATION,

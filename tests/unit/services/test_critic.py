@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, Refused
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data.row_store import HeapRows
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.services.critic import CriticService
 
@@ -46,7 +46,7 @@ def config(**sections: Any) -> Config:
 def serving(worker_context: Callable[..., WorkerContext], folder: Path) -> Serving:
     @asynccontextmanager
     async def serve(settings: Config | None = None, **changes: Any) -> AsyncIterator[CriticService]:
-        source = HeapRows("inproc://source", 64, 4096)
+        source = RowStore.private("inproc://source", 64, 4096)
         async with asyncio.TaskGroup() as tasks:
             parts = {"source": source, "model_dir": folder, "incarnation": INCARNATION, **changes}
             service = CriticService(worker_context("critic", settings or config(), tasks, **parts))
@@ -86,7 +86,7 @@ def batch(service: CriticService, refs: BatchRef, values: list[np.ndarray], vers
         names = ("prompt_ids", "response_ids", "logprobs", "versions")
         columns = dict(zip(names, store.read(ref.places[0], names), strict=True))
         place = store.put({**columns, "values": judged, "valued_at": np.zeros(1, np.int64)})
-        rows.append(ref.stored_at((place,)).with_advantage(float(ref.member)))
+        rows.append(replace(ref, places=(place,)).with_advantage(float(ref.member)))
     return Cuts(service.context.incarnation, version, BatchRef(tuple(rows)), sum(r.tokens for r in rows), len(rows))
 
 

@@ -118,7 +118,7 @@ async def collect(service: GenerationService, prompts: PromptGroup) -> list[Batc
 
 def responses(service: GenerationService, refs: list[BatchRef]) -> dict[int, list[int]]:
     """Sampled tokens by member."""
-    rows = [ref.only for ref in refs]
+    rows = [row for ref in refs for row in ref]
     return {row.member: service.rows.read(row.places[0], ["response_ids"])[0].tolist() for row in rows}
 
 
@@ -131,8 +131,8 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_a_group_comes_back_as_rows_with_their_scalars(start: Start) -> None:
     async with start(own_version=3) as service:
         refs = await collect(service, group(5))
-        assert sorted(ref.only.key for ref in refs) == [(5, 0), (5, 1), (5, 2), (5, 3)]
-        for row in (ref.only for ref in refs):
+        assert sorted(row.key for ref in refs for row in ref) == [(5, 0), (5, 1), (5, 2), (5, 3)]
+        for (row,) in refs:
             (place,) = row.places
             prompt, response, logprobs, versions, text = service.rows.read(place, place.columns)
             assert place.columns == ("prompt_ids", "response_ids", "logprobs", "versions", "text")
@@ -148,9 +148,9 @@ async def test_a_group_comes_back_as_rows_with_their_scalars(start: Start) -> No
             assert (row.incarnation, row.first, row.last, row.attempt) == (INCARNATION, 3, 3, 0)
             assert row.finish in ("stop", "length")
             assert (logprobs <= 0).all()
-        (found,) = await service.texts(BatchRef((refs[0].only,)))
+        (found,) = await service.texts(refs[0])
         assert found.prompt == "go left 5"
-        assert found.text.encode() == bytes(service.rows.read(refs[0].only.places[0], ["text"])[0])
+        assert found.text.encode() == bytes(service.rows.read(refs[0].rows[0].places[0], ["text"])[0])
 
 
 async def test_released_rows_are_gone_and_their_texts_left_out(start: Start) -> None:
@@ -233,8 +233,8 @@ async def test_the_deadline_ends_running_samples_as_length(start: Start) -> None
 
         service._engine.step = three_steps
         refs = await collect(service, group(0, deadline=0.5))
-        assert [ref.only.finish for ref in refs] == ["length"] * 4
-        assert {ref.only.tokens for ref in refs} == {3}
+        assert [row.finish for ref in refs for row in ref] == ["length"] * 4
+        assert {row.tokens for ref in refs for row in ref} == {3}
 
 
 async def test_what_had_not_begun_at_its_deadline_is_an_error_that_says_why(start: Start) -> None:

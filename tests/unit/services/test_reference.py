@@ -15,7 +15,7 @@ from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data.row_store import HeapRows
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.services.reference import ReferenceService
 
@@ -39,7 +39,7 @@ def config(deterministic: bool = True, budget: int = 8192) -> Config:
 def serving(worker_context: Callable[..., WorkerContext]) -> Serving:
     @asynccontextmanager
     async def serve(folder: Path, settings: Config) -> AsyncIterator[ReferenceService]:
-        source = HeapRows("inproc://source", 64, 4096)
+        source = RowStore.private("inproc://source", 64, 4096)
         async with asyncio.TaskGroup() as tasks:
             service = ReferenceService(worker_context("reference", settings, tasks, source=source, model_dir=folder))
             await service.start()

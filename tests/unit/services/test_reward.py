@@ -15,7 +15,7 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data.row_store import HeapRows
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Score
 from asyncrl.services.reward import RewardService
@@ -44,7 +44,7 @@ ROW = {"prompt": "reverse abc:", "answer": "cba"}
 class Bench:
     """A running service and a store to put samples into."""
 
-    def __init__(self, service: RewardService, store: HeapRows) -> None:
+    def __init__(self, service: RewardService, store: RowStore) -> None:
         self.service, self.store = service, store
 
     async def score(self, text: str, member: int = 0, group: int = 4, finish: str = "stop") -> Score:
@@ -72,7 +72,7 @@ Serving = Callable[..., AbstractAsyncContextManager[Bench]]
 def serving(worker_context: Callable[..., WorkerContext]) -> Serving:
     @asynccontextmanager
     async def serve(settings: Config, folder: Path, service: str = "reward") -> AsyncIterator[Bench]:
-        store = HeapRows("inproc://generation", 16, 1024)
+        store = RowStore.private("inproc://generation", 16, 1024)
         async with asyncio.TaskGroup() as tasks:
             started = RewardService(worker_context(service, settings, tasks, source=store, run_dir=folder))
             try:

@@ -23,7 +23,7 @@ from transformers import (
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data.row_store import HeapRows
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.services.reward_model import RewardModelService
 
@@ -82,7 +82,11 @@ def serving(worker_context: Callable[..., WorkerContext], judge: Path) -> Servin
 
     @asynccontextmanager
     async def serve(settings: Config | None = None, model: Path = judge) -> AsyncIterator[RewardModelService]:
-        parts = {"source": HeapRows("inproc://source", 64, 4096), "options": {"model": str(model)}, "model_dir": judge}
+        parts = {
+            "source": RowStore.private("inproc://source", 64, 4096),
+            "options": {"model": str(model)},
+            "model_dir": judge,
+        }
         async with asyncio.TaskGroup() as tasks:
             service = RewardModelService(worker_context("reward", settings or config(), tasks, **parts))
             try:

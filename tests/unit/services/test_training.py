@@ -98,7 +98,7 @@ async def test_a_repeated_step_gets_the_stored_report_and_trains_once(tmp_path: 
     async with serving(tmp_path) as service:
         batch = cuts(service, 0, 1)
         first = await service.step(batch)
-        service.context.open_rows(0, 0).free([batch.batch.only.places[0]])
+        service.context.open_rows(0, 0).free([batch.batch.rows[0].places[0]])
         assert await service.step(batch) == first
         assert await published_weight(service) == 1.0
 
@@ -151,7 +151,7 @@ async def test_a_cancelled_step_is_finished_and_its_repetition_gets_the_report(
 async def test_lost_rows_change_nothing(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
         batch = cuts(service, 0, 1)
-        service.context.open_rows(0, 0).free([batch.batch.only.places[0]])
+        service.context.open_rows(0, 0).free([batch.batch.rows[0].places[0]])
         with pytest.raises(LostRows):
             await service.step(batch)
         assert (await service.step(cuts(service, 0, 2))).version == 1

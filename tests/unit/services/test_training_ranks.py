@@ -13,7 +13,7 @@ from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data.row_store import HeapRows
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.layout import Layout
@@ -61,7 +61,7 @@ ServingTwo = Callable[..., AbstractAsyncContextManager[Two]]
 def serving_two(worker_context: Callable[..., WorkerContext], thread_ranks: Callable[[int], list[Ranks]]) -> ServingTwo:
     @asynccontextmanager
     async def serve(tmp_path: Path, size: int = 2) -> AsyncIterator[Two]:
-        store = HeapRows("inproc://rows", 64, 4096)
+        store = RowStore.private("inproc://rows", 64, 4096)
         async with asyncio.TaskGroup() as tasks:
             services = [
                 CountingService(
@@ -106,7 +106,7 @@ async def test_rows_that_one_rank_misses_stop_the_step_of_both_and_the_next_is_t
     async with serving_two(tmp_path) as two:
         first = two.ranks[0]
         batch = cuts(first, 0, 1, 2)
-        first.context.open_rows(0, 0).free([two.calls(batch)[1].batch.only.places[0]])
+        first.context.open_rows(0, 0).free([two.calls(batch)[1].batch.rows[0].places[0]])
         with pytest.raises(LostRows):
             await two.step(batch)
         assert (await two.step(cuts(first, 0, 1, 3))).chain == chain(GENESIS, [(1, 0, 0), (3, 0, 0)]).hex()

@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError, LostRows, UnknownEndpoint
 from asyncrl.fleet.worker.compute_thread import InlineCompute, Occupancy
 from asyncrl.fleet.worker.dispatcher import Dispatcher
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.lanes.data.row_store import HeapRows
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Call, PromptGroup
 from asyncrl.protocols.service_contracts import Contract, Lane, endpoint
@@ -87,7 +87,7 @@ def context_of(tmp_path: Path, tasks: asyncio.TaskGroup, hand: Hand, **options: 
         tracer=Tracer(tmp_path / "logs" / "steps0.0-0-a.trace.jsonl", "steps0.0"),
         log=structlog.get_logger(),
         tasks=tasks,
-        open_rows=lambda slots, slot_bytes: HeapRows("inproc://steps0.0-0-a.data", slots, slot_bytes),
+        open_rows=lambda slots, slot_bytes: RowStore.private("inproc://steps0.0-0-a.data", slots, slot_bytes),
         options=options,
     )
 

@@ -6,14 +6,14 @@ import pytest
 
 from asyncrl.errors import LostRows
 from asyncrl.lanes.data.row_reader import RowPrefetch
-from asyncrl.lanes.data.row_store import HeapRows
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
 
 
 class Reader:
     """Reads when it may. reads: how many rows each time."""
 
-    def __init__(self, store: HeapRows) -> None:
+    def __init__(self, store: RowStore) -> None:
         self._store, self.may_read = store, asyncio.Event()
         self.may_read.set()
         self.reads: list[int] = []
@@ -26,12 +26,12 @@ class Reader:
 
 
 @pytest.fixture
-def store() -> HeapRows:
-    return HeapRows("inproc://rows", 16, 64)
+def store() -> RowStore:
+    return RowStore.private("inproc://rows", 16, 64)
 
 
 @pytest.fixture
-def reader(store: HeapRows) -> Reader:
+def reader(store: RowStore) -> Reader:
     return Reader(store)
 
 
@@ -40,7 +40,7 @@ def ahead(reader: Reader) -> RowPrefetch:
     return RowPrefetch(reader, ["tokens"])  # type: ignore[arg-type]
 
 
-def samples(store: HeapRows, *members: int, attempt: int = 0) -> BatchRef:
+def samples(store: RowStore, *members: int, attempt: int = 0) -> BatchRef:
     places = [store.put({"tokens": np.full(member + 1, member, np.int32)}) for member in members]
     stamps = (1, 1, 0, 0, "stop")
     return BatchRef(
@@ -53,7 +53,7 @@ def tokens(batch: Batch) -> list[list[int]]:
 
 
 async def test_rows_that_were_foreseen_are_read_once_and_outlive_their_owner(
-    store: HeapRows, reader: Reader, ahead: RowPrefetch
+    store: RowStore, reader: Reader, ahead: RowPrefetch
 ) -> None:
     refs = samples(store, 0, 1, 2)
     assert await ahead.prefetch(refs) == [True] * 3
@@ -64,14 +64,14 @@ async def test_rows_that_were_foreseen_are_read_once_and_outlive_their_owner(
     assert reader.reads == [3]
 
 
-async def test_other_rows_are_read_where_they_lie(store: HeapRows, reader: Reader, ahead: RowPrefetch) -> None:
+async def test_other_rows_are_read_where_they_lie(store: RowStore, reader: Reader, ahead: RowPrefetch) -> None:
     await ahead.prefetch(samples(store, 0, 1))
     assert tokens(await ahead.read(samples(store, 1, 2))) == [[1, 1], [2, 2, 2]]
     assert tokens(await ahead.read(samples(store, 0, 1, attempt=1))) == [[0], [1, 1]]
     assert reader.reads == [2, 2, 2]
 
 
-async def test_rows_that_are_gone_when_they_are_foreseen_are_not_held(store: HeapRows, ahead: RowPrefetch) -> None:
+async def test_rows_that_are_gone_when_they_are_foreseen_are_not_held(store: RowStore, ahead: RowPrefetch) -> None:
     refs = samples(store, 0, 1)
     store.free(refs.rows[1].places)
     assert await ahead.prefetch(refs) == [False, False]
@@ -80,7 +80,7 @@ async def test_rows_that_are_gone_when_they_are_foreseen_are_not_held(store: Hea
 
 
 async def test_a_step_waits_for_rows_that_are_just_being_read(
-    store: HeapRows, reader: Reader, ahead: RowPrefetch
+    store: RowStore, reader: Reader, ahead: RowPrefetch
 ) -> None:
     refs = samples(store, 0, 1)
     reader.may_read.clear()

@@ -14,7 +14,7 @@ from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data import row_reader
 from asyncrl.lanes.data.row_reader import FETCH, ROWS_PER_FETCH, RowReader, serve_rows
-from asyncrl.lanes.data.row_store import HeapRows, SharedRows
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import BatchRef, Place, RowRef
 from asyncrl.protocols.messages import PROTOCOL, Hello
@@ -38,9 +38,9 @@ class Owners:
 
     def store(self, name: str) -> Any:
         if self.kind == "shm":
-            return SharedRows(segment_name("aa", 1, name, "rows"), SLOTS, SLOT_BYTES, self.folder)
+            return RowStore.shared(segment_name("aa", 1, name, "rows"), SLOTS, SLOT_BYTES, self.folder)
         listener = self.wire.listen(f"inproc://{name}" if self.kind == "inproc" else f"ipc://{self.folder}/{name}")
-        store = HeapRows(f"{listener.address}#{name}", SLOTS, SLOT_BYTES)
+        store = RowStore.private(f"{listener.address}#{name}", SLOTS, SLOT_BYTES)
         host = Server(listener, serve_rows(store), hello("generation", name))
         self.hosts.append(self.tasks.create_task(host.serve(), name=f"data lane of {name}"))
         return store
@@ -195,7 +195,7 @@ async def test_an_owner_that_never_was_is_lost(owner: str, tmp_path: Path, monke
 
 
 async def test_rows_that_change_while_they_are_copied_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = SharedRows(segment_name("aa", 1, "a", "rows"), SLOTS, SLOT_BYTES, tmp_path)
+    store = RowStore.shared(segment_name("aa", 1, "a", "rows"), SLOTS, SLOT_BYTES, tmp_path)
     place = store.put(row(1, 4))
     join = row_reader.Column.of
 
@@ -211,7 +211,7 @@ async def test_rows_that_change_while_they_are_copied_are_lost(tmp_path: Path, m
 
 
 async def test_viewed_rows_are_views_and_lost_when_they_change_inside_the_block(tmp_path: Path) -> None:
-    store = SharedRows(segment_name("aa", 1, "a", "rows"), SLOTS, SLOT_BYTES, tmp_path)
+    store = RowStore.shared(segment_name("aa", 1, "a", "rows"), SLOTS, SLOT_BYTES, tmp_path)
     place = store.put(row(1, 4))
     refs = BatchRef((ref(0, place),))
     async with RowReader(InprocWire(), hello("training", "t"), directory=tmp_path) as reader:
@@ -226,7 +226,7 @@ async def test_viewed_rows_are_views_and_lost_when_they_change_inside_the_block(
 
 async def test_the_data_lane_answers_nothing_else() -> None:
     wire = InprocWire()
-    store = HeapRows("inproc://a#a", 1, 64)
+    store = RowStore.private("inproc://a#a", 1, 64)
     place = store.put({"x": np.zeros(1, np.float32)})
     host = Server(wire.listen("inproc://a"), serve_rows(store), hello("generation", "a"))
     async with asyncio.TaskGroup() as tasks:
@@ -234,15 +234,23 @@ async def test_the_data_lane_answers_nothing_else() -> None:
         async with Client(wire.connect("inproc://a"), hello("training", "t"), "generation0[0]") as link:
             with pytest.raises(Refused, match="answers fetch_rows"):
                 await link.call("step", (1, 2), 5.0)
-            for args in (([place] * (ROWS_PER_FETCH + 1), ["x"]), ([1], ["x"]), ([place], [2]), ([place], None)):
-                with pytest.raises(Refused, match="takes a list of at most"):
+            slots, counts, names = [place.slot], [place.write_count], ["x"]
+            for args in (
+                (slots * (ROWS_PER_FETCH + 1), counts * (ROWS_PER_FETCH + 1), names, names),
+                (slots * 2, counts, names, names),
+                ([place], counts, names, names),
+                (slots, [True], names, names),
+                (slots, counts, names, [2]),
+                (slots, counts, None, names),
+            ):
+                with pytest.raises(Refused, match="takes two lists of at most"):
                     await link.call(FETCH, args, 5.0)
         serving.cancel()
 
 
 async def test_memory_of_a_dead_owner_is_freed_at_the_next_read(tmp_path: Path) -> None:
     """Its name is gone, but the kernel keeps memory that somebody maps."""
-    owners = {name: SharedRows(segment_name("aa", 1, name, "rows"), SLOTS, SLOT_BYTES, tmp_path) for name in "ab"}
+    owners = {name: RowStore.shared(segment_name("aa", 1, name, "rows"), SLOTS, SLOT_BYTES, tmp_path) for name in "ab"}
     places = {name: store.put(row(1, 4)) for name, store in owners.items()}
     async with RowReader(InprocWire(), hello("training", "t"), directory=tmp_path) as reader:
         for place in places.values():

@@ -1,3 +1,5 @@
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ArenaFull, LostRows
-from asyncrl.lanes.data.row_store import HeapRows, SharedRows, SharedTable, bytes_of_slot, open_rows
+from asyncrl.lanes.data.row_store import RowStore, RowTable, bytes_of_slot, open_rows
 from asyncrl.lanes.shared_memory import TWO_THREAD_BYTES, segment_name
 from asyncrl.protocols.batch import Place
 
@@ -20,8 +22,8 @@ NAME = segment_name("aa", 1, "w0.0-1-ab", "rows")
 @pytest.fixture(params=["shared", "heap"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     if request.param == "heap":
-        return HeapRows("inproc://w.data#w", SLOTS, SLOT_BYTES)
-    return SharedRows(NAME, SLOTS, SLOT_BYTES, tmp_path)
+        return RowStore.private("inproc://w.data#w", SLOTS, SLOT_BYTES)
+    return RowStore.shared(NAME, SLOTS, SLOT_BYTES, tmp_path)
 
 
 def row(value: int, length: int = 5) -> dict[str, Any]:
@@ -51,11 +53,11 @@ def test_a_row_is_the_stores_own_copy(store: Any) -> None:
     assert tokens.tolist() == [1] * 5
 
 
-def test_a_full_store_is_an_error_that_is_counted(store: Any) -> None:
+def test_a_full_store_is_an_error_until_a_row_is_freed(store: Any) -> None:
     places = [store.put(row(value)) for value in range(SLOTS)]
     with pytest.raises(ArenaFull, match=f"all {SLOTS} row slots"):
         store.put(row(9))
-    assert (store.exhausted, store.used) == (1, SLOTS)
+    assert store.used == SLOTS
     store.free(places[1:2])
     assert store.read(store.put(row(9)), ["mask"])[0][0] == 9
     assert store.read(places[0], ["mask"])[0][0] == 0
@@ -111,34 +113,38 @@ def test_what_is_no_row_is_refused(store: Any, columns: dict[str, Any]) -> None:
 def test_the_longest_row_fits_in_the_bytes_computed_for_it(tmp_path: Path) -> None:
     longest = row(1, 11)
     size = bytes_of_slot({name: (values.dtype, len(values)) for name, values in longest.items()})
-    SharedRows(NAME, 1, size, tmp_path).put(longest)
+    RowStore.shared(NAME, 1, size, tmp_path).put(longest)
     with pytest.raises(ValueError, match="a slot takes"):
-        SharedRows(NAME + "2", 1, size - 8, tmp_path).put(longest)
+        RowStore.shared(NAME + "2", 1, size - 8, tmp_path).put(longest)
 
 
 def test_a_closed_store_leaves_no_file(tmp_path: Path) -> None:
-    store = SharedRows(NAME, SLOTS, SLOT_BYTES, tmp_path)
+    store = RowStore.shared(NAME, SLOTS, SLOT_BYTES, tmp_path)
     assert (tmp_path / NAME).exists()
     store.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_too_little_shared_memory_falls_back_to_the_heap_and_says_so_once(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with capture_logs() as logs:
-        store = open_rows(NAME, 1, 2**50, "ipc:///w.data#w", tmp_path)
-    assert isinstance(store, HeapRows)
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with capture_logs() as logs, monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", refuse)
+        store = open_rows(NAME, 1, 64, "ipc:///w.data#w", tmp_path)
+    assert store.address == "ipc:///w.data#w"
     assert store.read(store.put(row(3)), ["mask"])[0][0] == 3
     (entry,) = logs
     assert "no room for" in entry["reason"]
-    assert isinstance(open_rows(NAME, 1, 64, "ipc:///w.data#w", tmp_path), SharedRows)
+    assert open_rows(NAME, 1, 64, "ipc:///w.data#w", tmp_path).address == f"shm://{NAME}"
 
 
 def test_a_slot_that_is_written_meanwhile_leads_nobody_astray(tmp_path: Path) -> None:
-    store = SharedRows(NAME, SLOTS, SLOT_BYTES, tmp_path)
+    store = RowStore.shared(NAME, SLOTS, SLOT_BYTES, tmp_path)
     place = store.put(row(1))
-    words = store._table.words(place.slot)
+    words = np.frombuffer(store.segment.buffer, np.int64, 4, store._start(place.slot))
     for position, value in ((1, 99), (2, 77), (2, -1), (3, -5), (3, 2**62), (3, SLOT_BYTES)):
         before = words[position]
         words[position] = value
@@ -148,11 +154,18 @@ def test_a_slot_that_is_written_meanwhile_leads_nobody_astray(tmp_path: Path) ->
     assert store.read(place, ["tokens"])[0].tolist() == [1] * 5
 
 
+def test_rows_sent_as_frames_can_be_read_until_the_data_lane_ends_after_its_store() -> None:
+    store = RowStore.private("inproc://w.data#w", SLOTS, SLOT_BYTES)
+    place = store.put(row(1))
+    store.close()
+    assert store.read(place, ["mask"])[0].tolist() == [1] * 3
+
+
 def test_a_segment_of_something_else_holds_no_rows(tmp_path: Path) -> None:
-    store = SharedRows(NAME, SLOTS, SLOT_BYTES, tmp_path)
-    store._table.segment.array(0, np.int64, 1)[0] = 1
+    store = RowStore.shared(NAME, SLOTS, SLOT_BYTES, tmp_path)
+    np.frombuffer(store.segment.buffer, np.int64, 1, 0)[0] = 1
     with pytest.raises(LostRows, match="holds no rows"):
-        SharedTable(store._table.segment)
+        RowTable(store.segment)
 
 
 class RowsModel(RuleBasedStateMachine):
@@ -160,7 +173,7 @@ class RowsModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = HeapRows("inproc://w", SLOTS, SLOT_BYTES)
+        self.store = RowStore.private("inproc://w", SLOTS, SLOT_BYTES)
         self.held: dict[Place, int] = {}
         self.gone: list[Place] = []
 
@@ -196,12 +209,12 @@ class RowsModel(RuleBasedStateMachine):
 class SharedRowsModel(RowsModel):
     def __init__(self) -> None:
         super().__init__()
-        self.store = SharedRows(segment_name("aa", 1, f"model{id(self)}", "rows"), SLOTS, SLOT_BYTES)  # type: ignore[assignment]
+        self.store = RowStore.shared(segment_name("aa", 1, f"model{id(self)}", "rows"), SLOTS, SLOT_BYTES)
 
 
-TestHeapRows = RowsModel.TestCase
+TestPrivateRows = RowsModel.TestCase
 TestSharedRows = SharedRowsModel.TestCase
-for case in (TestHeapRows, TestSharedRows):
+for case in (TestPrivateRows, TestSharedRows):
     case.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
@@ -209,7 +222,7 @@ def test_a_long_column_between_others_is_stored_whole(tmp_path: Path) -> None:
     long = np.arange(TWO_THREAD_BYTES // 4 + 3, dtype=np.int32)
     columns = {"before": np.full(3, 7, np.uint8), "long": long, "after": np.arange(5)}
     size = bytes_of_slot({name: (values.dtype, len(values)) for name, values in columns.items()})
-    store = SharedRows(NAME, 2, size, tmp_path)
+    store = RowStore.shared(NAME, 2, size, tmp_path)
     found = store.read(store.put(columns), list(columns))
     for values, expected in zip(found, columns.values(), strict=True):
         assert np.array_equal(values, expected)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from asyncrl.errors import PeerLost, Refused, WeightsError
 from asyncrl.lanes.weights import arena
 from asyncrl.lanes.weights.arena import Reader, Writer, open_reader, open_writer
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
+from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec, spec_of
 
 SHAPES = {"head.weight": (5, 3), "bias": (7,), "scale": ()}
 
@@ -40,7 +40,7 @@ def test_reader_sees_what_was_written(make_writer: Callable[[WeightsSpec], Write
     published = writer.write(3, 0, values)
     tensors = open_reader(published, spec).tensors(published)
     for name, value in values.items():
-        assert torch.equal(tensors[name], value.to(spec.torch_dtype))
+        assert torch.equal(tensors[name], value.to(DTYPES[dtype]))
         assert tensors[name].data_ptr() % 64 == 0
     assert tensors["tied"].data_ptr() == tensors["head.weight"].data_ptr()
 
