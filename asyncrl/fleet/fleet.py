@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from asyncrl.errors import FleetFailed, PeerLost, root_cause
 from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls
@@ -21,11 +21,9 @@ from asyncrl.fleet.lifecycle_events import (
     WorkerLost,
     WorkerSpawned,
 )
-from asyncrl.fleet.replicas import DEATH_NOTICE, RemoteWorker, Replicas
-from asyncrl.fleet.service_calls import make_handle
+from asyncrl.fleet.service_calls import DEATH_NOTICE, RemoteWorker, Replicas, make_handle
 from asyncrl.fleet.supervisor import STOP_STAGES, RunningInstance, Supervisor, WorkerConnection, WorkerSlot
-from asyncrl.fleet.worker.compute_thread import ThreadCompute
-from asyncrl.fleet.worker.worker_spec import Origin, RunFacts, WorkerSpec
+from asyncrl.fleet.worker.worker_spec import Implementation, Origin, RunFacts, WorkerSpec
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import Wire, WireByScheme
@@ -34,9 +32,6 @@ from asyncrl.lanes.shared_memory import unlink_run_segments
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Critic, Generation, Reference, Reward, Training
 from asyncrl.telemetry.run_directory import replace_text
-
-if TYPE_CHECKING:
-    from asyncrl.fleet.worker.worker_spec import Implementation
 
 C = TypeVar("C", bound=Contract)
 
@@ -72,7 +67,7 @@ class ServiceSpec:
 
     name: str
     contract: type[Contract]
-    implementation: "Implementation"
+    implementation: Implementation
     replicas: int = 1
     layout: Layout = field(default_factory=Layout)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -123,7 +118,6 @@ class RunningFleet:
     ) -> None:
         self.facts = facts
         self.restarted = [spec.name for spec in specs if spec.restart]
-        self.critics = [spec.name for spec in specs if issubclass(spec.contract, Critic)]
         self.workers = {spec.name: Replicas(spec.name, spec.replicas, spec.layout) for spec in specs}
         self.subscribers: list[Callable[[FleetEvent], None]] = []
         self.describe_algorithm: Callable[[], Sequence[str]] = tuple
@@ -213,13 +207,13 @@ async def running_fleet(
         inproc = InprocWire()
         wire = WireByScheme(inproc, ZmqWire(CurveKeys(*facts.curve) if facts.curve else None))
         scope.callback(wire.close)
-        here = InprocLauncher(wire, inproc, ThreadCompute)
+        here = InprocLauncher(wire, inproc)
         scope.push_async_callback(here.close)
         platform = Platform(
             wire,
             lambda spec: here if spec.here or launcher is None else launcher,
             lambda: secrets.token_hex(4),
-            partial(write_fleet_file, Path(facts.run_dir) / "fleet.json"),
+            partial(write_fleet_file, facts.run_dir / "fleet.json"),
         )
         yield await scope.enter_async_context(fleet_on(platform, specs, facts, report=report, resume=resume))
 
@@ -230,7 +224,9 @@ async def fleet_on(
 ) -> AsyncIterator[RunningFleet]:
     """Does what `running_fleet` does, on any platform."""
     running = RunningFleet(platform, specs, facts, report, resume)
-    seconds, watched = facts.config.fleet.watchdog, (*running.restarted, *running.critics)
+    seconds = facts.config.fleet.watchdog
+    # A trainer that hangs is left to the deadlines of its calls.
+    watched = [spec.name for spec in specs if not issubclass(spec.contract, Training)]
     watches: list[asyncio.Task[None]] = []
     try:
         async with asyncio.TaskGroup() as tasks:

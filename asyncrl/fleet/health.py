@@ -8,13 +8,12 @@ event loop came late, or no worker answered at all proves nothing.
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.errors import AsyncrlError, DeadlineExceeded
 from asyncrl.fleet.lifecycle_events import FleetStalled, WorkerHung
-from asyncrl.fleet.replicas import RemoteWorker, Replicas
+from asyncrl.fleet.service_calls import RemoteWorker, Replicas
 from asyncrl.protocols.messages import Health
 from asyncrl.protocols.service_contracts import Contract
 
@@ -42,13 +41,10 @@ class HealthAnswer(NamedTuple):
     received_at: float
 
 
-@dataclass(slots=True)
-class HealthRequest:
-    """A health call that is outstanding, and is repeated when it is not answered. sent_at, until: loop times of the
-    first call and of the end of the last one."""
+class HealthRequest(NamedTuple):
+    """A health call that is repeated until it is answered. sent_at: loop time of the first try."""
 
     sent_at: float
-    until: float
     task: asyncio.Task[None]
 
 
@@ -59,7 +55,7 @@ class HealthPoller:
 
     Args:
         services: workers by service.
-        deadline: seconds for which `request` asks a worker that does not answer.
+        deadline: seconds after which a call that is not answered is repeated.
         tasks: group that runs the calls; call `close` before leaving it.
     """
 
@@ -71,15 +67,12 @@ class HealthPoller:
         self._requests: dict[str, HealthRequest] = {}
 
     def request(self) -> None:
-        """Asks every live worker until it answers or `deadline` seconds have passed; returns at once."""
+        """Asks every live worker until it answers or is lost; returns at once."""
         now = asyncio.get_running_loop().time()
-        until = now + self._deadline
         for worker in self.workers:
-            if worker.alive and worker.instance in self._requests:
-                self._requests[worker.instance].until = until
-            elif worker.alive:
+            if worker.alive and worker.instance not in self._requests:
                 task = self._tasks.create_task(self._ask(worker, worker.instance), name=f"health of {worker.name}")
-                self._requests[worker.instance] = HealthRequest(now, until, task)
+                self._requests[worker.instance] = HealthRequest(now, task)
 
     async def poll(self, timeout: float = HEALTH_TIMEOUT) -> list[Health]:
         """Returns the health of every live worker that answers within `timeout` seconds.
@@ -99,13 +92,11 @@ class HealthPoller:
             request.task.cancel()
 
     async def _ask(self, worker: RemoteWorker, instance: str) -> None:
-        now = asyncio.get_running_loop().time
-        request = self._requests[instance]
         try:
-            while (left := request.until - now()) > 0:
+            while True:
                 with suppress(DeadlineExceeded):
-                    (health,) = await worker.call(HEALTH, (), left)
-                    self.newest[worker.name] = HealthAnswer(health, now())
+                    (health,) = await worker.call(HEALTH, (), self._deadline)
+                    self.newest[worker.name] = HealthAnswer(health, asyncio.get_running_loop().time())
                     return
         except AsyncrlError:
             return  # The worker is lost; its next instance is asked by the next request.

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from asyncrl.errors import unwrap
-from asyncrl.fleet.worker.compute_thread import Compute, Occupancy
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
@@ -97,7 +96,6 @@ class InprocLauncher:
 
     wire: Wire
     inproc: InprocWire
-    make_compute: Callable[[Occupancy], Compute]
     _workers: list[InprocWorker] = field(default_factory=list)
 
     async def close(self) -> None:
@@ -114,7 +112,7 @@ class InprocLauncher:
                 self.inproc.sever(address)
 
         self._workers = [worker for worker in self._workers if not worker.task.done()]
-        self._workers.append(InprocWorker(spec, partial(run_worker, spec, self.wire, self.make_compute), sever))
+        self._workers.append(InprocWorker(spec, partial(run_worker, spec, self.wire), sever))
         return self._workers[-1]
 
     def clean_up(self, spec: WorkerSpec) -> None:

@@ -17,7 +17,7 @@ from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, unwrap
 from asyncrl.fleet.launcher import Launcher, WorkerProcess
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerSpawned, WorkerStarted
-from asyncrl.fleet.replicas import DEATH_NOTICE, RemoteWorker
+from asyncrl.fleet.service_calls import DEATH_NOTICE, RemoteWorker
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wire

@@ -122,10 +122,10 @@ class FakeGeneration(FakeService, Generation):
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         await self.wait_until_alive()
-        if prompts.incarnation != self.context.incarnation:
+        if prompts.incarnation != self.incarnation:
             raise Refused(
                 f"group {prompts.id} belongs to incarnation {prompts.incarnation} of the run, this worker to "
-                f"{self.context.incarnation}"
+                f"{self.incarnation}"
             )
         answers = asyncio.Queue[RowRef | AsyncrlError]()
         sequences = []

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -13,7 +14,7 @@ from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost
 from asyncrl.fleet import supervisor
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
-from asyncrl.fleet.replicas import Replicas
+from asyncrl.fleet.service_calls import Replicas
 from asyncrl.fleet.supervisor import DeathCounter, Supervisor, WorkerConnection, WorkerSlot, end_process
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.protocols.layout import Layout
@@ -22,7 +23,12 @@ from asyncrl.protocols.transfer import ONE_OF
 from asyncrl.simulation import virtual_loop
 
 FACTS = RunFacts(
-    "feedbeef", "/run", "/model", 0, "none", Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p"))
+    "feedbeef",
+    Path("/run"),
+    Path("/model"),
+    0,
+    "none",
+    Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p")),
 )
 
 
