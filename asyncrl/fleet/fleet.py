@@ -98,12 +98,9 @@ class Platform:
 class RunningFleet:
     """A fleet that is being started or runs: handles by service, the workers behind them, and the events of workers.
 
-    Attributes:
-        workers: by service.
-        subscribers: functions that get every FleetEvent; they must not block. Workers that started before the fleet
-            was handed over are not reported again.
-        describe_algorithm: returns lines about the algorithm for the stall watchdog.
-        health_poller: asks workers for their health.
+    workers: by service. subscribers: functions that get every FleetEvent; they must not block. Workers that started
+    before the fleet was handed over are not reported again. describe_algorithm: returns lines about the algorithm for
+    the stall watchdog.
     """
 
     health_poller: HealthPoller
@@ -136,7 +133,7 @@ class RunningFleet:
         ]
         hello = facts.hello("controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
         connect = partial(WorkerConnection, wire=platform.wire, hello=hello, start_deadline=config.start_deadline)
-        self.supervisor = Supervisor(slots, connect, self.emit, config.start_deadline, resume)
+        self.supervisor = Supervisor(slots, connect, self.emit, resume)
 
     def handle(self, service: str, contract: type[C]) -> C:
         """Returns the handle on a service, typed by its contract."""

@@ -51,12 +51,8 @@ class HealthRequest(NamedTuple):
 class HealthPoller:
     """Keeps the newest health of every worker. At most one health call to an instance is outstanding at a time.
 
-    Hang detection, the stall watchdog and the metrics lines share one poller.
-
-    Args:
-        services: workers by service.
-        deadline: seconds after which a call that is not answered is repeated.
-        tasks: group that runs the calls; call `close` before leaving it.
+    Hang detection, the stall watchdog and the metrics lines share one poller. services: workers by service. deadline:
+    seconds after which a call that is not answered is repeated. tasks: runs the calls; `close` comes before its end.
     """
 
     def __init__(self, services: Mapping[str, Replicas], deadline: float, tasks: asyncio.TaskGroup) -> None:

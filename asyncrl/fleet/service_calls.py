@@ -59,7 +59,6 @@ class OutstandingCall:
     """A call that an instance of a worker has not answered yet. since: loop time."""
 
     method: str
-    lane: Lane
     since: float
     instance: str
     args: Arguments
@@ -129,15 +128,15 @@ class RemoteWorker:
 
     async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
         """Calls this worker alone; deadline in seconds. Raises PeerLost when it is dead or dies during the call."""
-        async with self._tracked(spec, args):
-            answer = await self._channel(spec.lane).call(spec.name, args, deadline)
+        async with self._tracked(spec, args) as channel:
+            answer = await channel.call(spec.name, args, deadline)
         self._note_answer(spec)
         return answer
 
     async def stream(self, spec: EndpointSpec, args: Arguments, deadline: float) -> AsyncIterator[Any]:
         """Yields the items of a call; closing the iterator cancels the call in the worker."""
-        async with self._tracked(spec, args):
-            items = self._channel(spec.lane).stream(spec.name, args, deadline)
+        async with self._tracked(spec, args) as channel:
+            items = channel.stream(spec.name, args, deadline)
             async with aclosing(cast(Any, items)):
                 async for item in items:
                     self._note_answer(spec)
@@ -146,11 +145,6 @@ class RemoteWorker:
     def _note_answer(self, spec: EndpointSpec) -> None:
         self.last_answer_at = _now()
         self.answer_count += spec.name != "health"
-
-    def _channel(self, lane: Lane) -> Channel:
-        if not self.alive:
-            raise PeerLost(self.status)
-        return self._channels[lane]
 
     def groups_at(self, instance: str) -> list[int]:
         """Returns the groups of calls outstanding at this instance and of calls that failed there a moment ago.
@@ -162,14 +156,16 @@ class RemoteWorker:
         return [group for call in calls if call.instance == instance for group in call.groups]
 
     @asynccontextmanager
-    async def _tracked(self, spec: EndpointSpec, args: Arguments) -> AsyncIterator[None]:
+    async def _tracked(self, spec: EndpointSpec, args: Arguments) -> AsyncIterator[Channel]:
         """Notes a call as outstanding, and as failed if it fails. Raises PeerLost with the cause of a death."""
         number, cause = next(self._numbers), self._cause
-        call = OutstandingCall(spec.name, spec.lane, _now(), self.instance, args)
+        call = OutstandingCall(spec.name, _now(), self.instance, args)
         self.outstanding[number] = call
         answered = False
         try:
-            yield
+            if not self.alive:
+                raise PeerLost(self.status)
+            yield self._channels[spec.lane]
             answered = True
         except PeerLost as lost:
             raise (explained := await self._explain(lost, call.instance, cause)) from explained.__cause__
@@ -272,9 +268,7 @@ class Replicas:
 def make_handle(contract: type[C], service: Replicas, call_deadline: float) -> C:
     """Returns a handle: `await handle.endpoint(...)`, or `async for item in handle.endpoint(...)` for a stream.
 
-    Args:
-        call_deadline: seconds for a call; a call with a group has the group's own deadline and GROUP_MARGIN.
-
+    call_deadline: seconds for a call; a call with a group has the group's own deadline and GROUP_MARGIN.
     Calls raise the worker's own errors, RemoteError for classes that asyncrl.errors lacks, DeadlineExceeded, and
     PeerLost when a worker died and the endpoint must not be repeated, or the repeated call died too.
     """

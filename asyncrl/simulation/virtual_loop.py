@@ -59,10 +59,6 @@ class _Task(asyncio.Task[T]):
         return self._number
 
 
-def _numbered(loop: Any, work: Any, **named: Any) -> asyncio.Task[Any]:
-    return _Task(loop, work, **named)
-
-
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Starts at time 0. `run_until_complete` raises Deadlock and Livelock."""
 
@@ -73,7 +69,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         # to `now` after some years of virtual time, and a timer due right now would never run.
         self._clock_resolution = 1e-6
         self.numbers = itertools.count()
-        self.set_task_factory(_numbered)
+        self.set_task_factory(_Task)
 
     def time(self) -> float:
         return self._now

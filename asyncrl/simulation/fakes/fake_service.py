@@ -117,7 +117,7 @@ class FakeService(Service):
     @property
     def stored_attempts(self) -> dict[tuple[int, int], int]:
         """Returns the attempt of each (group, member) that has a row here."""
-        return self._retention.attempts() if self.is_direct else {}
+        return self._retention.attempts()
 
     async def spend(self, seconds: float) -> None:
         """Spends the time of a pure call, which is repeated once. Raises PeerLost when the fake dies both times."""

@@ -72,7 +72,7 @@ class FakeProcess:
 
 
 class FakeConnection(WorkerConnection):
-    """Greets at once; `started` answers with what `start` does."""
+    """Greets at once, and takes calls when `start` is over."""
 
     def __init__(self, start: Callable[[], Awaitable[None]], greets: bool) -> None:
         self.lost, self.reason = asyncio.Event(), ""
@@ -80,14 +80,13 @@ class FakeConnection(WorkerConnection):
         self._start, self._greets = start, greets
 
     async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> None:
-        if method == "started":
-            return await self._start()
         await self.lost.wait()
         raise PeerLost(self.reason)
 
     async def __aenter__(self) -> Self:
         if not self._greets:
             raise PeerLost("it hung up")
+        await self._start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -114,7 +113,7 @@ class Stage:
         self.spawned = asyncio.Condition()
         self._start, self._greets = start, greets
         slot = WorkerSlot(self.worker, self._make_spec, self, restart)
-        self.supervisor = Supervisor([slot], self._connect, self._emit, 60.0, "asyncrl run")
+        self.supervisor = Supervisor([slot], self._connect, self._emit, "asyncrl run")
 
     def note(self, event: str) -> None:
         self.events.append((asyncio.get_running_loop().time(), event))
