@@ -5,7 +5,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -142,8 +142,7 @@ class RunningFleet:
     @property
     def fleet(self) -> Fleet:
         """The services of a training run, which has generation, reward and training."""
-        names = {item.name for item in fields(Fleet)}
-        return Fleet(**{name: handle for name, handle in self._handles.items() if name in names})
+        return Fleet(**{name: handle for name, handle in self._handles.items() if name in Fleet.__annotations__})
 
     def emit(self, event: FleetEvent) -> None:
         """Acts on an event, reports what a person should read, and passes the event to all subscribers."""
@@ -188,11 +187,8 @@ async def running_fleet(
 ) -> AsyncIterator[RunningFleet]:
     """Starts all workers in parallel, waits until all take calls, keeps them alive, and stops them at the end.
 
-    Args:
-        launcher: starts the workers of services that are not `here`; None: all of them run in this process.
-        report: takes what a person should read: a worker that was lost and is started again, or hangs, and the text of
-            the stall watchdog.
-        resume: the command that resumes the run.
+    launcher: starts the workers of services that are not `here`; None: all of them run in this process. report: takes
+    what a person should read about workers that are lost, hang or stall. resume: the command that resumes the run.
 
     Raises:
         FleetFailed: trainer or critic died, or another worker too often; raised out of the block too, whose tasks are

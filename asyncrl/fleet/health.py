@@ -70,16 +70,14 @@ class HealthPoller:
                 task = self._tasks.create_task(self._ask(worker, worker.instance), name=f"health of {worker.name}")
                 self._requests[worker.instance] = HealthRequest(now, task)
 
-    async def poll(self, timeout: float = HEALTH_TIMEOUT) -> list[Health]:
-        """Returns the health of every live worker that answers within `timeout` seconds.
-
-        Waits only once for a silent worker: later polls leave it out until it has answered.
-        """
+    async def poll(self) -> list[Health]:
+        """Returns the health of every live worker that answers within HEALTH_TIMEOUT. Waits only once for a silent
+        worker: later polls leave it out until it has answered."""
         began = asyncio.get_running_loop().time()
         self.request()
-        expected = [request.task for request in self._requests.values() if began - request.sent_at < timeout]
+        expected = [request.task for request in self._requests.values() if began - request.sent_at < HEALTH_TIMEOUT]
         if expected:
-            await asyncio.wait(expected, timeout=timeout)
+            await asyncio.wait(expected, timeout=HEALTH_TIMEOUT)
         answers = [self.newest[worker.name] for worker in self.workers if worker.alive and worker.name in self.newest]
         return [answer.health for answer in answers if answer.received_at >= began]
 
@@ -108,11 +106,8 @@ def round_seconds(seconds: float) -> float:
 async def detect_hangs(
     poller: HealthPoller, services: Collection[str], seconds: float, emit: Callable[[WorkerHung], None]
 ) -> None:
-    """Emits WorkerHung for a worker of one of `services` that answered nothing for `seconds`; runs until cancelled.
-
-    A hung worker is found within (ROUNDS + 1) / ROUNDS of `seconds`. Workers that are starting are not asked: they have
-    a start deadline.
-    """
+    """Emits WorkerHung for a worker of one of `services` that answered nothing for `seconds`, within (ROUNDS + 1) /
+    ROUNDS of them; runs until cancelled. Workers that are starting are not asked: they have a start deadline."""
     loop, length = asyncio.get_running_loop(), round_seconds(seconds)
     silent_rounds: dict[str, int] = {}
     await asyncio.sleep(length)
@@ -140,10 +135,8 @@ async def watch_for_stalls(
     emit: Callable[[FleetStalled], None],
     describe_algorithm: Callable[[], Sequence[str]],
 ) -> None:
-    """Emits FleetStalled when no worker has answered a call or sent an item for `seconds`, and again after as long.
-
-    Health calls do not count. Runs until cancelled.
-    """
+    """Emits FleetStalled when no worker has answered a call or sent an item for `seconds`, and again after as long;
+    runs until cancelled. Health calls do not count."""
     loop = asyncio.get_running_loop()
     answers, since = -1, loop.time()
     while True:

@@ -1,8 +1,5 @@
-"""The interface of launchers, which start workers, and the launcher that runs workers as tasks of this process.
-
-The latter serves tests and reward functions that no other process can import. deploy/process/local_launcher.py starts
-processes.
-"""
+"""The interface of launchers, which start workers, and the launcher that runs workers as tasks of this process, for
+tests and reward functions that no other process can import. deploy/process/local_launcher.py starts processes."""
 
 import asyncio
 import os
@@ -51,10 +48,7 @@ class Launcher(Protocol):
 
 
 class InprocWorker:
-    """A worker that is a task of this process.
-
-    run: serves until its event is set. sever: breaks the worker's connections.
-    """
+    """A worker that is a task of this process. run: serves until its event is set. sever: breaks its connections."""
 
     def __init__(
         self, spec: WorkerSpec, run: Callable[[asyncio.Event], Coroutine[Any, Any, None]], sever: Callable[[], None]
@@ -89,10 +83,8 @@ class InprocWorker:
 
 @dataclass(slots=True)
 class InprocLauncher:
-    """Owns the tasks of its workers; `close` kills those that still run.
-
-    wire: on which workers listen and connect; inproc: its part for addresses inside this process.
-    """
+    """Owns the tasks of its workers; `close` kills those that still run. wire: on which workers listen and connect;
+    inproc: its part for addresses inside this process."""
 
     wire: Wire
     inproc: InprocWire

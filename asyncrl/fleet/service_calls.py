@@ -147,10 +147,8 @@ class RemoteWorker:
         self.answer_count += spec.name != "health"
 
     def groups_at(self, instance: str) -> list[int]:
-        """Returns the groups of calls outstanding at this instance and of calls that failed there a moment ago.
-
-        A call that reads rows of a dying worker may fail, and end calls there, before the death is known.
-        """
+        """Returns the groups of calls outstanding at this instance and of calls that failed there a moment ago: a call
+        that reads rows of a dying worker may fail, and end calls there, before the death is known."""
         recent = _now() - 2 * DEATH_NOTICE
         calls = [*self.outstanding.values(), *(call for failed_at, call in self._failed if failed_at >= recent)]
         return [group for call in calls if call.instance == instance for group in call.groups]
@@ -232,10 +230,7 @@ class Replicas:
         return [group for worker in self for group in worker.groups_at(instance)]
 
     async def wait_for_live(self, until: float) -> list[Replica]:
-        """Returns the live replicas; waits for a restart when there is none.
-
-        Args:
-            until: loop time of the deadline.
+        """Returns the live replicas; waits for a restart when there is none, until this loop time.
 
         Raises:
             FleetFailed: no replica can come back. It is no PeerLost, which callers would retry until the supervisor

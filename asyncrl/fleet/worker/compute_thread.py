@@ -58,7 +58,7 @@ class ThreadCompute:
 
     def __init__(self, occupancy: Occupancy) -> None:
         self.queued = 0
-        self._occupancy = occupancy
+        self.occupancy = occupancy
         self._executor = ThreadPoolExecutor(1, initializer=_name_compute_thread)
 
     async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
@@ -70,7 +70,7 @@ class ThreadCompute:
             self.queued -= 1
 
     def _booked(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
-        with self._occupancy.computing():
+        with self.occupancy.computing():
             return function(*args)
 
     def close(self) -> None:

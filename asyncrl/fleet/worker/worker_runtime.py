@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -58,13 +58,19 @@ async def run_worker(
     """Serves until `stop` is set, then stops the service. Raises what the tasks of the service raise."""
     make_service = load_implementation(spec.implementation)
     try:
-        async with asyncio.TaskGroup() as tasks, _context(spec, wire, tasks, open_instruments) as context:
-            service = make_service(context)
-            try:
-                await _serve(spec, wire, service, tasks, stop)
-            finally:
-                await service.stop()
-            raise _Finished
+        async with (
+            asyncio.TaskGroup() as tasks,
+            RowReader(wire, spec.hello, heartbeat=spec.facts.heartbeat) as reader,
+        ):
+            with open_instruments(spec) as (clock, tracer, log), closing(ThreadCompute(Occupancy(clock))) as compute:
+                rows = partial(_open_rows, spec, wire, tasks)
+                context = WorkerContext(spec, reader, compute, clock, compute.occupancy, tracer, log, tasks, rows)
+                service = make_service(context)
+                try:
+                    await _serve(spec, wire, service, tasks, stop)
+                finally:
+                    await service.stop()
+                raise _Finished
     except* _Finished:
         pass
 
@@ -83,27 +89,6 @@ async def _serve(spec: WorkerSpec, wire: Wire, service: Service, tasks: asyncio.
 
 def _server(spec: WorkerSpec, wire: Wire, address: str, dispatch: Dispatch) -> Server:
     return Server(wire.listen(address), dispatch, spec.hello, heartbeat=spec.facts.heartbeat)
-
-
-@asynccontextmanager
-async def _context(
-    spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup, open_instruments: OpenInstruments
-) -> AsyncIterator[WorkerContext]:
-    async with RowReader(wire, spec.hello, heartbeat=spec.facts.heartbeat) as reader:
-        with open_instruments(spec) as (clock, tracer, log):
-            occupancy = Occupancy(clock)
-            with closing(ThreadCompute(occupancy)) as compute:
-                yield WorkerContext(
-                    spec=spec,
-                    reader=reader,
-                    compute=compute,
-                    clock=clock,
-                    occupancy=occupancy,
-                    tracer=tracer,
-                    log=log,
-                    tasks=tasks,
-                    open_rows=partial(_open_rows, spec, wire, tasks),
-                )
 
 
 def _open_rows(spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup, slots: int, slot_bytes: int) -> RowStore:

@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import cast
 
 from asyncrl.config.gate_config import GateConfig
@@ -20,11 +19,13 @@ DIRECT_SLOTS = 4096
 """Rows that a fake without a worker can hold: more than any simulated run has in flight."""
 
 
-@dataclass
-class DirectReader:
-    """Reads rows out of the stores of other fakes in this process."""
+class DirectContext:
+    """Stands in for the context of a fake that runs in no worker; it reads rows out of the stores of other fakes."""
 
-    services: "tuple[FakeService, ...]"
+    def __init__(self, services: "tuple[FakeService, ...]") -> None:
+        self.services = services
+        self.reader = self
+        self.clock = StateClock(lambda: 0.0)
 
     async def read(self, samples: BatchRef, columns: Sequence[str]) -> Batch:
         """Returns these columns. Raises LostRows when any part of a row is gone, whatever its columns are."""
@@ -41,14 +42,6 @@ class DirectReader:
             if service.rows is not None and service.rows.address == place.owner:
                 return service.rows
         raise LostRows(f"the owner {place.owner} of slot {place.slot} is gone")
-
-
-@dataclass
-class DirectContext:
-    """Stands in for the WorkerContext of a fake that runs in no worker."""
-
-    reader: DirectReader
-    clock: StateClock
 
 
 class FakeService(Service):
@@ -69,8 +62,7 @@ class FakeService(Service):
         self._places: dict[int, Place] = {}
         self._alive = asyncio.Event()
         self._alive.set()
-        direct = DirectContext(DirectReader((*peers, self)), StateClock(lambda: 0.0))
-        super().__init__(context or cast(WorkerContext, direct))
+        super().__init__(context or cast(WorkerContext, DirectContext((*peers, self))))
         if self.is_direct:
             self._begin_instance()
 
@@ -139,7 +131,7 @@ class FakeService(Service):
             raise PeerLost(f"{self.service} died during a call")
 
     def read_from(self, services: "Iterable[FakeService]") -> None:
-        cast(DirectContext, self.context).reader.services = tuple(services)
+        cast(DirectContext, self.context).services = tuple(services)
 
     def die(self) -> None:
         """Loses all rows; every running call fails."""

@@ -20,6 +20,7 @@ from asyncrl.simulation.faults.trial_plan import Trial, draw_trial
 
 CPU_LIMIT = 60.0
 """CPU-seconds of one trial, hundreds of times what it takes: a loop that awaits nothing stops the virtual clock."""
+TRIALS_PER_LINE = 200
 MOST_RUNS = 200
 """Smaller trials that are tried at most, which takes some seconds."""
 
@@ -30,40 +31,32 @@ SIMPLEST = Trial(groups=1, limit=0, slots=1, cut_at=None, steps=1, reward_time=0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs trials with injected faults, one a seed, and exits with status 1 at the first that fails. The digest in the
     last line covers every event, message and journal of all trials: the same command prints the same digest."""
-    options = _parsed(arguments)
+    parser = argparse.ArgumentParser(prog="simulate", description=main.__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="number of trials (default 1000)")
+    parser.add_argument("--start", type=int, default=0, metavar="S", help="the first seed (default 0)")
+    options = parser.parse_args(arguments)
     began, digest, messages, seen = time.monotonic(), sha256(), 0, Counter[str]()
     for trials in range(1, options.seeds + 1):
         seed = options.start + trials - 1
         outcome = outcome_of(draw_trial(seed))
         if not isinstance(outcome, TrialRun):
-            _report(seed, outcome, options.as_it_is)
+            _report(seed, outcome)
             return 1
         messages += outcome.faults.sent
         seen.update(fault.kind for fault in outcome.faults.injected)
         seen["lives"] += outcome.lives
         digest.update(outcome.digest.encode())
-        if trials % options.every == 0 or trials == options.seeds:
+        if trials % TRIALS_PER_LINE == 0 or trials == options.seeds:
             done = f"{trials} trials held, {trials / (time.monotonic() - began):.1f} a second, {messages} messages"
             counts = ", ".join(f"{count} {what}" for what, count in sorted(seen.items()))
             print(f"{done}; {counts}; digest {digest.hexdigest()[:16]}", flush=True)
     return 0
 
 
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="simulate", description=main.__doc__)
-    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="number of trials (default 1000)")
-    parser.add_argument("--start", type=int, default=0, metavar="S", help="the first seed (default 0)")
-    parser.add_argument("--every", type=int, default=200, metavar="K", help="trials per printed line (default 200)")
-    parser.add_argument("--as-it-is", action="store_true", help="print a failing trial without shrinking it")
-    return parser.parse_args(arguments)
-
-
-def _report(seed: int, error: BaseException, as_it_is: bool) -> None:
+def _report(seed: int, error: BaseException) -> None:
     print(f"seed {seed} failed: {described(error)}", flush=True)
-    trial = draw_trial(seed)
-    if not as_it_is:
-        trial = shrink(trial, lambda smaller: kind_of(outcome_of(smaller)))
-        print(f"smallest trial found that fails in the same way: {described(outcome_of(trial))}")
+    trial = shrink(draw_trial(seed), lambda smaller: kind_of(outcome_of(smaller)))
+    print(f"smallest trial found that fails in the same way: {described(outcome_of(trial))}")
     print(f"run it again: {command(trial)}", flush=True)
 
 
