@@ -8,7 +8,7 @@ deadlock.
 import asyncio
 import itertools
 import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class _Task(asyncio.Task[T]):
     """Hashes a task by its number instead of its address, so that asyncio's sets of tasks have the same order in every
     run."""
 
-    def __init__(self, loop: Any, work: Coroutine[Any, Any, T], **named: Any) -> None:
+    def __init__(self, loop: Any, work: Generator[Any, None, T] | Coroutine[Any, Any, T], **named: Any) -> None:
         self._number: int = next(loop.numbers)
         super().__init__(work, loop=loop, **named)
 
