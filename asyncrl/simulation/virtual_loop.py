@@ -100,10 +100,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main` on a new virtual loop, as `asyncio.run` does on a real one.
-
-    Raises:
-        Deadlock: nothing could run any more before `main` was done.
-    """
+    """Runs `main` on a new virtual loop, as `asyncio.run` does on a real one. Raises Deadlock when nothing can run any
+    more before `main` is done, and Livelock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

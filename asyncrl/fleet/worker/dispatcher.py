@@ -8,8 +8,8 @@ Each lane has a socket and a receiving task of its own, so health and pause are 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterator
-from contextlib import aclosing, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
 from structlog.contextvars import bind_contextvars
@@ -43,20 +43,19 @@ class Dispatcher:
     async def _answer(self, call: Call) -> Any:
         if call.method in self._UNTRACED:
             return await getattr(self._service, call.method)(*call.args)
-        await self._service.started()
-        with self._traced(call):
+        async with self._traced(call):
             return await getattr(self._service, call.method)(*call.args)
 
     async def _stream(self, call: Call) -> AsyncIterator[Any]:
-        await self._service.started()
-        with self._traced(call):
-            async with aclosing(getattr(self._service, call.method)(*call.args)) as items:
-                async for item in items:
-                    yield item
+        async with self._traced(call), aclosing(getattr(self._service, call.method)(*call.args)) as items:
+            async for item in items:
+                yield item
 
-    @contextmanager
-    def _traced(self, call: Call) -> Iterator[None]:
-        """Surrounds a call with its span, its entry in the service's running calls, and the booking of its time."""
+    @asynccontextmanager
+    async def _traced(self, call: Call) -> AsyncIterator[None]:
+        """Waits until the service has started; then surrounds a call with its span, its entry in the service's running
+        calls, and the booking of its time."""
+        await self._service.started()
         ids = _ids_in(call.args)
         # Never unbound: these variables belong to the call's own task, which ends with it.
         bind_contextvars(call=call.method, **ids)

@@ -121,11 +121,8 @@ class Service:
             self.rows.free(self._retention.release(samples, oldest))
 
     def keep(self, sample: SampleName, columns: Mapping[str, Array]) -> Place:
-        """Stores a row for readers until its sample is released; the row of an older attempt is freed at once.
-
-        Raises:
-            ArenaFull: more rows were admitted than fit.
-        """
+        """Stores a row for readers until its sample is released; the row of an older attempt is freed at once. Raises
+        ArenaFull when more rows were admitted than fit."""
         assert self.rows is not None, "`start` of a service with rows opens them"
         place = self.rows.put(columns)
         self.rows.free(self._retention.add(sample, place))

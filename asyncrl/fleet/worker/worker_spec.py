@@ -104,11 +104,8 @@ def _json_adapter() -> TypeAdapter[WorkerSpec]:
 
 
 def load_implementation(implementation: object) -> "Callable[[WorkerContext], Service]":
-    """Returns the factory of a service: imports "module:Class", returns a callable as it is.
-
-    Raises:
-        ConfigError: there is no such module or class.
-    """
+    """Returns the factory of a service: imports "module:Class", returns a callable as it is. Raises ConfigError when
+    there is no such module or class."""
     if not isinstance(implementation, str):
         assert callable(implementation), implementation
         return implementation

@@ -135,7 +135,6 @@ class ControllerLife(ResumableRun):
         self.end = "finished"
         self.power_cut: bool | None = None
         self._run = run
-        self._trial = run.trial
         self._wire = ProcessWire(wire)
         seed = f"processes {run.trial.seed} {run.lives}"
         self.launcher = FaultyLauncher(wire, seed, remote=run.trial.remote, on_end=run.truth.ended)
@@ -183,14 +182,14 @@ class ControllerLife(ResumableRun):
             weights_arena="none",
             config=CONFIG,
             checkpoint_dir=Path(self.plan.directory) if self.plan else None,
-            heartbeat=HEARTBEAT if self._trial.remote else None,
+            heartbeat=HEARTBEAT if self._run.trial.remote else None,
         )
         platform = Platform(self._wire, lambda _: self.launcher, lambda: f"{next(run.names):08x}", lambda _: None)
         async with fleet_on(platform, self._specs(), facts, report=lambda _: None, resume="the same") as fleet:
             await self._train(fleet)
 
     def _specs(self) -> list[ServiceSpec]:
-        trial, truth = self._trial, self._run.truth
+        trial, truth = self._run.trial, self._run.truth
         specs = [
             ServiceSpec("generation", Generation, partial(TrialGeneration, truth), trial.generators),
             ServiceSpec("reward", TicketReward, partial(TrialReward, truth), trial.scorers),
@@ -237,7 +236,7 @@ class ControllerLife(ResumableRun):
     def _check_poison(self, event: GroupPoisoned) -> None:
         poisoned = self._run.poisoned
         poisoned.append(event.group)
-        healthy = sum(group != self._trial.poison for group in poisoned)
+        healthy = sum(group != self._run.trial.poison for group in poisoned)
         most = len(self._run.faults.injected) * self.gate.config.cap
         assert healthy <= most, f"group {event.group} was dropped as poison, but it kills no worker: {event.reason}"
 
@@ -274,11 +273,8 @@ class ControllerLife(ResumableRun):
 
 
 def run_trial(trial: Trial) -> TrialRun:
-    """Runs a trial on a virtual loop of its own; the same trial does the same each time.
-
-    Raises:
-        AssertionError, AsyncrlError, Deadlock: an invariant does not hold, or an error that no fault explains.
-    """
+    """Runs a trial on a virtual loop of its own; the same trial does the same each time. Raises AssertionError,
+    AsyncrlError or Deadlock when an invariant does not hold, or when no fault explains an error."""
 
     async def main() -> TrialRun:
         run = TrialRun(trial)
