@@ -243,12 +243,12 @@ def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunSta
     start, keys = new_start(directory), CurveKeys.fresh()
     return RunFacts(
         run=start,
-        run_dir=str(directory.path),
-        model_dir=str(model.absolute()),
+        run_dir=directory.path,
+        model_dir=model.absolute(),
         incarnation=state.incarnation,
         weights_arena=f"asyncrl-{start}-{state.incarnation}-weights",
         config=config,
-        checkpoint_dir=state.plan.directory if state.plan else None,
+        checkpoint_dir=Path(state.plan.directory) if state.plan else None,
         curve=(keys.public, keys.secret),
         heartbeat=HEARTBEAT if config.fleet.wire == "tcp" else None,
     )
@@ -262,7 +262,7 @@ async def _fleet(
     request: RunRequest, questions: Questions, facts: RunFacts, signals: StopSignals, scorers: Mapping[str, Path]
 ) -> AsyncIterator[RunningFleet]:
     """Starts the services of the run. scorers: folders of scoring models by service."""
-    config, logs = request.config, Path(facts.run_dir) / "logs"
+    config, logs = request.config, facts.run_dir / "logs"
     options = {name: {"model": str(folder)} for name, folder in scorers.items()}
     options["generation"] = {"longest_prompts": str(logs / LONGEST)}
     options["training"] = {"pretrain": str(logs / PRETRAIN)}

@@ -102,8 +102,8 @@ async def evaluate_model(
         keys = CurveKeys.fresh()
         facts = RunFacts(
             run=secrets.token_hex(4),
-            run_dir=scratch,
-            model_dir=str(model),
+            run_dir=Path(scratch),
+            model_dir=model,
             incarnation=0,
             weights_arena="",
             config=config.model_copy(update={"fleet": config.fleet.model_copy(update={"wire": "ipc"})}),

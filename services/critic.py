@@ -34,7 +34,7 @@ class CriticService(Service, Critic):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._engine: CriticTrainer
-        self._target = COST if context.service == "cost_critic" else REWARD
+        self._target = COST if context.spec.service == "cost_critic" else REWARD
         self._lock = asyncio.Lock()
         self._last_digest = ""
         self._last_update: asyncio.Task[ValueReport] | None = None  # requested last, running or finished
@@ -86,7 +86,7 @@ class CriticService(Service, Critic):
             await asyncio.shield(self._last_update)
 
     def _refuse_earlier(self, action: str, incarnation: int, version: int) -> None:
-        own = self.context.incarnation
+        own = self.context.facts.incarnation
         if incarnation != own or version < self._version:
             raise Refused(
                 f"the critic cannot {action} version {version} of incarnation {incarnation}: its last batch was of "
@@ -121,11 +121,13 @@ class CriticService(Service, Critic):
     def _load(self) -> CriticTrainer:
         context, target = self.context, self._target
         refuse_unusable(f"{target.critic}.device", target.settings(context.config).device)
-        if context.checkpoint_dir is None:
-            engine = CriticTrainer(context.config, Path(context.options.get("model", context.model_dir)), target)
-            refuse_another_tokenizer(engine.model, context.model_dir, f"{target.critic}.model")
+        if context.facts.checkpoint_dir is None:
+            engine = CriticTrainer(
+                context.config, Path(context.spec.options.get("model", context.facts.model_dir)), target
+            )
+            refuse_another_tokenizer(engine.model, context.facts.model_dir, f"{target.critic}.model")
         else:
-            engine, extra = CriticTrainer.resume(context.config, context.checkpoint_dir / target.critic, target)
+            engine, extra = CriticTrainer.resume(context.config, context.facts.checkpoint_dir / target.critic, target)
             self._version = extra["version"]
         return engine
 

@@ -47,7 +47,7 @@ class GenerationService(Service, Generation):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._evaluates = context.service == EVALUATION
+        self._evaluates = context.spec.service == EVALUATION
         self._streams: dict[Key, CompletionQueue] = {}  # The gate bounds their number: samples in flight.
         self._aborted: list[Key] = []
         self._wakeup = asyncio.Event()
@@ -66,7 +66,7 @@ class GenerationService(Service, Generation):
         config, generation, tokenizer = context.config, context.config.generation, self._engine.tokenizer
         prompt, response = config.task.max_prompt_tokens, generation.max_new_tokens
         self._token_budget = TokenBudget(prompt, response, self._engine.context)
-        if longest := context.options.get("longest_prompts"):
+        if longest := context.spec.options.get("longest_prompts"):
             await context.compute.run(refuse_what_has_no_room, Path(longest), tokenizer.prompt_ids, self._token_budget)
         # One group of the run at least, and as many groups as an evaluation samples at a time.
         evaluation_slots = max(generation.slots, config.evaluate.samples)
@@ -114,14 +114,16 @@ class GenerationService(Service, Generation):
 
     async def use_weights(self, published: Published) -> Using:
         self._check_incarnation(published.incarnation, f"version {published.version}")
-        if not published.is_kept_for(self.context.instance):
+        if not published.is_kept_for(self.context.spec.instance):
             return Using((), published.version)
         async with self._weights_lock:
             if must_flip(self._published, published):
                 await self.context.compute.run(self._load_weights, published)
                 self._published = published
                 self._wakeup.set()
-        return Using(() if self._evaluates else (self.context.instance,), self._engine.version, self._canary_distance)
+        return Using(
+            () if self._evaluates else (self.context.spec.instance,), self._engine.version, self._canary_distance
+        )
 
     async def pause(self) -> Boundary:
         return self._set_paused(True)
@@ -171,10 +173,11 @@ class GenerationService(Service, Generation):
             self._deliver(await self.context.compute.run(self._engine.end, open_keys, "length"))
         if not stream.empty():
             return _drain(stream)
-        engine, members = self._engine, ", ".join(str(key[1]) for key in keys if key in self._streams)
+        engine, own = self._engine, self.context.spec.instance
+        members = ", ".join(str(key[1]) for key in keys if key in self._streams)
         version = "none yet" if engine.version == NO_WEIGHTS else engine.version
         raise DeadlineExceeded(
-            f"members {members} of group {keys[0][0]} had not begun at their deadline: {self.context.instance} runs "
+            f"members {members} of group {keys[0][0]} had not begun at their deadline: {own} runs "
             f"{engine.running} samples, {engine.waiting} samples wait, and its weights have version {version}"
         )
 
@@ -191,7 +194,7 @@ class GenerationService(Service, Generation):
         place = self.keep(request.key, columns)
         self.context.tracer.flow_start(f"sample {group}.{member}.{attempt}")
         prompt_tokens, tokens, first, last = len(request.prompt), len(versions), int(versions[0]), int(versions[-1])
-        identity = (group, member, attempt, self.context.incarnation)
+        identity = (group, member, attempt, self.context.facts.incarnation)
         return RowRef(*identity, prompt_tokens, tokens, first, last, completion.finish, (place,))
 
     def _abort(self, keys: Iterable[Key]) -> None:
@@ -254,8 +257,8 @@ class GenerationService(Service, Generation):
 
     def _load_engine(self) -> TorchEngine:
         refuse_unusable("generation.device", self.context.config.generation.device)
-        version = self.context.options.get("own_version", NO_WEIGHTS)
-        return TorchEngine(self.context.model_dir, self.context.config, version)
+        version = self.context.spec.options.get("own_version", NO_WEIGHTS)
+        return TorchEngine(self.context.facts.model_dir, self.context.config, version)
 
     def _load_weights(self, published: Published) -> None:
         """Loads weights on the compute thread; on the CPU, the engine reads the arena in place, else it copies."""
@@ -271,9 +274,9 @@ class GenerationService(Service, Generation):
             self._canary_distance = canary_distance(published.canary, logprobs)
 
     def _check_incarnation(self, incarnation: int, subject: str) -> None:
-        own = self.context.incarnation
+        own, instance = self.context.facts.incarnation, self.context.spec.instance
         if incarnation != own:
-            raise Refused(f"{subject} has incarnation {incarnation}; {self.context.instance} has incarnation {own}")
+            raise Refused(f"{subject} has incarnation {incarnation}; {instance} has incarnation {own}")
 
 
 def _drain(stream: CompletionQueue) -> list[Completion]:

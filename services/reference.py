@@ -45,7 +45,7 @@ class ReferenceService(Service, Reference):
         config, device = self.context.config, self.context.config.reference.device
         refuse_unusable("reference.device", device)
         precision, exact = config.training.precision, config.model.float32_head
-        return load_causal_model(self.context.model_dir, device, precision, float32_head=exact)
+        return load_causal_model(self.context.facts.model_dir, device, precision, float32_head=exact)
 
     def _forward(self, rows: Batch) -> list[NDArray[np.float32]]:
         config = self.context.config

@@ -34,7 +34,7 @@ class RewardService(Service, Reward):
     def __init__(self, context: WorkerContext, functions: Sequence[Function] = ()) -> None:
         super().__init__(context)
         config = context.config
-        service: Scorer = "cost" if context.service == "cost" else "reward"
+        service: Scorer = "cost" if context.spec.service == "cost" else "reward"
         self._section = config.scorers[service]
         self._pool: ChildPool | InProcessPool
         if functions:

@@ -27,7 +27,7 @@ class RewardModelService(RewardService):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._model: ValueModel
-        key = f"{context.service}.model"
+        key = f"{context.spec.service}.model"
         self._specs = (*self._specs, FunctionSpec(MODEL_TERM, MODEL_TERM, self._section.weight, key=key))
 
     async def start(self) -> None:
@@ -46,10 +46,10 @@ class RewardModelService(RewardService):
     # ---- on the compute thread ---------------------------------------------------------------------------
 
     def _load(self) -> ValueModel:
-        context, device, key = self.context, self._section.device, f"{self.context.service}.model"
-        refuse_unusable(f"{context.service}.device", device)
-        model = load_score_model(Path(context.options["model"]), device, context.config.training.precision)
-        refuse_another_tokenizer(model, context.model_dir, key)
+        context, device, key = self.context, self._section.device, f"{self.context.spec.service}.model"
+        refuse_unusable(f"{context.spec.service}.device", device)
+        model = load_score_model(Path(context.spec.options["model"]), device, context.config.training.precision)
+        refuse_another_tokenizer(model, context.facts.model_dir, key)
         return model
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.trainer_checkpoint import file_digests
 from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
-from asyncrl.fleet.replicas import DEATH_NOTICE
+from asyncrl.fleet.service_calls import DEATH_NOTICE
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_reader import RowPrefetch
 from asyncrl.lanes.weights.arena import Writer, open_writer
@@ -217,7 +217,7 @@ class TrainingService(Service, Training):
     @property
     def _position(self) -> tuple[int, int]:
         """Returns incarnation and version of the weights."""
-        return (self.context.incarnation, self._version)
+        return (self.context.facts.incarnation, self._version)
 
     def _load(self) -> None:
         context = self.context
@@ -226,10 +226,12 @@ class TrainingService(Service, Training):
         self._engine, extra = self.open_engine(self._ranks)
         self._version = extra.get("version", 0)
         self._chain = bytes.fromhex(extra.get("chain", GENESIS.hex()))
-        if context.rank > 0:
+        if context.spec.rank > 0:
             return
         try:
-            self._writer = open_writer(context.weights_arena, self._engine.weights_spec, context.config.fleet.wire)
+            self._writer = open_writer(
+                context.facts.weights_arena, self._engine.weights_spec, context.config.fleet.wire
+            )
         except ArenaFull as full:
             raise ConfigError(
                 f"two versions of the weights have to fit into shared memory: {full}; or use a smaller model "
@@ -239,12 +241,12 @@ class TrainingService(Service, Training):
     def open_ranks(self) -> Ranks:
         """Connects the ranks. options: `meeting`: the file of their rendezvous."""
         context, fleet = self.context, self.context.config.fleet
-        if context.layout.size == 1:
+        if context.spec.layout.size == 1:
             return Ranks()
         return DistributedRanks(
-            Path(context.options["meeting"]),
-            context.rank,
-            context.layout.size,
+            Path(context.spec.options["meeting"]),
+            context.spec.rank,
+            context.spec.layout.size,
             context.config.training.device,
             waiting=partial(context.clock.state, "sync"),
             start=fleet.start_deadline,
@@ -254,23 +256,23 @@ class TrainingService(Service, Training):
     def open_engine(self, ranks: Ranks) -> tuple[PolicyTrainer, dict[str, Any]]:
         """Makes the engine; returns it with the values saved beside its state. options: `pretrain`: file of texts."""
         context = self.context
-        texts = Path(context.options["pretrain"]) if context.config.algorithm.pretrain_coefficient > 0 else None
-        if context.checkpoint_dir is None:
-            return PolicyTrainer(context.config, context.model_dir, ranks, texts), {}
-        return PolicyTrainer.resume(context.config, context.checkpoint_dir, ranks, texts)
+        texts = Path(context.spec.options["pretrain"]) if context.config.algorithm.pretrain_coefficient > 0 else None
+        if context.facts.checkpoint_dir is None:
+            return PolicyTrainer(context.config, context.facts.model_dir, ranks, texts), {}
+        return PolicyTrainer.resume(context.config, context.facts.checkpoint_dir, ranks, texts)
 
     def _write(self, version: int) -> Published:
         if self._writer is None:
-            return Published(self.context.incarnation, version, "", slot_of(version), "")
+            return Published(self.context.facts.incarnation, version, "", slot_of(version), "")
         with self.context.clock.state("sync"):
-            written = self._writer.write(self.context.incarnation, version, self._engine.named_tensors())
+            written = self._writer.write(self.context.facts.incarnation, version, self._engine.named_tensors())
         return replace(written, canary=self._engine.canary())
 
     def _save(self, directory: Path) -> dict[str, str]:
         directory.mkdir(parents=True, exist_ok=True)
-        facts = {"version": self._version, "incarnation": self.context.incarnation, "chain": self._chain.hex()}
+        facts = {"version": self._version, "incarnation": self.context.facts.incarnation, "chain": self._chain.hex()}
         self._engine.save(directory, facts)
-        return file_digests(directory, self.context.rank)
+        return file_digests(directory, self.context.spec.rank)
 
 
 def _position_text(incarnation: int, version: int) -> str:

@@ -5,10 +5,10 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from asyncrl.errors import FleetFailed, PeerLost, root_cause
 from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls
@@ -21,11 +21,9 @@ from asyncrl.fleet.lifecycle_events import (
     WorkerLost,
     WorkerSpawned,
 )
-from asyncrl.fleet.replicas import DEATH_NOTICE, RemoteWorker, Replicas
-from asyncrl.fleet.service_calls import make_handle
+from asyncrl.fleet.service_calls import DEATH_NOTICE, RemoteWorker, Replicas, make_handle
 from asyncrl.fleet.supervisor import STOP_STAGES, RunningInstance, Supervisor, WorkerConnection, WorkerSlot
-from asyncrl.fleet.worker.compute_thread import ThreadCompute
-from asyncrl.fleet.worker.worker_spec import Origin, RunFacts, WorkerSpec
+from asyncrl.fleet.worker.worker_spec import Implementation, Origin, RunFacts, WorkerSpec
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import Wire, WireByScheme
@@ -34,9 +32,6 @@ from asyncrl.lanes.shared_memory import unlink_run_segments
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Critic, Generation, Reference, Reward, Training
 from asyncrl.telemetry.run_directory import replace_text
-
-if TYPE_CHECKING:
-    from asyncrl.fleet.worker.worker_spec import Implementation
 
 C = TypeVar("C", bound=Contract)
 
@@ -72,7 +67,7 @@ class ServiceSpec:
 
     name: str
     contract: type[Contract]
-    implementation: "Implementation"
+    implementation: Implementation
     replicas: int = 1
     layout: Layout = field(default_factory=Layout)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -103,12 +98,9 @@ class Platform:
 class RunningFleet:
     """A fleet that is being started or runs: handles by service, the workers behind them, and the events of workers.
 
-    Attributes:
-        workers: by service.
-        subscribers: functions that get every FleetEvent; they must not block. Workers that started before the fleet
-            was handed over are not reported again.
-        describe_algorithm: returns lines about the algorithm for the stall watchdog.
-        health_poller: asks workers for their health.
+    workers: by service. subscribers: functions that get every FleetEvent; they must not block. Workers that started
+    before the fleet was handed over are not reported again. describe_algorithm: returns lines about the algorithm for
+    the stall watchdog.
     """
 
     health_poller: HealthPoller
@@ -123,7 +115,6 @@ class RunningFleet:
     ) -> None:
         self.facts = facts
         self.restarted = [spec.name for spec in specs if spec.restart]
-        self.critics = [spec.name for spec in specs if issubclass(spec.contract, Critic)]
         self.workers = {spec.name: Replicas(spec.name, spec.replicas, spec.layout) for spec in specs}
         self.subscribers: list[Callable[[FleetEvent], None]] = []
         self.describe_algorithm: Callable[[], Sequence[str]] = tuple
@@ -142,7 +133,7 @@ class RunningFleet:
         ]
         hello = facts.hello("controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
         connect = partial(WorkerConnection, wire=platform.wire, hello=hello, start_deadline=config.start_deadline)
-        self.supervisor = Supervisor(slots, connect, self.emit, config.start_deadline, resume)
+        self.supervisor = Supervisor(slots, connect, self.emit, resume)
 
     def handle(self, service: str, contract: type[C]) -> C:
         """Returns the handle on a service, typed by its contract."""
@@ -151,8 +142,7 @@ class RunningFleet:
     @property
     def fleet(self) -> Fleet:
         """The services of a training run, which has generation, reward and training."""
-        names = {item.name for item in fields(Fleet)}
-        return Fleet(**{name: handle for name, handle in self._handles.items() if name in names})
+        return Fleet(**{name: handle for name, handle in self._handles.items() if name in Fleet.__annotations__})
 
     def emit(self, event: FleetEvent) -> None:
         """Acts on an event, reports what a person should read, and passes the event to all subscribers."""
@@ -197,11 +187,8 @@ async def running_fleet(
 ) -> AsyncIterator[RunningFleet]:
     """Starts all workers in parallel, waits until all take calls, keeps them alive, and stops them at the end.
 
-    Args:
-        launcher: starts the workers of services that are not `here`; None: all of them run in this process.
-        report: takes what a person should read: a worker that was lost and is started again, or hangs, and the text of
-            the stall watchdog.
-        resume: the command that resumes the run.
+    launcher: starts the workers of services that are not `here`; None: all of them run in this process. report: takes
+    what a person should read about workers that are lost, hang or stall. resume: the command that resumes the run.
 
     Raises:
         FleetFailed: trainer or critic died, or another worker too often; raised out of the block too, whose tasks are
@@ -213,13 +200,13 @@ async def running_fleet(
         inproc = InprocWire()
         wire = WireByScheme(inproc, ZmqWire(CurveKeys(*facts.curve) if facts.curve else None))
         scope.callback(wire.close)
-        here = InprocLauncher(wire, inproc, ThreadCompute)
+        here = InprocLauncher(wire, inproc)
         scope.push_async_callback(here.close)
         platform = Platform(
             wire,
             lambda spec: here if spec.here or launcher is None else launcher,
             lambda: secrets.token_hex(4),
-            partial(write_fleet_file, Path(facts.run_dir) / "fleet.json"),
+            partial(write_fleet_file, facts.run_dir / "fleet.json"),
         )
         yield await scope.enter_async_context(fleet_on(platform, specs, facts, report=report, resume=resume))
 
@@ -230,7 +217,9 @@ async def fleet_on(
 ) -> AsyncIterator[RunningFleet]:
     """Does what `running_fleet` does, on any platform."""
     running = RunningFleet(platform, specs, facts, report, resume)
-    seconds, watched = facts.config.fleet.watchdog, (*running.restarted, *running.critics)
+    seconds = facts.config.fleet.watchdog
+    # A trainer that hangs is left to the deadlines of its calls.
+    watched = [spec.name for spec in specs if not issubclass(spec.contract, Training)]
     watches: list[asyncio.Task[None]] = []
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -8,13 +8,12 @@ event loop came late, or no worker answered at all proves nothing.
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.errors import AsyncrlError, DeadlineExceeded
 from asyncrl.fleet.lifecycle_events import FleetStalled, WorkerHung
-from asyncrl.fleet.replicas import RemoteWorker, Replicas
+from asyncrl.fleet.service_calls import RemoteWorker, Replicas
 from asyncrl.protocols.messages import Health
 from asyncrl.protocols.service_contracts import Contract
 
@@ -42,25 +41,18 @@ class HealthAnswer(NamedTuple):
     received_at: float
 
 
-@dataclass(slots=True)
-class HealthRequest:
-    """A health call that is outstanding, and is repeated when it is not answered. sent_at, until: loop times of the
-    first call and of the end of the last one."""
+class HealthRequest(NamedTuple):
+    """A health call that is repeated until it is answered. sent_at: loop time of the first try."""
 
     sent_at: float
-    until: float
     task: asyncio.Task[None]
 
 
 class HealthPoller:
     """Keeps the newest health of every worker. At most one health call to an instance is outstanding at a time.
 
-    Hang detection, the stall watchdog and the metrics lines share one poller.
-
-    Args:
-        services: workers by service.
-        deadline: seconds for which `request` asks a worker that does not answer.
-        tasks: group that runs the calls; call `close` before leaving it.
+    Hang detection, the stall watchdog and the metrics lines share one poller. services: workers by service. deadline:
+    seconds after which a call that is not answered is repeated. tasks: runs the calls; `close` comes before its end.
     """
 
     def __init__(self, services: Mapping[str, Replicas], deadline: float, tasks: asyncio.TaskGroup) -> None:
@@ -71,26 +63,21 @@ class HealthPoller:
         self._requests: dict[str, HealthRequest] = {}
 
     def request(self) -> None:
-        """Asks every live worker until it answers or `deadline` seconds have passed; returns at once."""
+        """Asks every live worker until it answers or is lost; returns at once."""
         now = asyncio.get_running_loop().time()
-        until = now + self._deadline
         for worker in self.workers:
-            if worker.alive and worker.instance in self._requests:
-                self._requests[worker.instance].until = until
-            elif worker.alive:
+            if worker.alive and worker.instance not in self._requests:
                 task = self._tasks.create_task(self._ask(worker, worker.instance), name=f"health of {worker.name}")
-                self._requests[worker.instance] = HealthRequest(now, until, task)
+                self._requests[worker.instance] = HealthRequest(now, task)
 
-    async def poll(self, timeout: float = HEALTH_TIMEOUT) -> list[Health]:
-        """Returns the health of every live worker that answers within `timeout` seconds.
-
-        Waits only once for a silent worker: later polls leave it out until it has answered.
-        """
+    async def poll(self) -> list[Health]:
+        """Returns the health of every live worker that answers within HEALTH_TIMEOUT. Waits only once for a silent
+        worker: later polls leave it out until it has answered."""
         began = asyncio.get_running_loop().time()
         self.request()
-        expected = [request.task for request in self._requests.values() if began - request.sent_at < timeout]
+        expected = [request.task for request in self._requests.values() if began - request.sent_at < HEALTH_TIMEOUT]
         if expected:
-            await asyncio.wait(expected, timeout=timeout)
+            await asyncio.wait(expected, timeout=HEALTH_TIMEOUT)
         answers = [self.newest[worker.name] for worker in self.workers if worker.alive and worker.name in self.newest]
         return [answer.health for answer in answers if answer.received_at >= began]
 
@@ -99,13 +86,11 @@ class HealthPoller:
             request.task.cancel()
 
     async def _ask(self, worker: RemoteWorker, instance: str) -> None:
-        now = asyncio.get_running_loop().time
-        request = self._requests[instance]
         try:
-            while (left := request.until - now()) > 0:
+            while True:
                 with suppress(DeadlineExceeded):
-                    (health,) = await worker.call(HEALTH, (), left)
-                    self.newest[worker.name] = HealthAnswer(health, now())
+                    (health,) = await worker.call(HEALTH, (), self._deadline)
+                    self.newest[worker.name] = HealthAnswer(health, asyncio.get_running_loop().time())
                     return
         except AsyncrlError:
             return  # The worker is lost; its next instance is asked by the next request.
@@ -121,11 +106,8 @@ def round_seconds(seconds: float) -> float:
 async def detect_hangs(
     poller: HealthPoller, services: Collection[str], seconds: float, emit: Callable[[WorkerHung], None]
 ) -> None:
-    """Emits WorkerHung for a worker of one of `services` that answered nothing for `seconds`; runs until cancelled.
-
-    A hung worker is found within (ROUNDS + 1) / ROUNDS of `seconds`. Workers that are starting are not asked: they have
-    a start deadline.
-    """
+    """Emits WorkerHung for a worker of one of `services` that answered nothing for `seconds`, within (ROUNDS + 1) /
+    ROUNDS of them; runs until cancelled. Workers that are starting are not asked: they have a start deadline."""
     loop, length = asyncio.get_running_loop(), round_seconds(seconds)
     silent_rounds: dict[str, int] = {}
     await asyncio.sleep(length)
@@ -153,10 +135,8 @@ async def watch_for_stalls(
     emit: Callable[[FleetStalled], None],
     describe_algorithm: Callable[[], Sequence[str]],
 ) -> None:
-    """Emits FleetStalled when no worker has answered a call or sent an item for `seconds`, and again after as long.
-
-    Health calls do not count. Runs until cancelled.
-    """
+    """Emits FleetStalled when no worker has answered a call or sent an item for `seconds`, and again after as long;
+    runs until cancelled. Health calls do not count."""
     loop = asyncio.get_running_loop()
     answers, since = -1, loop.time()
     while True:

@@ -1,8 +1,5 @@
-"""The interface of launchers, which start workers, and the launcher that runs workers as tasks of this process.
-
-The latter serves tests and reward functions that no other process can import. deploy/process/local_launcher.py starts
-processes.
-"""
+"""The interface of launchers, which start workers, and the launcher that runs workers as tasks of this process, for
+tests and reward functions that no other process can import. deploy/process/local_launcher.py starts processes."""
 
 import asyncio
 import os
@@ -12,7 +9,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from asyncrl.errors import unwrap
-from asyncrl.fleet.worker.compute_thread import Compute, Occupancy
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
@@ -52,10 +48,7 @@ class Launcher(Protocol):
 
 
 class InprocWorker:
-    """A worker that is a task of this process.
-
-    run: serves until its event is set. sever: breaks the worker's connections.
-    """
+    """A worker that is a task of this process. run: serves until its event is set. sever: breaks its connections."""
 
     def __init__(
         self, spec: WorkerSpec, run: Callable[[asyncio.Event], Coroutine[Any, Any, None]], sever: Callable[[], None]
@@ -90,14 +83,11 @@ class InprocWorker:
 
 @dataclass(slots=True)
 class InprocLauncher:
-    """Owns the tasks of its workers; `close` kills those that still run.
-
-    wire: on which workers listen and connect; inproc: its part for addresses inside this process.
-    """
+    """Owns the tasks of its workers; `close` kills those that still run. wire: on which workers listen and connect;
+    inproc: its part for addresses inside this process."""
 
     wire: Wire
     inproc: InprocWire
-    make_compute: Callable[[Occupancy], Compute]
     _workers: list[InprocWorker] = field(default_factory=list)
 
     async def close(self) -> None:
@@ -114,7 +104,7 @@ class InprocLauncher:
                 self.inproc.sever(address)
 
         self._workers = [worker for worker in self._workers if not worker.task.done()]
-        self._workers.append(InprocWorker(spec, partial(run_worker, spec, self.wire, self.make_compute), sever))
+        self._workers.append(InprocWorker(spec, partial(run_worker, spec, self.wire), sever))
         return self._workers[-1]
 
     def clean_up(self, spec: WorkerSpec) -> None:

@@ -17,7 +17,7 @@ from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, unwrap
 from asyncrl.fleet.launcher import Launcher, WorkerProcess
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerSpawned, WorkerStarted
-from asyncrl.fleet.replicas import DEATH_NOTICE, RemoteWorker
+from asyncrl.fleet.service_calls import DEATH_NOTICE, RemoteWorker
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wire
@@ -74,11 +74,9 @@ class DeathCounter:
 class WorkerConnection:
     """The controller's connection to one instance: a client for each lane, which are lost together.
 
-    `async with connection:` greets the instance within `start_deadline` seconds, as it may still be starting.
+    `async with connection:` greets the instance and waits until it takes calls, each for at most `start_deadline`
+    seconds. It raises PeerLost, Refused, DeadlineExceeded, and what the worker raised while it started.
     lost: set when a client lost its connection, with the reason in `reason`.
-
-    Raises:
-        PeerLost, Refused, DeadlineExceeded: on entering.
     """
 
     def __init__(self, spec: WorkerSpec, wire: Wire, hello: Hello, start_deadline: float) -> None:
@@ -105,6 +103,7 @@ class WorkerConnection:
             for client in self.channels.values():
                 await client.open(self._tasks, self._start_deadline)
                 self._watches.append(self._tasks.create_task(self._watch(client), name=f"watch of {client.peer}"))
+            await self.channels[Lane.CONTROL].call("started", (), self._start_deadline)
             undo.pop_all()
         return self
 
@@ -153,15 +152,9 @@ class RunningInstance:
 class Supervisor:
     """Runs the workers of `slots`.
 
-    Args:
-        connect: makes the connection to an instance.
-        emit: takes the events of workers; must not block.
-        start_deadline: seconds from spawning an instance until it takes calls.
-        resume: the command that resumes the run, for error messages.
-
-    Attributes:
-        instances: what is running now, by the worker's name.
-        all_started: set when every worker has taken calls once; each has its own start deadline.
+    connect: makes the connection to an instance. emit: takes the events of workers; must not block. resume: the command
+    that resumes the run, for error messages. instances: what is running now, by the worker's name. all_started: set
+    when every worker has taken calls once; each has its own start deadline.
     """
 
     def __init__(
@@ -169,7 +162,6 @@ class Supervisor:
         slots: list[WorkerSlot],
         connect: Callable[[WorkerSpec], WorkerConnection],
         emit: Callable[[FleetEvent], None],
-        start_deadline: float,
         resume: str,
     ) -> None:
         self.instances: dict[str, RunningInstance] = {}
@@ -177,7 +169,6 @@ class Supervisor:
         self._slots = slots
         self._connect = connect
         self._emit = emit
-        self._start_deadline = start_deadline
         self._resume = resume
 
     def progressed(self) -> None:
@@ -246,7 +237,6 @@ class Supervisor:
         slot, spec, connection = running.slot, running.spec, running.connection
         try:
             async with connection:
-                await connection.channels[Lane.CONTROL].call("started", (), self._start_deadline)
                 slot.deaths.started_at = asyncio.get_running_loop().time()
                 slot.worker.connected(spec.instance, connection.channels)
                 self._emit(WorkerStarted(spec.service, spec.instance))

@@ -1,10 +1,13 @@
 """The parts that both simulators share: the sizes of a run, and a controller that resumes its newest checkpoint."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.config.gate_config import GateConfig
+from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller, Schedule
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import commit, plan_resume, resume
@@ -12,10 +15,12 @@ from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event
 from asyncrl.controller.rollouts import Sampling
+from asyncrl.errors import root_cause
 from asyncrl.fleet.fleet import Fleet
-from asyncrl.objectives.advantages import Advantages
+from asyncrl.objectives.advantages import Advantages, greedy_baseline, group_baseline, plain_rewards
 from asyncrl.protocols.service_contracts import Training
 from asyncrl.protocols.staleness import Policy
+from asyncrl.simulation.invariants import Invariants
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +66,23 @@ class RunShape:
 
 
 class ResumableRun:
-    """Gate, journal and controller of a run from its beginning, or from the newest checkpoint in `store`."""
+    """Gate, journal and controller of a run from its beginning, or from the newest checkpoint in `store`.
+
+    check_trainer, thorough: see Invariants.
+    """
 
     training: Training
     controller: Controller
 
-    def __init__(self, shape: RunShape, store: MemoryStore, gate_class: type[Gate] = Gate) -> None:
+    def __init__(
+        self,
+        shape: RunShape,
+        store: MemoryStore,
+        check_trainer: Callable[[], None],
+        *,
+        thorough: bool = True,
+        gate_class: type[Gate] = Gate,
+    ) -> None:
         self.plan = plan = plan_resume(store)
         self.incarnation = plan.incarnation if plan else 0
         self.journal = resume(store, plan) if plan else Journal(store)
@@ -74,18 +90,19 @@ class ResumableRun:
         for group in plan.groups if plan else ():
             self.gate.restore(group)
         self.committed = plan.version if plan else -1
+        self.invariants = Invariants(self.gate, self.journal, check_trainer, thorough=thorough)
         self._shape = shape
 
     def make_controller(
         self,
         fleet: Fleet,
-        advantages: Advantages,
         deadline: float,
         observe: Callable[[Event], None],
         kill: Callable[[str], None] = lambda instance: None,
     ) -> None:
         """Makes the controller. deadline: of a group, in seconds. kill: kills a reader that holds on to weights."""
         shape = self._shape
+        self._algorithm, advantages = _algorithm(fleet, shape.greedy)
         self.training = fleet.training
         self.controller = Controller(
             self.gate,
@@ -100,6 +117,23 @@ class ResumableRun:
             kill=kill,
         )
 
+    async def run_controller(self, watches: Mapping[str, Coroutine[Any, Any, None]]) -> None:
+        """Runs the controller to its last step, commits that, and ends the watches, which run beside it.
+
+        Raises the first error of the controller or of a watch, and AssertionError when an invariant does not hold.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beside = [tasks.create_task(watch, name=name) for name, watch in watches.items()]
+                await self.controller.run(self._algorithm)
+                if self.gate.version > self.committed:
+                    await self.commit(self.gate.version)
+                for task in beside:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise root_cause(errors) from None
+        self.invariants.check()
+
     async def _between(self, version: int) -> None:
         if self.committed < 0 or version - self.committed >= self._shape.checkpoint_every:
             await self.commit(version)
@@ -107,3 +141,9 @@ class ResumableRun:
     async def commit(self, version: int) -> None:
         await commit(self.journal, lambda place: self.training.checkpoint(place, self.incarnation, version), keep=2)
         self.committed = version
+
+
+def _algorithm(fleet: Fleet, greedy: bool) -> tuple[Algorithm, Advantages]:
+    if fleet.critic is not None:
+        return ppo.ALGORITHM if fleet.cost_critic is None else safe_rlhf.ALGORITHM, plain_rewards
+    return (remax.ALGORITHM, greedy_baseline) if greedy else (grpo.ALGORITHM, group_baseline)

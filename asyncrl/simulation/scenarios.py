@@ -12,22 +12,17 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
-from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import AttemptFailed, Event, SampleScored, SamplesDropped, StepLost
-from asyncrl.errors import root_cause
 from asyncrl.fleet.fleet import Fleet
-from asyncrl.objectives.advantages import Advantages, greedy_baseline, group_baseline, plain_rewards
 from asyncrl.protocols.staleness import live
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.fake_service import FakeService
 from asyncrl.simulation.fakes.generation import FakeGeneration, Lengths, stragglers
 from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
-from asyncrl.simulation.invariants import Invariants
 from asyncrl.simulation.resumable_run import ResumableRun, RunShape
 
 LIVES = 4
@@ -82,18 +77,16 @@ class Scenario(RunShape):
 class SimulationResult:
     """Holds the numbers of a run since its last resume.
 
-    digest: hash of every event with its time, and of the journal. training, blocked: seconds of the trainer in steps,
-    and waiting for a slot of the weight arena. generating: seconds of all generation slots.
-    lengths: tokens of each (group, member) that left the engine. live: tokens within the limit of each sample that was
-    trained; in_loss: tokens in the loss, older ones included. dropped: reason of each dropped sample.
-    deaths: how often the run was resumed.
+    digest: hash of every event with its time, and of the journal. idle: share of the time in which the trainer had no
+    batch to train. generating: seconds of all generation slots. lengths: tokens of each (group, member) that left the
+    engine. live: tokens within the limit of each sample that was trained; in_loss: tokens in the loss, older ones
+    included. dropped: reason of each dropped sample. deaths: how often the run was resumed.
     """
 
     seconds: float = 0.0
     version: int = 0
     digest: str = ""
-    training: float = 0.0
-    blocked: float = 0.0
+    idle: float = 0.0
     generating: float = 0.0
     in_loss: int = 0
     steps_lost: int = 0
@@ -107,11 +100,6 @@ class SimulationResult:
     def live_tokens(self) -> int:
         return sum(self.live.values())
 
-    @property
-    def idle(self) -> float:
-        """Share of the time in which the trainer had no batch to train."""
-        return 1.0 - (self.training + self.blocked) / self.seconds
-
 
 class ControllerKilled(Exception):
     """Ends a run whose controller and trainer die."""
@@ -123,15 +111,15 @@ class SimulatedRun(ResumableRun):
     training: FakeTraining
 
     def __init__(self, scenario: Scenario, store: MemoryStore, life: int) -> None:
-        super().__init__(scenario, store, scenario.gate_class)
+        super().__init__(
+            scenario, store, self._check_training, thorough=scenario.thorough, gate_class=scenario.gate_class
+        )
         self.scenario = scenario
         self.store = store
         self.life = life
         self.result = SimulationResult(deaths=life)
         self._events = sha256()
-        self.invariants = Invariants(self.gate, self.journal, self._check_training, thorough=scenario.thorough)
-        self.algorithm, advantages = _algorithm(scenario)
-        self.make_controller(self._make_services(), advantages, scenario.deadline, self._observe)
+        self.make_controller(self._make_services(), scenario.deadline, self._observe)
         self.controller.worker_lives("generation", self.generation.instance)
 
     def _make_services(self) -> Fleet:
@@ -155,7 +143,7 @@ class SimulatedRun(ResumableRun):
         training = FakeTraining(scenario.cost, scenario.enforced_limit, self.owners, scenario.seed)
         if self.plan is not None:
             for service in (*self.owners, training):
-                service.run_in(self.plan.incarnation)
+                service.incarnation = self.plan.incarnation
             training.restore(self.plan.version, bytes.fromhex(self.plan.chain))
             for critic in critics:
                 critic.restore(self.plan.version)
@@ -180,18 +168,9 @@ class SimulatedRun(ResumableRun):
 
     async def run(self) -> SimulationResult:
         """Runs to the end. Raises what the controller raises, AssertionError, and TimeoutError past the deadline."""
-        try:
-            async with asyncio.timeout(self.scenario.deadline), asyncio.TaskGroup() as tasks:
-                beside = [
-                    tasks.create_task(watch, name="beside") for watch in (self.invariants.watch(), *self._faults())
-                ]
-                await self.controller.run(self.algorithm)
-                for task in beside:
-                    task.cancel()
-                await self.commit(self.gate.version)
-        except BaseExceptionGroup as errors:
-            raise root_cause(errors) from None
-        self.invariants.check()
+        faults = {f"faults {number}": fault for number, fault in enumerate(self._faults())}
+        async with asyncio.timeout(self.scenario.deadline):
+            await self.run_controller({"invariants": self.invariants.watch(), **faults})
         audit = Audit(self.store)
         assert audit.ok, str(audit)
         self._check_rows()
@@ -218,8 +197,8 @@ class SimulatedRun(ResumableRun):
             await self.training.detached(instance)
             await asyncio.sleep(self.scenario.faults.restart)
             service.come_back()
-            self.controller.worker_lives(service.context.service, service.instance)
-            await self.controller.worker_started(service.context.service)
+            self.controller.worker_lives(service.service, service.instance)
+            await self.controller.worker_started(service.service)
 
     async def _die(self, after: float) -> None:
         await asyncio.sleep(after)
@@ -252,8 +231,7 @@ class SimulatedRun(ResumableRun):
         result.seconds = asyncio.get_running_loop().time()
         result.version = self.gate.version
         result.digest = f"{self._events.hexdigest()[:32]}-{self.journal.crc:08x}"
-        result.training = training.busy
-        result.blocked = training.blocked
+        result.idle = 1.0 - (training.busy + training.blocked) / result.seconds
         result.generating = self.generation.busy
         result.in_loss = training.in_loss
         result.live = {
@@ -261,12 +239,6 @@ class SimulatedRun(ResumableRun):
             for key, (stamps, version) in training.trained.items()
         }
         return result
-
-
-def _algorithm(scenario: Scenario) -> tuple[Algorithm, Advantages]:
-    if scenario.critic is not None:
-        return safe_rlhf.ALGORITHM if scenario.constrained else ppo.ALGORITHM, plain_rewards
-    return (remax.ALGORITHM, greedy_baseline) if scenario.greedy else (grpo.ALGORITHM, group_baseline)
 
 
 def simulate(scenario: Scenario) -> SimulationResult:

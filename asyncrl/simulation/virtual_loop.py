@@ -8,7 +8,7 @@ deadlock.
 import asyncio
 import itertools
 import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -51,16 +51,12 @@ class _Task(asyncio.Task[T]):
     """Hashes a task by its number instead of its address, so that asyncio's sets of tasks have the same order in every
     run."""
 
-    def __init__(self, loop: Any, work: Coroutine[Any, Any, T], **named: Any) -> None:
+    def __init__(self, loop: Any, work: Generator[Any, None, T] | Coroutine[Any, Any, T], **named: Any) -> None:
         self._number: int = next(loop.numbers)
         super().__init__(work, loop=loop, **named)
 
     def __hash__(self) -> int:
         return self._number
-
-
-def _numbered(loop: Any, work: Any, **named: Any) -> asyncio.Task[Any]:
-    return _Task(loop, work, **named)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -73,7 +69,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         # to `now` after some years of virtual time, and a timer due right now would never run.
         self._clock_resolution = 1e-6
         self.numbers = itertools.count()
-        self.set_task_factory(_numbered)
+        self.set_task_factory(_Task)
 
     def time(self) -> float:
         return self._now
@@ -104,10 +100,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main` on a new virtual loop, as `asyncio.run` does on a real one.
-
-    Raises:
-        Deadlock: nothing could run any more before `main` was done.
-    """
+    """Runs `main` on a new virtual loop, as `asyncio.run` does on a real one. Raises Deadlock when nothing can run any
+    more before `main` is done, and Livelock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

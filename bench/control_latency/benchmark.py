@@ -66,7 +66,7 @@ async def queued_work(folder: Path, kind: str, calls: int, probes: int) -> None:
     model = folder / "model"
     if kind == "torch" and not model.exists():
         await prepare(config, model, lambda text: None)
-    facts = RunFacts(secrets.token_hex(4), str(folder), str(model), 0, "none", config)
+    facts = RunFacts(secrets.token_hex(4), folder, model, 0, "none", config)
     spec = ServiceSpec("loaded", Busy, "asyncrl.bench.control_latency.busy_service:BusyService", options={"load": kind})
     with LocalLauncher(run=facts.run) as launcher:
         async with running_fleet([spec], facts, launcher=launcher) as running:

@@ -59,7 +59,7 @@ class BusyService(Service, Busy):
         self._may_run = threading.Event()
         self._may_run.set()
         self._closed: dict[int, asyncio.Event] = {}
-        make = {"torch": self._training, "python": lambda: _busy}[self.context.options["load"]]
+        make = {"torch": self._training, "python": lambda: _busy}[self.context.spec.options["load"]]
         self._work: Callable[[int], None] = await self.context.compute.run(make)
 
     def _training(self) -> Callable[[int], None]:
@@ -68,7 +68,7 @@ class BusyService(Service, Busy):
         from asyncrl.engines.training.policy_trainer import PolicyTrainer
         from asyncrl.engines.training.training_step import run_step
 
-        engine = PolicyTrainer(self.context.config, self.context.model_dir)
+        engine = PolicyTrainer(self.context.config, self.context.facts.model_dir)
         tokens = np.random.default_rng(0).integers(1, 8, (ROWS, PROMPT + RESPONSE))
 
         def step(number: int) -> None:

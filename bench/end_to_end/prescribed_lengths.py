@@ -24,7 +24,7 @@ class PrescribedLengths(GenerationService):
     """Samples completions of the option `lengths`: tokens of each sample of a batch, the same for every batch."""
 
     def _requests(self, prompts: PromptGroup) -> list[SampleRequest]:
-        task, lengths = self.context.config.task, self.context.options["lengths"]
+        task, lengths = self.context.config.task, self.context.spec.options["lengths"]
         first = (prompts.id % task.prompts_per_step) * task.samples_per_prompt
         return [
             replace(request, max_new_tokens=lengths[first + member])
@@ -32,5 +32,5 @@ class PrescribedLengths(GenerationService):
         ]
 
     def _load_engine(self) -> EndlessEngine:
-        version = self.context.options.get("own_version", NO_WEIGHTS)
-        return EndlessEngine(self.context.model_dir, self.context.config, version)
+        version = self.context.spec.options.get("own_version", NO_WEIGHTS)
+        return EndlessEngine(self.context.facts.model_dir, self.context.config, version)

@@ -63,7 +63,7 @@ class EmulatedService(FakeService):
         """Returns the share of these samples in the seconds of a step."""
         task = self.context.config.task
         share = len(samples) / (task.prompts_per_step * task.samples_per_prompt)
-        return share * float(self.context.options["seconds"])
+        return share * float(self.context.spec.options["seconds"])
 
 
 class EmulatedGeneration(EmulatedService, FakeGeneration):
@@ -112,4 +112,6 @@ class EmulatedTraining(EmulatedService, FakeTraining):
 
     def __init__(self, context: WorkerContext) -> None:
         columns = ["prompt_ids", "response_ids", "logprobs", "versions", "reference_logprobs"]
-        FakeTraining.__init__(self, StepCost(context.options["seconds"]), None, read_columns=columns, context=context)
+        FakeTraining.__init__(
+            self, StepCost(context.spec.options["seconds"]), None, read_columns=columns, context=context
+        )

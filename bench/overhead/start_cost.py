@@ -141,7 +141,7 @@ def one_fleet(start: Start, model: Path) -> MeasuredFleet:
 
 async def _one_fleet(config: Config, model: Path, folder: Path) -> MeasuredFleet:
     run = secrets.token_hex(8)
-    facts = RunFacts(run, str(folder), str(model), 0, f"asyncrl-{run}-0-weights", config)
+    facts = RunFacts(run, folder, model, 0, f"asyncrl-{run}-0-weights", config)
     with forks_of(config) as forks, LocalLauncher(run, forks=forks) as launcher:
         specs = service_specs(config)
         async with running_fleet(specs, facts, launcher=launcher, report=lambda text: None) as running:

@@ -63,7 +63,7 @@ async def asyncrl_calls(folder: Path, frame_malloc: dict[str, str]) -> AsyncIter
 @asynccontextmanager
 async def _echo_fleet(folder: Path) -> AsyncIterator[RunningFleet]:
     """Starts a service with one worker and a service with RANKS workers."""
-    run_dir = tempfile.mkdtemp(dir=folder)
+    run_dir = Path(tempfile.mkdtemp(dir=folder))
     config = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"))
     facts = RunFacts(secrets.token_hex(4), run_dir, run_dir, 0, "none", config)
     specs = [

@@ -69,7 +69,7 @@ class EchoService(Service, Echo):
         self._last: list[Place] = []
 
     async def start(self) -> None:
-        self.rows = self.context.open_rows(2, self.context.options["slot_bytes"])
+        self.rows = self.context.open_rows(2, self.context.spec.options["slot_bytes"])
 
     async def echo(self, payload: bytes) -> bytes:
         return payload

@@ -128,7 +128,7 @@ class LocalLauncher:
         return Addresses(*(f"ipc://{self.sockets}/{instance}.{lane}" for lane in ("control", "work", "data")))
 
     async def spawn(self, spec: WorkerSpec) -> LocalWorker:
-        output = Path(spec.facts.run_dir) / "logs" / f"{spec.instance}.out"
+        output = spec.facts.run_dir / "logs" / f"{spec.instance}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as file:
             process = await self._fork(spec, file) or _spawn(spec, file)

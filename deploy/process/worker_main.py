@@ -16,7 +16,6 @@ from typing import NoReturn
 
 from asyncrl.deploy.process.lean_imports import import_less
 from asyncrl.errors import unwrap
-from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
@@ -73,7 +72,7 @@ async def _run(spec: WorkerSpec) -> None:
     try:
         load_implementation(spec.implementation)
         with gc_frozen():
-            await run_worker(spec, wire, ThreadCompute, stop)
+            await run_worker(spec, wire, stop)
     finally:
         wire.close()
 

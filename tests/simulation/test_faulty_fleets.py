@@ -24,7 +24,7 @@ def test_random_trials_hold_every_invariant(start: int) -> None:
             outcome = run_trial(draw_trial(seed))
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error!r}. Shrink it: scripts/simulate --start {seed}") from error
-        seen.update(fault.kind for fault in outcome.injected)
+        seen.update(fault.kind for fault in outcome.faults.injected)
         seen.update(end.partition("(")[0] for end in outcome.ends)
     rare = {what: seen[what] for what in EXPECTED if seen[what] < 3}
     assert not rare, f"these happened too seldom to count as tested: {rare}"

@@ -27,15 +27,14 @@ from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import PeerLost
 from asyncrl.fleet.lifecycle_events import WorkerStarted
-from asyncrl.fleet.replicas import RemoteWorker
-from asyncrl.fleet.service_calls import Handle
+from asyncrl.fleet.service_calls import Handle, RemoteWorker
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.message_codec import MessageSequence, decode
 from asyncrl.lanes.control.pending_calls import PendingReply, PendingStream
 from asyncrl.simulation.fakes.training import FakeTraining
 from asyncrl.simulation.faults.simulate_command import described, outcome_of
-from asyncrl.simulation.faults.trial_execution import TrialOutcome
+from asyncrl.simulation.faults.trial_execution import TrialRun
 from asyncrl.simulation.faults.trial_plan import draw_trial
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -231,4 +230,4 @@ def test_a_mutant_is_found(mutant: Callable[[Patch], None], monkeypatch: Patch) 
 def _fails(seed: int) -> bool:
     outcome = outcome_of(draw_trial(seed))
     print(f"seed {seed}: {described(outcome):.300}")  # noqa: T201
-    return not isinstance(outcome, TrialOutcome)
+    return not isinstance(outcome, TrialRun)

@@ -52,7 +52,7 @@ def test_a_group_that_is_alone_in_flight_is_dropped_before_the_fleet_gives_up() 
 def test_a_group_that_kills_its_worker_is_found_among_other_deaths() -> None:
     kills = tuple(Fault("kill", at, service) for at in (80, 400) for service in ("generation", "reward"))
     outcome = run_trial(Trial(poison=1, generators=2, groups=2, steps=6, faults=kills))
-    assert outcome.injected
+    assert outcome.faults.injected
     assert outcome.poisoned == [1]
 
 

@@ -20,7 +20,7 @@ def up(run_dir: str) -> None:
 
 async def main(run: str, run_dir: str, start: Literal["fork", "spawn"]) -> None:
     config = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"), fleet=FleetConfig(start=start))
-    facts = RunFacts(run, run_dir, run_dir, 0, "none", config)
+    facts = RunFacts(run, Path(run_dir), Path(run_dir), 0, "none", config)
     specs = [ServiceSpec("echo", Echo, "standins:EchoService", replicas=2)]
     with forks_without_torch(config) as forks, LocalLauncher(run, forks=forks) as launcher:
         async with running_fleet(specs, facts, launcher=launcher) as running:

@@ -75,15 +75,15 @@ class EchoService(Service, Echo):
         self.streams_closed = 0
 
     async def start(self) -> None:
-        if message := self.context.options.get("refuses"):
+        if message := self.context.spec.options.get("refuses"):
             raise ConfigError(message)
-        if self.context.options.get("dies") or self._first_at(self.context.options.get("dies_unless")):
+        if self.context.spec.options.get("dies") or self._first_at(self.context.spec.options.get("dies_unless")):
             os._exit(7)
         self._begin_rows()
 
     def _first_at(self, path: str | None) -> bool:
         """Whether nobody was at this path before, if one is given; from now on somebody was."""
-        if path is None or self.context.replica:
+        if path is None or self.context.spec.replica:
             return False
         with suppress(FileExistsError):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL))
@@ -91,7 +91,7 @@ class EchoService(Service, Echo):
         return False
 
     async def echo(self, text: str) -> str:
-        return f"{text} from {self.context.instance}"
+        return f"{text} from {self.context.spec.instance}"
 
     async def wait(self) -> None:
         await asyncio.Event().wait()

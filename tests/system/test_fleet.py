@@ -41,9 +41,7 @@ def start(request: Any, tmp_path: Path, monkeypatch: Any) -> Start:
             model=ModelConfig(name="none"), task=TaskConfig(prompts="none"), fleet=FleetConfig(watchdog=watchdog)
         )
         keys = CurveKeys.fresh()
-        facts = RunFacts(
-            secrets.token_hex(4), str(tmp_path), str(tmp_path), 0, "none", config, curve=(keys.public, keys.secret)
-        )
+        facts = RunFacts(secrets.token_hex(4), tmp_path, tmp_path, 0, "none", config, curve=(keys.public, keys.secret))
         specs = [ServiceSpec("echo", Echo, "standins:EchoService", replicas=replicas, options=options)]
         with LocalLauncher(facts.run, "tcp" if request.param == "tcp" else "ipc") as launcher:
             async with running_fleet(
@@ -156,7 +154,7 @@ async def test_fleet_mixes_services_in_processes_and_in_this_process(tmp_path: P
     """A service in this process may be any callable, and reads rows that another process made."""
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     config = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"))
-    facts = RunFacts(secrets.token_hex(4), str(tmp_path), str(tmp_path), 0, "none", config)
+    facts = RunFacts(secrets.token_hex(4), tmp_path, tmp_path, 0, "none", config)
     specs = [
         ServiceSpec("there", Echo, "standins:EchoService"),
         ServiceSpec("here", Echo, lambda context: EchoService(context), here=True),

@@ -46,7 +46,7 @@ async def fleet_in(
     config = Config(
         model=ModelConfig(name="none"), task=TaskConfig(prompts="none"), fleet=FleetConfig(start_deadline=deadline)
     )
-    facts = RunFacts(secrets.token_hex(4), str(run_dir), str(run_dir), 0, "none", config)
+    facts = RunFacts(secrets.token_hex(4), run_dir, run_dir, 0, "none", config)
     specs = [ServiceSpec("echo", Echo, "standins:EchoService", replicas=2, origin=origin)]
     with forks_without_torch(config, said.append, *modules) as forks:
         assert forks is not None

@@ -48,7 +48,7 @@ def start(request: pytest.FixtureRequest) -> Start:
 
 def facts_at(run_dir: Path, start: Start) -> RunFacts:
     config = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"), fleet=FleetConfig(start=start))
-    return RunFacts(secrets.token_hex(4), str(run_dir), str(run_dir), 0, "none", config)
+    return RunFacts(secrets.token_hex(4), run_dir, run_dir, 0, "none", config)
 
 
 @asynccontextmanager

@@ -97,7 +97,7 @@ def reference(row: TrainRow, store: RowStore) -> RowRef:
 @asynccontextmanager
 async def trainer(ranks: int, model: Path, run_dir: Path) -> AsyncIterator[tuple[RunningFleet, Training]]:
     run = secrets.token_hex(4)
-    facts = RunFacts(run, str(run_dir), str(model), 0, f"asyncrl-{run}-0-weights", config(ranks))
+    facts = RunFacts(run, run_dir, model, 0, f"asyncrl-{run}-0-weights", config(ranks))
     with LocalLauncher(run) as launcher:
         options = {"meeting": str(launcher.sockets / "training.meeting")}
         layout, service = Layout(dp=ranks), "asyncrl.services.training:TrainingService"

@@ -36,7 +36,7 @@ class TorchlessGeneration(FakeGeneration):
     """Samples tokens that depend on the weights. options: `token_time`, the seconds of a token."""
 
     def __init__(self, context: WorkerContext) -> None:
-        slots, token_time = context.config.generation.slots, context.options["token_time"]
+        slots, token_time = context.config.generation.slots, context.spec.options["token_time"]
         super().__init__(slots, token_time, lambda chance: chance.randrange(3, LONGEST), context=context)
         self._arena: Segment | None = None
         self._weights: dict[int, int] = {}
@@ -72,14 +72,14 @@ class TorchlessTraining(FakeTraining):
     writes this checkpoint; `died`: a file that says that it has."""
 
     def __init__(self, context: WorkerContext) -> None:
-        cost, limit = StepCost(context.options["step_time"]), context.config.staleness.limit
+        cost, limit = StepCost(context.spec.options["step_time"]), context.config.staleness.limit
         super().__init__(cost, limit, read_columns=["versions", "response_ids"], context=context)
-        self.arena = context.weights_arena
+        self.arena = context.facts.weights_arena
         self._weights = 1
         self._segment: Segment | None = None
 
     async def start(self) -> None:
-        if (folder := self.context.checkpoint_dir) is not None:
+        if (folder := self.context.facts.checkpoint_dir) is not None:
             version, link, weights = (folder / STATE).read_text().split()
             self.restore(int(version), bytes.fromhex(link))
             self._weights = int(weights)
@@ -101,7 +101,7 @@ class TorchlessTraining(FakeTraining):
     def write_weights(self, version: int) -> None:
         assert self._segment is not None, "created in `start`"
         slot = np.frombuffer(self._segment.buffer, np.int64, WORDS, 8 * WORDS * slot_of(version))
-        slot[:] = (self.context.incarnation, version, self._weights)
+        slot[:] = (self.incarnation, version, self._weights)
 
     def save(self, directory: str) -> dict[str, str]:
         folder = Path(directory)
@@ -113,8 +113,8 @@ class TorchlessTraining(FakeTraining):
         return {MODEL: model, STATE: state}
 
     def _fault(self, where: str) -> None:
-        died = Path(self.context.options["died"])
-        if self.context.options["dies"] == [where, self.version] and not died.exists():
+        died = Path(self.context.spec.options["died"])
+        if self.context.spec.options["dies"] == [where, self.version] and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 

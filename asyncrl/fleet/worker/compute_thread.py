@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar, TypeVarTuple, Unpack
+from typing import Literal, TypeVar, TypeVarTuple, Unpack
 
 from asyncrl.telemetry.state_clock import State, StateClock
 
@@ -58,27 +58,19 @@ class _Counted(AbstractContextManager[None]):
         self.count(-self.computing, -self.calls)
 
 
-class Compute(Protocol):
-    """Runs functions one after the other, in the order of the calls. queued: functions that have not finished."""
-
-    queued: int
-
-    async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
-        """Returns the function's result. Cancelling the wait does not stop a function that has begun."""
-
-    def close(self) -> None:
-        """Drops the functions that have not begun, and takes no more."""
-
-
 class ThreadCompute:
-    """The one compute thread of a worker. Its queue is bounded by the credit of the callers."""
+    """The one compute thread of a worker, which runs functions in the order of the calls.
+
+    queued: functions that have not finished, bounded by the credit of the callers.
+    """
 
     def __init__(self, occupancy: Occupancy) -> None:
         self.queued = 0
-        self._occupancy = occupancy
+        self.occupancy = occupancy
         self._executor = ThreadPoolExecutor(1, initializer=_name_compute_thread)
 
     async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
+        """Returns the function's result. Cancelling the wait does not stop a function that has begun."""
         self.queued += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, self._booked, function, *args)
@@ -86,28 +78,14 @@ class ThreadCompute:
             self.queued -= 1
 
     def _booked(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
-        with self._occupancy.computing():
+        with self.occupancy.computing():
             return function(*args)
 
     def close(self) -> None:
+        """Drops the functions that have not begun, and takes no more."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _name_compute_thread() -> None:
     """Names the thread for traces and stack dumps."""
     threading.current_thread().name = "compute"
-
-
-class InlineCompute:
-    """Computes at once, on the event loop: for tests and for the simulation, where time is virtual."""
-
-    def __init__(self, occupancy: Occupancy) -> None:
-        self.queued = 0
-        self._occupancy = occupancy
-
-    async def run(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
-        with self._occupancy.computing():
-            return function(*args)
-
-    def close(self) -> None:
-        """Does nothing, because no function ever waits."""

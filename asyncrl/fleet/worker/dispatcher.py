@@ -44,13 +44,13 @@ class Dispatcher:
     async def _answer(self, call: Call) -> Any:
         if call.method in self._UNTRACED:
             return await getattr(self._service, call.method)(*call.args)
-        if not self._service.is_ready:
+        if not self._service.ready.done():
             await self._service.started()
         with self._traced(call):
             return await getattr(self._service, call.method)(*call.args)
 
     async def _stream(self, call: Call) -> AsyncIterator[Any]:
-        if not self._service.is_ready:
+        if not self._service.ready.done():
             await self._service.started()
         with self._traced(call):
             async with aclosing(getattr(self._service, call.method)(*call.args)) as items:

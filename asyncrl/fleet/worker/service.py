@@ -2,18 +2,17 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config.schema import Config
-from asyncrl.fleet.worker.compute_thread import Compute, Occupancy
+from asyncrl.fleet.worker.compute_thread import Occupancy, ThreadCompute
+from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_store import RowRetention, RowStore
 from asyncrl.protocols.batch import Array, Place, SampleName
-from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Health
 from asyncrl.protocols.service_contracts import EndpointSpec
 from asyncrl.telemetry.state_clock import STATES, StateClock
@@ -27,35 +26,29 @@ if TYPE_CHECKING:
 class WorkerContext:
     """Everything that a service gets from its worker.
 
-    run, incarnation, service, replica, rank, layout, instance: identity of the worker. run_dir, model_dir,
-    checkpoint_dir, weights_arena: see RunFacts. options: plain values for this service. reader: reads rows of other
-    workers. compute: runs torch calls. clock, occupancy: book the worker's time. tasks: for what the service runs
-    beside calls; an error in one ends the worker, and all are cancelled at its end. open_rows: makes the store for rows
-    of this worker, once per worker, from the number of slots and the bytes of each; its memory is allocated at once,
-    and ArenaFull is raised when this machine has too little.
+    reader: reads rows of other workers. compute: runs torch calls. clock, occupancy: book the worker's time. tasks: for
+    what the service runs beside calls; an error in one ends the worker, and all are cancelled at its end. open_rows:
+    makes the store for rows of this worker, once per worker, from the number of slots and the bytes of each; its memory
+    is allocated at once, and ArenaFull is raised when this machine has too little.
     """
 
-    config: Config
-    run: str
-    run_dir: Path
-    model_dir: Path
-    checkpoint_dir: Path | None
-    incarnation: int
-    service: str
-    replica: int
-    rank: int
-    layout: Layout
-    instance: str
-    weights_arena: str
+    spec: WorkerSpec
     reader: "RowReader"
-    compute: Compute
+    compute: ThreadCompute
     clock: StateClock
     occupancy: Occupancy
     tracer: Tracer
     log: FilteringBoundLogger
     tasks: asyncio.TaskGroup
-    open_rows: "Callable[[int, int], RowStore]"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    open_rows: Callable[[int, int], RowStore]
+
+    @property
+    def facts(self) -> RunFacts:
+        return self.spec.facts
+
+    @property
+    def config(self) -> Config:
+        return self.spec.facts.config
 
 
 class Service:
@@ -99,10 +92,6 @@ class Service:
             self.rows.close()
 
     @property
-    def is_ready(self) -> bool:
-        return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
-
-    @property
     def queued(self) -> int:
         """Functions that wait for the compute thread, for health."""
         return max(0, self.context.compute.queued - 1)
@@ -111,14 +100,14 @@ class Service:
         await asyncio.shield(self.ready)
 
     async def health(self) -> list[Health]:
-        context, now = self.context, asyncio.get_running_loop().time()
-        wall, seconds = context.clock.spent()
+        spec, now = self.context.spec, asyncio.get_running_loop().time()
+        wall, seconds = self.context.clock.spent()
         doing = [f"{label} for {now - since:.1f} s" for label, since in self.running.values()]
         own = Health(
-            service=context.service,
-            replica=context.replica,
-            rank=context.rank,
-            instance=context.instance,
+            service=spec.service,
+            replica=spec.replica,
+            rank=spec.rank,
+            instance=spec.instance,
             doing=tuple(doing if self.ready.done() else ["starting", *doing]),
             queued=self.queued,
             seconds=seconds,
@@ -132,11 +121,8 @@ class Service:
             self.rows.free(self._retention.release(samples, oldest))
 
     def keep(self, sample: SampleName, columns: Mapping[str, Array]) -> Place:
-        """Stores a row for readers until its sample is released; the row of an older attempt is freed at once.
-
-        Raises:
-            ArenaFull: more rows were admitted than fit.
-        """
+        """Stores a row for readers until its sample is released; the row of an older attempt is freed at once. Raises
+        ArenaFull when more rows were admitted than fit."""
         assert self.rows is not None, "`start` of a service with rows opens them"
         place = self.rows.put(columns)
         self.rows.free(self._retention.add(sample, place))

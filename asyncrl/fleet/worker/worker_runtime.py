@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 from structlog.typing import FilteringBoundLogger
 
-from asyncrl.fleet.worker.compute_thread import Compute, Occupancy
+from asyncrl.fleet.worker.compute_thread import Occupancy, ThreadCompute
 from asyncrl.fleet.worker.dispatcher import Dispatcher
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
@@ -35,13 +35,13 @@ class Instruments(NamedTuple):
 @contextmanager
 def instruments(spec: WorkerSpec) -> Iterator[Instruments]:
     """Opens trace and log in the run directory's `logs`, named after the instance, for the block."""
-    facts, logs = spec.facts, Path(spec.facts.run_dir) / "logs"
+    facts, logs = spec.facts, spec.facts.run_dir / "logs"
     trace = logs / f"{spec.instance}.trace.jsonl" if facts.config.telemetry.trace else None
     ids = {"service": spec.service, "rank": spec.rank, "instance": spec.instance, "incarnation": facts.incarnation}
-    with ExitStack() as scope:
-        tracer = Tracer(trace, f"{spec.service}{spec.replica}.{spec.rank}")
-        scope.callback(tracer.close)
-        log = scope.enter_context(open_log(logs / f"{spec.instance}.jsonl", **ids))
+    with (
+        closing(Tracer(trace, f"{spec.service}{spec.replica}.{spec.rank}")) as tracer,
+        open_log(logs / f"{spec.instance}.jsonl", **ids) as log,
+    ):
         yield Instruments(StateClock(time.monotonic), tracer, log)
 
 
@@ -53,22 +53,24 @@ class _Finished(Exception):
 
 
 async def run_worker(
-    spec: WorkerSpec,
-    wire: Wire,
-    make_compute: Callable[[Occupancy], Compute],
-    stop: asyncio.Event,
-    open_instruments: OpenInstruments = instruments,
+    spec: WorkerSpec, wire: Wire, stop: asyncio.Event, open_instruments: OpenInstruments = instruments
 ) -> None:
     """Serves until `stop` is set, then stops the service. Raises what the tasks of the service raise."""
     make_service = load_implementation(spec.implementation)
     try:
-        async with asyncio.TaskGroup() as tasks, _context(spec, wire, make_compute, tasks, open_instruments) as context:
-            service = make_service(context)
-            try:
-                await _serve(spec, wire, service, tasks, stop)
-            finally:
-                await service.stop()
-            raise _Finished
+        async with (
+            asyncio.TaskGroup() as tasks,
+            RowReader(wire, spec.hello, heartbeat=spec.facts.heartbeat) as reader,
+        ):
+            with open_instruments(spec) as (clock, tracer, log), closing(ThreadCompute(Occupancy(clock))) as compute:
+                rows = partial(_open_rows, spec, wire, tasks)
+                context = WorkerContext(spec, reader, compute, clock, compute.occupancy, tracer, log, tasks, rows)
+                service = make_service(context)
+                try:
+                    await _serve(spec, wire, service, tasks, stop)
+                finally:
+                    await service.stop()
+                raise _Finished
     except* _Finished:
         pass
 
@@ -87,46 +89,6 @@ async def _serve(spec: WorkerSpec, wire: Wire, service: Service, tasks: asyncio.
 
 def _server(spec: WorkerSpec, wire: Wire, address: str, dispatch: Dispatch) -> Server:
     return Server(wire.listen(address), dispatch, spec.hello, heartbeat=spec.facts.heartbeat)
-
-
-@asynccontextmanager
-async def _context(
-    spec: WorkerSpec,
-    wire: Wire,
-    make_compute: Callable[[Occupancy], Compute],
-    tasks: asyncio.TaskGroup,
-    open_instruments: OpenInstruments,
-) -> AsyncIterator[WorkerContext]:
-    facts = spec.facts
-    async with RowReader(wire, spec.hello, heartbeat=facts.heartbeat) as reader:
-        with ExitStack() as scope:
-            clock, tracer, log = scope.enter_context(open_instruments(spec))
-            occupancy = Occupancy(clock)
-            compute = make_compute(occupancy)
-            scope.callback(compute.close)
-            yield WorkerContext(
-                config=facts.config,
-                run=facts.run,
-                run_dir=Path(facts.run_dir),
-                model_dir=Path(facts.model_dir),
-                checkpoint_dir=Path(facts.checkpoint_dir) if facts.checkpoint_dir else None,
-                incarnation=facts.incarnation,
-                service=spec.service,
-                replica=spec.replica,
-                rank=spec.rank,
-                layout=spec.layout,
-                instance=spec.instance,
-                weights_arena=facts.weights_arena,
-                reader=reader,
-                compute=compute,
-                clock=clock,
-                occupancy=occupancy,
-                tracer=tracer,
-                log=log,
-                tasks=tasks,
-                open_rows=lambda slots, slot_bytes: _open_rows(spec, wire, tasks, slots, slot_bytes),
-                options=spec.options,
-            )
 
 
 def _open_rows(spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup, slots: int, slot_bytes: int) -> RowStore:

@@ -1,10 +1,13 @@
 """The specification that starts a worker, and its one line of JSON on the way to the worker's process."""
 
 import importlib
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import TypeAdapter
 
 from asyncrl import __version__
 from asyncrl.config.schema import Config
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
     from asyncrl.fleet.worker.service import Service, WorkerContext
 
     Implementation = str | Callable[[WorkerContext], Service]
-
+else:
+    Implementation = Any
 
 Origin = Literal["plain", "torch", "spawn"]
 """The process that a worker is forked from, where `fleet.start` allows a fork: a copy of one that has imported what
@@ -35,12 +39,12 @@ class RunFacts:
     """
 
     run: str
-    run_dir: str
-    model_dir: str
+    run_dir: Path
+    model_dir: Path
     incarnation: int
     weights_arena: str
     config: Config
-    checkpoint_dir: str | None = None
+    checkpoint_dir: Path | None = None
     curve: tuple[str, str] | None = None
     heartbeat: float | None = None
 
@@ -75,7 +79,7 @@ class WorkerSpec:
     rank: int
     layout: Layout
     instance: str
-    implementation: "Implementation"
+    implementation: Implementation
     addresses: Addresses
     facts: RunFacts
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -87,31 +91,21 @@ class WorkerSpec:
 
     def to_json(self) -> str:
         """Returns the one line that a worker process reads first."""
-        values, facts = _by_name(self), _by_name(self.facts) | {"config": self.facts.config.model_dump(mode="json")}
-        layout, addresses = asdict(self.layout), asdict(self.addresses)
-        return json.dumps({**values, "facts": facts, "layout": layout, "addresses": addresses})
+        return _json_adapter().dump_json(self).decode()
 
     @classmethod
-    def from_json(cls, line: str | bytes) -> Self:
-        values = json.loads(line)
-        facts = values["facts"]
-        facts["config"] = Config.model_validate(facts["config"])
-        facts["curve"] = tuple(facts["curve"]) if facts["curve"] else None
-        layout, addresses = Layout(**values["layout"]), Addresses(**values["addresses"])
-        return cls(**{**values, "facts": RunFacts(**facts), "layout": layout, "addresses": addresses})
+    def from_json(cls, line: str | bytes) -> "WorkerSpec":
+        return _json_adapter().validate_json(line)
 
 
-def _by_name(record: "WorkerSpec | RunFacts") -> dict[str, Any]:
-    """Returns the fields by name, without copying them as `asdict` would."""
-    return {item.name: getattr(record, item.name) for item in fields(record)}
+@cache
+def _json_adapter() -> TypeAdapter[WorkerSpec]:
+    return TypeAdapter(WorkerSpec)
 
 
 def load_implementation(implementation: object) -> "Callable[[WorkerContext], Service]":
-    """Returns the factory of a service: imports "module:Class", returns a callable as it is.
-
-    Raises:
-        ConfigError: there is no such module or class.
-    """
+    """Returns the factory of a service: imports "module:Class", returns a callable as it is. Raises ConfigError when
+    there is no such module or class."""
     if not isinstance(implementation, str):
         assert callable(implementation), implementation
         return implementation

@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import cast
 
 from asyncrl.config.gate_config import GateConfig
@@ -20,11 +19,13 @@ DIRECT_SLOTS = 4096
 """Rows that a fake without a worker can hold: more than any simulated run has in flight."""
 
 
-@dataclass
-class DirectReader:
-    """Reads rows out of the stores of other fakes in this process."""
+class DirectContext:
+    """Stands in for the context of a fake that runs in no worker; it reads rows out of the stores of other fakes."""
 
-    services: "tuple[FakeService, ...]"
+    def __init__(self, services: "tuple[FakeService, ...]") -> None:
+        self.services = services
+        self.reader = self
+        self.clock = StateClock(lambda: 0.0)
 
     async def read(self, samples: BatchRef, columns: Sequence[str]) -> Batch:
         """Returns these columns. Raises LostRows when any part of a row is gone, whatever its columns are."""
@@ -43,20 +44,6 @@ class DirectReader:
         raise LostRows(f"the owner {place.owner} of slot {place.slot} is gone")
 
 
-class DirectContext:
-    """Stands in for the WorkerContext of a fake that runs in no worker."""
-
-    def __init__(self, service: str, reader: DirectReader) -> None:
-        self.service = service
-        self.reader = reader
-        self.instance = ""
-        self.incarnation = 0
-        self.clock = StateClock(lambda: 0.0)
-
-    def open_rows(self, slots: int, slot_bytes: int) -> RowStore:
-        return RowStore.private(f"direct://{self.instance}", slots, slot_bytes)
-
-
 class FakeService(Service):
     """Runs in the worker of `context`, or, without one, is called directly and reads the rows of `peers`.
 
@@ -68,21 +55,20 @@ class FakeService(Service):
 
     def __init__(self, service: str, context: WorkerContext | None, peers: "Iterable[FakeService]" = ()) -> None:
         self.is_direct = context is None
+        self.service = service
+        self.instance = "" if context is None else context.spec.instance
+        self.incarnation = 0 if context is None else context.facts.incarnation
         self.deaths = 0
         self._places: dict[int, Place] = {}
         self._alive = asyncio.Event()
         self._alive.set()
-        super().__init__(context or cast(WorkerContext, DirectContext(service, DirectReader((*peers, self)))))
+        super().__init__(context or cast(WorkerContext, DirectContext((*peers, self))))
         if self.is_direct:
             self._begin_instance()
 
     @property
-    def instance(self) -> str:
-        return self.context.instance
-
-    @property
     def row_slots(self) -> int:
-        return DIRECT_SLOTS if self.is_direct else GateConfig.of(self.context.config).row_slots
+        return GateConfig.of(self.context.config).row_slots
 
     async def start(self) -> None:
         if self.row_bytes:
@@ -123,7 +109,7 @@ class FakeService(Service):
     @property
     def stored_attempts(self) -> dict[tuple[int, int], int]:
         """Returns the attempt of each (group, member) that has a row here."""
-        return self._retention.attempts() if self.is_direct else {}
+        return self._retention.attempts()
 
     async def spend(self, seconds: float) -> None:
         """Spends the time of a pure call, which is repeated once. Raises PeerLost when the fake dies both times."""
@@ -132,7 +118,7 @@ class FakeService(Service):
             await asyncio.sleep(seconds)
             if self.deaths == deaths and self._alive.is_set():
                 return
-        raise PeerLost(f"{self.context.service} died twice in one call")
+        raise PeerLost(f"{self.service} died twice in one call")
 
     async def wait_until_alive(self) -> int:
         """Waits for the next instance, as a handle does; returns the number of deaths so far, for `check_alive`."""
@@ -142,13 +128,10 @@ class FakeService(Service):
     def check_alive(self, deaths: int) -> None:
         """Raises PeerLost when the instance that a call went to has died since."""
         if self.deaths != deaths or not self._alive.is_set():
-            raise PeerLost(f"{self.context.service} died during a call")
+            raise PeerLost(f"{self.service} died during a call")
 
     def read_from(self, services: "Iterable[FakeService]") -> None:
-        cast(DirectContext, self.context).reader.services = tuple(services)
-
-    def run_in(self, incarnation: int) -> None:
-        cast(DirectContext, self.context).incarnation = incarnation
+        cast(DirectContext, self.context).services = tuple(services)
 
     def die(self) -> None:
         """Loses all rows; every running call fails."""
@@ -162,10 +145,9 @@ class FakeService(Service):
         self._alive.set()
 
     def _begin_instance(self) -> None:
-        context = cast(DirectContext, self.context)
-        context.instance = f"{context.service}0.0-1-{self.deaths:08x}"
+        self.instance = f"{self.service}0.0-1-{self.deaths:08x}"
         if self.row_bytes:
-            self.rows = context.open_rows(self.row_slots, self.row_bytes)
+            self.rows = RowStore.private(f"direct://{self.instance}", DIRECT_SLOTS, self.row_bytes)
 
 
 def now() -> float:

@@ -12,6 +12,7 @@ import numpy as np
 
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, LostRows, PeerLost, Refused
 from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.control.wire import Wakeup
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import PromptGroup, Published, SampleText, Using
@@ -80,7 +81,7 @@ class FakeGeneration(FakeService, Generation):
         self.flip_time = flip_time
         self.busy = 0.0
         self._published: Published | None = None
-        self._weights_changed = asyncio.Event()
+        self._weights_changed = Wakeup()
         self._flips: list[tuple[float, int]] = []
         self._queue: deque[Sequence] = deque()
         self._sampling: dict[Sequence, None] = {}
@@ -116,16 +117,15 @@ class FakeGeneration(FakeService, Generation):
                 self._published = published
                 self._flips.append((now(), published.version))
                 self._fill_slots()
-                self._weights_changed.set()
-                self._weights_changed.clear()
+                self._weights_changed.wake()
         return Using((self.instance,), self.version)
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         await self.wait_until_alive()
-        if prompts.incarnation != self.context.incarnation:
+        if prompts.incarnation != self.incarnation:
             raise Refused(
                 f"group {prompts.id} belongs to incarnation {prompts.incarnation} of the run, this worker to "
-                f"{self.context.incarnation}"
+                f"{self.incarnation}"
             )
         answers = asyncio.Queue[RowRef | AsyncrlError]()
         sequences = []

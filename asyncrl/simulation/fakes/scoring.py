@@ -103,7 +103,7 @@ class FakeCritic(FakeService, Critic):
         return samples.with_places([self.keep(row.name, nothing) for row in samples])
 
     async def update(self, cuts: Cuts) -> ValueReport:
-        if cuts.incarnation != self.context.incarnation or cuts.version < self._version:
+        if cuts.incarnation != self.incarnation or cuts.version < self._version:
             raise Refused(
                 f"an update from version {cuts.version} was refused: the critic has learnt from {self._version}"
             )
@@ -123,5 +123,5 @@ class FakeCritic(FakeService, Critic):
         return Checkpointed(version, "", {})
 
     def _report(self, cuts: Cuts, updates: int, skipped: str) -> ValueReport:
-        metrics = {f"{self.context.service}/updates": float(updates)}
+        metrics = {f"{self.service}/updates": float(updates)}
         return ValueReport(cuts.incarnation, cuts.version, updates, skipped, metrics)

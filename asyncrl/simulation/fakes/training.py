@@ -99,7 +99,7 @@ class FakeTraining(FakeService, Training):
         return {}
 
     async def published(self) -> Published:
-        return Published(self.context.incarnation, self.version, self.arena, slot_of(self.version), "")
+        return Published(self.incarnation, self.version, self.arena, slot_of(self.version), "")
 
     async def using(self, reader: str, version: int) -> None:
         self._leases.using(reader, version)
@@ -138,8 +138,8 @@ class FakeTraining(FakeService, Training):
 
     def _check(self, call: str, incarnation: int, version: int) -> None:
         """Raises Refused unless this is the version that the trainer is at."""
-        if (incarnation, version) != (self.context.incarnation, self.version):
-            at = f"the trainer is at version {self.version} of incarnation {self.context.incarnation}"
+        if (incarnation, version) != (self.incarnation, self.version):
+            at = f"the trainer is at version {self.version} of incarnation {self.incarnation}"
             raise Refused(f"a {call} from version {version} of incarnation {incarnation} was refused: {at}")
 
     async def train(self, cuts: Cuts, rows: Batch) -> StepReport:
@@ -182,7 +182,7 @@ class FakeTraining(FakeService, Training):
         self.blocked += now() - began
 
     def _report(self, samples: tuple[TrainedSample, ...], skipped: str) -> StepReport:
-        return StepReport(self.context.incarnation, self.version, 0, skipped, self.chain.hex(), {}, samples, None)
+        return StepReport(self.incarnation, self.version, 0, skipped, self.chain.hex(), {}, samples, None)
 
 
 def _trained_sample(row: Any, trained: int) -> TrainedSample:

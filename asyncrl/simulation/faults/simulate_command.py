@@ -8,74 +8,55 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from hashlib import sha256
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from asyncrl.errors import root_cause
-from asyncrl.simulation.faults.trial_execution import TrialOutcome, run_trial
+from asyncrl.simulation.faults.trial_execution import TrialRun, run_trial
 from asyncrl.simulation.faults.trial_plan import Trial, draw_trial
 
 CPU_LIMIT = 60.0
 """CPU-seconds of one trial, hundreds of times what it takes: a loop that awaits nothing stops the virtual clock."""
+TRIALS_PER_LINE = 200
 MOST_RUNS = 200
 """Smaller trials that are tried at most, which takes some seconds."""
 
-SIMPLEST = Trial(reward_time=0.0, cut_at=None)
-SIMPLER = (
-    "remote",
-    "reference",
-    "shape",
-    "latency",
-    "flip_time",
-    "unscorable",
-    "reward_time",
-    "finish",
-    "cut_at",
-    "policy",
-)
-"""Attributes of a trial that shrinking sets to those of SIMPLEST, in this order."""
-LEAST = (("steps", 1), ("groups", 1), ("members", 2), ("generators", 1), ("scorers", 1), ("limit", 0), ("slots", 1))
+SIMPLEST = Trial(groups=1, limit=0, slots=1, cut_at=None, steps=1, reward_time=0.0)
+"""Shrinking sets the attributes of a trial to those of this one, except its seed and its faults."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs trials with injected faults, one a seed, and exits with status 1 at the first that fails. The digest in the
     last line covers every event, message and journal of all trials: the same command prints the same digest."""
-    options = _parsed(arguments)
+    parser = argparse.ArgumentParser(prog="simulate", description=main.__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="number of trials (default 1000)")
+    parser.add_argument("--start", type=int, default=0, metavar="S", help="the first seed (default 0)")
+    options = parser.parse_args(arguments)
     began, digest, messages, seen = time.monotonic(), sha256(), 0, Counter[str]()
     for trials in range(1, options.seeds + 1):
         seed = options.start + trials - 1
         outcome = outcome_of(draw_trial(seed))
-        if not isinstance(outcome, TrialOutcome):
-            _report(seed, outcome, options.as_it_is)
+        if not isinstance(outcome, TrialRun):
+            _report(seed, outcome)
             return 1
-        messages += outcome.messages
-        seen.update(fault.kind for fault in outcome.injected)
+        messages += outcome.faults.sent
+        seen.update(fault.kind for fault in outcome.faults.injected)
         seen["lives"] += outcome.lives
         digest.update(outcome.digest.encode())
-        if trials % options.every == 0 or trials == options.seeds:
+        if trials % TRIALS_PER_LINE == 0 or trials == options.seeds:
             done = f"{trials} trials held, {trials / (time.monotonic() - began):.1f} a second, {messages} messages"
             counts = ", ".join(f"{count} {what}" for what, count in sorted(seen.items()))
             print(f"{done}; {counts}; digest {digest.hexdigest()[:16]}", flush=True)
     return 0
 
 
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="simulate", description=main.__doc__)
-    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="number of trials (default 1000)")
-    parser.add_argument("--start", type=int, default=0, metavar="S", help="the first seed (default 0)")
-    parser.add_argument("--every", type=int, default=200, metavar="K", help="trials per printed line (default 200)")
-    parser.add_argument("--as-it-is", action="store_true", help="print a failing trial without shrinking it")
-    return parser.parse_args(arguments)
-
-
-def _report(seed: int, error: BaseException, as_it_is: bool) -> None:
+def _report(seed: int, error: BaseException) -> None:
     print(f"seed {seed} failed: {described(error)}", flush=True)
-    trial = draw_trial(seed)
-    if not as_it_is:
-        trial = shrink(trial, lambda smaller: kind_of(outcome_of(smaller)))
-        print(f"smallest trial found that fails in the same way: {described(outcome_of(trial))}")
+    trial = shrink(draw_trial(seed), lambda smaller: kind_of(outcome_of(smaller)))
+    print(f"smallest trial found that fails in the same way: {described(outcome_of(trial))}")
     print(f"run it again: {command(trial)}", flush=True)
 
 
@@ -83,7 +64,7 @@ class EndlessTrial(AssertionError):
     """Ends a trial that computes without end; the message says where."""
 
 
-def outcome_of(trial: Trial, cpu_limit: float = CPU_LIMIT) -> TrialOutcome | BaseException:
+def outcome_of(trial: Trial, cpu_limit: float = CPU_LIMIT) -> TrialRun | BaseException:
     """Runs a trial; returns what it did or the error that ended it. This is the supervised boundary of a trial."""
     try:
         with _limited_to(cpu_limit):
@@ -92,17 +73,17 @@ def outcome_of(trial: Trial, cpu_limit: float = CPU_LIMIT) -> TrialOutcome | Bas
         return root_cause(error)
 
 
-def kind_of(outcome: TrialOutcome | BaseException) -> str:
+def kind_of(outcome: TrialRun | BaseException) -> str:
     """Returns the class of a failure and where it was raised, "" for a trial that held."""
-    if isinstance(outcome, TrialOutcome):
+    if isinstance(outcome, TrialRun):
         return ""
     frames = traceback.extract_tb(outcome.__traceback__)
     where = f" in {Path(frames[-1].filename).name}:{frames[-1].name}" if frames else ""
     return f"{type(outcome).__name__}{where}"
 
 
-def described(outcome: TrialOutcome | BaseException) -> str:
-    return "held" if isinstance(outcome, TrialOutcome) else f"{kind_of(outcome)}: {outcome}"[:1000]
+def described(outcome: TrialRun | BaseException) -> str:
+    return "held" if isinstance(outcome, TrialRun) else f"{kind_of(outcome)}: {outcome}"[:1000]
 
 
 def command(trial: Trial) -> str:
@@ -128,7 +109,7 @@ def _limited_to(seconds: float) -> Iterator[None]:
 
 
 def shrink(trial: Trial, fails: Callable[[Trial], str]) -> Trial:
-    """Returns the smallest trial found. It removes faults first, then chance, then steps, groups and workers.
+    """Returns the smallest trial found. It removes faults first, then simplifies one attribute after the other.
 
     fails: runs a trial; returns the kind of its failure, "" if it held.
     """
@@ -148,12 +129,13 @@ def candidates(trial: Trial) -> Iterator[Trial]:
     for size in sorted({count // 2, 1} - {0}, reverse=True):
         for start in range(0, count, size):
             yield replace(trial, faults=trial.faults[:start] + trial.faults[start + size :])
-    for name in SIMPLER:
-        if getattr(trial, name) != getattr(SIMPLEST, name):
-            yield replace(trial, **{name: getattr(SIMPLEST, name)})
-    for name, least in LEAST:
-        if getattr(trial, name) > least:
-            yield replace(trial, **{name: getattr(trial, name) - 1})
+    for name in (item.name for item in fields(trial)):
+        value, simplest = getattr(trial, name), getattr(SIMPLEST, name)
+        if value != simplest and name not in ("seed", "faults"):
+            values: list[Any] = [simplest]
+            if isinstance(value, int) and isinstance(simplest, int) and value - 1 > simplest:
+                values.append(value - 1)
+            yield from (replace(trial, **{name: simpler}) for simpler in values)
     for number, fault in enumerate(trial.faults):
         if fault.turns:
             simpler = replace(fault, turns=0)

@@ -4,40 +4,37 @@ import asyncio
 import itertools
 import random
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
-from asyncrl.algorithms import grpo, remax
 from asyncrl.config.schema import Config, GenerationConfig, ModelConfig, TaskConfig
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.journal import surviving
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.observed_run import WorkerEvents
 from asyncrl.controller.observers.events import Event, GroupDrawn, GroupFinished, GroupPoisoned
-from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, root_cause
+from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
-from asyncrl.fleet.replicas import RemoteWorker
+from asyncrl.fleet.service_calls import RemoteWorker
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import CREDIT
-from asyncrl.objectives.advantages import greedy_baseline, group_baseline
 from asyncrl.protocols.service_contracts import Generation, Lane, Reference, Training
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.faults.fault_injection import CHECK_PERIOD, FLEET, GROUP_DEADLINE, FaultInjection
-from asyncrl.simulation.faults.fault_launcher import FaultyLauncher
-from asyncrl.simulation.faults.fault_services import (
+from asyncrl.simulation.faults.faulty_platform import FaultyLauncher, FaultyWire, ProcessWire, SlowDisk
+from asyncrl.simulation.faults.trial_plan import Trial
+from asyncrl.simulation.faults.trial_services import (
+    GroundTruth,
     TicketReward,
     TrialGeneration,
     TrialReference,
     TrialReward,
     TrialTraining,
+    TrialViolation,
 )
-from asyncrl.simulation.faults.fault_wire import FaultyWire, ProcessWire
-from asyncrl.simulation.faults.ground_truth import GroundTruth, TrialViolation
-from asyncrl.simulation.faults.slow_disk import SlowDisk
-from asyncrl.simulation.faults.trial_plan import Fault, Trial
-from asyncrl.simulation.invariants import Invariants
 from asyncrl.simulation.resumable_run import ResumableRun
 
 TICKET_PAUSE = 2.0
@@ -54,48 +51,40 @@ CONFIG = Config(
 )
 
 
-@dataclass
-class TrialOutcome:
-    """Holds what a trial did.
-
-    digest: hash of all events and messages. lives: how often a controller was started. injected: the faults that were
-    reached. poisoned: groups dropped as poison. ends: how each life ended.
-    """
-
-    digest: str = ""
-    version: int = 0
-    lives: int = 0
-    messages: int = 0
-    injected: list[Fault] = field(default_factory=list)
-    poisoned: list[int] = field(default_factory=list)
-    ends: list[str] = field(default_factory=list)
-
-
 class TrialRun:
-    """Owns everything that outlives a controller: disk, faults with their clock, and ground truth."""
+    """A trial while it runs, and what it did. Everything in it outlives a controller.
+
+    version: of the last step. digest: hash of all events and messages. lives: how often a controller was started.
+    poisoned: groups dropped as poison. ends: how each life ended.
+    """
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
-        self.truth = GroundTruth(trial.enforced_limit, random.Random(f"rows {trial.seed}"))
+        self.truth = GroundTruth(trial, random.Random(f"rows {trial.seed}"))
         self.faults = FaultInjection(trial, self.truth)
         self.events = sha256()
-        self.outcome = TrialOutcome(injected=self.faults.injected)
         self.names = itertools.count(1)
         self.tickets = itertools.count(1)
+        self.version = 0
+        self.digest = ""
+        self.lives = 0
+        self.poisoned: list[int] = []
+        self.ends: list[str] = []
 
-    async def run(self) -> TrialOutcome:
+    async def run(self) -> None:
         """Raises TrialViolation, or the error of a controller that no fault explains."""
         before, chance = asyncio.all_tasks(), random.Random(f"disk {self.trial.seed}")
         disk = SlowDisk()
         while True:
-            self.outcome.lives += 1
+            self.lives += 1
             life = await self._live(disk, before)
             if life.power_cut is None:
                 break
             disk = disk.after_failure(life.power_cut, chance)
-            assert self.outcome.lives <= len(self.faults.injected) + 1, f"too many deaths: {self.outcome.ends}"
+            assert self.lives <= len(self.faults.injected) + 1, f"too many deaths: {self.ends}"
         self._check_history(disk)
-        return self.outcome
+        self.events.update(self.faults.digest.digest())
+        self.digest = self.events.hexdigest()[:32]
 
     async def _live(self, disk: SlowDisk, before: set[asyncio.Task[Any]]) -> "ControllerLife":
         injected = len(self.faults.injected)
@@ -111,7 +100,7 @@ class TrialRun:
         left = [task.get_name() for task in asyncio.all_tasks() - before]
         assert not left, f"tasks are left: {left}"
         life.explain_end(len(self.faults.injected) > injected)
-        self.outcome.ends.append(life.end)
+        self.ends.append(life.end)
         return life
 
     def check_truth(self) -> None:
@@ -126,12 +115,8 @@ class TrialRun:
             made.version: tuple((group, m) for group, members in made.cuts for m in members) for made in records
         }
         assert journaled == self.truth.steps, f"the journal says {journaled}; trained was {self.truth.steps}"
-        assert max(journaled) >= self.trial.steps, f"the run ended at version {max(journaled)}"
-        outcome, faults = self.outcome, self.faults
-        self.events.update(faults.digest.digest())
-        outcome.digest = self.events.hexdigest()[:32]
-        outcome.messages = faults.sent
-        outcome.version = max(journaled)
+        self.version = max(journaled)
+        assert self.version >= self.trial.steps, f"the run ended at version {self.version}"
 
 
 class ControllerLife(ResumableRun):
@@ -143,16 +128,15 @@ class ControllerLife(ResumableRun):
 
     def __init__(self, run: TrialRun, disk: SlowDisk) -> None:
         disk.skip = run.faults.skip
-        super().__init__(run.trial, disk)
+        super().__init__(run.trial, disk, run.check_truth)
         wire = FaultyWire(run.faults)
         self.disk = disk
         self.over = False
         self.end = "finished"
         self.power_cut: bool | None = None
         self._run = run
-        self._trial = run.trial
         self._wire = ProcessWire(wire)
-        seed = f"processes {run.trial.seed} {run.outcome.lives}"
+        seed = f"processes {run.trial.seed} {run.lives}"
         self.launcher = FaultyLauncher(wire, seed, remote=run.trial.remote, on_end=run.truth.ended)
         self.task = asyncio.get_running_loop().create_task(self._live(), name="controller")
 
@@ -192,53 +176,40 @@ class ControllerLife(ResumableRun):
         run.truth.resumed(self.gate.version)
         facts = RunFacts(
             run="feedbeef",
-            run_dir="/nowhere",
-            model_dir="/nowhere",
+            run_dir=Path("/nowhere"),
+            model_dir=Path("/nowhere"),
             incarnation=self.incarnation,
             weights_arena="none",
             config=CONFIG,
-            checkpoint_dir=self.plan.directory if self.plan else None,
-            heartbeat=HEARTBEAT if self._trial.remote else None,
+            checkpoint_dir=Path(self.plan.directory) if self.plan else None,
+            heartbeat=HEARTBEAT if self._run.trial.remote else None,
         )
         platform = Platform(self._wire, lambda _: self.launcher, lambda: f"{next(run.names):08x}", lambda _: None)
         async with fleet_on(platform, self._specs(), facts, report=lambda _: None, resume="the same") as fleet:
             await self._train(fleet)
 
     def _specs(self) -> list[ServiceSpec]:
-        trial = self._trial
-        options = {"trial": trial, "truth": self._run.truth, "disk": self.disk}
+        trial, truth = self._run.trial, self._run.truth
         specs = [
-            ServiceSpec("generation", Generation, TrialGeneration, trial.generators, options=options),
-            ServiceSpec("reward", TicketReward, TrialReward, trial.scorers, options=options),
-            ServiceSpec("training", Training, TrialTraining, options=options),
+            ServiceSpec("generation", Generation, partial(TrialGeneration, truth), trial.generators),
+            ServiceSpec("reward", TicketReward, partial(TrialReward, truth), trial.scorers),
+            ServiceSpec("training", Training, partial(TrialTraining, truth, self.disk)),
         ]
         if trial.reference:
-            specs.append(ServiceSpec("reference", Reference, TrialReference, options=options))
+            specs.append(ServiceSpec("reference", Reference, partial(TrialReference, truth)))
         return specs
 
     async def _train(self, fleet: RunningFleet) -> None:
-        run, greedy = self._run, self._trial.greedy
         self._fleet = fleet
-        self._invariants = Invariants(self.gate, self.journal, run.check_truth, thorough=True)
-        self._drawn = dict.fromkeys(self.gate.groups(), run.faults.now())
-        advantages = greedy_baseline if greedy else group_baseline
-        self.make_controller(fleet.fleet, advantages, GROUP_DEADLINE, self._observe, fleet.supervisor.kill)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                watches = {
-                    "worker events": WorkerEvents(fleet, self.controller).follow(),
-                    "checks": self._check(),
-                    "tickets": self._count_tickets(fleet.handle("reward", TicketReward)),
-                }
-                beside = [tasks.create_task(watch, name=name) for name, watch in watches.items()]
-                await self.controller.run(remax.ALGORITHM if greedy else grpo.ALGORITHM)
-                if self.gate.version > self.committed:
-                    await self.commit(self.gate.version)
-                for task in beside:
-                    task.cancel()
-        except BaseExceptionGroup as errors:
-            raise root_cause(errors) from None
-        self._invariants.check()
+        self._drawn = dict.fromkeys(self.gate.groups(), self._run.faults.now())
+        self.make_controller(fleet.fleet, GROUP_DEADLINE, self._observe, fleet.supervisor.kill)
+        await self.run_controller(
+            {
+                "worker events": WorkerEvents(fleet, self.controller).follow(),
+                "checks": self._check(),
+                "tickets": self._count_tickets(fleet.handle("reward", TicketReward)),
+            }
+        )
 
     async def _count_tickets(self, reward: TicketReward) -> None:
         """Makes calls that must not be repeated, each with its own ticket; faults lose some of them."""
@@ -255,7 +226,7 @@ class ControllerLife(ResumableRun):
         self._run.events.update(f"{asyncio.get_running_loop().time()!r} {event!r}\n".encode())
         if isinstance(event, GroupFinished) and not event.poison:
             self._fleet.supervisor.progressed()
-        self._invariants.observe(event)
+        self.invariants.observe(event)
         if isinstance(event, GroupDrawn):
             self._drawn[event.group] = self._run.faults.now()
         if isinstance(event, GroupFinished):
@@ -263,16 +234,16 @@ class ControllerLife(ResumableRun):
         self._check_ages()
 
     def _check_poison(self, event: GroupPoisoned) -> None:
-        poisoned = self._run.outcome.poisoned
+        poisoned = self._run.poisoned
         poisoned.append(event.group)
-        healthy = sum(group != self._trial.poison for group in poisoned)
+        healthy = sum(group != self._run.trial.poison for group in poisoned)
         most = len(self._run.faults.injected) * self.gate.config.cap
         assert healthy <= most, f"group {event.group} was dropped as poison, but it kills no worker: {event.reason}"
 
     async def _check(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._invariants.watch(), name="invariants")
-            tasks.create_task(self._check_waits(), name="check waits")
+            tasks.create_task(self.invariants.watch(), name="invariants")
+            tasks.create_task(self._check_waits(), name="waits")
 
     async def _check_waits(self) -> None:
         while True:
@@ -301,14 +272,13 @@ class ControllerLife(ResumableRun):
                 assert waiting <= CREDIT, f"{waiting} calls wait for {link.peer}, more than its credit"
 
 
-def run_trial(trial: Trial) -> TrialOutcome:
-    """Runs a trial on a virtual loop of its own; the same trial gives the same outcome.
+def run_trial(trial: Trial) -> TrialRun:
+    """Runs a trial on a virtual loop of its own; the same trial does the same each time. Raises AssertionError,
+    AsyncrlError or Deadlock when an invariant does not hold, or when no fault explains an error."""
 
-    Raises:
-        AssertionError, AsyncrlError, Deadlock: an invariant does not hold, or an error that no fault explains.
-    """
-
-    async def main() -> TrialOutcome:
-        return await TrialRun(trial).run()
+    async def main() -> TrialRun:
+        run = TrialRun(trial)
+        await run.run()
+        return run
 
     return virtual_loop.run(main())

@@ -18,7 +18,7 @@ from asyncrl.fleet.health import (
     round_seconds,
 )
 from asyncrl.fleet.lifecycle_events import WorkerHung
-from asyncrl.fleet.replicas import RemoteWorker, Replicas
+from asyncrl.fleet.service_calls import RemoteWorker, Replicas
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Health
 from asyncrl.protocols.service_contracts import Contract, Lane

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, UnknownEndpoint
-from asyncrl.fleet.replicas import Replicas
-from asyncrl.fleet.service_calls import GROUP_MARGIN, make_handle
+from asyncrl.fleet.service_calls import GROUP_MARGIN, Replicas, make_handle
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup
@@ -268,7 +267,7 @@ async def test_deadlines_come_from_the_config_or_from_the_group() -> None:
 TYPED = """
 from asyncrl.fleet.service_calls import make_handle
 from asyncrl.protocols.service_contracts import Generation
-from asyncrl.fleet.replicas import Replicas
+from asyncrl.fleet.service_calls import Replicas
 
 async def algorithm(service: Replicas) -> None:
     generation = make_handle(Generation, service, 1.0)

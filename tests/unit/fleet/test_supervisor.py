@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
@@ -13,7 +14,7 @@ from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost
 from asyncrl.fleet import supervisor
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
-from asyncrl.fleet.replicas import Replicas
+from asyncrl.fleet.service_calls import Replicas
 from asyncrl.fleet.supervisor import DeathCounter, Supervisor, WorkerConnection, WorkerSlot, end_process
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.protocols.layout import Layout
@@ -22,7 +23,12 @@ from asyncrl.protocols.transfer import ONE_OF
 from asyncrl.simulation import virtual_loop
 
 FACTS = RunFacts(
-    "feedbeef", "/run", "/model", 0, "none", Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p"))
+    "feedbeef",
+    Path("/run"),
+    Path("/model"),
+    0,
+    "none",
+    Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p")),
 )
 
 
@@ -66,7 +72,7 @@ class FakeProcess:
 
 
 class FakeConnection(WorkerConnection):
-    """Greets at once; `started` answers with what `start` does."""
+    """Greets at once, and takes calls when `start` is over."""
 
     def __init__(self, start: Callable[[], Awaitable[None]], greets: bool) -> None:
         self.lost, self.reason = asyncio.Event(), ""
@@ -74,14 +80,13 @@ class FakeConnection(WorkerConnection):
         self._start, self._greets = start, greets
 
     async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> None:
-        if method == "started":
-            return await self._start()
         await self.lost.wait()
         raise PeerLost(self.reason)
 
     async def __aenter__(self) -> Self:
         if not self._greets:
             raise PeerLost("it hung up")
+        await self._start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -108,7 +113,7 @@ class Stage:
         self.spawned = asyncio.Condition()
         self._start, self._greets = start, greets
         slot = WorkerSlot(self.worker, self._make_spec, self, restart)
-        self.supervisor = Supervisor([slot], self._connect, self._emit, 60.0, "asyncrl run")
+        self.supervisor = Supervisor([slot], self._connect, self._emit, "asyncrl run")
 
     def note(self, event: str) -> None:
         self.events.append((asyncio.get_running_loop().time(), event))

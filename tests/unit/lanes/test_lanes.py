@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -77,18 +76,6 @@ class QueueService(Service, Queue):
         return self.begun
 
 
-class NoCompute:
-    """For a service that computes nothing."""
-
-    queued = 0
-
-    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        raise AssertionError(f"{function} was to be computed")
-
-    def close(self) -> None:
-        """Nothing waits here."""
-
-
 @dataclass
 class Site:
     """A worker of this loop, and links to it."""
@@ -112,12 +99,12 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         return made[0]
 
     config = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"))
-    facts = RunFacts("feedbeef", str(tmp_path), str(tmp_path), 0, "none", config)
+    facts = RunFacts("feedbeef", tmp_path, tmp_path, 0, "none", config)
     addresses = Addresses("inproc://control", "inproc://work", "inproc://data")
     spec = WorkerSpec("queue", 0, 0, Layout(), "queue0.0-0-1", implementation, addresses, facts)
     wire, stop = InprocWire(), asyncio.Event()
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        tasks.create_task(run_worker(spec, wire, lambda occupancy: NoCompute(), stop))
+        tasks.create_task(run_worker(spec, wire, stop))
         await until(lambda: bool(made))
         yield Site(wire, spec, made[0])
         stop.set()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
-from asyncrl.fleet.worker.compute_thread import Compute, InlineCompute, Occupancy
+from asyncrl.fleet.worker.compute_thread import Occupancy, ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column
 from asyncrl.protocols.layout import Layout
@@ -54,9 +56,17 @@ class StoreReader:
         yield {name: [row[i] for row in rows] for i, name in enumerate(columns)}
 
 
+class InlineCompute(ThreadCompute):
+    """Computes at once, on the event loop."""
+
+    async def run(self, function: Any, *args: Any) -> Any:
+        return self._booked(function, *args)
+
+
 @pytest.fixture
 def worker_context(tmp_path: Path) -> Callable[..., WorkerContext]:
-    """Makes contexts. source: the rows its reader reads; its own go to a store of its own."""
+    """Makes contexts. source: the rows its reader reads; its own go to a store of its own. changes: fields of facts,
+    specification or context."""
 
     def make(
         service: str,
@@ -65,28 +75,33 @@ def worker_context(tmp_path: Path) -> Callable[..., WorkerContext]:
         *,
         incarnation: int = 1,
         source: RowStore | None = None,
-        make_compute: Callable[[Occupancy], Compute] = InlineCompute,
+        make_compute: Callable[[Occupancy], ThreadCompute] = InlineCompute,
         **changes: Any,
     ) -> WorkerContext:
         clock = StateClock(asyncio.get_running_loop().time)
         occupancy = Occupancy(clock)
-        values: dict[str, Any] = {
-            "run": "cafe0123",
-            "run_dir": tmp_path,
-            "model_dir": tmp_path,
-            "checkpoint_dir": None,
-            "replica": 0,
-            "rank": 0,
-            "layout": Layout(),
-            "instance": f"{service}0.0-{incarnation}-12345678",
-            "weights_arena": "",
-            "reader": StoreReader(source or RowStore.private("inproc://source", 1, 1)),
-            "compute": make_compute(occupancy),
-            "tracer": Tracer(None, service),
-            "log": structlog.get_logger(),
-            "open_rows": lambda slots, slot_bytes: RowStore.private(f"inproc://{service}.data", slots, slot_bytes),
-        }
-        parts = {"service": service, "config": config, "tasks": tasks, "incarnation": incarnation}
-        return WorkerContext(**parts, clock=clock, occupancy=occupancy, **values | changes)
+        facts = _changed(RunFacts("cafe0123", tmp_path, tmp_path, incarnation, "", config), changes)
+        instance = f"{service}0.0-{incarnation}-12345678"
+        spec = WorkerSpec(service, 0, 0, Layout(), instance, "none", Addresses.inproc(instance), facts)
+        reader: Any = StoreReader(source or RowStore.private("inproc://source", 1, 1))
+        context = WorkerContext(
+            spec=_changed(spec, changes),
+            reader=reader,
+            compute=make_compute(occupancy),
+            clock=clock,
+            occupancy=occupancy,
+            tracer=Tracer(None, service),
+            log=structlog.get_logger(),
+            tasks=tasks,
+            open_rows=lambda slots, slot_bytes: RowStore.private(f"inproc://{service}.data", slots, slot_bytes),
+        )
+        context = _changed(context, changes)
+        assert not changes, f"nothing has these fields: {changes}"
+        return context
 
     return make
+
+
+def _changed(record: Any, changes: dict[str, Any]) -> Any:
+    """Takes the changes of this record's fields out of `changes`, and returns the changed record."""
+    return replace(record, **{item.name: changes.pop(item.name) for item in fields(record) if item.name in changes})

@@ -14,7 +14,7 @@ from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import StepOutcome, gather_keys
-from asyncrl.fleet.worker.compute_thread import InlineCompute
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.weights.arena import open_reader
@@ -76,21 +76,21 @@ class CountingEngine:
 
 class CountingService(TrainingService):
     def open_engine(self, ranks: Ranks) -> tuple[PolicyTrainer, dict[str, Any]]:
-        if self.context.checkpoint_dir is None:
+        if self.context.facts.checkpoint_dir is None:
             return CountingEngine(ranks), {}
-        state = json.loads((self.context.checkpoint_dir / "state").read_text())
+        state = json.loads((self.context.facts.checkpoint_dir / "state").read_text())
         return CountingEngine(ranks, state["weight"]), state["extra"]
 
     def open_ranks(self) -> Ranks:
-        return cast(Ranks, self.context.options.get("ranks", Ranks()))
+        return cast(Ranks, self.context.spec.options.get("ranks", Ranks()))
 
 
-class PatientCompute(InlineCompute):
-    """Lets the loop turn before each function, as a thread does."""
+class PatientCompute(ThreadCompute):
+    """Computes on the event loop, and lets the loop turn before each function, as a thread does."""
 
     async def run(self, function: Any, *args: Any) -> Any:
         await asyncio.sleep(0)
-        return await super().run(function, *args)
+        return self._booked(function, *args)
 
 
 def config(**sections: Any) -> Config:

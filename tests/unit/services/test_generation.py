@@ -248,7 +248,7 @@ async def test_weights_flip_while_samples_run(start: Start, arena: Any) -> None:
     async with start() as service:
         first = arena.publish(0)
         using = await service.use_weights(first)
-        assert (using.readers, using.version) == ((service.context.instance,), 0)
+        assert (using.readers, using.version) == ((service.context.spec.instance,), 0)
         arena.leases.using(using.readers[0], 0)
         running = asyncio.ensure_future(collect(service, group(0, members=24)))
         await until(lambda: service._engine.running > 0)

@@ -81,7 +81,7 @@ def lives(worker: LocalWorker) -> bool:
 
 
 def spec(launcher: LocalLauncher, run_dir: Path, instance: str) -> WorkerSpec:
-    facts = RunFacts("feedbeef", str(run_dir), "", 0, "none", config())
+    facts = RunFacts("feedbeef", run_dir, Path(), 0, "none", config())
     return WorkerSpec("echo", 0, 0, Layout(), instance, "nowhere:None", launcher.addresses(instance), facts)
 
 

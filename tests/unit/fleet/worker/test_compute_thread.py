@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from asyncrl.fleet.worker.compute_thread import InlineCompute, Occupancy, ThreadCompute
+from asyncrl.fleet.worker.compute_thread import Occupancy, ThreadCompute
 from asyncrl.telemetry.state_clock import StateClock
 
 
@@ -69,7 +69,7 @@ async def test_functions_run_one_after_the_other_beside_the_loop() -> None:
 
 
 async def test_an_error_comes_out_of_run() -> None:
-    for compute in (ThreadCompute(Occupancy(StateClock(Hand()))), InlineCompute(Occupancy(StateClock(Hand())))):
-        with pytest.raises(ZeroDivisionError):
-            await compute.run(lambda: 1 / 0)
-        compute.close()
+    compute = ThreadCompute(Occupancy(StateClock(Hand())))
+    with pytest.raises(ZeroDivisionError):
+        await compute.run(lambda: 1 / 0)
+    compute.close()

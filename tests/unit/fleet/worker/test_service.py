@@ -12,9 +12,10 @@ import structlog
 
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.errors import ConfigError, LostRows, UnknownEndpoint
-from asyncrl.fleet.worker.compute_thread import InlineCompute, Occupancy
+from asyncrl.fleet.worker.compute_thread import Occupancy, ThreadCompute
 from asyncrl.fleet.worker.dispatcher import Dispatcher
 from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Call, PromptGroup
@@ -41,7 +42,7 @@ class StepsService(Service, Steps):
 
     async def start(self) -> None:
         await self.may_start.wait()
-        if self.context.options.get("refuses"):
+        if self.context.spec.options.get("refuses"):
             raise ConfigError("not like this")
         self.rows = self.context.open_rows(4, 64)
 
@@ -67,28 +68,20 @@ class Hand:
 def context_of(tmp_path: Path, tasks: asyncio.TaskGroup, hand: Hand, **options: Any) -> WorkerContext:
     clock = StateClock(hand)
     occupancy = Occupancy(clock)
+    config = Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p"))
+    instance = "steps0.0-0-a"
+    facts = RunFacts("feedbeef", tmp_path, tmp_path, 0, "none", config)
+    spec = WorkerSpec("steps", 0, 0, Layout(), instance, StepsService, Addresses.inproc(instance), facts, options)
     return WorkerContext(
-        config=Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p")),
-        run="feedbeef",
-        run_dir=tmp_path,
-        model_dir=tmp_path,
-        checkpoint_dir=None,
-        incarnation=0,
-        service="steps",
-        replica=0,
-        rank=0,
-        layout=Layout(),
-        instance="steps0.0-0-a",
-        weights_arena="none",
+        spec=spec,
         reader=None,  # type: ignore[arg-type]
-        compute=InlineCompute(occupancy),
+        compute=ThreadCompute(occupancy),
         clock=clock,
         occupancy=occupancy,
-        tracer=Tracer(tmp_path / "logs" / "steps0.0-0-a.trace.jsonl", "steps0.0"),
+        tracer=Tracer(tmp_path / "logs" / f"{instance}.trace.jsonl", "steps0.0"),
         log=structlog.get_logger(),
         tasks=tasks,
-        open_rows=lambda slots, slot_bytes: RowStore.private("inproc://steps0.0-0-a.data", slots, slot_bytes),
-        options=options,
+        open_rows=lambda slots, slot_bytes: RowStore.private(f"inproc://{instance}.data", slots, slot_bytes),
     )
 
 

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.protocols.layout import Layout
@@ -5,7 +7,9 @@ from asyncrl.protocols.layout import Layout
 
 def test_a_specification_survives_its_line_of_json() -> None:
     config = Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p"), seed=7)
-    facts = RunFacts("feedbeef", "/run", "/model", 2, "arena", config, "/checkpoint", ("public", "secret"))
+    facts = RunFacts(
+        "feedbeef", Path("/run"), Path("/model"), 2, "arena", config, Path("/checkpoint"), ("public", "secret")
+    )
     spec = WorkerSpec(
         service="training",
         replica=0,
