@@ -4,6 +4,7 @@ open or resume the directory ──> prompts, model ──> fleet ──> Contro
 """
 
 import asyncio
+import errno
 import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
@@ -24,15 +25,14 @@ from asyncrl.controller.journal.journal import Journal, surviving
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observed_run import Questions, RunState, TrainingRun
-from asyncrl.deploy.checks.resource_limits import allow_descriptors, exhausted
-from asyncrl.deploy.preflight import model_problems, preflight
+from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight
 from asyncrl.deploy.process.fork_client import Forks, forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.service_specs import service_specs, worker_count
 from asyncrl.engines.models.folder_checks import is_complete, scoring_model_folders
 from asyncrl.engines.models.model_folder import prepare
-from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError
+from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError, errno_in
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.leftover_cleanup import new_start
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
@@ -53,6 +53,16 @@ PRETRAIN = "pretrain.jsonl"
 """File in the run's logs with the texts that the trainer learns besides its samples."""
 HEARTBEAT = 10.0
 """Seconds between heartbeats. Three missing ones mean that a worker's host is gone; loading a model takes less."""
+
+CAUSES = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file has reached the size that this user may write (ulimit -f)",
+    errno.EMFILE: "a process has as many files open as it may (ulimit -n)",
+    errno.ENFILE: "this machine has as many files open as it can",
+    errno.ENOMEM: "there is not enough memory",
+}
+"""Resources that run out, by error number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,15 @@ def _check(request: RunRequest) -> None:
     for warning in problems:
         request.display.say(f"warning: {warning}")
     allow_descriptors(worker_count(request.config))
+
+
+def exhausted(error: Exception) -> str | None:
+    """Returns which resource ran out if that caused the error, else None.
+
+    Errors of workers, some of them errors of libraries, arrive as texts, which are searched.
+    """
+    number = errno_in(error.message) if isinstance(error, RemoteError) else getattr(error, "errno", None)
+    return f"{CAUSES[number]}: {error}" if number in CAUSES else None
 
 
 @contextmanager

@@ -93,7 +93,7 @@ async def evaluate_model(
     refuse(scoring_problems(config, services))
     model = await asyncio.to_thread(model.absolute)
     scorers: list[Scorer] = ["reward", "cost"] if config.algorithm.constraint == "lagrangian" else ["reward"]
-    specs = [generation_spec(config, "evaluation", options={"own_version": VERSION})]
+    specs = [generation_spec("evaluation", options={"own_version": VERSION})]
     for name in scorers:
         if name in services:
             specs.append(services[name])

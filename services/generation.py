@@ -19,7 +19,7 @@ import numpy as np
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, GenerationEngine, Key, SampleRequest
+from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import DeadlineExceeded, LostRows, Refused, TaskError
 from asyncrl.fleet.worker.service import Service, WorkerContext
@@ -62,7 +62,7 @@ class GenerationService(Service, Generation):
 
     async def start(self) -> None:
         context = self.context
-        self._engine: GenerationEngine = await context.compute.run(self._load_engine)
+        self._engine: TorchEngine = await context.compute.run(self._load_engine)
         config, generation, tokenizer = context.config, context.config.generation, self._engine.tokenizer
         prompt, response = config.task.max_prompt_tokens, generation.max_new_tokens
         self._token_budget = TokenBudget(prompt, response, self._engine.context)

@@ -16,8 +16,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
 Stage = Literal["plain", "torch"]
+STAGES: tuple[Stage, ...] = ("plain", "torch")
 
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 MODULES = (
@@ -49,22 +50,19 @@ class CannotFork(Exception):
     """The worker must be spawned; the message says why."""
 
 
+@dataclass(slots=True)
 class ForkedWorker:
-    """A process that another one forked and this one waits for, with the interface of `subprocess.Popen`."""
+    """A child of this process that another process forked, with the interface of `subprocess.Popen`."""
 
-    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
-        self.pid = pid
-        self.stdin = stdin
-        self.returncode: int | None = None
-        self._pidfd = os.pidfd_open(pid)
+    pid: int
+    stdin: IO[bytes]
+    returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit status once it has ended; negative: the signal that ended it."""
+        """Returns the exit status once the process has ended; negative: the signal that ended it."""
         if self.returncode is None:
-            ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
-            if ended is not None:
-                os.close(self._pidfd)
-                self.returncode = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def terminate(self) -> None:
@@ -74,9 +72,8 @@ class ForkedWorker:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.returncode is None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, number)
+        if self.returncode is None:  # Until `poll` has returned its status, no other process can have its pid.
+            os.kill(self.pid, number)
 
 
 @dataclass(slots=True)
@@ -144,11 +141,8 @@ class Forks:
 
     def begin(self) -> None:
         """Start both processes, which import while this one goes on."""
-        pairs: dict[Stage, tuple[socket.socket, socket.socket]] = {
-            "plain": socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET),
-            "torch": socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET),
-        }
-        theirs = [pairs["plain"][1].fileno(), pairs["torch"][1].fileno()]
+        pairs = {stage: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for stage in STAGES}
+        theirs = [other.fileno() for _, other in pairs.values()]
         # It is open as long as the processes may write to it.
         output = tempfile.TemporaryFile()  # noqa: SIM115
         program = [sys.executable, "-m", "asyncrl.deploy.process.fork_server"]
@@ -195,10 +189,7 @@ class Forks:
                 return await self._fork(stage, name, output)
             except _ServerGone as gone:
                 self.say(f"{gone}; another one is started, workers live on")
-            try:
-                return await self._fork(stage, name, output)
-            except _ServerGone as gone:
-                raise CannotFork(str(gone)) from gone
+            return await self._fork(stage, name, output)
 
     async def _fork(self, stage: Stage, name: str, output: IO[bytes]) -> ForkedWorker:
         if self._servers is None:
@@ -246,7 +237,7 @@ class Forks:
             raise self._gone(servers, stage)
         return json.loads(answer)
 
-    def _gone(self, servers: _Servers, stage: Stage) -> Exception:
+    def _gone(self, servers: _Servers, stage: Stage) -> CannotFork:
         why = f"the process to fork workers from ({stage}) has ended{servers.last_words()}"
         if stage not in servers.pids and self._servers is servers:
             self._unfit[stage] = why
@@ -259,37 +250,26 @@ class Forks:
             self.end()
 
 
-@contextmanager
-def early_forks() -> Iterator[Forks | None]:
+def early_forks() -> AbstractContextManager[Forks | None]:
     """Starts the processes that workers are forked from, as the default config would have them."""
-    if sys.platform != "linux":
-        yield None
-        return
-    with Forks(worker_environment(os.environ)) as forks:
-        yield forks
+    return Forks(worker_environment(os.environ)) if sys.platform == "linux" else nullcontext()
 
 
-@contextmanager
 def forks_of(
     config: "Config", begun: Forks | None = None, say: Callable[[str], None] = print
-) -> Iterator[Forks | None]:
+) -> AbstractContextManager[Forks | None]:
     """Starts the processes that workers are forked from; gives None where they are spawned or live in this process.
 
     begun: used if its processes suit the config, and then left as it is at the end; its processes are ended otherwise.
     """
     environment = worker_environment(os.environ, config.fleet.threads, config.fleet.wire)
     forked = config.fleet.start == "fork" and config.fleet.wire != "inproc" and sys.platform == "linux"
+    if begun is not None and forked and begun.suits(environment):
+        begun.say, begun.deadline = say, config.fleet.start_deadline
+        return nullcontext(begun)
     if begun is not None:
-        if forked and begun.suits(environment):
-            begun.say, begun.deadline = say, config.fleet.start_deadline
-            yield begun
-            return
         begun.end()
-    if not forked:
-        yield None
-        return
-    with Forks(environment, deadline=config.fleet.start_deadline, say=say) as forks:
-        yield forks
+    return Forks(environment, deadline=config.fleet.start_deadline, say=say) if forked else nullcontext()
 
 
 def _as_this_process(pid: int) -> None:
@@ -302,8 +282,8 @@ def _as_this_process(pid: int) -> None:
                 resource.prlimit(pid, limit, values)
 
 
-class _ServerGone(Exception):
-    """A process to fork from is no more."""
+class _ServerGone(CannotFork):
+    """A process to fork from is no more; another one may be started."""
 
 
 class _Subreaper:

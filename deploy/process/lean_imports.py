@@ -15,12 +15,11 @@ Where a later version of either library needs more, more is imported, and nothin
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -61,7 +60,7 @@ def _run_body(module: _Deferred) -> None:
     spec = module.__spec__
     assert spec is not None
     assert isinstance(spec.loader, _DeferredLoader)
-    spec.loader.real.exec_module(module)
+    spec.loader.run_body(module)
     for function in allowed:
         module.allow_in_graph(function)
 
@@ -72,9 +71,7 @@ def _constant(function: Any) -> Any:
 
 
 def _disable(function: Any = None, recursive: bool = True, **_: Any) -> Any:
-    if function is None:
-        return _disable
-    return function
+    return _disable if function is None else function
 
 
 def _graph_break(*_: Any, **__: Any) -> None:
@@ -87,30 +84,24 @@ EARLY: dict[str, dict[str, Callable[..., Any]]] = {
 """Functions of the package that are called although nothing is compiled; `allow_in_graph` is one more."""
 
 
-class _DeferredLoader(importlib.abc.Loader):
+class _DeferredLoader(SourceFileLoader):
     """Makes the module without running its body."""
 
-    def __init__(self, real: importlib.abc.Loader) -> None:
-        self.real = real
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Deferred(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: see `_Deferred.__getattr__`."""
+        """Does nothing; `_Deferred.__getattr__` runs the body."""
+
+    def run_body(self, module: ModuleType) -> None:
+        super().exec_module(module)
 
 
-class _TransformersLoader(importlib.abc.Loader):
+class _TransformersLoader(SourceFileLoader):
     """Runs the module, then has it say that torch is not distributed."""
 
-    def __init__(self, real: importlib.abc.Loader) -> None:
-        self._real = real
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._real.create_module(spec)
-
     def exec_module(self, module: ModuleType) -> None:
-        self._real.exec_module(module)
+        super().exec_module(module)
         names = module.__dict__
         names["is_torch_distributed_available"] = names["is_accelerate_available"] = _unavailable
         if scan := names.get("create_import_structure_from_path"):
@@ -124,21 +115,14 @@ def _unavailable(*_: Any) -> bool:
     return False
 
 
-LOADERS: dict[str, Callable[[Any], importlib.abc.Loader]] = {
-    COMPILER: _DeferredLoader,
-    TRANSFORMERS: _TransformersLoader,
-}
+LOADERS: dict[str, type[SourceFileLoader]] = {COMPILER: _DeferredLoader, TRANSFORMERS: _TransformersLoader}
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in LOADERS:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            spec.loader = LOADERS[name](spec.loader)
+class _Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name in LOADERS else None
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = LOADERS[name](spec.loader.name, spec.loader.path)
         return spec
 
 

@@ -15,7 +15,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Literal, Self
 
-from asyncrl.deploy.process import memory_sweeper
 from asyncrl.deploy.process.fork_client import CannotFork, ForkedWorker, Forks
 from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.fleet.leftover_cleanup import remove_leftovers
@@ -24,6 +23,14 @@ from asyncrl.lanes.shared_memory import unlink_instance_segments
 
 LAST_WORDS = 300
 """Characters of a dead worker's output that its cause of death quotes."""
+SWEEP = """\
+trap '' INT TERM HUP
+read -r end_of_input
+rm -rf "$1" /dev/shm/"asyncrl-$0-"*
+"""
+"""Shell script that waits until its standard input, a pipe that only the controller holds, ends: the controller has
+closed its launcher, and has removed all itself, or is dead, and its workers with it. Then it removes what is left.
+$0: name of one start of a run; a resume has another, so this may run late. $1: folder of sockets."""
 SWEEPING = 5.0
 """Seconds that removing some files in memory may take."""
 
@@ -91,7 +98,7 @@ class LocalWorker:
 
 class LocalLauncher:
     """Starts processes; leaving it removes the folder of their sockets and their shared memory. When this process is
-    killed, memory_sweeper.py does.
+    killed, the shell that runs SWEEP removes them.
 
     run: names both, and nothing that another launcher made. forks: what workers are forked from; None: all are spawned.
     sockets: only this user can enter it; its path is short, for the names of sockets end at 107 bytes.
@@ -106,7 +113,7 @@ class LocalLauncher:
         self.sockets = Path(tempfile.mkdtemp(prefix=f"asyncrl-{run}-"))
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-I", "-S", memory_sweeper.__file__, self._run, str(self.sockets)]
+        command = ["/bin/sh", "-c", SWEEP, self._run, str(self.sockets)]
         self._sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         return self
 

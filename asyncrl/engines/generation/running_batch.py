@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.generation.interface import Completion, Finish, SampleRequest
+from asyncrl.engines.generation.sample_requests import Completion, Finish, SampleRequest
 from asyncrl.protocols.seeds import draws
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
@@ -125,7 +124,7 @@ def scoring_model_folder(config: Config, name: str, key: str, policy: Path) -> P
     if own and others and own != others:
         raise ConfigError(another_tokenizer(key))
     _refuse_other_heads(folder, key)
-    context, longest = _context_of_folder(folder), longest_row(config, _context_of_folder(policy))
+    context, longest = context_of_folder(folder), longest_row(config, context_of_folder(policy))
     if context is not None and context < longest:
         raise ConfigError(
             f"{key}: {folder} was made for {context} positions (max_position_embeddings in its config.json), and a "
@@ -190,20 +189,7 @@ def longest_row(config: Config, context: int | None = None) -> int:
     return tokens if context is None else min(tokens, context)
 
 
-def context_problems(config: Config, folder: Path) -> Iterator[Problem]:
-    """Yields a problem when the longest answer leaves no room for a prompt in the context of the model.
-
-    A folder without config.json belongs to user-defined services and is not checked.
-    """
-    context, answer = _context_of_folder(folder), config.generation.max_new_tokens
-    if context is not None and answer >= context:
-        text = (
-            f"{answer} new tokens leave no room for a prompt: {config.model.name} was made for {context} positions "
-            f"(max_position_embeddings in its config.json); write fewer than {context}"
-        )
-        yield Problem("generation.max_new_tokens", "", text)
-
-
-def _context_of_folder(folder: Path) -> int | None:
+def context_of_folder(folder: Path) -> int | None:
+    """Returns the context length of a model folder, or None for a folder without config.json, of other services."""
     path = folder / "config.json"
     return context_of(json.loads(path.read_text())) if path.exists() else None
