@@ -69,9 +69,8 @@ CAUSES = {
 class RunRequest:
     """A run that the user requests.
 
-    command: command that resumes the run. prompts, algorithm: Python objects that replace those of the config.
-    services: specs by name that replace those of the config, e.g. rewards in this process. forks: process that workers
-    are forked from, if it was started already.
+    command: resumes the run. prompts, algorithm, services: Python objects that replace those of the config, such as
+    rewards in this process. forks: what workers are forked from, if it was started already.
     """
 
     config: Config
@@ -88,11 +87,8 @@ class RunRequest:
 async def run(request: RunRequest) -> RunDirectory:
     """Trains as requested; the same request with the same directory resumes the run.
 
-    Raises:
-        ConfigError, TaskError: the user made a mistake; raised before anything is started if it is known by then.
-        FleetFailed: the trainer or the critic died; the same request resumes.
-        RewardError, AlgorithmError: a reward function, or a user's algorithm, failed; the same request resumes.
-        Interrupted: a signal ended the run before the last steps had a checkpoint; the same request resumes.
+    Raises ConfigError or TaskError for a mistake of the user, if possible before anything is started. The same request
+    resumes after FleetFailed (the trainer or a critic died), RewardError, AlgorithmError and Interrupted (by a signal).
     """
     _check(request)
     rollback = DirectoryRollback(request.run_dir)
@@ -128,10 +124,7 @@ def _check(request: RunRequest) -> None:
 
 
 def exhausted(error: Exception) -> str | None:
-    """Returns which resource ran out if that caused the error, else None.
-
-    Errors of workers, some of them errors of libraries, arrive as texts, which are searched.
-    """
+    """Returns which resource ran out if that caused the error, else None. Errors of workers arrive as texts."""
     number = errno_in(error.message) if isinstance(error, RemoteError) else getattr(error, "errno", None)
     return f"{CAUSES[number]}: {error}" if number in CAUSES else None
 
@@ -183,9 +176,6 @@ async def _train(
                 await run.run()
 
 
-# ---- the state that a run starts from --------------------------------------------------------------------
-
-
 def nothing_left(request: RunRequest, directory: RunDirectory, plan: ResumePlan | None) -> bool:
     """Returns, and prints, whether all steps are trained and the last version is evaluated if the config wants it."""
     config = request.config
@@ -201,10 +191,8 @@ def nothing_left(request: RunRequest, directory: RunDirectory, plan: ResumePlan 
 
 
 def settle_config(request: RunRequest, directory: RunDirectory, store: FileStore, plan: ResumePlan | None) -> None:
-    """Refuses a changed config, prints what a resume takes over, and writes config.toml.
-
-    At a first start it removes a model that an earlier start made of another config.
-    """
+    """Refuses a changed config, prints what a resume takes over, and writes config.toml. At a first start it removes a
+    model that an earlier start made of another config."""
     config = request.config
     if plan is not None:
         changes = check_resume(directory.path, config, request.accept_changes)
@@ -272,9 +260,6 @@ def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunSta
         curve=(keys.public, keys.secret),
         heartbeat=HEARTBEAT if config.fleet.wire == "tcp" else None,
     )
-
-
-# ---- the fleet -------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager

@@ -41,10 +41,7 @@ async def evaluate_run(
     prompts: str | Rows | None = None,
     services: Mapping[str, ServiceSpec] = NO_SERVICES,
 ) -> Evaluation:
-    """Evaluates the newest checkpoint of a run with the run's rewards.
-
-    prompts: default: those of the section `evaluate`. services: used instead of those of the config.
-    """
+    """Evaluates the newest checkpoint of a run with its rewards. prompts, services: replace those of the config."""
     if not RunDirectory(run_dir).started_before:
         raise ConfigError(f"{run_dir} is no run directory: it has no config.toml")
     model, version = newest_model(run_dir)
@@ -66,10 +63,9 @@ def _questions(config: Config, prompts: str | Rows | None = None) -> list[Questi
 
 
 async def evaluate_target(target: str, task: str | None, say: Callable[[str], None]) -> Evaluation:
-    """Evaluates a run directory or a model.
+    """Evaluates a target, which is a run directory or a form of `model.name`.
 
-    target: a run directory, or a form of `model.name`. task: experiment with the held-out prompts and rewards. say:
-    gets one line of progress at a time.
+    task: experiment with the held-out prompts and rewards. say: gets one line of progress at a time.
     """
     config = load(task).config if task is not None else None
     if RunDirectory(Path(target)).started_before:
@@ -86,10 +82,7 @@ async def evaluate_target(target: str, task: str | None, say: Callable[[str], No
 async def evaluate_model(
     model: Path, config: Config, questions: list[Question], services: Mapping[str, ServiceSpec] = NO_SERVICES
 ) -> Evaluation:
-    """Evaluates a model folder with a generation worker and a reward worker of its own, or with `services`.
-
-    A cost worker joins them when the algorithm has costs.
-    """
+    """Evaluates a model folder with workers of its own, or with `services`: generation, reward and, if any, cost."""
     refuse(scoring_problems(config, services))
     model = await asyncio.to_thread(model.absolute)
     scorers: list[Scorer] = ["reward", "cost"] if config.algorithm.constraint == "lagrangian" else ["reward"]

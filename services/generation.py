@@ -71,12 +71,10 @@ class GenerationService(Service, Generation):
         # One group of the run at least, and as many groups as an evaluation samples at a time.
         evaluation_slots = max(generation.slots, config.evaluate.samples)
         slots = evaluation_slots if self._evaluates else GateConfig.of(config).row_slots
-        ids, letters = (np.dtype(np.int32), response), (np.dtype(np.uint8), response * tokenizer.longest_token_bytes())
-        numbers, prompt_ids = (np.dtype(np.float32), response), (np.dtype(np.int32), prompt)
-        slot_bytes = bytes_of_slot(
-            {"prompt_ids": prompt_ids, "response_ids": ids, "logprobs": numbers, "versions": ids, "text": letters}
-        )
-        self.rows = context.open_rows(slots, slot_bytes)
+        ids, numbers = (np.dtype(np.int32), response), (np.dtype(np.float32), response)
+        texts, prompt_ids = (np.dtype(np.uint8), response * tokenizer.longest_token_bytes()), (ids[0], prompt)
+        columns = {"prompt_ids": prompt_ids, "response_ids": ids, "logprobs": numbers, "versions": ids, "text": texts}
+        self.rows = context.open_rows(slots, bytes_of_slot(columns))
         context.tasks.create_task(self._decode(), name="decode loop")
 
     async def stop(self) -> None:
@@ -84,16 +82,12 @@ class GenerationService(Service, Generation):
             self._reader.close()
         await super().stop()
 
-    # ---- endpoints ---------------------------------------------------------------------------------------
-
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         """Yields samples as they finish, one row each: columns prompt_ids, response_ids, versions (int32), logprobs
         (float32) and text (uint8, UTF-8, cut before a stop string). At the deadline, running samples end as `length`.
 
-        Raises:
-            Refused: the group has another incarnation.
-            TaskError: the prompt has no tokens, has too many of them, or cannot be rendered.
-            DeadlineExceeded: some members had not begun at the deadline.
+        Raises Refused for a group of another incarnation, TaskError for a prompt without tokens, with too many, or that
+        cannot be rendered, and DeadlineExceeded when some members had not begun at the deadline.
         """
         self._check_incarnation(prompts.incarnation, f"group {prompts.id}")
         deadline = asyncio.get_running_loop().time() + prompts.deadline
@@ -142,8 +136,6 @@ class GenerationService(Service, Generation):
                 prompt = await self.context.compute.run(self._engine.tokenizer.decode, prompt_ids)
                 texts.append(SampleText(row.group, row.member, prompt, bytes(text).decode()))
         return texts
-
-    # ---- samples -----------------------------------------------------------------------------------------
 
     def _requests(self, prompts: PromptGroup) -> list[SampleRequest]:
         ids = self._engine.tokenizer.prompt_ids(prompts.prompt)
@@ -202,8 +194,6 @@ class GenerationService(Service, Generation):
         if open_keys:
             self._wakeup.set()
 
-    # ---- decoding ----------------------------------------------------------------------------------------
-
     async def _decode(self) -> None:
         """Runs slices of decode steps while there are samples, until cancelled."""
         while True:
@@ -219,10 +209,8 @@ class GenerationService(Service, Generation):
             self.context.clock.idle()
 
     def _run_slice(self, aborted: Iterable[Key]) -> tuple[list[Completion], bool]:
-        """Ends aborted requests, then steps until a request finishes, another call waits or the slice is over.
-
-        Returns the finished requests, and whether there is more to sample.
-        """
+        """Ends aborted requests, then steps until a request finishes, another call waits or the slice is over. Returns
+        the finished requests, and whether there is more to sample."""
         self._engine.end(aborted, "abort")
         until = time.monotonic() + SLICE_SECONDS
         done: list[Completion] = []
@@ -249,8 +237,6 @@ class GenerationService(Service, Generation):
                 self.counters["samples"] += 1
                 self.counters["tokens"] += len(completion.tokens)
         self.counters |= {"running": self._engine.running, "waiting": self._engine.waiting}
-
-    # ---- weights and rows --------------------------------------------------------------------------------
 
     def _load_engine(self) -> TorchEngine:
         refuse_unusable("generation.device", self.context.config.generation.device)

@@ -56,10 +56,7 @@ class ReferenceService(Service, Reference):
 async def results_of_forward_passes(
     context: WorkerContext, samples: BatchRef, forward: Callable[[Batch], Sequence[T]]
 ) -> list[T]:
-    """Reads the samples, and returns what `forward` computes of each, pass by pass on the compute thread.
-
-    With `generation.deterministic`, each row has a forward pass of its own, so that its bits do not depend on others.
-    """
+    """Reads the samples, and returns what `forward` computes of each, pass by pass on the compute thread."""
     rows = await context.reader.read(samples, ["prompt_ids", "response_ids"])
     results: dict[int, T] = {}
     for part in forward_passes(rows, context.config):

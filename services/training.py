@@ -28,11 +28,8 @@ from asyncrl.protocols.service_contracts import Training
 
 @dataclass(slots=True)
 class StepInProgress:
-    """Holds the state of a running step.
-
-    digest: of its batch. rows_checked: set once all ranks have read their rows or reported lost rows. lost: the error
-    of lost rows. work: the task up to the outcome of the engine; its result is None when rows are lost.
-    """
+    """Holds a running step. digest: of its batch. rows_checked: set once all ranks have read their rows or reported
+    lost rows. work: the task up to the outcome of the engine; its result is None when rows are lost."""
 
     digest: str
     work: "asyncio.Task[StepOutcome | None]" = field(init=False)
@@ -68,10 +65,8 @@ class TrainingService(Service, Training):
     async def start(self) -> None:
         """Loads the model, or the checkpoint of a resumed run, and publishes its version.
 
-        Raises:
-            ConfigError: torch lacks the device; the engine cannot train the model, or its files are incomplete; the
-                checkpoint has another number of ranks; shared memory cannot hold two versions of the weights.
-            PeerLost: another rank did not start.
+        Raises ConfigError when device, model, checkpoint or shared memory cannot be used, and PeerLost when another
+        rank did not start.
         """
         await self.context.compute.run(self._load)
         self._published = await self.context.compute.run(self._write, self._version)
@@ -80,8 +75,6 @@ class TrainingService(Service, Training):
         if self._writer is not None:
             self._writer.close()
         await super().stop()
-
-    # ---- endpoints ---------------------------------------------------------------------------------------
 
     async def step(self, cuts: Cuts) -> StepReport:
         digest = batch_digest(cuts)
@@ -130,8 +123,6 @@ class TrainingService(Service, Training):
                 await asyncio.sleep(DEATH_NOTICE)
                 raise FleetFailed(str(lost)) from lost  # A retry would fail too: ranks have lost contact.
             return Checkpointed(version, self._chain.hex(), files)
-
-    # ---- a step ------------------------------------------------------------------------------------------
 
     async def _running_step(self) -> StepInProgress | None:
         """Returns the step that an earlier call began; None if its rows are lost."""
@@ -190,8 +181,7 @@ class TrainingService(Service, Training):
 
     async def _wait_for_slot(self, leases: Leases, version: int) -> None:
         """Waits until no reader uses the slot of `version`, and closes the slot for readers. The controller kills a
-        reader that uses it for longer than `staleness.publish_deadline`; the same time again is for that to take
-        effect."""
+        reader after `staleness.publish_deadline`; the same time again is for that to take effect."""
         deadline = 2 * self.context.config.staleness.publish_deadline
         try:
             with self.context.clock.state("sync"):

@@ -79,10 +79,7 @@ def usable_cores() -> float:
 
 
 def available_memory() -> int:
-    """Returns the bytes of memory that are available, by the kernel's count and the container's limit.
-
-    Cached files count as available, because the kernel gives them up.
-    """
+    """Returns the bytes of memory that are available, cached files included, by kernel and container."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     available = int(found[1]) * 1024 if found else 0
     limit, used = CONTAINER / "memory.max", CONTAINER / "memory.current"

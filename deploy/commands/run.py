@@ -37,8 +37,8 @@ exit codes."""
 
 @dataclass(frozen=True, slots=True)
 class RunCommand:
-    """The parsed command. target: config.toml of `run_dir` where the command names no experiment. flags: flags that set
-    config keys; restarts: those that set `fleet.restarts`."""
+    """The parsed command. target: config.toml of `run_dir` where the command names no experiment. flags: set config
+    keys; restarts: those that set `fleet.restarts`."""
 
     target: str | Path
     run_dir: Path | None
@@ -80,11 +80,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> RunCommand:
-    """Takes out the flags of the command itself; the rest sets config keys.
-
-    Raises:
-        ConfigError: --run-dir without a directory or without a run to resume, or neither an experiment nor --run-dir.
-    """
+    """Takes out the flags of the command itself; the rest sets config keys. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--run-dir", nargs="?", const="")
     parser.add_argument("--accept-changes", action="store_true")

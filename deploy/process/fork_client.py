@@ -86,7 +86,7 @@ class _Servers:
     pids: dict[Stage, int]
 
     def end(self) -> None:
-        """The kernel kills the second process with the first. Whoever waits for an answer hears that there is none."""
+        """Ends both: the kernel kills the second process with the first. Calls that wait for an answer fail."""
         self.process.kill()
         self.process.wait(ENDING)
         if "torch" in self.pids:
@@ -107,24 +107,20 @@ class _Servers:
         return f", its last words: {words[-1]}" if words else ""
 
 
+@dataclass(eq=False)
 class Forks:
     """Forks workers. Processes are started by `begin`, and anew for the next worker after they have died.
 
-    environment: of all workers. modules: that those with torch need. deadline: seconds that imports may take. say:
-    told when something is wrong with the processes to fork from; the workers are not concerned.
+    environment: of all workers. modules: that those with torch need. deadline: seconds that imports may take. say: gets
+    a line when something is wrong with the processes to fork from; the workers are not concerned.
     """
 
-    def __init__(
-        self,
-        environment: Mapping[str, str],
-        modules: Sequence[str] = MODULES,
-        deadline: float = 120.0,
-        say: Callable[[str], None] = print,
-    ) -> None:
-        self._environment = {**NUMPY_THREADS, **environment}
-        self._modules = modules
-        self.deadline = deadline
-        self.say = say
+    environment: Mapping[str, str]
+    modules: Sequence[str] = MODULES
+    deadline: float = 120.0
+    say: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
         self._servers: _Servers | None = None
         self._ended: list[_Servers] = []  # Closed at the end; one for each time that the processes died.
         self._unfit: dict[Stage, str] = {}  # Stages that died before they had imported all, and would again.
@@ -140,20 +136,20 @@ class Forks:
             servers.close()
 
     def begin(self) -> None:
-        """Start both processes, which import while this one goes on."""
+        """Starts both processes, which import while this one goes on."""
         pairs = {stage: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for stage in STAGES}
         theirs = [other.fileno() for _, other in pairs.values()]
         # It is open as long as the processes may write to it.
         output = tempfile.TemporaryFile()  # noqa: SIM115
         program = [sys.executable, "-m", "asyncrl.deploy.process.fork_server"]
         process = subprocess.Popen(
-            [*program, str(os.getpid()), *map(str, theirs), *self._modules],
+            [*program, str(os.getpid()), *map(str, theirs), *self.modules],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             pass_fds=theirs,
             process_group=0,
-            env=self._environment,
+            env={**NUMPY_THREADS, **self.environment},
         )
         for ours, other in pairs.values():
             other.close()
@@ -162,7 +158,7 @@ class Forks:
 
     def suits(self, environment: Mapping[str, str]) -> bool:
         """Returns whether workers with this environment can be forked from these processes."""
-        return self._environment == {**NUMPY_THREADS, **environment}
+        return self.environment == environment
 
     def end(self) -> None:
         """Ends both processes; workers live on, and the next fork starts the processes anew."""
@@ -177,10 +173,9 @@ class Forks:
         return dict(self._servers.pids) if self._servers is not None else {}
 
     async def fork(self, stage: Stage, name: str, output: IO[bytes]) -> ForkedWorker:
-        """A worker that has the imports of this stage and waits for its first line. name: what `ps` shows.
+        """Returns a worker that has the imports of this stage and waits for its first line. name: what `ps` shows.
 
-        Raises:
-            CannotFork: it must be spawned.
+        Raises CannotFork when the worker must be spawned.
         """
         async with self._turn.setdefault(stage, asyncio.Lock()):
             if stage in self._unfit:
@@ -203,9 +198,8 @@ class Forks:
                 return await self._asked(servers, stage, name, output)
         except TimeoutError:
             self._drop(servers)
-            raise _ServerGone(
-                f"the process to fork workers from ({stage}) was silent for {self.deadline:g} s"
-            ) from None
+            why = f"the process to fork workers from ({stage}) was silent for {self.deadline:g} s"
+            raise _ServerGone(why) from None
         except asyncio.CancelledError:
             self._drop(servers)  # A worker may be under way that nobody would wait for.
             raise
@@ -273,7 +267,7 @@ def forks_of(
 
 
 def _as_this_process(pid: int) -> None:
-    """Give a child the niceness and the limits of this process, which may have changed since `begin`."""
+    """Gives a child the niceness and the limits of this process, which may have changed since `begin`."""
     with suppress(ProcessLookupError, PermissionError):
         if (niceness := os.getpriority(os.PRIO_PROCESS, 0)) != os.getpriority(os.PRIO_PROCESS, pid):
             os.setpriority(os.PRIO_PROCESS, pid, niceness)

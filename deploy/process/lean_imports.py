@@ -3,11 +3,10 @@
 Importing a model class of transformers 5.16 also imports `torch._dynamo`, `torch.distributed.tensor` and what these
 import: 1.4 of 5.9 CPU-seconds, and 500 modules. Only processes that are ours do this, never the user's:
 
-- `torch._dynamo` is a package whose body runs at the first use of anything in it, but for four functions that torch and
+- The body of `torch._dynamo` runs at the first use of anything in it, but for four functions that torch and
   transformers call without compiling anything. Until then these do what its own do outside of a compiler.
-- transformers is told that torch was built without `torch.distributed`, which it supports. Ranks of the trainer use
-  `torch.distributed` themselves.
-- transformers is told that accelerate is not installed, as it is not with the base install: it would import it.
+- transformers is told that there is neither `torch.distributed`, which ranks of the trainer use themselves, nor
+  accelerate, which it would import.
 - transformers reads all its 1,100 folders of models as it is imported, twice because its cache holds 128 folders: here
   the cache holds all of them, and each file is read from its `__all__` on. This saves a third of transformers' import.
 

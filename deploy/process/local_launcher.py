@@ -118,8 +118,7 @@ class LocalLauncher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Removes sockets and shared memory, also when the sweeper is dead. A sweeper that does not end is in the
-        kernel's hands, as the processes of a dead worker are."""
+        """Removes sockets and shared memory, also when the sweeper is dead."""
         remove_leftovers(self._run)
         assert self._sweeper.stdin is not None
         self._sweeper.stdin.close()
@@ -144,7 +143,7 @@ class LocalLauncher:
         return worker
 
     async def _fork(self, spec: WorkerSpec, output: IO[bytes]) -> ForkedWorker | None:
-        """Returns None when the worker is to be spawned."""
+        """Returns the forked worker, or None when it is to be spawned."""
         if self._forks is None or spec.origin == "spawn":
             return None
         try:
@@ -154,8 +153,7 @@ class LocalLauncher:
             return None
 
     def hurry(self) -> None:
-        """Kills workers that are stopping, and from now on each that is to stop. Workers that still work live on: their
-        supervisor would report a death that it did not ask for."""
+        """Kills workers that are stopping, and from now on each that is to stop, but none that still works."""
         self._is_hurried = True
         for worker in self._workers.values():
             worker.hurry()

@@ -14,10 +14,8 @@ def start_run(arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
 
 
 def run_with_restarts(arguments: Sequence[str], restarts: int, start: Start = start_run) -> int:
-    """Runs the command in a child; starts it again, at most `restarts` times, when it can be resumed.
-
-    That is after exit code 75 (the trainer died) and after a death by a signal. Returns the last exit code.
-    """
+    """Runs the command in a child, and at most `restarts` times again after exit code 75 (the trainer died) or a death
+    by a signal. Returns the last exit code."""
     for left in range(restarts, -1, -1):
         code = _run_once(arguments, start)
         if left == 0 or (code >= 0 and code != RESUMABLE):

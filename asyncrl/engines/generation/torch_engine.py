@@ -42,7 +42,7 @@ class TorchEngine:
 
     All calls run on one thread. version: of the weights in use; with NO_WEIGHTS nothing is sampled before the first
     `load`. spec: names, shapes and dtype of weights for `load`. context: context length of the model in tokens, None if
-    it has no limit. active: whether `step` would sample a token now. waiting, running: requests without and with a slot.
+    it has no limit. active: whether `step` would sample a token now. waiting, running: requests without and with slots.
 
     folder: model and tokenizer, for from_pretrained. Raises ConfigError when the model's attention is not plain and
     causal.

@@ -52,10 +52,8 @@ def refuse_damaged(folder: Path) -> None:
 
 
 def head_labels(folder: Path) -> int | None:
-    """Returns the number of labels of a classifier's head: 0 without a head, None where only loading would tell.
-
-    The folder must be undamaged. Reads the shapes in safetensors headers, or config.json where there are none.
-    """
+    """Returns the number of labels of a classifier's head in an undamaged folder, from safetensors headers or else from
+    config.json: 0 without a head, None where only loading would tell."""
     names = _weight_files(folder)
     if not names:
         described = json.loads((folder / "config.json").read_bytes())
@@ -97,14 +95,8 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def scoring_model_folders(config: Config, policy: Path) -> dict[str, Path]:
-    """Returns the model folder of each service that scores or values samples, by service.
-
-    A critic without a `model` in its section starts from the folder of the policy.
-
-    Raises:
-        ConfigError: a folder is missing, holds no model, is damaged, has no tokenizer or another one than the policy, a
-            head with more than one output, or a context shorter than the longest row.
-    """
+    """Returns the model folder of each service that scores or values samples, by service; a critic without a `model`
+    starts from the folder of the policy. Raises ConfigError like `scoring_model_folder`."""
     folders = {"critic": policy, "cost_critic": policy}
     for service in ("reward", "cost", "critic", "cost_critic"):
         if name := getattr(config, service).model:
@@ -113,7 +105,8 @@ def scoring_model_folders(config: Config, policy: Path) -> dict[str, Path]:
 
 
 def scoring_model_folder(config: Config, name: str, key: str, policy: Path) -> Path:
-    """Returns the folder that `key` names. Raises ConfigError like `scoring_model_folders`."""
+    """Returns the folder that `key` names. Raises ConfigError when it is missing, holds no model, is damaged, has no
+    tokenizer or not that of the policy, a head with several outputs, or a context shorter than the longest row."""
     folder = existing_folder(name, key)
     if folder is None:
         raise ConfigError(f"{key}: there is no folder {name}; write one that from_pretrained loads")

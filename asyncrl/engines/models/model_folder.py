@@ -41,12 +41,8 @@ DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 async def prepare(config: Config, target: Path, show: Show, deadline: float = 3600.0) -> Path:
     """Returns a folder with config.json, safetensors and a tokenizer: an existing one, or `target`, made at first.
 
-    show: receives one line of progress at a time. deadline: seconds.
-
-    Raises:
-        ConfigError: there is no such model, or its files are damaged.
-        OSError: the disk is full.
-        DeadlineExceeded: making the model took longer than `deadline`.
+    show: receives one line of progress at a time. Raises ConfigError when there is no such model or its files are
+    damaged, OSError when the disk is full, and DeadlineExceeded when making the model took over `deadline` seconds.
     """
     name = config.model.name
     if folder := existing_folder(name) or (target if is_complete(target) else None):

@@ -41,11 +41,7 @@ class PolicyTrainer(Trainer):
     """
 
     def __init__(self, config: Config, folder: Path, ranks: Ranks | None = None, texts: Path | None = None) -> None:
-        """Loads the model from `folder`, in the layout of `save_pretrained`, and the pretraining texts, if any.
-
-        Raises:
-            TaskError: a pretraining text cannot be used.
-        """
+        """Loads model and pretraining texts, if any. Raises TaskError when a text cannot be used."""
         settings, algorithm, cost = config.training, config.algorithm, config.cost
         self.config = config
         self.ranks = ranks or Ranks()
@@ -75,13 +71,8 @@ class PolicyTrainer(Trainer):
         return trainer, state["extra"]
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        """Writes model/ and trainer.pt below `directory`, with the plain values `extra` (str, int, float).
-
-        Every rank calls this method; ranks other than 0 write only the state that is their own.
-
-        Raises:
-            WeightsError: the ranks do not hold the same weights.
-        """
+        """Writes model/ and trainer.pt below `directory`, with the plain values `extra`; ranks other than 0 write only
+        the state that is their own. Raises WeightsError when the ranks do not hold the same weights."""
         check_same(self.ranks, self.optimizer.parameters)
         if self.ranks.rank > 0:
             write_own_state(directory, self.ranks.rank)
@@ -197,10 +188,8 @@ class PolicyStep(TrainingStep):
         return True
 
     def _pretrain(self, number: int) -> Iterator[bool]:
-        """Adds the gradient of this rank's share of the texts of an update to that of its samples.
-
-        A loss that is not finite gives a gradient that is not finite, which stops the update on all ranks.
-        """
+        """Adds the gradient of this rank's share of the texts of an update to that of its samples. A loss that is not
+        finite gives a gradient that is not finite, which stops the update on all ranks."""
         self._pretrain_loss = 0.0
         if self._trainer.texts is None:
             return

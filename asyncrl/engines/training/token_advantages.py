@@ -1,7 +1,4 @@
-"""Token advantages: GAE from a critic's values, the KL penalty in the reward, and costs under a multiplier.
-
-Trainer and critic both call `token_advantages` and get the same numbers.
-"""
+"""Token advantages: GAE from a critic's values, the KL penalty in the reward, and costs under a multiplier."""
 
 from collections.abc import Sequence
 
@@ -23,10 +20,10 @@ Floats = NDArray[np.float64]
 def token_advantages(row: TrainRow, algorithm: AlgorithmConfig, target: ValueTarget = REWARD) -> Floats:
     """Computes GAE advantages, float64 [tokens], from the score and the values of a sample.
 
-    With the KL in the reward, each token also pays the KL of the policy that sampled it to the reference. That KL is
-    constant, so trainer and critic use the same one. With costs, half of the penalty is subtracted from the reward and
-    half is added to the cost, so that its weight does not depend on the multiplier (Safe RLHF, arXiv 2310.12773,
-    appendix B).
+    Trainer and critic call it with the same numbers. With the KL in the reward, each token also pays the KL of the
+    policy that sampled it to the reference, which is constant. With costs, half of the penalty is subtracted from the
+    reward and half is added to the cost, so that its weight does not depend on the multiplier (Safe RLHF, arXiv
+    2310.12773, appendix B).
     """
     score, values, _ = target.of(row)
     assert algorithm.gamma is not None, "the config requires gamma with gae"

@@ -22,11 +22,8 @@ TRAINER = "trainer.pt"
 
 
 def write_state(directory: Path, model: LoadedModel, optimizer: Optimizer, ranks: int, **state: Any) -> None:
-    """Writes and fsyncs model/ (safetensors, config, tokenizer) and trainer.pt (optimizer, RNG, `ranks`, `state`).
-
-    ranks: number of ranks that write the checkpoint. state: tensors and plain values. The written config is the one
-    that came with the model, not the one without dropout that it trains under.
-    """
+    """Writes and fsyncs model/ (safetensors, tokenizer, and the config that came with the model, dropout included) and
+    trainer.pt (optimizer, RNG, number of `ranks`, and `state`, which is tensors and plain values)."""
     folder = directory / MODEL
     model.whole.save_pretrained(folder)
     model.source_config.save_pretrained(folder)
@@ -45,11 +42,10 @@ def write_own_state(directory: Path, rank: int) -> None:
 
 
 def read_state(directory: Path, optimizer: Optimizer, ranks: Ranks) -> dict[str, Any]:
-    """Restores optimizer and RNG, and returns everything that trainer.pt holds: tensors and plain values only.
+    """Restores optimizer and RNG, and returns everything that trainer.pt holds.
 
-    Raises:
-        JournalError: the directory is not the checkpoint of a trainer.
-        ConfigError: another number of ranks wrote the checkpoint, and their random states differ.
+    Raises JournalError when the directory is not the checkpoint of a trainer, and ConfigError when another number of
+    ranks, whose random states differ, wrote it.
     """
     if not (directory / TRAINER).exists():
         raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not the checkpoint of a trainer")

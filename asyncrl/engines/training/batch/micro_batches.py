@@ -1,7 +1,5 @@
-"""Splits rows into the forward passes of a model: micro-batches of similar length, and the tensors of each.
-
-For the model rows are padded; for the loss their live tokens are flat, row after row.
-"""
+"""Splits rows into the forward passes of a model: micro-batches of similar length, and the tensors of each, in which
+rows are padded for the model, and their live tokens are flat, row after row, for the loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +20,6 @@ PerToken: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int
 
 SHORTEST = 0.8
 """A row below this share of the longest row of a micro-batch starts the next one: padding adds at most a quarter."""
-
 FILLED = 1 / 8
 """A micro-batch below this share of the token budget accepts shorter rows too, because small passes are inefficient."""
 
@@ -45,10 +42,8 @@ def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def forward_passes(rows: Batch, config: Config) -> list[list[int]]:
-    """Groups row indices into the forward passes of a model that does not train.
-
-    With `generation.deterministic` each row has a pass of its own, so that its bits do not depend on other rows.
-    """
+    """Groups row indices into the forward passes of a model that does not train. With `generation.deterministic` each
+    row has a pass of its own, so that its bits do not depend on other rows."""
     if config.generation.deterministic:
         return [[row] for row in range(len(rows))]
     return micro_batches(rows.row_weights(), config.training.micro_batch_tokens)

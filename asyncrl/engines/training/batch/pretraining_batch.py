@@ -29,11 +29,8 @@ class PretrainingText:
 
 
 def load_pretraining(path: Path, config: Config, model_config: Any, tokenizer: Any) -> list[PretrainingText]:
-    """Reads texts from JSON lines and cuts each to the longest row of the run and to the model's context.
-
-    Raises:
-        TaskError: a prompt cannot be rendered or leaves no room for its answer, or a text has only one token.
-    """
+    """Reads texts from JSON lines and cuts each to the longest row of the run and to the model's context. Raises
+    TaskError when a prompt cannot be rendered or leaves no room for its answer, or a text has only one token."""
     longest = longest_row(config, context_of(model_config.to_dict()))
     with path.open(encoding="utf-8") as lines:
         return [
@@ -43,10 +40,8 @@ def load_pretraining(path: Path, config: Config, model_config: Any, tokenizer: A
 
 
 def _tokenize(row: dict[str, Any], tokenizer: Any, longest: int, where: str) -> PretrainingText:
-    """Tokenizes a text, of which all tokens but the first are learnt, or a prompt with an answer, which is learnt.
-
-    An end-of-sequence token follows, unless the row is cut before it.
-    """
+    """Tokenizes a text, of which all tokens but the first are learnt, or a prompt with an answer, which is learnt. An
+    end-of-sequence token follows, unless the row is cut before it."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if "text" in row:
         ids = np.array([*tokenizer(row["text"])["input_ids"], *end], np.int64)
