@@ -112,8 +112,6 @@ class CriticService(Service, Critic):
     def _skipped(self, cuts: Cuts, reason: str) -> ValueReport:
         return ValueReport(cuts.incarnation, cuts.version, 0, reason, {f"{self._target.critic}/updates": 0.0})
 
-    # ---- on the compute thread ---------------------------------------------------------------------------
-
     def _load(self) -> CriticTrainer:
         context, target = self.context, self._target
         refuse_unusable(f"{target.critic}.device", target.settings(context.config).device)

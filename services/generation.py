@@ -96,7 +96,7 @@ class GenerationService(Service, Generation):
         keys = [request.key for request in requests]
         self._streams |= dict.fromkeys(keys, stream)
         try:
-            await self.context.compute.run(self._submit, requests)
+            await self.context.compute.run(self._engine.submit, *requests)
             self._wakeup.set()
             left = len(keys)
             while left:
@@ -146,10 +146,6 @@ class GenerationService(Service, Generation):
             SampleRequest((prompts.id, member, prompts.attempt), ids, member_seed(prompts.seed, member), *settings)
             for member in prompts.members
         ]
-
-    def _submit(self, requests: Sequence[SampleRequest]) -> None:
-        for request in requests:
-            self._engine.submit(request)
 
     async def _next_completions(
         self, stream: CompletionQueue, keys: Sequence[Key], deadline: float

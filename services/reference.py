@@ -39,8 +39,6 @@ class ReferenceService(Service, Reference):
         places = [self.keep(row.name, {COLUMN: own}) for row, own in zip(samples, logprobs, strict=True)]
         return samples.with_places(places)
 
-    # ---- on the compute thread ---------------------------------------------------------------------------
-
     def _load(self) -> CausalModel:
         config, device = self.context.config, self.context.config.reference.device
         refuse_unusable("reference.device", device)

@@ -39,8 +39,6 @@ class RewardModelService(RewardService):
         by_functions, scores = await gather(super()._score_all(refs, samples), by_model)
         return [[*own, result_of(score)] for own, score in zip(by_functions, scores, strict=True)]
 
-    # ---- on the compute thread ---------------------------------------------------------------------------
-
     def _load(self) -> ValueModel:
         context, device, key = self.context, self._section.device, f"{self.context.service}.model"
         refuse_unusable(f"{context.service}.device", device)

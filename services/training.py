@@ -38,14 +38,12 @@ class StepInProgress:
 
 
 class TrainingService(Service, Training):
-    """Runs one rank with one engine. `step` is a compare-and-set on (incarnation, version); every rank trains its share
-    of the rows.
+    """Runs one rank, which trains its share of the rows. `step` is a compare-and-set on (incarnation, version).
 
     A step that has begun is finished even if its call ends: half a step would leave weights without a version, and
     other ranks wait for this one. A repeated call with the same batch waits for the running step or returns its report.
-    All ranks decide together whether rows are lost, and, in the engine, whether there is an update.
-
-    All ranks hold the same weights. The first rank publishes them and manages the leases of the readers.
+    All ranks decide together whether rows are lost, and, in the engine, whether there is an update. They hold the same
+    weights, which the first rank publishes; it also manages the leases of the readers.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -201,8 +199,6 @@ class TrainingService(Service, Training):
         published = self._published if self._writer is not None and not outcome.skipped else None
         chain_hex, metrics, samples = self._chain.hex(), outcome.metrics, outcome.samples
         return StepReport(*self._position, outcome.updates, outcome.skipped, chain_hex, metrics, samples, published)
-
-    # ---- state, on the compute thread --------------------------------------------------------------------
 
     @property
     def _position(self) -> tuple[int, int]:

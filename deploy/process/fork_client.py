@@ -112,7 +112,7 @@ class Forks:
     """Forks workers. Processes are started by `begin`, and anew for the next worker after they have died.
 
     environment: of all workers. modules: that those with torch need. deadline: seconds that imports may take. say: gets
-    a line when something is wrong with the processes to fork from; the workers are not concerned.
+    a line when something is wrong with the processes to fork from.
     """
 
     environment: Mapping[str, str]
@@ -166,11 +166,6 @@ class Forks:
             self._servers.end()
             self._ended.append(self._servers)
             self._servers = None
-
-    @property
-    def pids(self) -> Mapping[Stage, int]:
-        """Process ids of the processes to fork from, as far as they have answered."""
-        return dict(self._servers.pids) if self._servers is not None else {}
 
     async def fork(self, stage: Stage, name: str, output: IO[bytes]) -> ForkedWorker:
         """Returns a worker that has the imports of this stage and waits for its first line. name: what `ps` shows.

@@ -16,7 +16,7 @@ Where a later version of either library needs more, more is imported, and nothin
 import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
@@ -32,29 +32,27 @@ class _Deferred(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__dict__["_turn"] = threading.RLock()
-        self.__dict__["_allowed"] = []
-        self.__dict__.update(EARLY[name])
-        if name == COMPILER:
-            self.__dict__["allow_in_graph"] = self._allow
+        self._turn = threading.RLock()
+        self._allowed: list[Any] = []
+        self.__dict__.update(EARLY, allow_in_graph=self._allow)
 
     def _allow(self, function: Any) -> Any:
-        self.__dict__["_allowed"].extend(function if isinstance(function, list | tuple) else [function])
+        self._allowed.extend(function if isinstance(function, list | tuple) else [function])
         return function
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # The import system asks for these, and they are set where there are any.
             raise AttributeError(name)
-        with self.__dict__["_turn"]:
+        with self._turn:
             if isinstance(self, _Deferred):
                 _run_body(self)
         return getattr(self, name)
 
 
 def _run_body(module: _Deferred) -> None:
-    allowed = module.__dict__["_allowed"]
+    allowed = module._allowed
     module.__class__ = ModuleType  # type: ignore[assignment]
-    for name in (*EARLY[module.__name__], "allow_in_graph"):
+    for name in (*EARLY, "allow_in_graph"):
         module.__dict__.pop(name, None)
     spec = module.__spec__
     assert spec is not None
@@ -77,10 +75,8 @@ def _graph_break(*_: Any, **__: Any) -> None:
     """Nothing, outside of a compiled function."""
 
 
-EARLY: dict[str, dict[str, Callable[..., Any]]] = {
-    COMPILER: {"assume_constant_result": _constant, "disable": _disable, "graph_break": _graph_break},
-}
-"""Functions of the package that are called although nothing is compiled; `allow_in_graph` is one more."""
+EARLY = {"assume_constant_result": _constant, "disable": _disable, "graph_break": _graph_break}
+"""Functions of `torch._dynamo` that are called although nothing is compiled; `allow_in_graph` is one more."""
 
 
 class _DeferredLoader(SourceFileLoader):

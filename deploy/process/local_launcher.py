@@ -101,7 +101,6 @@ class LocalLauncher:
     killed, the shell that runs SWEEP removes them.
 
     run: names both, and nothing that another launcher made. forks: what workers are forked from; None: all are spawned.
-    sockets: only this user can enter it; its path is short, for the names of sockets end at 107 bytes.
     """
 
     def __init__(self, run: str, wire: Literal["ipc", "tcp"] = "ipc", forks: Forks | None = None) -> None:

@@ -2,8 +2,7 @@
 
 A step samples one token of every running sample. Decoding samples contribute their newest token; new samples, and all
 samples after new weights under `kv = "recompute"`, are in prefill and contribute their whole sequence. Both share one
-forward. Samples of a group that start together share the prefill of their prompt. When a sample finishes, the last row
-moves into its slot, so that used slots stay a prefix.
+forward. Samples of a group that start together share the prefill of their prompt.
 
 The deterministic mode fixes every shape that a sample can see: all slots decode, attention covers the whole slot, and
 each prompt has a forward of its own. Other rows and masked positions then do not change the bits of a sample.
@@ -80,18 +79,17 @@ class TorchEngine:
     def active(self) -> bool:
         return self.running > 0 or any(self._may_start(request) for request in self._waiting)
 
-    def submit(self, request: SampleRequest) -> None:
-        """Queues a request. Requests start in order of arrival once a slot is free and the weights are new enough.
-
-        Raises ConfigError when prompt or completion does not fit into a slot.
-        """
-        for key, found, most in (
-            ("generation.max_new_tokens", request.max_new_tokens, self._config.generation.max_new_tokens),
-            ("task.max_prompt_tokens", len(request.prompt), self._config.task.max_prompt_tokens),
-        ):
-            if not 0 < found <= most:
-                raise ConfigError(f"group {request.key[0]} asks for {found} tokens where {key} is {most}")
-        self._waiting.append(request)
+    def submit(self, *requests: SampleRequest) -> None:
+        """Queues requests, which start in order of arrival once a slot is free and the weights are new enough. Raises
+        ConfigError when prompt or completion does not fit into a slot."""
+        answer, prompt = self._config.generation.max_new_tokens, self._config.task.max_prompt_tokens
+        for request in requests:
+            asked = {"generation.max_new_tokens": (request.max_new_tokens, answer)}
+            asked["task.max_prompt_tokens"] = (len(request.prompt), prompt)
+            for key, (found, most) in asked.items():
+                if not 0 < found <= most:
+                    raise ConfigError(f"group {request.key[0]} asks for {found} tokens where {key} is {most}")
+            self._waiting.append(request)
 
     def step(self) -> list[Completion]:
         """Samples one token of every running request; returns the requests that finished."""
@@ -182,16 +180,12 @@ class TorchEngine:
         rows = np.array([*range(decoding), *chain.from_iterable(prefills)], np.int64)
         if len(rows) != len(logits):
             logits = logits[self._flat.tensor(np.array([*range(decoding), *copies], np.int64))]
-        tokens, logprobs = self._sample(logits, rows)
+        temperatures = np.array([self._batch.requests[row].temperature for row in rows], np.float32)
+        drawn = sample(logits, self._flat.tensor(temperatures), self._flat.tensor(self._batch.uniforms(rows)))
+        tokens, logprobs = (each.cpu().numpy() for each in drawn)
         for source, *others in prefills:
             self._flat.cache.copy(source, others, len(sequences[source]))
         self._batch.record(rows, tokens, logprobs, self.version)
-
-    def _sample(self, logits: Tensor, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        temperatures = np.array([self._batch.requests[row].temperature for row in rows], np.float32)
-        tensors = self._flat.tensor(temperatures), self._flat.tensor(self._batch.uniforms(rows))
-        tokens, logprobs = sample(logits, *tensors)
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _newest(self, decoding: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns newest tokens and their positions. In deterministic mode idle slots decode too, at position 0."""

@@ -1,8 +1,6 @@
-"""Checks model folders by their JSON files, headers and sizes, without torch and without reading weights.
-
-A folder of a scoring model (reward, cost, critics) must also fit the policy: its tokenizer, its head, its context.
-Beyond its context length a model does not fail but generates nonsense, which would be trained on.
-"""
+"""Checks model folders by their JSON files, headers and sizes, without torch and without reading weights. A scoring
+model (reward, cost, critics) must also fit the policy: its tokenizer, its head, its context, beyond which a model does
+not fail but computes nonsense."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
-"""The trainer of a critic and its step: a model with a value head, trained beside the policy on the same rows.
-
-docs/metrics.md says what its metrics mean; over live tokens, with the values just before the update of the token.
-"""
+"""The trainer of a critic and its step: a model with a value head, trained beside the policy on the same rows. Its
+metrics (docs/metrics.md) are over live tokens, with the values just before the update of the token."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -118,11 +118,8 @@ def load_value_model(folder: Path, device: str, precision: Precision = "float32"
 
 
 def load_score_model(folder: Path, device: str, precision: Precision = "float32") -> ValueModel:
-    """Loads a frozen reward model without dropout, which scores the last token of a row.
-
-    The head is transformers' sequence classification head with one label, or the token classification head of a critic.
-    Raises ConfigError when the folder holds no such head.
-    """
+    """Loads a frozen reward model without dropout, which scores the last token of a row, by transformers' sequence
+    classification head with one label or a critic's head. Raises ConfigError when the folder holds no such head."""
     architectures = AutoConfig.from_pretrained(folder).architectures or []
     token_head = any(name.endswith("ForTokenClassification") for name in architectures)
     kind = AutoModelForTokenClassification if token_head else AutoModelForSequenceClassification

@@ -42,9 +42,8 @@ def set_token_advantages(
 ) -> None:
     """Sets the advantage of each token in the rows, where a critic or a KL in the reward makes them differ.
 
-    kl: current coefficient of the KL. multiplier: price of costs, None without costs. With `normalize_std` the
-    advantages of GAE are standardized over all response tokens of the batch on all ranks. Stale tokens enter mean and
-    deviation, so that masking re-weights nothing; truncated samples that left the loss do not.
+    kl: current coefficient of the KL. multiplier: price of costs, if any. With `normalize_std` the advantages of GAE
+    are standardized over all response tokens of the batch on all ranks, stale ones too: masking re-weights nothing.
     """
     if algorithm.advantage == "gae":
         found = [token_advantages(item.row, algorithm) for item in rows]

@@ -1,8 +1,5 @@
 """The files of a trainer in a checkpoint: model/, which transformers loads, and trainer.pt, which resumes training.
-
-Rank 0 writes both, because data-parallel ranks hold the same weights and moments. Every other rank writes rank-N.pt
-with its own random state.
-"""
+Rank 0 writes both, because ranks hold the same weights and moments. Others write rank-N.pt with their random state."""
 
 import hashlib
 import io

@@ -25,11 +25,8 @@ FILLED = 1 / 8
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Groups row indices into micro-batches of rows of similar length, the longest rows first.
-
-    rows x longest row <= budget, so the budget counts padding and bounds memory. A row over the budget forms a
-    micro-batch of its own. Because the longest rows come first, a lack of memory shows at once.
-    """
+    """Groups row indices into micro-batches of rows of similar length, the longest first: a lack of memory shows at once.
+    rows x longest row <= budget, which so counts padding. A row over the budget is a micro-batch of its own."""
     parts: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         rows, longest = (len(parts[-1]), lengths[parts[-1][0]]) if parts else (0, 0)
@@ -59,8 +56,7 @@ class PaddedRows:
     """Holds the model input of some rows, and where the model predicts their response tokens.
 
     ids: [rows, length], right-padded, without the last token of each row, which predicts nothing. positions: [tokens],
-    the indices into the flattened [rows * length] states that predict the response tokens, row after row. targets:
-    [tokens], the response ids. temperatures: [tokens].
+    indices into the flattened [rows * length] states that predict `targets`, the response ids [tokens].
     """
 
     ids: Tensor

@@ -56,11 +56,8 @@ def _tokenize(row: dict[str, Any], tokenizer: Any, longest: int, where: str) -> 
 
 
 def texts_of(texts: Sequence[PretrainingText], config: Config, version: int, update: int) -> list[PretrainingText]:
-    """Returns the texts of one update of the step from `version`; every text comes once before one repeats.
-
-    `task.pretrain_per_step` texts are split evenly over the updates of a step. The choice is a pure function, equal on
-    all ranks, so that a resumed run needs no sampler state.
-    """
+    """Returns the texts of one update of the step from `version`, of `task.pretrain_per_step` a step; every text comes
+    once before one repeats. A pure function, so that all ranks and a resumed run choose the same texts."""
     count, updates = config.task.pretrain_per_step, config.training.updates
     own = range(update * count // updates, (update + 1) * count // updates)
     return [texts[drawn_row(config.seed, version * count + place, len(texts))] for place in own]
