@@ -57,10 +57,8 @@ class RewardService(Service, Reward):
         return self._pool.queued
 
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
-        """Scores samples that share the prompt row `row`.
-
-        Raises RewardError when a function failed under on_error = "fail", and LostRows when a sample is gone.
-        """
+        """Scores samples that share the prompt row `row`. Raises RewardError when a function failed under on_error =
+        "fail", and LostRows when a sample is gone."""
         async with self.context.reader.views(samples, [TEXT]) as found:
             texts = [bytes(text).decode("utf-8", errors="replace") for text in found[TEXT]]
         scored = [

@@ -96,11 +96,6 @@ class _Servers:
             with suppress(OSError):
                 channel.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        for channel in self.channels.values():
-            channel.close()
-        self.output.close()
-
     def last_words(self) -> str:
         self.output.seek(0)
         words = self.output.read()[-LAST_WORDS:].decode(errors="replace").strip().splitlines()
@@ -122,7 +117,7 @@ class Forks:
 
     def __post_init__(self) -> None:
         self._servers: _Servers | None = None
-        self._ended: list[_Servers] = []  # Closed at the end; one for each time that the processes died.
+        self._files = ExitStack()  # Closed at the end: calls may still wait for answers of ended processes.
         self._unfit: dict[Stage, str] = {}  # Stages that died before they had imported all, and would again.
         self._turn: dict[Stage, asyncio.Lock] = {}
 
@@ -132,15 +127,13 @@ class Forks:
 
     def __exit__(self, *_: object) -> None:
         self.end()
-        for servers in self._ended:
-            servers.close()
+        self._files.close()
 
     def begin(self) -> None:
         """Starts both processes, which import while this one goes on."""
         pairs = {stage: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for stage in STAGES}
         theirs = [other.fileno() for _, other in pairs.values()]
-        # It is open as long as the processes may write to it.
-        output = tempfile.TemporaryFile()  # noqa: SIM115
+        output = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         program = [sys.executable, "-m", "asyncrl.deploy.process.fork_server"]
         process = subprocess.Popen(
             [*program, str(os.getpid()), *map(str, theirs), *self.modules],
@@ -153,25 +146,18 @@ class Forks:
         )
         for ours, other in pairs.values():
             other.close()
-            ours.setblocking(False)
+            self._files.enter_context(ours).setblocking(False)
         self._servers = _Servers(process, {stage: ours for stage, (ours, _) in pairs.items()}, output, {})
-
-    def suits(self, environment: Mapping[str, str]) -> bool:
-        """Returns whether workers with this environment can be forked from these processes."""
-        return self.environment == environment
 
     def end(self) -> None:
         """Ends both processes; workers live on, and the next fork starts the processes anew."""
         if self._servers is not None:
             self._servers.end()
-            self._ended.append(self._servers)
             self._servers = None
 
     async def fork(self, stage: Stage, name: str, output: IO[bytes]) -> ForkedWorker:
         """Returns a worker that has the imports of this stage and waits for its first line. name: what `ps` shows.
-
-        Raises CannotFork when the worker must be spawned.
-        """
+        Raises CannotFork when the worker must be spawned."""
         async with self._turn.setdefault(stage, asyncio.Lock()):
             if stage in self._unfit:
                 raise CannotFork(self._unfit[stage])
@@ -248,12 +234,10 @@ def forks_of(
     config: "Config", begun: Forks | None = None, say: Callable[[str], None] = print
 ) -> AbstractContextManager[Forks | None]:
     """Starts the processes that workers are forked from; gives None where they are spawned or live in this process.
-
-    begun: used if its processes suit the config, and then left as it is at the end; its processes are ended otherwise.
-    """
+    begun: used if it has the environment of the config, and then left as it is at the end; it is ended otherwise."""
     environment = worker_environment(os.environ, config.fleet.threads, config.fleet.wire)
     forked = config.fleet.start == "fork" and config.fleet.wire != "inproc" and sys.platform == "linux"
-    if begun is not None and forked and begun.suits(environment):
+    if begun is not None and forked and begun.environment == environment:
         begun.say, begun.deadline = say, config.fleet.start_deadline
         return nullcontext(begun)
     if begun is not None:

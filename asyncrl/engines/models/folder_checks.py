@@ -19,6 +19,10 @@ HEADS = ("score", "classifier")
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 """Patterns of tokenizer files; every saved tokenizer has at least one of them."""
+ANOTHER_TOKENIZER = (
+    "its tokenizer is not that of model.name, and it reads the policy's token ids, so it would score other texts than "
+    "were generated; take a model with the same tokenizer, or call yours from a reward function"
+)
 POSITIONS = ("max_position_embeddings", "n_positions")
 STRETCHED = ("linear", "dynamic", "yarn")
 """Kinds of rotary scaling whose factor is not yet part of the number of positions in the config."""
@@ -113,7 +117,7 @@ def scoring_model_folder(config: Config, name: str, key: str, policy: Path) -> P
         raise ConfigError(f"{key}: there is no tokenizer in {folder}; save that of model.name beside it")
     own, others = vocabulary(folder), vocabulary(policy)
     if own and others and own != others:
-        raise ConfigError(another_tokenizer(key))
+        raise ConfigError(f"{key}: {ANOTHER_TOKENIZER}")
     _refuse_other_heads(folder, key)
     context, longest = context_of_folder(folder), longest_row(config, context_of_folder(policy))
     if context is not None and context < longest:
@@ -139,14 +143,6 @@ def _refuse_other_heads(folder: Path, key: str) -> None:
             f"{key}: {found}, and a score is one number; take a folder that AutoModelForSequenceClassification with "
             "num_labels=1 was saved to after training"
         )
-
-
-def another_tokenizer(key: str) -> str:
-    """Returns the error text for a model, named by `key`, whose tokenizer is not that of the policy."""
-    return (
-        f"{key}: its tokenizer is not that of model.name, and it reads the policy's token ids, so it would score "
-        "other texts than were generated; take a model with the same tokenizer, or call yours from a reward function"
-    )
 
 
 def vocabulary(folder: Path) -> dict[int, str]:

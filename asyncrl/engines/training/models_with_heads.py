@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier
-from asyncrl.engines.models.folder_checks import another_tokenizer
+from asyncrl.engines.models.folder_checks import ANOTHER_TOKENIZER
 from asyncrl.engines.training.batch.micro_batches import Ids, PaddedRows, pad_rows
 from asyncrl.errors import ConfigError
 
@@ -142,7 +142,7 @@ def load_score_model(folder: Path, device: str, precision: Precision = "float32"
 def refuse_another_tokenizer(model: LoadedModel, policy: Path, key: str) -> None:
     """Raises ConfigError unless `model` has the vocabulary of the policy; `key` names the model in the config."""
     if model.tokenizer.get_vocab() != AutoTokenizer.from_pretrained(policy).get_vocab():
-        raise ConfigError(another_tokenizer(key))
+        raise ConfigError(f"{key}: {ANOTHER_TOKENIZER}")
 
 
 def _options(folder: Path, **changes: Any) -> dict[str, Any]:

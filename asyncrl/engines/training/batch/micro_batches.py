@@ -25,8 +25,8 @@ FILLED = 1 / 8
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Groups row indices into micro-batches of rows of similar length, the longest first: a lack of memory shows at once.
-    rows x longest row <= budget, which so counts padding. A row over the budget is a micro-batch of its own."""
+    """Groups row indices into micro-batches of rows of similar length, the longest first: a lack of memory shows
+    at once. rows x longest row <= budget, which counts padding. A row over the budget is a micro-batch of its own."""
     parts: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         rows, longest = (len(parts[-1]), lengths[parts[-1][0]]) if parts else (0, 0)
