@@ -63,8 +63,8 @@ def _questions(config: Config, prompts: str | Rows | None = None) -> list[Questi
 
 
 async def evaluate_target(target: str, task: str | None, say: Callable[[str], None]) -> Evaluation:
-    """Evaluates a target, which is a run directory or a form of `model.name`. task: experiment with the held-out prompts
-    and rewards. say: gets one line of progress at a time."""
+    """Evaluates a target, which is a run directory or a form of `model.name`. task: experiment with the held-out
+    prompts and rewards. say: gets one line of progress at a time."""
     config = load(task).config if task is not None else None
     if RunDirectory(Path(target)).started_before:
         return await evaluate_run(Path(target), config)

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,11 +40,8 @@ CompletionQueue = asyncio.Queue[Completion]
 
 
 class GenerationService(Service, Generation):
-    """Samples groups with an engine of its own.
-
-    options: `own_version`: version of the weights in the model folder, which the engine then uses from the start.
-    `longest_prompts`: file of prompts whose tokens are counted before sampling starts (see prompt_check).
-    """
+    """Samples groups with an engine of its own. options: `own_version`: version of the weights in the model folder,
+    which the engine then uses at once. `longest_prompts`: prompts that are checked at the start (see prompt_check)."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -72,8 +70,9 @@ class GenerationService(Service, Generation):
         evaluation_slots = max(generation.slots, config.evaluate.samples)
         slots = evaluation_slots if self._evaluates else GateConfig.of(config).row_slots
         ids, numbers = (np.dtype(np.int32), response), (np.dtype(np.float32), response)
-        texts, prompt_ids = (np.dtype(np.uint8), response * tokenizer.longest_token_bytes()), (ids[0], prompt)
-        columns = {"prompt_ids": prompt_ids, "response_ids": ids, "logprobs": numbers, "versions": ids, "text": texts}
+        columns: dict[str, tuple[np.dtype[Any], int]] = {"response_ids": ids, "logprobs": numbers, "versions": ids}
+        columns["prompt_ids"] = (np.dtype(np.int32), prompt)
+        columns["text"] = (np.dtype(np.uint8), response * tokenizer.longest_token_bytes())
         self.rows = context.open_rows(slots, bytes_of_slot(columns))
         context.tasks.create_task(self._decode(), name="decode loop")
 

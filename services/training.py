@@ -61,11 +61,8 @@ class TrainingService(Service, Training):
         self._leases_changed = asyncio.Event()
 
     async def start(self) -> None:
-        """Loads the model, or the checkpoint of a resumed run, and publishes its version.
-
-        Raises ConfigError when device, model, checkpoint or shared memory cannot be used, and PeerLost when another
-        rank did not start.
-        """
+        """Loads the model, or the checkpoint of a resumed run, and publishes its version. Raises ConfigError when
+        device, model, checkpoint or shared memory cannot be used, and PeerLost when another rank did not start."""
         await self.context.compute.run(self._load)
         self._published = await self.context.compute.run(self._write, self._version)
 

@@ -40,12 +40,9 @@ def load_pretrained(folder: Path, **options: Any) -> Any:
 
 
 def load_pretrained_classifier(folder: Path, kind: Any, role: str, **options: Any) -> tuple[Any, list[str]]:
-    """Loads a classifier and returns it with the names of the head's parameters that the folder lacks.
-
-    kind: an automatic class of transformers, such as AutoModelForTokenClassification. role: of the model, for errors.
-    Raises ConfigError when a file is damaged, transformers has no such model, the head has another number of labels, or
-    parameters outside the head are missing.
-    """
+    """Loads a classifier of an automatic class of transformers; returns it with the names of the head's parameters that
+    the folder lacks. Raises ConfigError, which names the role, when a file is damaged, transformers has no such model,
+    the head has another number of labels, or parameters outside the head are missing."""
     refuse_damaged(folder)
     try:
         with _exclusive_and_quiet():

@@ -80,10 +80,8 @@ def shape_of(model: str) -> Shape | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Memory of all workers of a service together.
-
-    bytes: estimate of the most. least: bytes however little is sampled. lower: what to lower when that is too much.
-    """
+    """Memory of all workers of a service together. bytes: estimate of the most. least: bytes however little is sampled.
+    lower: what to lower when that is too much."""
 
     name: str
     bytes: int

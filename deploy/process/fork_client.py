@@ -155,6 +155,11 @@ class Forks:
             self._servers.end()
             self._servers = None
 
+    @property
+    def pids(self) -> Mapping[Stage, int]:
+        """Process ids of the processes to fork from, as far as they have answered."""
+        return dict(self._servers.pids) if self._servers is not None else {}
+
     async def fork(self, stage: Stage, name: str, output: IO[bytes]) -> ForkedWorker:
         """Returns a worker that has the imports of this stage and waits for its first line. name: what `ps` shows.
         Raises CannotFork when the worker must be spawned."""

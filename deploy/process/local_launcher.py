@@ -36,10 +36,8 @@ SWEEPING = 5.0
 
 
 class LocalWorker:
-    """A child process that was spawned or forked, and reads its specification as its first line.
-
-    output: the file that it writes to. killed_at_stop: whether a worker that is asked to stop is killed instead.
-    """
+    """A child process that was spawned or forked, and reads its specification as its first line. output: the file that
+    it writes to. killed_at_stop: whether a worker that is asked to stop is killed instead."""
 
     def __init__(self, process: "subprocess.Popen[bytes] | ForkedWorker", spec: WorkerSpec, output: Path) -> None:
         assert process.stdin is not None

@@ -88,11 +88,6 @@ async def replaced(running: RunningFleet, pid: int, how: signal.Signals = signal
     running.subscribers.remove(take)
 
 
-def server_pids(forks: Forks) -> dict[str, int]:
-    """The processes to fork from, as far as they have answered."""
-    return {} if forks._servers is None else dict(forks._servers.pids)
-
-
 @pytest.mark.parametrize("origin", ["plain", "torch"])
 async def test_forked_workers_are_children_of_the_controller(origin: Origin, tmp_path: Path) -> None:
     async with fleet_in(tmp_path, origin=origin) as (_, forks, said):
@@ -101,7 +96,7 @@ async def test_forked_workers_are_children_of_the_controller(origin: Origin, tmp
             assert program_of(pid) == "fork_server"
             assert name_of(pid).startswith("echo")
             assert os.getpgid(pid) == pid
-        assert server_pids(forks)[origin] not in pids_of(tmp_path)
+        assert forks.pids[origin] not in pids_of(tmp_path)
         assert said == []
 
 
@@ -125,7 +120,7 @@ async def test_workers_outlive_the_fork_server_and_the_next_worker_comes_from_a_
     async with fleet_in(tmp_path) as (running, forks, said), asyncio.timeout(40):
         await replaced(running, pids_of(tmp_path)[0])
         before = pids_of(tmp_path)
-        gone = parent_of(server_pids(forks)["torch"]) if victim == "plain" else server_pids(forks)["torch"]
+        gone = parent_of(forks.pids["torch"]) if victim == "plain" else forks.pids["torch"]
         os.kill(gone, signal.SIGKILL)
         wait_until(lambda: dead(gone), "its end", 5)
         assert sorted(await running.handle("echo", Echo).pids()) == before
@@ -139,7 +134,7 @@ async def test_workers_outlive_the_fork_server_and_the_next_worker_comes_from_a_
 
 async def test_hung_fork_server_is_replaced_after_the_deadline(tmp_path: Path) -> None:
     async with fleet_in(tmp_path, deadline=5.0) as (running, forks, said), asyncio.timeout(40):
-        os.kill(hung := server_pids(forks)["torch"], signal.SIGSTOP)
+        os.kill(hung := forks.pids["torch"], signal.SIGSTOP)
         await replaced(running, pids_of(tmp_path)[0])
         assert [line for line in said if "was silent for 5 s; another one is started" in line]
         wait_until(lambda: dead(hung), "its end", 5)
@@ -210,7 +205,7 @@ async def test_cancelled_start_leaves_no_process(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with fleet_in(tmp_path) as (_, forks, _):
-            started.extend(server_pids(forks).values())
+            started.extend(forks.pids.values())
 
     for turns in range(0, 60, 6):
         task = asyncio.ensure_future(run())

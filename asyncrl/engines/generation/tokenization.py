@@ -29,8 +29,8 @@ class TokenizerWithStops:
         return 1 + max(3, *(len(token.encode()) for token in self._tokenizer.get_vocab()))
 
     def prompt_ids(self, prompt: str | list[Message]) -> NDArray[np.int32]:
-        """Returns the token ids of a prompt: text is tokenized with special tokens, messages by the chat template, which
-        writes its own first token. Raises TaskError when there is none, it fails, or it changes or omits a part."""
+        """Returns the token ids of a prompt: text is tokenized with special tokens, messages by the chat template,
+        which writes its first token. Raises TaskError when there is none, it fails, or it changes or omits a part."""
         text = prompt if isinstance(prompt, str) else _render_chat(self._tokenizer, prompt)
         encoded = self._tokenizer(text, add_special_tokens=isinstance(prompt, str))
         return np.asarray(encoded["input_ids"], np.int32)

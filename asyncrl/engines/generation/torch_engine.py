@@ -109,11 +109,9 @@ class TorchEngine:
         return [self._finish(row, finish) for row in reversed(rows)]
 
     def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
-        """Uses these weights from the next step on; running requests continue.
-
-        share: keep the tensors themselves, of the same device and dtype, which must not be written while in use. Raises
-        WeightsError when a parameter is missing or tied names come with different values.
-        """
+        """Uses these weights from the next step on; running requests continue. share: keep the tensors themselves, of
+        the same device and dtype, which must not be written while in use. Raises WeightsError when a parameter is
+        missing or tied names come with different values."""
         missing = [tensor.name for tensor in self.spec.tensors if tensor.name not in tensors]
         if missing:
             raise WeightsError(f"new weights lack {', '.join(missing)}")
@@ -180,12 +178,16 @@ class TorchEngine:
         rows = np.array([*range(decoding), *chain.from_iterable(prefills)], np.int64)
         if len(rows) != len(logits):
             logits = logits[self._flat.tensor(np.array([*range(decoding), *copies], np.int64))]
-        temperatures = np.array([self._batch.requests[row].temperature for row in rows], np.float32)
-        drawn = sample(logits, self._flat.tensor(temperatures), self._flat.tensor(self._batch.uniforms(rows)))
-        tokens, logprobs = (each.cpu().numpy() for each in drawn)
+        tokens, logprobs = self._sample(logits, rows)
         for source, *others in prefills:
             self._flat.cache.copy(source, others, len(sequences[source]))
         self._batch.record(rows, tokens, logprobs, self.version)
+
+    def _sample(self, logits: Tensor, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        temperatures = np.array([self._batch.requests[row].temperature for row in rows], np.float32)
+        tensors = self._flat.tensor(temperatures), self._flat.tensor(self._batch.uniforms(rows))
+        tokens, logprobs = sample(logits, *tensors)
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _newest(self, decoding: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns newest tokens and their positions. In deterministic mode idle slots decode too, at position 0."""

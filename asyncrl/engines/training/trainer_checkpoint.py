@@ -39,8 +39,8 @@ def write_own_state(directory: Path, rank: int) -> None:
 
 
 def read_state(directory: Path, optimizer: Optimizer, ranks: Ranks) -> dict[str, Any]:
-    """Restores optimizer and RNG, and returns everything that trainer.pt holds. Raises JournalError when the directory is
-    not the checkpoint of a trainer, and ConfigError when another number of ranks with different states wrote it."""
+    """Restores optimizer and RNG, and returns all that trainer.pt holds. Raises JournalError when the directory is not
+    the checkpoint of a trainer, and ConfigError when another number of ranks with different states wrote it."""
     if not (directory / TRAINER).exists():
         raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not the checkpoint of a trainer")
     state = _load(directory / TRAINER)
