@@ -128,11 +128,14 @@ async def train_async(
     from asyncrl.deploy.run_setup import RunRequest, run
     from asyncrl.telemetry.display import open_display
 
+    if prompts is None:
+        raise ConfigError("prompts: write a form of task.prompts, a list of rows or a datasets.Dataset, not None")
     scored, here = _reward(reward)
     chosen, custom = _algorithm(algorithm)
     own = {"model": _section("model", "name", model), "staleness": _section("staleness", "limit", staleness)}
-    values = {**sections, **own, "algorithm": chosen, "reward": scored, "task.prompts": _source(prompts)}
-    config = load(None, (), values={**values, "steps": steps}).config
+    values = {**sections, **own, "algorithm": chosen, "reward": scored, "steps": steps}
+    values["task.prompts"] = prompts if isinstance(prompts, str) else IN_MEMORY
+    config = load(None, (), values=values).config
     fresh = new_run_directory(Path("runs"), strftime("python-%Y%m%d-%H%M%S"))
     with fresh if run_dir is None else nullcontext(Path(run_dir)) as directory, open_display(config.steps) as display:
         request = RunRequest(
@@ -178,13 +181,6 @@ def _algorithm_here(custom: "Algorithm | None", name: str, say: Callable[[str], 
     if name == FROM_PYTHON:
         say("the algorithm has no importable name: only the same call resumes this run")
     return replace(custom, name="the algorithm" if name == FROM_PYTHON else name)
-
-
-def _source(prompts: str | Rows) -> str:
-    """Returns the value of `task.prompts`."""
-    if prompts is None:
-        raise ConfigError("prompts: write a form of task.prompts, a list of rows or a datasets.Dataset, not None")
-    return prompts if isinstance(prompts, str) else IN_MEMORY
 
 
 def _reward(given: RewardArgument) -> tuple[dict[str, Any], list[Function]]:

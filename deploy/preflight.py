@@ -1,19 +1,24 @@
 """Finds everything that is wrong with a run before it starts. `asyncrl run` refuses it, `asyncrl doctor` prints it."""
 
+import resource
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from asyncrl.algorithms.select import algorithm_problems
-from asyncrl.config.install_hints import missing_packages
+from asyncrl.config.install_hints import missing_packages, program
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import Algorithm
-from asyncrl.deploy.checks.memory_needs import memory_problems
-from asyncrl.deploy.checks.resource_limits import descriptor_problems
+from asyncrl.deploy.checks.machine import available_memory, size_text
+from asyncrl.deploy.checks.memory_needs import needs, shape_of
 from asyncrl.deploy.service_specs import worker_count
-from asyncrl.engines.models.folder_checks import context_problems, damages
+from asyncrl.engines.models.folder_checks import context_of_folder, damages
 from asyncrl.rewards.functions import function_problems
 from asyncrl.telemetry.sinks import sink_problems
+
+OWN_DESCRIPTORS, WORKERS_DESCRIPTORS = 64, 24
+"""Descriptors that a process of a fleet may have open: its own, and for each worker connections, a pipe, a process
+handle and mapped rows. With fewer, libzmq aborts the process or never returns."""
 
 
 def preflight(
@@ -25,7 +30,7 @@ def preflight(
     model_is_made: the run directory has the model already.
     """
     yield from config.warnings
-    yield from descriptor_problems(worker_count(config))
+    yield from _descriptor_problems(worker_count(config))
     damaged = [] if model_is_made else list(_damages(config))
     yield from damaged or model_problems(config, Path(config.model.name).expanduser())
     yield from sink_problems(config.telemetry.sinks)
@@ -43,8 +48,8 @@ def scoring_problems(config: Config, served: Collection[str] = ()) -> Iterator[P
 
 def model_problems(config: Config, model: Path) -> Iterator[Problem]:
     """Yields the problems of memory and context window; a model that is not on this machine has none yet."""
-    yield from memory_problems(config, str(model))
-    yield from context_problems(config, model)
+    yield from _memory_problems(config, str(model))
+    yield from _context_problems(config, model)
 
 
 def _damages(config: Config) -> Iterator[Problem]:
@@ -54,3 +59,50 @@ def _damages(config: Config) -> Iterator[Problem]:
     for key, name in names.items():
         for damage in damages(Path(name).expanduser()) if name else ():
             yield Problem(key, "", f"{damage}; copy or download the model once more")
+
+
+def _memory_problems(config: Config, model: str) -> Iterator[Problem]:
+    """Yields a problem when the services need more memory than is available, however little they sample."""
+    if (shape := shape_of(model)) is None:
+        return
+    found = [need for need in needs(config, shape) if need.device == "cpu"]
+    total, available = sum(need.least for need in found), available_memory()
+    if total > available:
+        largest = max(found, key=lambda need: need.least)
+        text = (
+            f"{size_text(available)} of memory are available, and this run takes {size_text(total)} at least, "
+            f"{size_text(largest.least)} of that for {largest.name}: {largest.lower}; `{program()} doctor` with the "
+            "same arguments shows what needs how much"
+        )
+        yield Problem("", "", text)
+
+
+def _context_problems(config: Config, folder: Path) -> Iterator[Problem]:
+    """Yields a problem when the longest answer leaves no room for a prompt in the context of the model."""
+    context, answer = context_of_folder(folder), config.generation.max_new_tokens
+    if context is not None and answer >= context:
+        text = (
+            f"{answer} new tokens leave no room for a prompt: {config.model.name} was made for {context} positions "
+            f"(max_position_embeddings in its config.json); write fewer than {context}"
+        )
+        yield Problem("generation.max_new_tokens", "", text)
+
+
+def _descriptor_problems(workers: int) -> Iterator[Problem]:
+    """Yields a problem when this user may not open as many files as a fleet of so many workers needs."""
+    needed = OWN_DESCRIPTORS + WORKERS_DESCRIPTORS * workers
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        text = (
+            f"a fleet of {workers} workers needs up to {needed} file descriptors a process, and this user may have "
+            f"{hard}: raise the limit, `ulimit -n {needed}` or in /etc/security/limits.conf, or use fewer replicas"
+        )
+        yield Problem("", "", text)
+
+
+def allow_descriptors(workers: int) -> None:
+    """Lets this process and its children open as many files as a fleet of so many workers needs, within the limit."""
+    needed = OWN_DESCRIPTORS + WORKERS_DESCRIPTORS * workers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -4,6 +4,7 @@ open or resume the directory ──> prompts, model ──> fleet ──> Contro
 """
 
 import asyncio
+import errno
 import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
@@ -24,15 +25,14 @@ from asyncrl.controller.journal.journal import Journal, surviving
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observed_run import Questions, RunState, TrainingRun
-from asyncrl.deploy.checks.resource_limits import allow_descriptors, exhausted
-from asyncrl.deploy.preflight import model_problems, preflight
+from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight
 from asyncrl.deploy.process.fork_client import Forks, forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.service_specs import service_specs, worker_count
 from asyncrl.engines.models.folder_checks import is_complete, scoring_model_folders
-from asyncrl.engines.models.model_folder import prepare
-from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError
+from asyncrl.engines.models.model_preparation import prepare
+from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError, errno_in
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.leftover_cleanup import new_start
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
@@ -53,14 +53,23 @@ PRETRAIN = "pretrain.jsonl"
 HEARTBEAT = 10.0
 """Seconds between heartbeats. Three missing ones mean that a worker's host is gone; loading a model takes less."""
 
+CAUSES = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file has reached the size that this user may write (ulimit -f)",
+    errno.EMFILE: "a process has as many files open as it may (ulimit -n)",
+    errno.ENFILE: "this machine has as many files open as it can",
+    errno.ENOMEM: "there is not enough memory",
+}
+"""Resources that run out, by error number."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
     """A run that the user requests.
 
-    command: command that resumes the run. prompts, algorithm: Python objects that replace those of the config.
-    services: specs by name that replace those of the config, e.g. rewards in this process. forks: process that workers
-    are forked from, if it was started already.
+    command: resumes the run. prompts, algorithm, services: Python objects that replace those of the config, such as
+    rewards in this process. forks: what workers are forked from, if it was started already.
     """
 
     config: Config
@@ -77,11 +86,8 @@ class RunRequest:
 async def run(request: RunRequest) -> RunDirectory:
     """Trains as requested; the same request with the same directory resumes the run.
 
-    Raises:
-        ConfigError, TaskError: the user made a mistake; raised before anything is started if it is known by then.
-        FleetFailed: the trainer or the critic died; the same request resumes.
-        RewardError, AlgorithmError: a reward function, or a user's algorithm, failed; the same request resumes.
-        Interrupted: a signal ended the run before the last steps had a checkpoint; the same request resumes.
+    Raises ConfigError or TaskError for a mistake of the user, if possible before anything is started. The same request
+    resumes after FleetFailed (the trainer or a critic died), RewardError, AlgorithmError and Interrupted (by a signal).
     """
     _check(request)
     rollback = DirectoryRollback(request.run_dir)
@@ -114,6 +120,12 @@ def _check(request: RunRequest) -> None:
     for warning in problems:
         request.display.say(f"warning: {warning}")
     allow_descriptors(worker_count(request.config))
+
+
+def exhausted(error: Exception) -> str | None:
+    """Returns which resource ran out if that caused the error, else None. Errors of workers arrive as texts."""
+    number = errno_in(error.message) if isinstance(error, RemoteError) else getattr(error, "errno", None)
+    return f"{CAUSES[number]}: {error}" if number in CAUSES else None
 
 
 @contextmanager
@@ -163,9 +175,6 @@ async def _train(
                 await run.run()
 
 
-# ---- the state that a run starts from --------------------------------------------------------------------
-
-
 def nothing_left(request: RunRequest, directory: RunDirectory, plan: ResumePlan | None) -> bool:
     """Returns, and prints, whether all steps are trained and the last version is evaluated if the config wants it."""
     config = request.config
@@ -181,10 +190,8 @@ def nothing_left(request: RunRequest, directory: RunDirectory, plan: ResumePlan 
 
 
 def settle_config(request: RunRequest, directory: RunDirectory, store: FileStore, plan: ResumePlan | None) -> None:
-    """Refuses a changed config, prints what a resume takes over, and writes config.toml.
-
-    At a first start it removes a model that an earlier start made of another config.
-    """
+    """Refuses a changed config, prints what a resume takes over, and writes config.toml. At a first start it removes a
+    model that an earlier start made of another config."""
     config = request.config
     if plan is not None:
         changes = check_resume(directory.path, config, request.accept_changes)
@@ -252,9 +259,6 @@ def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunSta
         curve=(keys.public, keys.secret),
         heartbeat=HEARTBEAT if config.fleet.wire == "tcp" else None,
     )
-
-
-# ---- the fleet -------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager

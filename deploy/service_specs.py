@@ -1,26 +1,20 @@
 """Specifies the services that an experiment needs, with their implementations."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.config.schema import Config, Scorer
 from asyncrl.fleet.fleet import ServiceSpec
-from asyncrl.fleet.worker.worker_spec import Origin
 from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.service_contracts import Critic, Generation, Reference, Reward, Training
-
-ENGINES: Mapping[str, Origin] = {"torch": "torch"}
-"""The process that workers with an engine may be forked from. An engine that starts threads or uses a GPU when it is
-imported says "spawn" here, so that it need not be imported to know that."""
 
 
 def service_specs(config: Config) -> list[ServiceSpec]:
     """Returns the services of a training run."""
-    layout, origin = Layout(dp=config.training.layout_dp), ENGINES[config.training.engine]
+    layout = Layout(dp=config.training.layout_dp)
     specs = [
-        generation_spec(config, "generation", replicas=config.generation.replicas),
+        generation_spec("generation", replicas=config.generation.replicas),
         reward_spec(config, "reward"),
-        ServiceSpec("training", Training, "asyncrl.services.training:TrainingService", layout=layout, origin=origin),
+        ServiceSpec("training", Training, "asyncrl.services.training:TrainingService", layout=layout, origin="torch"),
     ]
     if config.algorithm.kl > 0:
         implementation, replicas = "asyncrl.services.reference:ReferenceService", config.reference.replicas
@@ -30,13 +24,12 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     if config.algorithm.constraint == "lagrangian":
         specs += [reward_spec(config, "cost"), _critic_spec("cost_critic")]
     if config.evaluate.prompts:
-        specs.append(generation_spec(config, "evaluation"))
+        specs.append(generation_spec("evaluation"))
     return specs
 
 
-def generation_spec(config: Config, name: str, **fields: Any) -> ServiceSpec:
-    implementation, origin = "asyncrl.services.generation:GenerationService", ENGINES[config.generation.engine]
-    return ServiceSpec(name, Generation, implementation, origin=origin, **fields)
+def generation_spec(name: str, **fields: Any) -> ServiceSpec:
+    return ServiceSpec(name, Generation, "asyncrl.services.generation:GenerationService", origin="torch", **fields)
 
 
 def reward_spec(config: Config, service: Scorer) -> ServiceSpec:

@@ -19,7 +19,7 @@ from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.service_specs import generation_spec, reward_spec
 from asyncrl.engines.models.folder_checks import scoring_model_folder
-from asyncrl.engines.models.model_folder import prepare
+from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import ServiceSpec, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts
@@ -40,10 +40,7 @@ async def evaluate_run(
     prompts: str | Rows | None = None,
     services: Mapping[str, ServiceSpec] = NO_SERVICES,
 ) -> Evaluation:
-    """Evaluates the newest checkpoint of a run with the run's rewards.
-
-    prompts: default: those of the section `evaluate`. services: used instead of those of the config.
-    """
+    """Evaluates the newest checkpoint of a run with its rewards. prompts, services: replace those of the config."""
     if not RunDirectory(run_dir).started_before:
         raise ConfigError(f"{run_dir} is no run directory: it has no config.toml")
     model, version = newest_model(run_dir)
@@ -65,11 +62,8 @@ def _questions(config: Config, prompts: str | Rows | None = None) -> list[Questi
 
 
 async def evaluate_target(target: str, task: str | None, say: Callable[[str], None]) -> Evaluation:
-    """Evaluates a run directory or a model.
-
-    target: a run directory, or a form of `model.name`. task: experiment with the held-out prompts and rewards. say:
-    gets one line of progress at a time.
-    """
+    """Evaluates a target, which is a run directory or a form of `model.name`. task: experiment with the held-out
+    prompts and rewards. say: gets one line of progress at a time."""
     config = load(task).config if task is not None else None
     if RunDirectory(Path(target)).started_before:
         return await evaluate_run(Path(target), config)
@@ -85,13 +79,10 @@ async def evaluate_target(target: str, task: str | None, say: Callable[[str], No
 async def evaluate_model(
     model: Path, config: Config, questions: list[Question], services: Mapping[str, ServiceSpec] = NO_SERVICES
 ) -> Evaluation:
-    """Evaluates a model folder with a generation worker and a reward worker of its own, or with `services`.
-
-    A cost worker joins them when the algorithm has costs.
-    """
+    """Evaluates a model folder with workers of its own, or with `services`: generation, reward and, if any, cost."""
     refuse(scoring_problems(config, services))
     model = await asyncio.to_thread(model.absolute)
-    specs = [generation_spec(config, "evaluation", options={"own_version": VERSION})]
+    specs = [generation_spec("evaluation", options={"own_version": VERSION})]
     for name in config.scorers:
         if name in services:
             specs.append(services[name])

@@ -24,8 +24,8 @@ from asyncrl.services.reference import results_of_forward_passes
 
 class CriticService(Service, Critic):
     """Stores one row per sample: `values` float32 [tokens], and `valued_at` int64 [1], the updates taken before.
-    options: `model`: the initial model folder, by default that of the policy. The service `cost_critic` predicts costs,
-    in columns `cost_values` and `cost_valued_at`.
+    options: `model`: the initial model folder. The service `cost_critic` predicts costs, in columns `cost_values` and
+    `cost_valued_at`.
 
     A sample enters the loss of the critic once, even if the step of the policy is lost and another batch of the same
     version holds the sample again. A batch with lost rows is skipped.
@@ -48,8 +48,6 @@ class CriticService(Service, Critic):
         slot_bytes = bytes_of_slot({self._target.values: values, self._target.valued_at: valued_at})
         self.rows = self.context.open_rows(GateConfig.of(config).row_slots, slot_bytes)
         self._engine = await self.context.compute.run(self._load)
-
-    # ---- endpoints ---------------------------------------------------------------------------------------
 
     async def values(self, samples: BatchRef) -> BatchRef:
         target, places = self._target, []
@@ -77,8 +75,6 @@ class CriticService(Service, Critic):
             self._refuse_earlier("save", incarnation, version)
             files = await self.context.compute.run(self._save, Path(directory) / self._target.critic, version)
             return Checkpointed(version, "", files)
-
-    # ---- parts -------------------------------------------------------------------------------------------
 
     async def _finish_update(self) -> None:
         """Waits for the running update; its call may have ended."""
@@ -115,8 +111,6 @@ class CriticService(Service, Critic):
 
     def _skipped(self, cuts: Cuts, reason: str) -> ValueReport:
         return ValueReport(cuts.incarnation, cuts.version, 0, reason, {f"{self._target.critic}/updates": 0.0})
-
-    # ---- on the compute thread ---------------------------------------------------------------------------
 
     def _load(self) -> CriticTrainer:
         context, target = self.context, self._target

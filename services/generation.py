@@ -13,13 +13,14 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, GenerationEngine, Key, SampleRequest
+from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import DeadlineExceeded, LostRows, Refused, TaskError
 from asyncrl.fleet.worker.service import Service, WorkerContext
@@ -39,10 +40,8 @@ CompletionQueue = asyncio.Queue[Completion]
 
 
 class GenerationService(Service, Generation):
-    """Samples groups with an engine of its own.
-
-    options: `own_version`: version of the weights in the model folder, which the engine then uses from the start.
-    `longest_prompts`: file of prompts whose tokens are counted before sampling starts (see prompt_lengths).
+    """Samples groups with an engine of its own. options: `own_version`: version of the weights in the model folder,
+    which the engine then uses at once. `longest_prompts`: prompts that are checked at the start (see prompt_lengths).
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -62,7 +61,7 @@ class GenerationService(Service, Generation):
 
     async def start(self) -> None:
         context = self.context
-        self._engine: GenerationEngine = await context.compute.run(self._load_engine)
+        self._engine: TorchEngine = await context.compute.run(self._load_engine)
         config, generation, tokenizer = context.config, context.config.generation, self._engine.tokenizer
         prompt, response = config.task.max_prompt_tokens, generation.max_new_tokens
         self._token_budget = TokenBudget(prompt, response, self._engine.context)
@@ -71,12 +70,11 @@ class GenerationService(Service, Generation):
         # One group of the run at least, and as many groups as an evaluation samples at a time.
         evaluation_slots = max(generation.slots, config.evaluate.samples)
         slots = evaluation_slots if self._evaluates else GateConfig.of(config).row_slots
-        ids, letters = (np.dtype(np.int32), response), (np.dtype(np.uint8), response * tokenizer.longest_token_bytes())
-        numbers, prompt_ids = (np.dtype(np.float32), response), (np.dtype(np.int32), prompt)
-        slot_bytes = bytes_of_slot(
-            {"prompt_ids": prompt_ids, "response_ids": ids, "logprobs": numbers, "versions": ids, "text": letters}
-        )
-        self.rows = context.open_rows(slots, slot_bytes)
+        ids, numbers = (np.dtype(np.int32), response), (np.dtype(np.float32), response)
+        columns: dict[str, tuple[np.dtype[Any], int]] = {"response_ids": ids, "logprobs": numbers, "versions": ids}
+        columns["prompt_ids"] = (np.dtype(np.int32), prompt)
+        columns["text"] = (np.dtype(np.uint8), response * tokenizer.longest_token_bytes())
+        self.rows = context.open_rows(slots, bytes_of_slot(columns))
         context.tasks.create_task(self._decode(), name="decode loop")
 
     async def stop(self) -> None:
@@ -84,16 +82,12 @@ class GenerationService(Service, Generation):
             self._reader.close()
         await super().stop()
 
-    # ---- endpoints ---------------------------------------------------------------------------------------
-
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         """Yields samples as they finish, one row each: columns prompt_ids, response_ids, versions (int32), logprobs
         (float32) and text (uint8, UTF-8, cut before a stop string). At the deadline, running samples end as `length`.
 
-        Raises:
-            Refused: the group has another incarnation.
-            TaskError: the prompt has no tokens, has too many of them, or cannot be rendered.
-            DeadlineExceeded: some members had not begun at the deadline.
+        Raises Refused for a group of another incarnation, TaskError for a prompt without tokens, with too many, or that
+        cannot be rendered, and DeadlineExceeded when some members had not begun at the deadline.
         """
         self._check_incarnation(prompts.incarnation, f"group {prompts.id}")
         deadline = asyncio.get_running_loop().time() + prompts.deadline
@@ -102,7 +96,7 @@ class GenerationService(Service, Generation):
         keys = [request.key for request in requests]
         self._streams |= dict.fromkeys(keys, stream)
         try:
-            await self.context.compute.run(self._submit, requests)
+            await self.context.compute.run(self._engine.submit, *requests)
             self._wakeup.set()
             left = len(keys)
             while left:
@@ -145,8 +139,6 @@ class GenerationService(Service, Generation):
                 texts.append(SampleText(row.group, row.member, prompt, bytes(text).decode()))
         return texts
 
-    # ---- samples -----------------------------------------------------------------------------------------
-
     def _requests(self, prompts: PromptGroup) -> list[SampleRequest]:
         ids = self._engine.tokenizer.prompt_ids(prompts.prompt)
         if mistake := self._token_budget.mistake(len(ids)):
@@ -156,10 +148,6 @@ class GenerationService(Service, Generation):
             SampleRequest((prompts.id, member, prompts.attempt), ids, member_seed(prompts.seed, member), *settings)
             for member in prompts.members
         ]
-
-    def _submit(self, requests: Sequence[SampleRequest]) -> None:
-        for request in requests:
-            self._engine.submit(request)
 
     async def _next_completions(
         self, stream: CompletionQueue, keys: Sequence[Key], deadline: float
@@ -205,8 +193,6 @@ class GenerationService(Service, Generation):
         if open_keys:
             self._wakeup.set()
 
-    # ---- decoding ----------------------------------------------------------------------------------------
-
     async def _decode(self) -> None:
         """Runs slices of decode steps while there are samples, until cancelled."""
         while True:
@@ -222,10 +208,8 @@ class GenerationService(Service, Generation):
             self.context.clock.idle()
 
     def _run_slice(self, aborted: Iterable[Key]) -> tuple[list[Completion], bool]:
-        """Ends aborted requests, then steps until a request finishes, another call waits or the slice is over.
-
-        Returns the finished requests, and whether there is more to sample.
-        """
+        """Ends aborted requests, then steps until a request finishes, another call waits or the slice is over. Returns
+        the finished requests, and whether there is more to sample."""
         self._engine.end(aborted, "abort")
         until = time.monotonic() + SLICE_SECONDS
         done: list[Completion] = []
@@ -252,8 +236,6 @@ class GenerationService(Service, Generation):
                 self.counters["samples"] += 1
                 self.counters["tokens"] += len(completion.tokens)
         self.counters |= {"running": self._engine.running, "waiting": self._engine.waiting}
-
-    # ---- weights and rows --------------------------------------------------------------------------------
 
     def _load_engine(self) -> TorchEngine:
         refuse_unusable("generation.device", self.context.config.generation.device)

@@ -39,8 +39,6 @@ class ReferenceService(Service, Reference):
         places = [self.keep(row.name, {COLUMN: own}) for row, own in zip(samples, logprobs, strict=True)]
         return samples.with_places(places)
 
-    # ---- on the compute thread ---------------------------------------------------------------------------
-
     def _load(self) -> CausalModel:
         config, device = self.context.config, self.context.config.reference.device
         refuse_unusable("reference.device", device)
@@ -56,10 +54,7 @@ class ReferenceService(Service, Reference):
 async def results_of_forward_passes(
     context: WorkerContext, samples: BatchRef, forward: Callable[[Batch], Sequence[T]]
 ) -> list[T]:
-    """Reads the samples, and returns what `forward` computes of each, pass by pass on the compute thread.
-
-    With `generation.deterministic`, each row has a forward pass of its own, so that its bits do not depend on others.
-    """
+    """Reads the samples, and returns what `forward` computes of each, pass by pass on the compute thread."""
     rows = await context.reader.read(samples, ["prompt_ids", "response_ids"])
     results: dict[int, T] = {}
     for part in forward_passes(rows, context.config):

@@ -25,11 +25,7 @@ SHARE_OF_CALL = 0.9
 
 class RewardService(Service, Reward):
     """Scores each sample with all functions of `reward.functions`; the score is their weighted sum. The service `cost`
-    uses the functions of `cost.functions`.
-
-    Args:
-        functions: used instead of those of the config, because they exist only in this process.
-    """
+    uses the functions of `cost.functions`. functions: replace those of the config; they exist only in this process."""
 
     def __init__(self, context: WorkerContext, functions: Sequence[Function] = ()) -> None:
         super().__init__(context)
@@ -62,12 +58,8 @@ class RewardService(Service, Reward):
         return self._pool.queued
 
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
-        """Scores samples that share the prompt row `row`.
-
-        Raises:
-            RewardError: a function failed under on_error = "fail".
-            LostRows: a sample is gone.
-        """
+        """Scores samples that share the prompt row `row`. Raises RewardError when a function failed under on_error =
+        "fail", and LostRows when a sample is gone."""
         async with self.context.reader.views(samples, [TEXT]) as found:
             texts = [bytes(text).decode("utf-8", errors="replace") for text in found[TEXT]]
         scored = [
@@ -84,10 +76,8 @@ class RewardService(Service, Reward):
         return scores
 
     async def _score_all(self, refs: BatchRef, samples: list[Sample]) -> list[list[FunctionResult]]:
-        """Returns the results of all functions for each sample, in the order of `_specs`.
-
-        Functions of groups score once the other members of the group have arrived.
-        """
+        """Returns the results of all functions for each sample, in the order of `_specs`. Functions of groups score
+        once the other members of the group have arrived."""
         singly, in_groups = await gather(
             gather(*(self._run(number, samples) for number in self._single)),
             gather(*(self._score_member(sample, refs.rows[0].attempt) for sample in samples)),

@@ -19,10 +19,8 @@ from asyncrl.services.reward import RewardService
 
 
 class RewardModelService(RewardService):
-    """Scores a sample by the model state at its last sampled token, which may belong to a stop string.
-
-    options: `model`: the folder of the reward model. A score that is not finite is handled like that of a function.
-    """
+    """Scores a sample by the model state at its last sampled token, which may belong to a stop string. A score that is
+    not finite is handled like that of a function. options: `model`: the folder of the reward model."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -31,10 +29,8 @@ class RewardModelService(RewardService):
         self._specs = (*self._specs, FunctionSpec(MODEL_TERM, MODEL_TERM, self._section.weight, key=key))
 
     async def start(self) -> None:
-        """Loads the model and starts the functions.
-
-        Raises ConfigError when torch lacks the device or the folder holds no reward model with the policy's tokenizer.
-        """
+        """Loads the model and starts the functions. Raises ConfigError when torch lacks the device or the folder holds
+        no reward model with the policy's tokenizer."""
         self._model = await self.context.compute.run(self._load)
         await super().start()
 
@@ -42,8 +38,6 @@ class RewardModelService(RewardService):
         by_model = results_of_forward_passes(self.context, refs, self._scores)
         by_functions, scores = await gather(super()._score_all(refs, samples), by_model)
         return [[*own, result_of(score)] for own, score in zip(by_functions, scores, strict=True)]
-
-    # ---- on the compute thread ---------------------------------------------------------------------------
 
     def _load(self) -> ValueModel:
         context, device, key = self.context, self._section.device, f"{self.context.spec.service}.model"

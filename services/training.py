@@ -28,11 +28,8 @@ from asyncrl.protocols.service_contracts import Training
 
 @dataclass(slots=True)
 class StepInProgress:
-    """Holds the state of a running step.
-
-    digest: of its batch. rows_checked: set once all ranks have read their rows or reported lost rows. lost: the error
-    of lost rows. work: the task up to the outcome of the engine; its result is None when rows are lost.
-    """
+    """Holds a running step. digest: of its batch. rows_checked: set once all ranks have read their rows or reported
+    lost rows. work: the task up to the outcome of the engine; its result is None when rows are lost."""
 
     digest: str
     work: "asyncio.Task[StepOutcome | None]" = field(init=False)
@@ -41,14 +38,12 @@ class StepInProgress:
 
 
 class TrainingService(Service, Training):
-    """Runs one rank with one engine. `step` is a compare-and-set on (incarnation, version); every rank trains its share
-    of the rows.
+    """Runs one rank, which trains its share of the rows. `step` is a compare-and-set on (incarnation, version).
 
     A step that has begun is finished even if its call ends: half a step would leave weights without a version, and
     other ranks wait for this one. A repeated call with the same batch waits for the running step or returns its report.
-    All ranks decide together whether rows are lost, and, in the engine, whether there is an update.
-
-    All ranks hold the same weights. The first rank publishes them and manages the leases of the readers.
+    All ranks decide together whether rows are lost, and, in the engine, whether there is an update. They hold the same
+    weights, which the first rank publishes; it also manages the leases of the readers.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -66,13 +61,8 @@ class TrainingService(Service, Training):
         self._leases_changed = asyncio.Event()
 
     async def start(self) -> None:
-        """Loads the model, or the checkpoint of a resumed run, and publishes its version.
-
-        Raises:
-            ConfigError: torch lacks the device; the engine cannot train the model, or its files are incomplete; the
-                checkpoint has another number of ranks; shared memory cannot hold two versions of the weights.
-            PeerLost: another rank did not start.
-        """
+        """Loads the model, or the checkpoint of a resumed run, and publishes its version. Raises ConfigError when
+        device, model, checkpoint or shared memory cannot be used, and PeerLost when another rank did not start."""
         await self.context.compute.run(self._load)
         self._published = await self.context.compute.run(self._write, self._version)
 
@@ -80,8 +70,6 @@ class TrainingService(Service, Training):
         if self._writer is not None:
             self._writer.close()
         await super().stop()
-
-    # ---- endpoints ---------------------------------------------------------------------------------------
 
     async def step(self, cuts: Cuts) -> StepReport:
         digest = batch_digest(cuts)
@@ -130,8 +118,6 @@ class TrainingService(Service, Training):
                 await asyncio.sleep(DEATH_NOTICE)
                 raise FleetFailed(str(lost)) from lost  # A retry would fail too: ranks have lost contact.
             return Checkpointed(version, self._chain.hex(), files)
-
-    # ---- a step ------------------------------------------------------------------------------------------
 
     async def _running_step(self) -> StepInProgress | None:
         """Returns the step that an earlier call began; None if its rows are lost."""
@@ -190,8 +176,7 @@ class TrainingService(Service, Training):
 
     async def _wait_for_slot(self, leases: Leases, version: int) -> None:
         """Waits until no reader uses the slot of `version`, and closes the slot for readers. The controller kills a
-        reader that uses it for longer than `staleness.publish_deadline`; the same time again is for that to take
-        effect."""
+        reader after `staleness.publish_deadline`; the same time again is for that to take effect."""
         deadline = 2 * self.context.config.staleness.publish_deadline
         try:
             with self.context.clock.state("sync"):
@@ -211,8 +196,6 @@ class TrainingService(Service, Training):
         published = self._published if self._writer is not None and not outcome.skipped else None
         chain_hex, metrics, samples = self._chain.hex(), outcome.metrics, outcome.samples
         return StepReport(*self._position, outcome.updates, outcome.skipped, chain_hex, metrics, samples, published)
-
-    # ---- state, on the compute thread --------------------------------------------------------------------
 
     @property
     def _position(self) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 With each version the trainer publishes the log-probs that its own weights give the likeliest next tokens after a fixed
 prompt, the probe. An engine that loads the version computes the same log-probs. The largest difference is the metric
 `mismatch/canary`: near 0 while engine and trainer agree, and large at once when weights, masks or precision differ.
-The probe also checks a loaded model once, see `generation/forward/flat_model.py`.
 """
 
 from typing import Any
@@ -24,11 +23,8 @@ CANARY_TOKENS = 16
 
 
 def probe_tokens(tokenizer: Any) -> NDArray[np.int64]:
-    """Returns the token ids of the probe, int64 [PROBE_TOKENS].
-
-    The ids are the first tokens of PROBE_TEXT. A tokenizer that maps the sentence to few distinct ids, such as one that
-    knows only letters, gets the first ids of its vocabulary instead.
-    """
+    """Returns the first tokens of PROBE_TEXT, int64 [PROBE_TOKENS]. A tokenizer that maps the sentence to few distinct
+    ids, such as one that knows only letters, gets the first ids of its vocabulary instead."""
     ids = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][:PROBE_TOKENS]
     if len(set(ids)) < PROBE_TOKENS // 2:
         return np.arange(PROBE_TOKENS, dtype=np.int64) % len(tokenizer)

@@ -1,8 +1,5 @@
-"""Checks that torch can compute on the configured devices.
-
-`python -m asyncrl.engines.devices KEY=DEVICE ...` prints one line for each unusable device, so that processes that must
-not import torch can run the check in a child.
-"""
+"""Checks that torch can compute on the configured devices. `python -m asyncrl.engines.devices KEY=DEVICE ...` prints a
+line for each unusable device, so that processes that must not import torch can run the check in a child."""
 
 import sys
 

@@ -1,8 +1,5 @@
-"""Loads models with transformers: one at a time per process, quietly, and into private memory.
-
-transformers maps the weights from the file. They are copied: if the file is truncated later, every process that reads
-mapped weights is killed by SIGBUS.
-"""
+"""Loads models with transformers: one at a time per process, quietly, and into private memory, because every process
+that reads weights mapped from a file is killed by SIGBUS when the file is truncated later."""
 
 import threading
 from collections.abc import Iterator
@@ -43,16 +40,9 @@ def load_pretrained(folder: Path, **options: Any) -> Any:
 
 
 def load_pretrained_classifier(folder: Path, kind: Any, role: str, **options: Any) -> tuple[Any, list[str]]:
-    """Loads a classifier and returns it with the names of the head's parameters that the folder lacks.
-
-    Args:
-        kind: an automatic class of transformers, such as AutoModelForTokenClassification.
-        role: the role of the model, for error messages.
-
-    Raises:
-        ConfigError: a file is damaged, transformers has no such model, the head has another number of labels, or
-            parameters outside the head are missing.
-    """
+    """Loads a classifier of an automatic class of transformers; returns it with the names of the head's parameters that
+    the folder lacks. Raises ConfigError, which names the role, when a file is damaged, transformers has no such model,
+    the head has another number of labels, or parameters outside the head are missing."""
     refuse_damaged(folder)
     try:
         with _exclusive_and_quiet():

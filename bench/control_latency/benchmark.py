@@ -25,7 +25,7 @@ from asyncrl.bench.measurements import MachineLoad
 from asyncrl.bench.rivals.timed_rounds import seconds_of_async
 from asyncrl.config.sources import load
 from asyncrl.deploy.process.local_launcher import LocalLauncher
-from asyncrl.engines.models.model_folder import prepare
+from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.client import Client

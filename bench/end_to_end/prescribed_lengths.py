@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.interface import NO_WEIGHTS, SampleRequest
+from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.services.generation import GenerationService

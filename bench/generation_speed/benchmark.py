@@ -23,7 +23,7 @@ from asyncrl.bench.benchmark_model import SPECIAL, VOCABULARY, write_model
 from asyncrl.bench.end_to_end.prescribed_lengths import EndlessEngine
 from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, ratios, round_values, table
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.interface import Completion, SampleRequest
+from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
 from asyncrl.engines.model_loading import load_pretrained
 
 PROMPTS, SHORTEST_PROMPT, LONGEST_PROMPT = 256, 8, 64

@@ -23,7 +23,7 @@ from asyncrl.bench.child_process import environment
 from asyncrl.bench.learning.grid import Case, Values
 from asyncrl.bench.measurements import MachineLoad
 from asyncrl.config.sources import load
-from asyncrl.engines.models.model_folder import prepare
+from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory

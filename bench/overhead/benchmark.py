@@ -133,7 +133,7 @@ def emulated_run(seconds: StageSeconds, steps: int, folder: Path) -> EmulatedSte
 def cost_of_tracing(steps: int, rounds: int, folder: Path) -> None:
     """Measures the same runs with and without `telemetry.trace`, whole process trees. Two equal runs differ by more
     than tracing may cost, so the cost of one event times the number of events is measured too."""
-    from asyncrl.engines.models.model_folder import prepare
+    from asyncrl.engines.models.model_preparation import prepare
 
     watched = MachineLoad()
     model = asyncio.run(prepare(load_config("quickstart", ()).config, folder / "quickstart", lambda text: None))

@@ -39,7 +39,7 @@ from asyncrl.config.sources import load
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.service_specs import service_specs
-from asyncrl.engines.models.model_folder import prepare
+from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.fleet.fleet import RunningFleet, running_fleet
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerStarted
 from asyncrl.fleet.worker.worker_spec import RunFacts

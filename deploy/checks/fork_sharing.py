@@ -9,11 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.deploy.checks.machine import Check
+from asyncrl.deploy.checks.machine import IMPORT_DEADLINE, Check
 from asyncrl.deploy.process.fork_client import MODULES, CannotFork, ForkedWorker, Forks
 
-DEADLINE = 120.0
-"""Seconds: a first import of torch from a cold disk takes up to a minute."""
 INSTEAD = "workers are spawned and import for themselves, which makes the start slower and takes more memory"
 
 
@@ -28,7 +26,10 @@ def fork_check(modules: Sequence[str] = MODULES) -> Check:
 
 
 async def _measure(modules: Sequence[str]) -> str:
-    with Forks(os.environ, modules, DEADLINE, say=lambda text: None) as forks, tempfile.TemporaryFile() as output:
+    with (
+        Forks(os.environ, modules, IMPORT_DEADLINE, say=lambda text: None) as forks,
+        tempfile.TemporaryFile() as output,
+    ):
         _end(await forks.fork("torch", "doctor", output))  # It waits for the imports.
         began = time.monotonic()
         worker = await forks.fork("torch", "doctor", output)

@@ -48,21 +48,15 @@ def machine_checks() -> Iterator[Check]:
     """Checks everything that does not depend on an experiment; slow checks come last."""
     python = f"{sys.version.split()[0]} ({sys.executable})"
     yield check("python", sys.version_info >= (3, 11), python, "install Python 3.11 or newer; asyncrl needs it")
-    yield links_check(Path(__file__).parents[2])
+    package = Path(__file__).parents[2]
+    kind = "a checkout" if (package / "protocols").is_symlink() else "an installed package"
+    yield Check("package", "ok", f"{package}: {kind}")
     yield cores_check()
     yield Check("memory", "ok", f"{size_text(available_memory())} available")
     yield shared_memory_check()
     yield sockets_check(tempfile.gettempdir())
     yield from package_checks()
     yield torch_check()
-
-
-def links_check(package: Path) -> Check:
-    """Checks that the folders beside the package are linked into it (in a checkout), or lie in it (in a wheel)."""
-    broken = [name for name in ("services", "protocols", "deploy", "bench") if not (package / name).is_dir()]
-    kind = "a checkout" if (package / "protocols").is_symlink() else "an installed package"
-    found = f"{', '.join(broken)} not mounted" if broken else kind
-    return check("package", not broken, f"{package}: {found}", "clone again with: git clone -c core.symlinks=true URL")
 
 
 def cores_check() -> Check:
@@ -85,10 +79,7 @@ def usable_cores() -> float:
 
 
 def available_memory() -> int:
-    """Returns the bytes of memory that are available, by the kernel's count and the container's limit.
-
-    Cached files count as available, because the kernel gives them up.
-    """
+    """Returns the bytes of memory that are available, cached files included, by kernel and container."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     available = int(found[1]) * 1024 if found else 0
     limit, used = CONTAINER / "memory.max", CONTAINER / "memory.current"

@@ -1,16 +1,14 @@
 """Estimates how many bytes each service of an experiment needs, from its config and the shape of its model."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.config.install_hints import program
-from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
-from asyncrl.deploy.checks.machine import available_memory, size_text
+from asyncrl.deploy.checks.machine import size_text
 from asyncrl.engines.models.folder_checks import longest_row
 
 FLOAT = 4
@@ -82,10 +80,8 @@ def shape_of(model: str) -> Shape | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Memory of all workers of a service together.
-
-    bytes: estimate of the most. least: bytes however little is sampled. lower: what to lower when that is too much.
-    """
+    """Memory of all workers of a service together. bytes: estimate of the most. least: bytes however little is sampled.
+    lower: what to lower when that is too much."""
 
     name: str
     bytes: int
@@ -115,25 +111,6 @@ def needs(config: Config, shape: Shape) -> list[MemoryNeed]:
     if config.evaluate.prompts:
         found.append(_generation(config, shape, "evaluation", 1))
     return found
-
-
-def memory_problems(config: Config, model: str) -> Iterator[Problem]:
-    """Yields a problem when the services need more memory than is available, however little they sample.
-
-    model: a name that `shape_of` takes.
-    """
-    if (shape := shape_of(model)) is None:
-        return
-    found = [need for need in needs(config, shape) if need.device == "cpu"]
-    total, available = sum(need.least for need in found), available_memory()
-    if total > available:
-        largest = max(found, key=lambda need: need.least)
-        text = (
-            f"{size_text(available)} of memory are available, and this run takes {size_text(total)} at least, "
-            f"{size_text(largest.least)} of that for {largest.name}: {largest.lower}; `{program()} doctor` with the "
-            "same arguments shows what needs how much"
-        )
-        yield Problem("", "", text)
 
 
 def _generation(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from asyncrl.config.install_hints import program
+from asyncrl.deploy.checks.fork_sharing import fork_check
 from asyncrl.deploy.checks.machine import (
     Check,
     available_memory,
@@ -39,18 +40,9 @@ def main(arguments: list[str]) -> int:
 
 def checks(target: str | None, flags: list[str]) -> Iterator[Check]:
     yield from machine_checks()
-    yield from fork_checks()
+    yield fork_check()
     if target is not None:
         yield from experiment_checks(target, flags)
-
-
-def fork_checks() -> Iterator[Check]:
-    """Nothing where asyncrl cannot be imported, for that is said already."""
-    try:
-        from asyncrl.deploy.checks.fork_sharing import fork_check
-    except ImportError:
-        return
-    yield fork_check()
 
 
 def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:

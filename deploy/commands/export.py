@@ -20,12 +20,8 @@ def main(arguments: list[str]) -> int:
 
 
 def export(run_dir: Path, target: Path) -> int:
-    """Copies the model; returns its version. The target appears complete or not at all.
-
-    Raises:
-        ConfigError: there is no run, it has no checkpoint yet, or the target is taken or cannot be made.
-        JournalError: none of its checkpoints is good.
-    """
+    """Copies the model; returns its version. The target appears complete or not at all. Raises ConfigError for a
+    mistake in the arguments, and JournalError when none of the run's checkpoints is good."""
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already; name a folder that does not")

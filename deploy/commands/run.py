@@ -2,7 +2,10 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,11 +37,14 @@ command line > environment (ASYNCRL_SECTION__KEY) > file > default
 Ctrl-C ends a run within ten seconds, with a checkpoint; a second Ctrl-C ends it at once. `asyncrl --help` lists the
 exit codes."""
 
+RESUMABLE = 75
+Start = Callable[[Sequence[str]], "subprocess.Popen[bytes]"]
+
 
 @dataclass(frozen=True, slots=True)
 class RunCommand:
-    """The parsed command. target: config.toml of `run_dir` where the command names no experiment. flags: flags that set
-    config keys; restarts: those that set `fleet.restarts`."""
+    """The parsed command. target: config.toml of `run_dir` where the command names no experiment. flags: set config
+    keys; restarts: those that set `fleet.restarts`."""
 
     target: str | Path
     run_dir: Path | None
@@ -72,19 +78,13 @@ def main(arguments: list[str]) -> int:
                 named = ["--run-dir", str(run_dir)] if request.run_dir is None else []
                 command = f"{program()} {shlex.join(['run', *arguments, *named])}"
                 return train(config, run_dir, request.accept_changes, command, forks)
-            from asyncrl.deploy.process.restart_loop import run_with_restarts
-
             if forks is not None:
                 forks.end()  # The child begins its own.
             return run_with_restarts(_child_arguments(request, run_dir), config.fleet.restarts)
 
 
 def parse(arguments: Sequence[str]) -> RunCommand:
-    """Takes out the flags of the command itself; the rest sets config keys.
-
-    Raises:
-        ConfigError: --run-dir without a directory or without a run to resume, or neither an experiment nor --run-dir.
-    """
+    """Takes out the flags of the command itself; the rest sets config keys. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--run-dir", nargs="?", const="")
     parser.add_argument("--accept-changes", action="store_true")
@@ -159,3 +159,33 @@ def train(config: "Config", run_dir: Path, accept_changes: bool, command: str, b
                 else f"done; next: `{program()} samples {quoted}`, `{program()} export {quoted} TARGET`"
             )
     return 0
+
+
+def start_run(arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-m", "asyncrl.deploy.cli", "run", *arguments])
+
+
+def run_with_restarts(arguments: Sequence[str], restarts: int, start: Start = start_run) -> int:
+    """Runs the command in a child, and at most `restarts` times again after exit code 75 (the trainer died) or a death
+    by a signal. Returns the last exit code."""
+    for left in range(restarts, -1, -1):
+        code = _run_once(arguments, start)
+        if left == 0 or (code >= 0 and code != RESUMABLE):
+            break
+        ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        print(f"asyncrl: the run ended with {ending}; starting it again ({left} left)", file=sys.stderr)
+    return code if code >= 0 else RESUMABLE
+
+
+def _run_once(arguments: Sequence[str], start: Start) -> int:
+    child = start(arguments)
+    # A terminal sends Ctrl-C to both of us; the child decides how to end. SIGTERM reaches only this process.
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: child.send_signal(number)),
+    }
+    try:
+        return child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

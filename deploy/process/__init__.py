@@ -1,1 +1,1 @@
-"""Processes on this machine: the launcher, the main of a worker, signals and restarts."""
+"""Processes on this machine: the launcher, the main of a worker and signals."""

@@ -16,8 +16,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
 Stage = Literal["plain", "torch"]
+STAGES: tuple[Stage, ...] = ("plain", "torch")
 
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 MODULES = (
@@ -49,22 +50,19 @@ class CannotFork(Exception):
     """The worker must be spawned; the message says why."""
 
 
+@dataclass(slots=True)
 class ForkedWorker:
-    """A process that another one forked and this one waits for, with the interface of `subprocess.Popen`."""
+    """A child of this process that another process forked, with the interface of `subprocess.Popen`."""
 
-    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
-        self.pid = pid
-        self.stdin = stdin
-        self.returncode: int | None = None
-        self._pidfd = os.pidfd_open(pid)
+    pid: int
+    stdin: IO[bytes]
+    returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit status once it has ended; negative: the signal that ended it."""
+        """Returns the exit status once the process has ended; negative: the signal that ended it."""
         if self.returncode is None:
-            ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
-            if ended is not None:
-                os.close(self._pidfd)
-                self.returncode = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def terminate(self) -> None:
@@ -74,9 +72,8 @@ class ForkedWorker:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.returncode is None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, number)
+        if self.returncode is None:  # Until `poll` has returned its status, no other process can have its pid.
+            os.kill(self.pid, number)
 
 
 @dataclass(slots=True)
@@ -89,7 +86,7 @@ class _Servers:
     pids: dict[Stage, int]
 
     def end(self) -> None:
-        """The kernel kills the second process with the first. Whoever waits for an answer hears that there is none."""
+        """Ends both: the kernel kills the second process with the first. Calls that wait for an answer fail."""
         self.process.kill()
         self.process.wait(ENDING)
         if "torch" in self.pids:
@@ -99,37 +96,28 @@ class _Servers:
             with suppress(OSError):
                 channel.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        for channel in self.channels.values():
-            channel.close()
-        self.output.close()
-
     def last_words(self) -> str:
         self.output.seek(0)
         words = self.output.read()[-LAST_WORDS:].decode(errors="replace").strip().splitlines()
         return f", its last words: {words[-1]}" if words else ""
 
 
+@dataclass(eq=False)
 class Forks:
     """Forks workers. Processes are started by `begin`, and anew for the next worker after they have died.
 
-    environment: of all workers. modules: that those with torch need. deadline: seconds that imports may take. say:
-    told when something is wrong with the processes to fork from; the workers are not concerned.
+    environment: of all workers. modules: that those with torch need. deadline: seconds that imports may take. say: gets
+    a line when something is wrong with the processes to fork from.
     """
 
-    def __init__(
-        self,
-        environment: Mapping[str, str],
-        modules: Sequence[str] = MODULES,
-        deadline: float = 120.0,
-        say: Callable[[str], None] = print,
-    ) -> None:
-        self._environment = {**NUMPY_THREADS, **environment}
-        self._modules = modules
-        self.deadline = deadline
-        self.say = say
+    environment: Mapping[str, str]
+    modules: Sequence[str] = MODULES
+    deadline: float = 120.0
+    say: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
         self._servers: _Servers | None = None
-        self._ended: list[_Servers] = []  # Closed at the end; one for each time that the processes died.
+        self._files = ExitStack()  # Closed at the end: calls may still wait for answers of ended processes.
         self._unfit: dict[Stage, str] = {}  # Stages that died before they had imported all, and would again.
         self._turn: dict[Stage, asyncio.Lock] = {}
 
@@ -139,42 +127,32 @@ class Forks:
 
     def __exit__(self, *_: object) -> None:
         self.end()
-        for servers in self._ended:
-            servers.close()
+        self._files.close()
 
     def begin(self) -> None:
-        """Start both processes, which import while this one goes on."""
-        pairs: dict[Stage, tuple[socket.socket, socket.socket]] = {
-            "plain": socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET),
-            "torch": socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET),
-        }
-        theirs = [pairs["plain"][1].fileno(), pairs["torch"][1].fileno()]
-        # It is open as long as the processes may write to it.
-        output = tempfile.TemporaryFile()  # noqa: SIM115
+        """Starts both processes, which import while this one goes on."""
+        pairs = {stage: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for stage in STAGES}
+        theirs = [other.fileno() for _, other in pairs.values()]
+        output = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         program = [sys.executable, "-m", "asyncrl.deploy.process.fork_server"]
         process = subprocess.Popen(
-            [*program, str(os.getpid()), *map(str, theirs), *self._modules],
+            [*program, str(os.getpid()), *map(str, theirs), *self.modules],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             pass_fds=theirs,
             process_group=0,
-            env=self._environment,
+            env={**NUMPY_THREADS, **self.environment},
         )
         for ours, other in pairs.values():
             other.close()
-            ours.setblocking(False)
+            self._files.enter_context(ours).setblocking(False)
         self._servers = _Servers(process, {stage: ours for stage, (ours, _) in pairs.items()}, output, {})
-
-    def suits(self, environment: Mapping[str, str]) -> bool:
-        """Returns whether workers with this environment can be forked from these processes."""
-        return self._environment == {**NUMPY_THREADS, **environment}
 
     def end(self) -> None:
         """Ends both processes; workers live on, and the next fork starts the processes anew."""
         if self._servers is not None:
             self._servers.end()
-            self._ended.append(self._servers)
             self._servers = None
 
     @property
@@ -183,11 +161,8 @@ class Forks:
         return dict(self._servers.pids) if self._servers is not None else {}
 
     async def fork(self, stage: Stage, name: str, output: IO[bytes]) -> ForkedWorker:
-        """A worker that has the imports of this stage and waits for its first line. name: what `ps` shows.
-
-        Raises:
-            CannotFork: it must be spawned.
-        """
+        """Returns a worker that has the imports of this stage and waits for its first line. name: what `ps` shows.
+        Raises CannotFork when the worker must be spawned."""
         async with self._turn.setdefault(stage, asyncio.Lock()):
             if stage in self._unfit:
                 raise CannotFork(self._unfit[stage])
@@ -195,10 +170,7 @@ class Forks:
                 return await self._fork(stage, name, output)
             except _ServerGone as gone:
                 self.say(f"{gone}; another one is started, workers live on")
-            try:
-                return await self._fork(stage, name, output)
-            except _ServerGone as gone:
-                raise CannotFork(str(gone)) from gone
+            return await self._fork(stage, name, output)
 
     async def _fork(self, stage: Stage, name: str, output: IO[bytes]) -> ForkedWorker:
         if self._servers is None:
@@ -212,9 +184,8 @@ class Forks:
                 return await self._asked(servers, stage, name, output)
         except TimeoutError:
             self._drop(servers)
-            raise _ServerGone(
-                f"the process to fork workers from ({stage}) was silent for {self.deadline:g} s"
-            ) from None
+            why = f"the process to fork workers from ({stage}) was silent for {self.deadline:g} s"
+            raise _ServerGone(why) from None
         except asyncio.CancelledError:
             self._drop(servers)  # A worker may be under way that nobody would wait for.
             raise
@@ -246,7 +217,7 @@ class Forks:
             raise self._gone(servers, stage)
         return json.loads(answer)
 
-    def _gone(self, servers: _Servers, stage: Stage) -> Exception:
+    def _gone(self, servers: _Servers, stage: Stage) -> CannotFork:
         why = f"the process to fork workers from ({stage}) has ended{servers.last_words()}"
         if stage not in servers.pids and self._servers is servers:
             self._unfit[stage] = why
@@ -259,41 +230,28 @@ class Forks:
             self.end()
 
 
-@contextmanager
-def early_forks() -> Iterator[Forks | None]:
+def early_forks() -> AbstractContextManager[Forks | None]:
     """Starts the processes that workers are forked from, as the default config would have them."""
-    if sys.platform != "linux":
-        yield None
-        return
-    with Forks(worker_environment(os.environ)) as forks:
-        yield forks
+    return Forks(worker_environment(os.environ)) if sys.platform == "linux" else nullcontext()
 
 
-@contextmanager
 def forks_of(
     config: "Config", begun: Forks | None = None, say: Callable[[str], None] = print
-) -> Iterator[Forks | None]:
+) -> AbstractContextManager[Forks | None]:
     """Starts the processes that workers are forked from; gives None where they are spawned or live in this process.
-
-    begun: used if its processes suit the config, and then left as it is at the end; its processes are ended otherwise.
-    """
+    begun: used if it has the environment of the config, and then left as it is at the end; it is ended otherwise."""
     environment = worker_environment(os.environ, config.fleet.threads, config.fleet.wire)
     forked = config.fleet.start == "fork" and config.fleet.wire != "inproc" and sys.platform == "linux"
+    if begun is not None and forked and begun.environment == environment:
+        begun.say, begun.deadline = say, config.fleet.start_deadline
+        return nullcontext(begun)
     if begun is not None:
-        if forked and begun.suits(environment):
-            begun.say, begun.deadline = say, config.fleet.start_deadline
-            yield begun
-            return
         begun.end()
-    if not forked:
-        yield None
-        return
-    with Forks(environment, deadline=config.fleet.start_deadline, say=say) as forks:
-        yield forks
+    return Forks(environment, deadline=config.fleet.start_deadline, say=say) if forked else nullcontext()
 
 
 def _as_this_process(pid: int) -> None:
-    """Give a child the niceness and the limits of this process, which may have changed since `begin`."""
+    """Gives a child the niceness and the limits of this process, which may have changed since `begin`."""
     with suppress(ProcessLookupError, PermissionError):
         if (niceness := os.getpriority(os.PRIO_PROCESS, 0)) != os.getpriority(os.PRIO_PROCESS, pid):
             os.setpriority(os.PRIO_PROCESS, pid, niceness)
@@ -302,8 +260,8 @@ def _as_this_process(pid: int) -> None:
                 resource.prlimit(pid, limit, values)
 
 
-class _ServerGone(Exception):
-    """A process to fork from is no more."""
+class _ServerGone(CannotFork):
+    """A process to fork from is no more; another one may be started."""
 
 
 class _Subreaper:

@@ -8,14 +8,12 @@ PARENT is the controller's pid, PLAIN and TORCH are descriptors of Unix sockets.
                            └──fork──> torch ── has imported MODULE ... as well: torch, transformers
 
 Each of the two answers requests on its socket: {"name": text} with two descriptors, the worker's standard input and its
-output, is answered with {"pid": number}, or with {"refused": text} where a fork would not be safe. A process that is
-forked shares all pages of its parent that neither of them writes to. It also inherits every lock as it was at that
-moment, but only the thread that forked; so a fork is refused unless there is one thread, no CUDA context and no socket
-but the one that requests come from. An OpenMP team is a set of threads, so one thread means that there is none.
+output, is answered with {"pid": number}, or with {"refused": text} where a fork would not be safe: a forked process
+inherits every lock as it was at that moment, but only the thread that forked. So there must be one thread (an OpenMP
+team has more), no CUDA context and no socket but the one that requests come from.
 
 A worker is a grandchild: the process between ends at once, so the worker becomes a child of the controller, which made
-itself a subreaper (prctl(2)) for that moment. The controller waits for it as for any child, and the kernel's death
-signal reaches it from the controller; it lives on when these two processes are killed.
+itself a subreaper (prctl(2)) for that moment. It lives on when these two processes are killed.
 """
 
 import gc
@@ -56,7 +54,7 @@ def main(parent: int, plain: int, torch: int, modules: Sequence[str]) -> None:
 
 
 def serve(descriptor: int, pids: Mapping[str, int]) -> NoReturn:
-    """Say that all is imported, with the process's own pid by its stage; answer requests until nobody can make any."""
+    """Reports that all is imported, with the process's own pid by its stage; answers requests until nobody can."""
     with socket.socket(fileno=descriptor) as channel:
         gc.freeze()  # The collector of a forked process would write to the pages of every object.
         _send(channel, {"ready": pids})
@@ -105,7 +103,7 @@ def what_forbids_a_fork(known: set[int]) -> str:
 
 
 def _forked_grandchild(run: Callable[[], NoReturn]) -> int:
-    """The pid of a process that runs this; its parent has ended when this returns."""
+    """Returns the pid of a process that runs this; its parent has ended when this returns."""
     reading, writing = os.pipe()
     between = os.fork()
     if between == 0:
@@ -126,12 +124,11 @@ def _forked_grandchild(run: Callable[[], NoReturn]) -> int:
 
 
 def _become_a_worker(name: str, source: int, output: int, channel: socket.socket) -> NoReturn:
-    """Begin as a spawned worker does: with three descriptors, in a process group of its own."""
-    os.dup2(source, 0)
-    for standard in (1, 2):
-        os.dup2(output, standard)
-    for each in (source, output):
-        os.close(each)
+    """Begins as a spawned worker does: with three descriptors, in a process group of its own."""
+    for given, standard in ((source, 0), (output, 1), (output, 2)):
+        os.dup2(given, standard)
+    os.close(source)
+    os.close(output)
     channel.close()
     os.setpgid(0, 0)
     worker_main.rename(name)

@@ -3,11 +3,10 @@
 Importing a model class of transformers 5.16 also imports `torch._dynamo`, `torch.distributed.tensor` and what these
 import: 1.4 of 5.9 CPU-seconds, and 500 modules. Only processes that are ours do this, never the user's:
 
-- `torch._dynamo` is a package whose body runs at the first use of anything in it, but for four functions that torch and
+- The body of `torch._dynamo` runs at the first use of anything in it, but for four functions that torch and
   transformers call without compiling anything. Until then these do what its own do outside of a compiler.
-- transformers is told that torch was built without `torch.distributed`, which it supports. Ranks of the trainer use
-  `torch.distributed` themselves.
-- transformers is told that accelerate is not installed, as it is not with the base install: it would import it.
+- transformers is told that there is neither `torch.distributed`, which ranks of the trainer use themselves, nor
+  accelerate, which it would import.
 - transformers reads all its 1,100 folders of models as it is imported, twice because its cache holds 128 folders: here
   the cache holds all of them, and each file is read from its `__all__` on. This saves a third of transformers' import.
 
@@ -15,12 +14,11 @@ Where a later version of either library needs more, more is imported, and nothin
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -34,34 +32,32 @@ class _Deferred(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__dict__["_turn"] = threading.RLock()
-        self.__dict__["_allowed"] = []
-        self.__dict__.update(EARLY[name])
-        if name == COMPILER:
-            self.__dict__["allow_in_graph"] = self._allow
+        self._turn = threading.RLock()
+        self._allowed: list[Any] = []
+        self.__dict__.update(EARLY, allow_in_graph=self._allow)
 
     def _allow(self, function: Any) -> Any:
-        self.__dict__["_allowed"].extend(function if isinstance(function, list | tuple) else [function])
+        self._allowed.extend(function if isinstance(function, list | tuple) else [function])
         return function
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # The import system asks for these, and they are set where there are any.
             raise AttributeError(name)
-        with self.__dict__["_turn"]:
+        with self._turn:
             if isinstance(self, _Deferred):
                 _run_body(self)
         return getattr(self, name)
 
 
 def _run_body(module: _Deferred) -> None:
-    allowed = module.__dict__["_allowed"]
+    allowed = module._allowed
     module.__class__ = ModuleType  # type: ignore[assignment]
-    for name in (*EARLY[module.__name__], "allow_in_graph"):
+    for name in (*EARLY, "allow_in_graph"):
         module.__dict__.pop(name, None)
     spec = module.__spec__
     assert spec is not None
     assert isinstance(spec.loader, _DeferredLoader)
-    spec.loader.real.exec_module(module)
+    spec.loader.run_body(module)
     for function in allowed:
         module.allow_in_graph(function)
 
@@ -72,45 +68,35 @@ def _constant(function: Any) -> Any:
 
 
 def _disable(function: Any = None, recursive: bool = True, **_: Any) -> Any:
-    if function is None:
-        return _disable
-    return function
+    return _disable if function is None else function
 
 
 def _graph_break(*_: Any, **__: Any) -> None:
     """Nothing, outside of a compiled function."""
 
 
-EARLY: dict[str, dict[str, Callable[..., Any]]] = {
-    COMPILER: {"assume_constant_result": _constant, "disable": _disable, "graph_break": _graph_break},
-}
-"""Functions of the package that are called although nothing is compiled; `allow_in_graph` is one more."""
+EARLY = {"assume_constant_result": _constant, "disable": _disable, "graph_break": _graph_break}
+"""Functions of `torch._dynamo` that are called although nothing is compiled; `allow_in_graph` is one more."""
 
 
-class _DeferredLoader(importlib.abc.Loader):
+class _DeferredLoader(SourceFileLoader):
     """Makes the module without running its body."""
 
-    def __init__(self, real: importlib.abc.Loader) -> None:
-        self.real = real
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Deferred(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: see `_Deferred.__getattr__`."""
+        """Does nothing; `_Deferred.__getattr__` runs the body."""
+
+    def run_body(self, module: ModuleType) -> None:
+        super().exec_module(module)
 
 
-class _TransformersLoader(importlib.abc.Loader):
+class _TransformersLoader(SourceFileLoader):
     """Runs the module, then has it say that torch is not distributed."""
 
-    def __init__(self, real: importlib.abc.Loader) -> None:
-        self._real = real
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._real.create_module(spec)
-
     def exec_module(self, module: ModuleType) -> None:
-        self._real.exec_module(module)
+        super().exec_module(module)
         names = module.__dict__
         names["is_torch_distributed_available"] = names["is_accelerate_available"] = _unavailable
         if scan := names.get("create_import_structure_from_path"):
@@ -124,21 +110,14 @@ def _unavailable(*_: Any) -> bool:
     return False
 
 
-LOADERS: dict[str, Callable[[Any], importlib.abc.Loader]] = {
-    COMPILER: _DeferredLoader,
-    TRANSFORMERS: _TransformersLoader,
-}
+LOADERS: dict[str, type[SourceFileLoader]] = {COMPILER: _DeferredLoader, TRANSFORMERS: _TransformersLoader}
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in LOADERS:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            spec.loader = LOADERS[name](spec.loader)
+class _Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name in LOADERS else None
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = LOADERS[name](spec.loader.name, spec.loader.path)
         return spec
 
 

@@ -15,7 +15,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Literal, Self
 
-from asyncrl.deploy.process import memory_sweeper
 from asyncrl.deploy.process.fork_client import CannotFork, ForkedWorker, Forks
 from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.fleet.leftover_cleanup import remove_leftovers
@@ -24,15 +23,21 @@ from asyncrl.lanes.shared_memory import unlink_instance_segments
 
 LAST_WORDS = 300
 """Characters of a dead worker's output that its cause of death quotes."""
+SWEEP = """\
+trap '' INT TERM HUP
+read -r end_of_input
+rm -rf "$1" /dev/shm/"asyncrl-$0-"*
+"""
+"""Shell script that waits until its standard input, a pipe that only the controller holds, ends: the controller has
+closed its launcher, and has removed all itself, or is dead, and its workers with it. Then it removes what is left.
+$0: name of one start of a run; a resume has another, so this may run late. $1: folder of sockets."""
 SWEEPING = 5.0
 """Seconds that removing some files in memory may take."""
 
 
 class LocalWorker:
-    """A child process that was spawned or forked, and reads its specification as its first line.
-
-    output: the file that it writes to. killed_at_stop: whether a worker that is asked to stop is killed instead.
-    """
+    """A child process that was spawned or forked, and reads its specification as its first line. output: the file that
+    it writes to. killed_at_stop: whether a worker that is asked to stop is killed instead."""
 
     def __init__(self, process: "subprocess.Popen[bytes] | ForkedWorker", spec: WorkerSpec, output: Path) -> None:
         assert process.stdin is not None
@@ -91,10 +96,9 @@ class LocalWorker:
 
 class LocalLauncher:
     """Starts processes; leaving it removes the folder of their sockets and their shared memory. When this process is
-    killed, memory_sweeper.py does.
+    killed, the shell that runs SWEEP removes them.
 
     run: names both, and nothing that another launcher made. forks: what workers are forked from; None: all are spawned.
-    sockets: only this user can enter it; its path is short, for the names of sockets end at 107 bytes.
     """
 
     def __init__(self, run: str, wire: Literal["ipc", "tcp"] = "ipc", forks: Forks | None = None) -> None:
@@ -106,13 +110,12 @@ class LocalLauncher:
         self.sockets = Path(tempfile.mkdtemp(prefix=f"asyncrl-{run}-"))
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-I", "-S", memory_sweeper.__file__, self._run, str(self.sockets)]
+        command = ["/bin/sh", "-c", SWEEP, self._run, str(self.sockets)]
         self._sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Removes sockets and shared memory, also when the sweeper is dead. A sweeper that does not end is in the
-        kernel's hands, as the processes of a dead worker are."""
+        """Removes sockets and shared memory, also when the sweeper is dead."""
         remove_leftovers(self._run)
         assert self._sweeper.stdin is not None
         self._sweeper.stdin.close()
@@ -137,7 +140,7 @@ class LocalLauncher:
         return worker
 
     async def _fork(self, spec: WorkerSpec, output: IO[bytes]) -> ForkedWorker | None:
-        """Returns None when the worker is to be spawned."""
+        """Returns the forked worker, or None when it is to be spawned."""
         if self._forks is None or spec.origin == "spawn":
             return None
         try:
@@ -147,8 +150,7 @@ class LocalLauncher:
             return None
 
     def hurry(self) -> None:
-        """Kills workers that are stopping, and from now on each that is to stop. Workers that still work live on: their
-        supervisor would report a death that it did not ask for."""
+        """Kills workers that are stopping, and from now on each that is to stop, but none that still works."""
         self._is_hurried = True
         for worker in self._workers.values():
             worker.hurry()

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -28,21 +28,17 @@ class StopSignals:
         self._loop = asyncio.get_running_loop()
         self._end_in_order: Callable[[], None] | None = None
         self._first_at: float | None = None
-        self._handled: list[signal.Signals] = []
         self.hurry: Callable[[], None] | None = None
         self.abandoned = ""
 
     def __enter__(self) -> Self:
-        for number in SIGNALS:
-            try:
+        with suppress(ValueError, RuntimeError):  # This is not the main thread.
+            for number in SIGNALS:
                 self._loop.add_signal_handler(number, self._receive, number)
-            except (ValueError, RuntimeError):  # This is not the main thread.
-                break
-            self._handled.append(number)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in self._handled:
+        for number in SIGNALS:
             self._loop.remove_signal_handler(number)
 
     @contextmanager

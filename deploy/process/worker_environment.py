@@ -18,8 +18,7 @@ RANKS_MEET = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
 
 
 def worker_environment(inherited: Mapping[str, str], threads: int = 1, wire: str = "ipc") -> dict[str, str]:
-    """Returns the environment variables of a worker process. threads, wire: the config's `fleet.threads`, `fleet.wire`,
-    which are 1 and "ipc" by default."""
+    """Returns the environment variables of a worker. threads, wire: `fleet.threads` and `fleet.wire` of the config."""
     openmp = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     malloc = FRAME_MALLOC if wire == "tcp" else {}
     return {**malloc, **RANKS_MEET, **inherited, **openmp, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}

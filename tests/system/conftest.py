@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.sources import load
-from asyncrl.engines.models.model_folder import prepare
+from asyncrl.engines.models.model_preparation import prepare
 
 PREPARATION = 180.0
 """Seconds that making the quickstart's model may take."""

@@ -11,7 +11,7 @@ from asyncrl.algorithms.select import advantages_of
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.deploy.run_setup import RunRequest, run
-from asyncrl.engines.generation.interface import Completion, Key, SampleRequest
+from asyncrl.engines.generation.sample_requests import Completion, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.training.batch.train_rows import TrainRow, ValueTarget, value_targets_of
 from asyncrl.engines.training.critic_trainer import CriticTrainer

@@ -1,1 +1,1 @@
-"""The generation engines, which sample completions: `interface.py` defines one, `torch_engine.py` implements it."""
+"""The generation engine, which samples completions."""

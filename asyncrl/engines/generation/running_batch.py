@@ -5,15 +5,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.generation.interface import Completion, Finish, SampleRequest
+from asyncrl.engines.generation.sample_requests import Completion, Finish, SampleRequest
 from asyncrl.protocols.seeds import draws
 
 
 class RunningBatch:
-    """Holds one array per column, each with one entry per slot.
-
-    sampled: number of sampled tokens. cached: whether the KV cache holds all tokens of the row but the newest.
-    """
+    """Holds one array per column, each with one entry per slot. sampled: number of sampled tokens. cached: whether the
+    KV cache holds all tokens of the row but the newest."""
 
     def __init__(self, slots: int, max_new_tokens: int) -> None:
         self.requests: list[SampleRequest] = []

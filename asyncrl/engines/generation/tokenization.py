@@ -24,20 +24,13 @@ class TokenizerWithStops:
         self._window = BYTES_PER_CHARACTER * max(map(len, stop), default=0) + WINDOW_MARGIN
 
     def longest_token_bytes(self) -> int:
-        """Returns the most UTF-8 bytes that one token can decode to.
-
-        An invalid byte decodes to three (U+FFFD), and some decoders put a space between words.
-        """
+        """Returns the most UTF-8 bytes that one token can decode to: an invalid byte decodes to three (U+FFFD), and
+        some decoders put a space between words."""
         return 1 + max(3, *(len(token.encode()) for token in self._tokenizer.get_vocab()))
 
     def prompt_ids(self, prompt: str | list[Message]) -> NDArray[np.int32]:
-        """Returns the token ids of a prompt.
-
-        Text is tokenized with special tokens; messages go through the chat template, which writes its own first token.
-
-        Raises:
-            TaskError: there is no chat template for messages, it fails, or it changes or omits a part of them.
-        """
+        """Returns the token ids of a prompt: text is tokenized with special tokens, messages by the chat template,
+        which writes its first token. Raises TaskError when there is none, it fails, or it changes or omits a part."""
         text = prompt if isinstance(prompt, str) else _render_chat(self._tokenizer, prompt)
         encoded = self._tokenizer(text, add_special_tokens=isinstance(prompt, str))
         return np.asarray(encoded["input_ids"], np.int32)
@@ -64,10 +57,8 @@ class TokenizerWithStops:
 
 
 def end_ids(generation_config: Any, tokenizer: Any) -> NDArray[np.int64]:
-    """Returns the end-of-sequence ids of the model's generation config and of the tokenizer.
-
-    Nothing else is read from a generation config, because the experiment decides how to sample.
-    """
+    """Returns the end-of-sequence ids of the tokenizer and of the model's generation config, of which nothing else is
+    read, because the experiment decides how to sample."""
     named = [getattr(generation_config, "eos_token_id", None), tokenizer.eos_token_id]
     ids = {token for entry in named for token in (entry if isinstance(entry, list | tuple) else [entry])}
     return np.array(sorted(ids - {None}), np.int64)
@@ -75,9 +66,7 @@ def end_ids(generation_config: Any, tokenizer: Any) -> NDArray[np.int64]:
 
 def _render_chat(tokenizer: Any, messages: list[Message]) -> str:
     """Renders messages with the model's template, which is third-party code, and its mark for the start of an answer.
-
-    Some templates drop the thoughts of earlier answers; the model would then see another history than the row has.
-    """
+    Refuses templates that drop a part, such as the thoughts of earlier answers."""
     if not tokenizer.chat_template:
         raise TaskError(
             "the prompt is a list of messages and the model's tokenizer has no chat template: write the prompts as "

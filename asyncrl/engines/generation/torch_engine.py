@@ -2,8 +2,7 @@
 
 A step samples one token of every running sample. Decoding samples contribute their newest token; new samples, and all
 samples after new weights under `kv = "recompute"`, are in prefill and contribute their whole sequence. Both share one
-forward. Samples of a group that start together share the prefill of their prompt. When a sample finishes, the last row
-moves into its slot, so that used slots stay a prefix.
+forward. Samples of a group that start together share the prefill of their prompt.
 
 The deterministic mode fixes every shape that a sample can see: all slots decode, attention covers the whole slot, and
 each prompt has a forward of its own. Other rows and masked positions then do not change the bits of a sample.
@@ -23,8 +22,8 @@ from transformers import AutoTokenizer
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import probe_tokens
 from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
-from asyncrl.engines.generation.interface import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
 from asyncrl.engines.generation.running_batch import RunningBatch
+from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
 from asyncrl.engines.generation.sampling import sample
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
 from asyncrl.engines.models.folder_checks import context_of
@@ -38,14 +37,14 @@ SharedPrefill = list[int]  # rows with the same prompt, which share one prefill;
 
 
 class TorchEngine:
-    """Implements GenerationEngine on torch, on any device.
+    """Samples with continuous batching, on any device: `submit` at any time, and call `step` while it is `active`.
 
-    Args:
-        folder: model and tokenizer, for from_pretrained.
-        version: version of the weights in the folder; with NO_WEIGHTS nothing is sampled before the first `load`.
+    All calls run on one thread. version: of the weights in use; with NO_WEIGHTS nothing is sampled before the first
+    `load`. spec: names, shapes and dtype of weights for `load`. context: context length of the model in tokens, None if
+    it has no limit. active: whether `step` would sample a token now. waiting, running: requests without and with slots.
 
-    Raises:
-        ConfigError: the attention of the model is not plain and causal.
+    folder: model and tokenizer, for from_pretrained. Raises ConfigError when the model's attention is not plain and
+    causal.
     """
 
     def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS) -> None:
@@ -80,16 +79,20 @@ class TorchEngine:
     def active(self) -> bool:
         return self.running > 0 or any(self._may_start(request) for request in self._waiting)
 
-    def submit(self, request: SampleRequest) -> None:
-        for key, found, most in (
-            ("generation.max_new_tokens", request.max_new_tokens, self._config.generation.max_new_tokens),
-            ("task.max_prompt_tokens", len(request.prompt), self._config.task.max_prompt_tokens),
-        ):
-            if not 0 < found <= most:
-                raise ConfigError(f"group {request.key[0]} asks for {found} tokens where {key} is {most}")
-        self._waiting.append(request)
+    def submit(self, *requests: SampleRequest) -> None:
+        """Queues requests, which start in order of arrival once a slot is free and the weights are new enough. Raises
+        ConfigError when prompt or completion does not fit into a slot."""
+        answer, prompt = self._config.generation.max_new_tokens, self._config.task.max_prompt_tokens
+        for request in requests:
+            asked = {"generation.max_new_tokens": (request.max_new_tokens, answer)}
+            asked["task.max_prompt_tokens"] = (len(request.prompt), prompt)
+            for key, (found, most) in asked.items():
+                if not 0 < found <= most:
+                    raise ConfigError(f"group {request.key[0]} asks for {found} tokens where {key} is {most}")
+            self._waiting.append(request)
 
     def step(self) -> list[Completion]:
+        """Samples one token of every running request; returns the requests that finished."""
         self._admit()
         decoding = self._batch.decoding
         for prefills in self._prefills(decoding):
@@ -99,12 +102,16 @@ class TorchEngine:
         return [self._finish(row, finish) for row, finish in reversed(list(self._finished()))]
 
     def end(self, keys: Iterable[Key], finish: Finish) -> list[Completion]:
+        """Ends requests now. Returns those that were running; requests that were waiting are removed."""
         wanted = set(keys)
         self._waiting = deque(request for request in self._waiting if request.key not in wanted)
         rows = [row for row, request in enumerate(self._batch.requests) if request.key in wanted]
         return [self._finish(row, finish) for row in reversed(rows)]
 
     def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
+        """Uses these weights from the next step on; running requests continue. share: keep the tensors themselves, of
+        the same device and dtype, which must not be written while in use. Raises WeightsError when a parameter is
+        missing or tied names come with different values."""
         missing = [tensor.name for tensor in self.spec.tensors if tensor.name not in tensors]
         if missing:
             raise WeightsError(f"new weights lack {', '.join(missing)}")
@@ -124,6 +131,7 @@ class TorchEngine:
             self._batch.cached[:] = False
 
     def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Returns the log-probs [vocabulary] of the token after a prompt at temperature 1."""
         found: NDArray[np.float32] = self._flat.logits_after(prompt).float().log_softmax(-1).cpu().numpy()
         return found
 

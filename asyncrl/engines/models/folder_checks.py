@@ -1,8 +1,6 @@
-"""Checks model folders by their JSON files, headers and sizes, without torch and without reading weights.
-
-A folder of a scoring model (reward, cost, critics) must also fit the policy: its tokenizer, its head, its context.
-Beyond its context length a model does not fail but generates nonsense, which would be trained on.
-"""
+"""Checks model folders by their JSON files, headers and sizes, without torch and without reading weights. A scoring
+model (reward, cost, critics) must also fit the policy: its tokenizer, its head, its context, beyond which a model does
+not fail but computes nonsense."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,7 +10,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
@@ -22,6 +19,10 @@ HEADS = ("score", "classifier")
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 """Patterns of tokenizer files; every saved tokenizer has at least one of them."""
+ANOTHER_TOKENIZER = (
+    "its tokenizer is not that of model.name, and it reads the policy's token ids, so it would score other texts than "
+    "were generated; take a model with the same tokenizer, or call yours from a reward function"
+)
 POSITIONS = ("max_position_embeddings", "n_positions")
 STRETCHED = ("linear", "dynamic", "yarn")
 """Kinds of rotary scaling whose factor is not yet part of the number of positions in the config."""
@@ -53,10 +54,8 @@ def refuse_damaged(folder: Path) -> None:
 
 
 def head_labels(folder: Path) -> int | None:
-    """Returns the number of labels of a classifier's head: 0 without a head, None where only loading would tell.
-
-    The folder must be undamaged. Reads the shapes in safetensors headers, or config.json where there are none.
-    """
+    """Returns the number of labels of a classifier's head in an undamaged folder, from safetensors headers or else from
+    config.json: 0 without a head, None where only loading would tell."""
     names = _weight_files(folder)
     if not names:
         described = json.loads((folder / "config.json").read_bytes())
@@ -98,14 +97,8 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def scoring_model_folders(config: Config, policy: Path) -> dict[str, Path]:
-    """Returns the model folder of each service that scores or values samples, by service.
-
-    A critic without a `model` in its section starts from the folder of the policy.
-
-    Raises:
-        ConfigError: a folder is missing, holds no model, is damaged, has no tokenizer or another one than the policy, a
-            head with more than one output, or a context shorter than the longest row.
-    """
+    """Returns the model folder of each service that scores or values samples, by service; a critic without a `model`
+    starts from the folder of the policy. Raises ConfigError like `scoring_model_folder`."""
     folders = {"critic": policy, "cost_critic": policy}
     for service in ("reward", "cost", "critic", "cost_critic"):
         if name := getattr(config, service).model:
@@ -114,7 +107,8 @@ def scoring_model_folders(config: Config, policy: Path) -> dict[str, Path]:
 
 
 def scoring_model_folder(config: Config, name: str, key: str, policy: Path) -> Path:
-    """Returns the folder that `key` names. Raises ConfigError like `scoring_model_folders`."""
+    """Returns the folder that `key` names. Raises ConfigError when it is missing, holds no model, is damaged, has no
+    tokenizer or not that of the policy, a head with several outputs, or a context shorter than the longest row."""
     folder = existing_folder(name, key)
     if folder is None:
         raise ConfigError(f"{key}: there is no folder {name}; write one that from_pretrained loads")
@@ -123,9 +117,9 @@ def scoring_model_folder(config: Config, name: str, key: str, policy: Path) -> P
         raise ConfigError(f"{key}: there is no tokenizer in {folder}; save that of model.name beside it")
     own, others = vocabulary(folder), vocabulary(policy)
     if own and others and own != others:
-        raise ConfigError(another_tokenizer(key))
+        raise ConfigError(f"{key}: {ANOTHER_TOKENIZER}")
     _refuse_other_heads(folder, key)
-    context, longest = _context_of_folder(folder), longest_row(config, _context_of_folder(policy))
+    context, longest = context_of_folder(folder), longest_row(config, context_of_folder(policy))
     if context is not None and context < longest:
         raise ConfigError(
             f"{key}: {folder} was made for {context} positions (max_position_embeddings in its config.json), and a "
@@ -149,14 +143,6 @@ def _refuse_other_heads(folder: Path, key: str) -> None:
             f"{key}: {found}, and a score is one number; take a folder that AutoModelForSequenceClassification with "
             "num_labels=1 was saved to after training"
         )
-
-
-def another_tokenizer(key: str) -> str:
-    """Returns the error text for a model, named by `key`, whose tokenizer is not that of the policy."""
-    return (
-        f"{key}: its tokenizer is not that of model.name, and it reads the policy's token ids, so it would score "
-        "other texts than were generated; take a model with the same tokenizer, or call yours from a reward function"
-    )
 
 
 def vocabulary(folder: Path) -> dict[int, str]:
@@ -190,20 +176,7 @@ def longest_row(config: Config, context: int | None = None) -> int:
     return tokens if context is None else min(tokens, context)
 
 
-def context_problems(config: Config, folder: Path) -> Iterator[Problem]:
-    """Yields a problem when the longest answer leaves no room for a prompt in the context of the model.
-
-    A folder without config.json belongs to user-defined services and is not checked.
-    """
-    context, answer = _context_of_folder(folder), config.generation.max_new_tokens
-    if context is not None and answer >= context:
-        text = (
-            f"{answer} new tokens leave no room for a prompt: {config.model.name} was made for {context} positions "
-            f"(max_position_embeddings in its config.json); write fewer than {context}"
-        )
-        yield Problem("generation.max_new_tokens", "", text)
-
-
-def _context_of_folder(folder: Path) -> int | None:
+def context_of_folder(folder: Path) -> int | None:
+    """Returns the context length of a model folder, or None for a folder without config.json, of other services."""
     path = folder / "config.json"
     return context_of(json.loads(path.read_text())) if path.exists() else None

@@ -1,7 +1,5 @@
-"""Makes a tiny Llama that knows the format of a task and still has something to learn.
-
-Supervised training on demonstrations takes seconds on one thread. The same seed gives the same model.
-"""
+"""Makes a tiny Llama that knows the format of a task and still has something to learn, by supervised training on
+demonstrations, which takes seconds on one thread. The same seed gives the same model."""
 
 import random
 from collections.abc import Callable

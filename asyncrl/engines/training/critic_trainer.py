@@ -1,7 +1,5 @@
-"""The trainer of a critic and its step: a model with a value head, trained beside the policy on the same rows.
-
-docs/metrics.md says what its metrics mean; over live tokens, with the values just before the update of the token.
-"""
+"""The trainer of a critic and its step: a model with a value head, trained beside the policy on the same rows. Its
+metrics (docs/metrics.md) are over live tokens, with the values just before the update of the token."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -34,10 +32,7 @@ SUMS = ("tokens", "loss", "clipped", "value", "return", "return_squares", "error
 
 
 class CriticTrainer(Trainer):
-    """Trains float32 master weights with AdamW, the trainer's settings and a learning rate of its own.
-
-    target: what the critic learns to predict.
-    """
+    """Trains float32 master weights with AdamW, the trainer's settings and a learning rate of its own."""
 
     def __init__(self, config: Config, folder: Path, target: ValueTarget = REWARD) -> None:
         """Loads the model from `folder`, in the layout of `save_pretrained`, with a value head or without."""
@@ -55,10 +50,7 @@ class CriticTrainer(Trainer):
         cls, config: Config, directory: Path, target: ValueTarget = REWARD
     ) -> tuple["CriticTrainer", dict[str, Any]]:
         """Restores the critic that `save` wrote to `directory`, bit for bit, and returns the saved `extra` with it.
-
-        Raises:
-            ConfigError: the checkpoint belongs to an algorithm without this critic.
-        """
+        Raises ConfigError for the checkpoint of an algorithm without this critic."""
         if not (directory / TRAINER).exists():
             raise ConfigError(
                 f"checkpoint {directory.parent} holds no {target.critic}: the run began with an algorithm that has "
@@ -76,19 +68,15 @@ class CriticTrainer(Trainer):
 
     @torch.no_grad()
     def values(self, prompts: Sequence[Ids], responses: Sequence[Ids]) -> list[NDArray[np.float32]]:
-        """Computes the values [tokens] of each row, before each token was sampled, in one forward pass.
-
-        The bits of a row depend on the other rows of the pass; a pass over a single row always gives the same bits.
-        """
+        """Computes the values [tokens] of each row, before each token was sampled, in one forward pass, on whose rows
+        their bits depend."""
         values = self.model.values(pad_rows(prompts, responses, 1.0, self.model.device))
         return split_by_row(values, [len(response) for response in responses])
 
 
 class CriticStep(TrainingStep):
-    """Trains a critic on the rows, updates and masks of the policy's step.
-
-    The loss of an update is the mean over all its response tokens; a masked token only loses its loss term.
-    """
+    """Trains a critic on the rows, updates and masks of the policy's step. The loss of an update is the mean over all
+    its response tokens; a masked token only loses its loss term."""
 
     def __init__(self, trainer: CriticTrainer, rows: Sequence[TrainRow], incarnation: int, version: int) -> None:
         super().__init__(trainer, rows, incarnation, version)

@@ -19,10 +19,8 @@ copy of the gradient."""
 
 
 class Ranks:
-    """Exchanges tensors between ranks. This class is one rank alone, which has nothing to exchange.
-
-    Every rank calls the same methods in the same order; each call blocks the compute thread until all ranks made it.
-    """
+    """Exchanges tensors between ranks, which call the same methods in the same order; each call blocks the compute
+    thread until all ranks made it. This class is one rank alone, which has nothing to exchange."""
 
     rank = 0
     size = 1
@@ -45,11 +43,8 @@ class DistributedRanks(Ranks):
     gloo, which copies to the host.
 
     meeting: path shared by all ranks, at which no file exists yet. start: seconds until all ranks must have joined.
-    exchange: seconds that one exchange may take, waiting for the slowest rank included. waiting: returns a context
-    manager that is entered for every exchange, to book the time.
-
-    Raises:
-        PeerLost: from the constructor and every method, when another rank is gone or late. No exchange works after it.
+    exchange: seconds that one exchange may take, waiting for the slowest rank included. waiting: books the time of
+    every exchange. Every method raises PeerLost when another rank is gone or late; no exchange works after it.
     """
 
     def __init__(
@@ -138,10 +133,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 
 
 def check_same(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
-    """Raises WeightsError on every rank unless all ranks hold the same bits.
-
-    Ranks with different weights would sum the gradients of different models.
-    """
+    """Raises WeightsError on every rank unless all ranks hold the same bits, and so sum gradients of one model."""
     if ranks.size == 1:
         return
     digest = 0

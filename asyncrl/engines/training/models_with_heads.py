@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier
-from asyncrl.engines.models.folder_checks import another_tokenizer
+from asyncrl.engines.models.folder_checks import ANOTHER_TOKENIZER
 from asyncrl.engines.training.batch.micro_batches import Ids, PaddedRows, pad_rows
 from asyncrl.errors import ConfigError
 
@@ -24,9 +24,7 @@ class LoadedModel:
 
     whole: the model with float32 weights. source_config, tokenizer: as loaded, for checkpoints. precision: of the
     computation; bfloat16 is autocast over the float32 weights. scored: the tokens whose output its own forward returns.
-
-    Raises:
-        ConfigError: its own forward changes the output of the head, by a scale or a soft cap.
+    Raises ConfigError when its own forward changes the output of the head, by a scale or a soft cap.
     """
 
     def __init__(
@@ -41,10 +39,8 @@ class LoadedModel:
         self._check_head(folder, scored)
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Computes hidden states [rows, length, width] of ids [rows, length].
-
-        Rows are right-padded: under causal attention no real token sees the padding, so no mask is needed.
-        """
+        """Computes hidden states [rows, length, width] of ids [rows, length]. Rows are right-padded: under causal
+        attention no real token sees the padding, so no mask is needed."""
         with self._autocast():
             states: Tensor = self.whole.base_model(input_ids=ids, use_cache=False).last_hidden_state
         return states
@@ -66,9 +62,7 @@ class LoadedModel:
 
 class CausalModel(LoadedModel):
     """A language model. vocabulary: number of ids of the tokenizer; head rows beyond it get probability 0.
-
-    float32_head: the head computes in float32 even where the body computes in bfloat16.
-    """
+    float32_head: the head computes in float32 even where the body computes in bfloat16."""
 
     def __init__(self, whole: Any, folder: Path, precision: Precision, *, float32_head: bool) -> None:
         head = whole.get_output_embeddings()
@@ -93,10 +87,8 @@ class ValueModel(LoadedModel):
         super().__init__(whole, head, config, folder, precision, scored)
 
     def values(self, rows: PaddedRows) -> Tensor:
-        """Returns the value of the state before each response token, float32 [tokens].
-
-        The head computes in float32, because bfloat16 would round close scores to the same number.
-        """
+        """Returns the value of the state before each response token, float32 [tokens]. The head computes in float32,
+        because bfloat16 would round close scores to the same number."""
         values: Tensor = self.head(self.hidden(rows.ids).flatten(0, 1)[rows.positions].float())
         return values.squeeze(-1)
 
@@ -110,23 +102,14 @@ class ValueModel(LoadedModel):
 def load_causal_model(
     folder: Path, device: str, precision: Precision = "float32", *, float32_head: bool = False
 ) -> CausalModel:
-    """Loads a language model in float32 and without dropout from a `save_pretrained` folder.
-
-    Raises:
-        ConfigError: the logits of the model are not its output layer applied to its last hidden states.
-    """
+    """Loads a language model in float32 and without dropout. Raises ConfigError as CausalModel does."""
     whole = load_pretrained(folder, **_options(folder)).to(device)
     return CausalModel(whole, folder, precision, float32_head=float32_head)
 
 
 def load_value_model(folder: Path, device: str, precision: Precision = "float32") -> ValueModel:
-    """Loads a critic with transformers' token classification head and one label.
-
-    Head parameters that the folder lacks are set to 0, so that a new head outputs 0 until it is trained.
-
-    Raises:
-        ConfigError: transformers has no such head for the model, or the head has another number of labels.
-    """
+    """Loads a critic with transformers' token classification head and one label. Head parameters that the folder lacks
+    are set to 0, so that a new head outputs 0 until it is trained. Raises ConfigError."""
     options = _options(folder, num_labels=1)
     whole, missing = load_pretrained_classifier(folder, AutoModelForTokenClassification, "critic", **options)
     for name in missing:
@@ -135,14 +118,8 @@ def load_value_model(folder: Path, device: str, precision: Precision = "float32"
 
 
 def load_score_model(folder: Path, device: str, precision: Precision = "float32") -> ValueModel:
-    """Loads a frozen reward model without dropout, which scores the last token of a row.
-
-    The head is transformers' sequence classification head with one label, or the token classification head of a critic.
-
-    Raises:
-        ConfigError: transformers has no such head for the model, the folder holds no head, the head has another number
-            of labels, or it reads something else than the last hidden state of the last token.
-    """
+    """Loads a frozen reward model without dropout, which scores the last token of a row, by transformers' sequence
+    classification head with one label or a critic's head. Raises ConfigError when the folder holds no such head."""
     architectures = AutoConfig.from_pretrained(folder).architectures or []
     token_head = any(name.endswith("ForTokenClassification") for name in architectures)
     kind = AutoModelForTokenClassification if token_head else AutoModelForSequenceClassification
@@ -165,7 +142,7 @@ def load_score_model(folder: Path, device: str, precision: Precision = "float32"
 def refuse_another_tokenizer(model: LoadedModel, policy: Path, key: str) -> None:
     """Raises ConfigError unless `model` has the vocabulary of the policy; `key` names the model in the config."""
     if model.tokenizer.get_vocab() != AutoTokenizer.from_pretrained(policy).get_vocab():
-        raise ConfigError(another_tokenizer(key))
+        raise ConfigError(f"{key}: {ANOTHER_TOKENIZER}")
 
 
 def _options(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -10,10 +10,8 @@ from asyncrl.engines.training.data_parallel import Ranks, sum_gradients
 
 
 class Optimizer:
-    """Wraps AdamW with weight decay on matrices only.
-
-    updates: optimizer steps since the start of the run, over all incarnations. rate: of the last of them.
-    """
+    """Wraps AdamW with weight decay on matrices only. updates: optimizer steps since the start of the run, over all
+    incarnations. rate: of the last of them."""
 
     def __init__(self, model: Any, settings: TrainingConfig, steps: int) -> None:
         """Puts a transformers model into training mode, for a run of `steps` iterations."""
@@ -36,11 +34,8 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
 
     def step(self, ranks: Ranks, *, finite: bool) -> float | None:
-        """Takes one step on the accumulated gradients of all ranks, and returns their norm before clipping.
-
-        finite: the loss of this rank was finite. Returns None, with no weight changed on any rank, when a loss or the
-        norm is not finite.
-        """
+        """Takes one step on the accumulated gradients of all ranks, and returns their norm before clipping; None, with
+        no weight changed on any rank, when it or a loss is not finite. finite: the loss of this rank was finite."""
         norm = math.inf
         if not ranks.largest(torch.tensor([0.0 if finite else 1.0])).item():
             sum_gradients(ranks, self.parameters)
@@ -56,10 +51,8 @@ class Optimizer:
 
 
 def learning_rate(settings: TrainingConfig, update: int, total: int) -> float:
-    """Returns the learning rate of optimizer step `update`, counted from 0, of `total`.
-
-    The schedule warms up linearly, then stays constant or decays to zero, linearly or as half a cosine.
-    """
+    """Returns the learning rate of optimizer step `update`, counted from 0, of `total`. The schedule warms up linearly,
+    then stays constant or decays to zero, linearly or as half a cosine."""
     warm = settings.warmup_steps * settings.updates
     if update < warm:
         return settings.learning_rate * (update + 1) / (warm + 1)

@@ -32,10 +32,8 @@ class LossTerms(NamedTuple):
 def policy_loss_terms(
     algorithm: AlgorithmConfig, kl: float, second_moment: float, current: Tensor, entropy: Tensor, batch: MicroBatch
 ) -> LossTerms:
-    """Computes the loss terms from current log-probs and entropies of the live tokens, both with gradient.
-
-    kl: coefficient of the KL term. second_moment: bound of the squared log ratios of this update (M2PO).
-    """
+    """Computes the loss terms from current log-probs and entropies of the live tokens, both with gradient. kl:
+    coefficient of the KL term. second_moment: bound of the squared log ratios of this update (M2PO)."""
     proximal = current.detach() if batch.proximal is None else batch.proximal
     log_weight = proximal - batch.behaviour
     old = batch.behaviour if algorithm.old_logprobs == "engine" else proximal

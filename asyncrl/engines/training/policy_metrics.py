@@ -2,9 +2,8 @@
 
 docs/metrics.md says what they mean. `policy/logprob_difference_max` covers tokens that, like all earlier tokens of
 their sample, the current weights sampled. `mismatch/` covers the importance weights w = proximal / behaviour, per token
-and per sample as the product over its tokens, of live tokens whose proximal log-probs are known: all of them, or, when
-the step computes current log-probs only, those before the first update. Its quantiles are exact to 1 % and clamped to
-e^20.
+and per sample as the product over its tokens, of live tokens whose proximal log-probs are known: all of them, or those
+before the first update. Its quantiles are exact to 1 % and clamped to e^20.
 """
 
 import math
@@ -30,10 +29,8 @@ QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 class PolicyTotals:
-    """Holds sums and maxima over live tokens, float64, on the device until the step is over.
-
-    The sums are those of tokens and, for each level of log w, those of moments (count, sum, squares, kl) and histogram.
-    """
+    """Holds sums and maxima over live tokens, float64, on the device until the step is over. The sums are those of
+    tokens and, for each level of log w, those of moments (count, sum, squares, kl) and histogram."""
 
     def __init__(self, device: torch.device) -> None:
         shapes = [(len(TERM_SUMS + TOKEN_SUMS),), (len(LEVELS), 4), (len(LEVELS), BINS)]

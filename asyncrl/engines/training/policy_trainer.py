@@ -3,7 +3,7 @@
 import math
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,20 +32,18 @@ from asyncrl.objectives.lagrangian import Multiplier
 from asyncrl.objectives.surrogate_losses import pushed_away, second_moment_bound
 from asyncrl.protocols.messages import Canary
 
+RowLogprobs: TypeAlias = list[tuple[MaskedRow, NDArray[np.float32]]]
+
 
 class PolicyTrainer(Trainer):
     """Trains float32 master weights with AdamW. On CPU with one thread the same rows give the same bits.
 
-    kl: coefficient of the KL, which changes after a step when it is adaptive. multiplier: price of costs, which changes
-    after a step; None without costs. texts: learnt beside the samples, None without a pretraining loss.
+    kl, multiplier: coefficient of the KL and price of costs, which may change after a step. texts: learnt beside the
+    samples. multiplier and texts are None where the algorithm has none.
     """
 
     def __init__(self, config: Config, folder: Path, ranks: Ranks | None = None, texts: Path | None = None) -> None:
-        """Loads the model from `folder`, in the layout of `save_pretrained`, and the pretraining texts, if any.
-
-        Raises:
-            TaskError: a pretraining text cannot be used.
-        """
+        """Loads model and pretraining texts, if any. Raises TaskError when a text cannot be used."""
         settings, algorithm, cost = config.training, config.algorithm, config.cost
         self.config = config
         self.ranks = ranks or Ranks()
@@ -75,13 +73,8 @@ class PolicyTrainer(Trainer):
         return trainer, state["extra"]
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        """Writes model/ and trainer.pt below `directory`, with the plain values `extra` (str, int, float).
-
-        Every rank calls this method; ranks other than 0 write only the state that is their own.
-
-        Raises:
-            WeightsError: the ranks do not hold the same weights.
-        """
+        """Writes model/ and trainer.pt below `directory`, with the plain values `extra`; ranks other than 0 write only
+        the state that is their own. Raises WeightsError when the ranks do not hold the same weights."""
         check_same(self.ranks, self.optimizer.parameters)
         if self.ranks.rank > 0:
             write_own_state(directory, self.ranks.rank)
@@ -136,11 +129,9 @@ class PolicyStep(TrainingStep):
             for item, logprobs in (yield from self._current_logprobs(self._rows)):
                 item.proximal = logprobs
 
-    def _current_logprobs(
-        self, rows: Sequence[MaskedRow]
-    ) -> Generator[bool, None, list[tuple[MaskedRow, NDArray[np.float32]]]]:
+    def _current_logprobs(self, rows: Sequence[MaskedRow]) -> Generator[bool, None, RowLogprobs]:
         """Computes the trainer's log-probs of every row with a live token."""
-        found: list[tuple[MaskedRow, NDArray[np.float32]]] = []
+        found: RowLogprobs = []
         for items in self._micro_batches([item for item in rows if item.trained]):
             prompts, responses = [item.row.prompt_ids for item in items], [item.row.response_ids for item in items]
             temperatures, chunk = [item.row.temperature for item in items], self._config.training.logits_chunk
@@ -197,10 +188,8 @@ class PolicyStep(TrainingStep):
         return True
 
     def _pretrain(self, number: int) -> Iterator[bool]:
-        """Adds the gradient of this rank's share of the texts of an update to that of its samples.
-
-        A loss that is not finite gives a gradient that is not finite, which stops the update on all ranks.
-        """
+        """Adds the gradient of this rank's share of the texts of an update to that of its samples. A loss that is not
+        finite gives a gradient that is not finite, which stops the update on all ranks."""
         self._pretrain_loss = 0.0
         if self._trainer.texts is None:
             return

@@ -1,7 +1,4 @@
-"""Token advantages: GAE from a critic's values, the KL penalty in the reward, and costs under a multiplier.
-
-Trainer and critic both call `token_advantages` and get the same numbers.
-"""
+"""Token advantages: GAE from a critic's values, the KL penalty in the reward, and costs under a multiplier."""
 
 from collections.abc import Sequence
 
@@ -23,10 +20,10 @@ Floats = NDArray[np.float64]
 def token_advantages(row: TrainRow, algorithm: AlgorithmConfig, target: ValueTarget = REWARD) -> Floats:
     """Computes GAE advantages, float64 [tokens], from the score and the values of a sample.
 
-    With the KL in the reward, each token also pays the KL of the policy that sampled it to the reference. That KL is
-    constant, so trainer and critic use the same one. With costs, half of the penalty is subtracted from the reward and
-    half is added to the cost, so that its weight does not depend on the multiplier (Safe RLHF, arXiv 2310.12773,
-    appendix B).
+    Trainer and critic call it with the same numbers. With the KL in the reward, each token also pays the KL of the
+    policy that sampled it to the reference, which is constant. With costs, half of the penalty is subtracted from the
+    reward and half is added to the cost, so that its weight does not depend on the multiplier (Safe RLHF, arXiv
+    2310.12773, appendix B).
     """
     score, values, _ = target.of(row)
     assert algorithm.gamma is not None, "the config requires gamma with gae"
@@ -45,9 +42,8 @@ def set_token_advantages(
 ) -> None:
     """Sets the advantage of each token in the rows, where a critic or a KL in the reward makes them differ.
 
-    kl: current coefficient of the KL. multiplier: price of costs, None without costs. With `normalize_std` the
-    advantages of GAE are standardized over all response tokens of the batch on all ranks. Stale tokens enter mean and
-    deviation, so that masking re-weights nothing; truncated samples that left the loss do not.
+    kl: current coefficient of the KL. multiplier: price of costs, if any. With `normalize_std` the advantages of GAE
+    are standardized over all response tokens of the batch on all ranks, stale ones too: masking re-weights nothing.
     """
     if algorithm.advantage == "gae":
         found = [token_advantages(item.row, algorithm) for item in rows]

@@ -15,9 +15,8 @@ from asyncrl.engines.training.models_with_heads import CausalModel
 def token_logprobs(
     model: CausalModel, rows: PaddedRows, chunk: int, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Computes log-probs, with gradient in grad mode, and entropies, with gradient only on request, float32 [tokens].
-
-    They are those of log-softmax(logits / temperature), the log-probs at the response tokens.
+    """Computes log-probs of the response tokens, with gradient in grad mode, and entropies, with gradient only on
+    request, of log-softmax(logits / temperature), float32 [tokens].
 
     The head processes `chunk` tokens at a time, so that no larger [tokens, vocabulary] tensor exists. The backward pass
     recomputes the head, unless all tokens fit into one chunk.
@@ -49,10 +48,8 @@ def logprobs_after(model: CausalModel, prompt: NDArray[np.int64]) -> Tensor:
 def frozen_logprobs(
     model: CausalModel, prompts: Sequence[Ids], responses: Sequence[Ids], temperatures: Sequence[float], chunk: int
 ) -> list[NDArray[np.float32]]:
-    """Computes the log-probs [tokens] of each row in one forward pass, without gradient.
-
-    The bits of a row depend on the other rows of the pass; a pass over a single row always gives the same bits.
-    """
+    """Computes the log-probs [tokens] of each row, without gradient, in one forward pass, on whose rows their bits
+    depend."""
     rows = pad_rows(prompts, responses, temperatures, model.device)
     logprobs, _ = token_logprobs(model, rows, chunk)
     return split_by_row(logprobs, [len(response) for response in responses])

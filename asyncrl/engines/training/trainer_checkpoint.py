@@ -1,8 +1,5 @@
 """The files of a trainer in a checkpoint: model/, which transformers loads, and trainer.pt, which resumes training.
-
-Rank 0 writes both, because data-parallel ranks hold the same weights and moments. Every other rank writes rank-N.pt
-with its own random state.
-"""
+Rank 0 writes both, because ranks hold the same weights and moments. Others write rank-N.pt with their random state."""
 
 import hashlib
 import io
@@ -22,11 +19,8 @@ TRAINER = "trainer.pt"
 
 
 def write_state(directory: Path, model: LoadedModel, optimizer: Optimizer, ranks: int, **state: Any) -> None:
-    """Writes and fsyncs model/ (safetensors, config, tokenizer) and trainer.pt (optimizer, RNG, `ranks`, `state`).
-
-    ranks: number of ranks that write the checkpoint. state: tensors and plain values. The written config is the one
-    that came with the model, not the one without dropout that it trains under.
-    """
+    """Writes and fsyncs model/ (safetensors, tokenizer, and the config that came with the model, dropout included) and
+    trainer.pt (optimizer, RNG, number of `ranks`, and `state`, which is tensors and plain values)."""
     folder = directory / MODEL
     model.whole.save_pretrained(folder)
     model.source_config.save_pretrained(folder)
@@ -45,12 +39,8 @@ def write_own_state(directory: Path, rank: int) -> None:
 
 
 def read_state(directory: Path, optimizer: Optimizer, ranks: Ranks) -> dict[str, Any]:
-    """Restores optimizer and RNG, and returns everything that trainer.pt holds: tensors and plain values only.
-
-    Raises:
-        JournalError: the directory is not the checkpoint of a trainer.
-        ConfigError: another number of ranks wrote the checkpoint, and their random states differ.
-    """
+    """Restores optimizer and RNG, and returns all that trainer.pt holds. Raises JournalError when the directory is not
+    the checkpoint of a trainer, and ConfigError when another number of ranks with different states wrote it."""
     if not (directory / TRAINER).exists():
         raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not the checkpoint of a trainer")
     state = _load(directory / TRAINER)

@@ -26,8 +26,8 @@ class StepOutcome:
     """Reports what one step did.
 
     updates: optimizer steps taken. skipped: why `updates` is 0, "stale", "truncated" or "not finite"; else "". samples:
-    of this rank. batch: sorted keys of the samples of all ranks. metrics: over all ranks, see `policy_metrics` and
-    `critic_trainer`. culprits: samples of this rank with a loss term that is not finite.
+    of this rank. batch: sorted keys of the samples of all ranks. metrics: over all ranks. culprits: samples of this
+    rank with a loss term that is not finite.
     """
 
     updates: int

@@ -1,20 +1,24 @@
 """A run is refused with all its problems at once, and says once what nothing reads; doctor prints the same."""
 
+import json
+import re
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
 from asyncrl.deploy import cli
-from asyncrl.deploy.checks import memory_needs
+from asyncrl.deploy import preflight as preflight_module
 from asyncrl.deploy.commands import doctor
-from asyncrl.deploy.preflight import preflight
+from asyncrl.deploy.preflight import model_problems, preflight
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.telemetry.display import open_display
 
+PACKAGED = Path("pypi:smollm2")
 UNREAD = 'algorithm.dual_clip, algorithm.loss: nothing reads it with loss = "gspo": remove it'
 
 
@@ -39,7 +43,7 @@ async def test_a_run_says_once_what_nothing_reads(tmp_path: Path) -> None:
 
 
 async def test_a_run_is_refused_with_all_problems_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_needs, "available_memory", lambda: 2**20)
+    monkeypatch.setattr(preflight_module, "available_memory", lambda: 2**20)
     chosen = config(algorithm={"custom": "gone.py:ALGORITHM"}, reward={"functions": ["exact_mach"]})
     text = await started(chosen, tmp_path / "run")
     assert text.startswith("3 problems:\n")
@@ -64,3 +68,29 @@ def test_doctor_prints_the_same(
     assert [problem.is_warning for problem in problems] == [True, False]
     assert all(str(problem) in printed for problem in problems)
     assert f"note  algorithm.dual_clip {UNREAD}" in printed
+
+
+def test_a_run_that_takes_more_than_there_is_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_module, "available_memory", lambda: 4 * 2**30)
+    assert not list(model_problems(config(), PACKAGED))
+    assert not list(model_problems(config(generation={"slots": 10**8}), Path("someone/unknown")))
+    assert not list(model_problems(config(generation={"slots": 10**8, "device": "cuda"}), PACKAGED))
+    with pytest.raises(ConfigError, match=r"4\.0 GB of memory .*lower generation\.slots, which is 100000000"):
+        refuse(model_problems(config(generation={"slots": 10**8}), PACKAGED))
+    monkeypatch.setattr(preflight_module, "available_memory", lambda: 2**30)
+    with pytest.raises(ConfigError, match=r"for training: take a smaller model \(model\.name\)"):
+        refuse(model_problems(config(), PACKAGED))
+
+
+@pytest.mark.parametrize(("answer", "refused"), [(19, False), (20, True), (21, True)])
+def test_answers_that_leave_no_room_at_all_are_refused_without_the_model(
+    answer: int, refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 20}))
+    found = "".join(map(str, model_problems(config(generation={"max_new_tokens": answer}), tmp_path)))
+    says = rf"max_new_tokens.*: {answer} new tokens leave no room .* write fewer than 20"
+    assert bool(re.search(says, found)) == refused
+
+
+def test_a_folder_without_a_description_is_left_to_the_services_that_read_it(tmp_path: Path) -> None:
+    assert not list(model_problems(config(generation={"max_new_tokens": 1 << 20}), tmp_path))

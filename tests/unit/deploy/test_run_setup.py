@@ -1,5 +1,6 @@
 """What a run begins with."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,12 +14,14 @@ from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.deploy.run_setup import (
     LONGEST,
     RunRequest,
+    exhausted,
     facts_of,
     load_questions,
     nothing_left,
     restore_run,
     settle_config,
 )
+from asyncrl.errors import ConfigError, RemoteError
 from asyncrl.tasks.prompts import drawn_row
 from asyncrl.telemetry.display import open_display
 from asyncrl.telemetry.run_directory import RunDirectory, open_run_directory
@@ -107,3 +110,31 @@ def test_links_between_hosts_have_heartbeats(
     config = order(tmp_path, fleet={"wire": wire}).config
     facts = facts_of(config, directory, tmp_path / "model", restore_run(config, directory, store, None))
     assert (facts.heartbeat is not None) == beats
+
+
+def remote(message: str) -> RemoteError:
+    return RemoteError("SafetensorError", message, "training", 0, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: [Errno 28] No space left on device"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk quota is used up: [Errno 122] Disk quota exceeded"),
+        (
+            remote("Error while serializing: I/O error: No space left on device (os error 28)"),
+            "the disk is full: training[0] raised SafetensorError: Error while serializing",
+        ),
+        (remote("Disk quota exceeded (os error 122)"), "the disk quota is used up: training[0]"),
+        (remote("[Errno 28] No space left on device: 'trainer.pt'"), "the disk is full: training[0]"),
+    ],
+)
+def test_what_ran_out(error: Exception, what: str) -> None:
+    assert (exhausted(error) or "").startswith(what)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOENT, "no such file"), remote("[Errno 2] no such file"), remote("28"), ConfigError("no")]
+)
+def test_nothing_ran_out(error: Exception) -> None:
+    assert exhausted(error) is None

@@ -3,14 +3,13 @@
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from asyncrl.deploy.process import memory_sweeper
+from asyncrl.deploy.process.local_launcher import SWEEP
 from asyncrl.fleet.leftover_cleanup import new_start, remove_leftovers
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -93,7 +92,7 @@ def test_a_mark_that_is_damaged_removes_nothing(text: str, starts: Starts, origi
 
 def test_a_sweeper_that_comes_late_takes_nothing_of_the_start_that_followed(starts: Starts, original: Path) -> None:
     killed = starts.at(original)
-    command = [sys.executable, "-I", "-S", memory_sweeper.__file__, starts.names[0], str(killed[1])]
+    command = ["/bin/sh", "-c", SWEEP, starts.names[0], str(killed[1])]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as late:
         assert late.stdin is not None
         late.send_signal(signal.SIGSTOP)

@@ -55,11 +55,8 @@ class MaskedRow:
 def mask_rows(
     rows: Sequence[TrainRow], incarnation: int, version: int, limit: int, policy: Policy, mask_truncated: bool
 ) -> list[MaskedRow]:
-    """Masks every token of another incarnation or of a version older than `version - limit`.
-
-    The policy `admit` has no limit. With `mask_truncated` a truncated row leaves the loss and its denominators; a stale
-    token only loses its loss term.
-    """
+    """Masks every token of another incarnation or of a version older than `version - limit`; `admit` has no limit. With
+    `mask_truncated` a truncated row leaves the loss and its denominators; a stale token only loses its loss term."""
     masked = []
     for row in rows:
         fresh = np.ones(len(row.versions), np.bool_) if policy == "admit" else live(row.versions, version, limit)

@@ -1,7 +1,5 @@
-"""Splits rows into the forward passes of a model: micro-batches of similar length, and the tensors of each.
-
-For the model rows are padded; for the loss their live tokens are flat, row after row.
-"""
+"""Splits rows into the forward passes of a model: micro-batches of similar length, and the tensors of each, in which
+rows are padded for the model, and their live tokens are flat, row after row, for the loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,17 +20,13 @@ PerToken: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int
 
 SHORTEST = 0.8
 """A row below this share of the longest row of a micro-batch starts the next one: padding adds at most a quarter."""
-
 FILLED = 1 / 8
 """A micro-batch below this share of the token budget accepts shorter rows too, because small passes are inefficient."""
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Groups row indices into micro-batches of rows of similar length, the longest rows first.
-
-    rows x longest row <= budget, so the budget counts padding and bounds memory. A row over the budget forms a
-    micro-batch of its own. Because the longest rows come first, a lack of memory shows at once.
-    """
+    """Groups row indices into micro-batches of rows of similar length, the longest first: a lack of memory shows
+    at once. rows x longest row <= budget, which counts padding. A row over the budget is a micro-batch of its own."""
     parts: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         rows, longest = (len(parts[-1]), lengths[parts[-1][0]]) if parts else (0, 0)
@@ -45,10 +39,8 @@ def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def forward_passes(rows: Batch, config: Config) -> list[list[int]]:
-    """Groups row indices into the forward passes of a model that does not train.
-
-    With `generation.deterministic` each row has a pass of its own, so that its bits do not depend on other rows.
-    """
+    """Groups row indices into the forward passes of a model that does not train. With `generation.deterministic` each
+    row has a pass of its own, so that its bits do not depend on other rows."""
     if config.generation.deterministic:
         return [[row] for row in range(len(rows))]
     return micro_batches(rows.row_weights(), config.training.micro_batch_tokens)
@@ -64,8 +56,7 @@ class PaddedRows:
     """Holds the model input of some rows, and where the model predicts their response tokens.
 
     ids: [rows, length], right-padded, without the last token of each row, which predicts nothing. positions: [tokens],
-    the indices into the flattened [rows * length] states that predict the response tokens, row after row. targets:
-    [tokens], the response ids. temperatures: [tokens].
+    indices into the flattened [rows * length] states that predict `targets`, the response ids [tokens].
     """
 
     ids: Tensor

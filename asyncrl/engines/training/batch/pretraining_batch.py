@@ -29,11 +29,8 @@ class PretrainingText:
 
 
 def load_pretraining(path: Path, config: Config, model_config: Any, tokenizer: Any) -> list[PretrainingText]:
-    """Reads texts from JSON lines and cuts each to the longest row of the run and to the model's context.
-
-    Raises:
-        TaskError: a prompt cannot be rendered or leaves no room for its answer, or a text has only one token.
-    """
+    """Reads texts from JSON lines and cuts each to the longest row of the run and to the model's context. Raises
+    TaskError when a prompt cannot be rendered or leaves no room for its answer, or a text has only one token."""
     longest = longest_row(config, context_of(model_config.to_dict()))
     with path.open(encoding="utf-8") as lines:
         return [
@@ -43,10 +40,8 @@ def load_pretraining(path: Path, config: Config, model_config: Any, tokenizer: A
 
 
 def _tokenize(row: dict[str, Any], tokenizer: Any, longest: int, where: str) -> PretrainingText:
-    """Tokenizes a text, of which all tokens but the first are learnt, or a prompt with an answer, which is learnt.
-
-    An end-of-sequence token follows, unless the row is cut before it.
-    """
+    """Tokenizes a text, of which all tokens but the first are learnt, or a prompt with an answer, which is learnt. An
+    end-of-sequence token follows, unless the row is cut before it."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if "text" in row:
         ids = np.array([*tokenizer(row["text"])["input_ids"], *end], np.int64)
@@ -61,11 +56,8 @@ def _tokenize(row: dict[str, Any], tokenizer: Any, longest: int, where: str) -> 
 
 
 def texts_of(texts: Sequence[PretrainingText], config: Config, version: int, update: int) -> list[PretrainingText]:
-    """Returns the texts of one update of the step from `version`; every text comes once before one repeats.
-
-    `task.pretrain_per_step` texts are split evenly over the updates of a step. The choice is a pure function, equal on
-    all ranks, so that a resumed run needs no sampler state.
-    """
+    """Returns the texts of one update of the step from `version`, of `task.pretrain_per_step` a step; every text comes
+    once before one repeats. A pure function, so that all ranks and a resumed run choose the same texts."""
     count, updates = config.task.pretrain_per_step, config.training.updates
     own = range(update * count // updates, (update + 1) * count // updates)
     return [texts[drawn_row(config.seed, version * count + place, len(texts))] for place in own]

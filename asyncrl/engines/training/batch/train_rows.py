@@ -17,15 +17,12 @@ REFERENCE = "reference_logprobs"
 class TrainRow:
     """Holds one sample as training reads it. Arrays are one-dimensional.
 
-    group, member, attempt: identify the sample. prompt_ids [prompt], response_ids [tokens]: token ids.
-    logprobs [tokens]: recorded by the engine that sampled, of the distribution at `temperature`.
-    versions [tokens]: weight version of `incarnation` that sampled each token.
-    reference_logprobs [tokens]: of the frozen reference model, only with a KL term.
-    truncated: the sample ended at its token limit.
-    advantage: one number for all tokens, or float64 [tokens]. With a critic it is the reward of the sample, from which
-    the engine computes token advantages (`token_advantages.py`).
-    values [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps that the critic had taken
-    when it computed them. cost, cost_values, cost_valued_at: the same for the cost of the sample.
+    group, member, attempt: identify the sample. prompt_ids [prompt], response_ids [tokens]: token ids. logprobs
+    [tokens]: of the engine that sampled, at `temperature`. versions [tokens]: weight version of `incarnation` that
+    sampled each token. reference_logprobs [tokens]: of the frozen reference model, only with a KL term. truncated: the
+    sample ended at its token limit. advantage: one number for all tokens, or float64 [tokens]; with a critic it is the
+    reward of the sample. values [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps that
+    the critic had taken by then. cost, cost_values, cost_valued_at: the same for the cost.
     """
 
     group: int
@@ -59,11 +56,8 @@ class TrainRow:
 
 @dataclass(frozen=True, slots=True)
 class ValueTarget:
-    """Names what a critic learns to predict, reward or cost.
-
-    critic: name of its service, config section, checkpoint folder and metrics prefix. values, valued_at: the columns
-    that it writes.
-    """
+    """Names what a critic learns to predict, reward or cost. critic: name of its service, config section, checkpoint
+    folder and metrics prefix. values, valued_at: the columns that it writes."""
 
     critic: Literal["critic", "cost_critic"]
     values: str

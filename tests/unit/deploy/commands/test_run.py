@@ -10,7 +10,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.toml_writer import dump
 from asyncrl.deploy import cli
 from asyncrl.deploy.commands import run
-from asyncrl.deploy.process import fork_client, restart_loop
+from asyncrl.deploy.process import fork_client
 from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.errors import ConfigError
 
@@ -105,7 +105,7 @@ def test_print_config_shows_every_value_and_its_place_and_runs_nothing(
 
 def test_restarts_run_a_child_that_does_not_restart(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[list[str], int]] = []
-    monkeypatch.setattr(restart_loop, "run_with_restarts", lambda *given: asked.append(given) or 0)
+    monkeypatch.setattr(run, "run_with_restarts", lambda *given: asked.append(given) or 0)
     assert cli.main(["run", "mine.toml", "--restarts", "2", "--seed", "1", "--run-dir", "d"]) == 0
     ((arguments, times),) = asked
     assert times == 2

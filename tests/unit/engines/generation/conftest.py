@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.interface import Completion, SampleRequest
+from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<|im_end|>", "<|endoftext|>")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncrl.engines.generation.forward import attention, kv_cache
 from asyncrl.engines.generation.forward.attention import DecodeBlocks, FlatTokens, attend
 from asyncrl.engines.generation.forward.kv_cache import KV_BLOCK, KVCache
-from asyncrl.engines.generation.interface import Completion, SampleRequest
+from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 
 SLOTS, LIMIT = 4, 5 * KV_BLOCK - 3

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.engines.generation.interface import Completion, SampleRequest
+from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import TaskError

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.engines.generation import torch_engine as torch_engine
 from asyncrl.engines.generation.forward import kv_cache
-from asyncrl.engines.generation.interface import Completion, SampleRequest
+from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import ConfigError, WeightsError
 

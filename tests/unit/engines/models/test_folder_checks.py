@@ -17,7 +17,6 @@ from asyncrl.engines.models.folder_checks import (
     INDEX,
     WEIGHTS,
     context_of,
-    context_problems,
     damages,
     head_labels,
     refuse_damaged,
@@ -120,22 +119,6 @@ def test_a_prompt_needs_room_for_its_answer(tokens: int, says: str | None) -> No
 def test_without_a_bound_of_the_model_that_of_the_config_holds() -> None:
     assert TokenBudget(prompt=30, answer=8).mistake(30) is None
     assert "task.max_prompt_tokens is 30" in str(TokenBudget(prompt=30, answer=8).mistake(31))
-
-
-@pytest.mark.parametrize(("answer", "refused"), [(19, False), (20, True), (21, True)])
-def test_answers_that_leave_no_room_at_all_are_refused_without_the_model(
-    answer: int, refused: bool, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 20}))
-    values = {"model": {"name": "m"}, "task": {"prompts": "p"}, "generation": {"max_new_tokens": answer}}
-    found = "".join(map(str, context_problems(Config.model_validate(values), tmp_path)))
-    says = rf"max_new_tokens.*: {answer} new tokens leave no room .* write fewer than 20"
-    assert bool(re.search(says, found)) == refused
-
-
-def test_a_folder_without_a_description_is_left_to_the_services_that_read_it(tmp_path: Path) -> None:
-    values = {"model": {"name": "m"}, "task": {"prompts": "p"}, "generation": {"max_new_tokens": 1 << 20}}
-    assert not list(context_problems(Config.model_validate(values), tmp_path))
 
 
 def test_a_critic_begins_with_the_policy_or_with_a_folder_that_holds_a_model(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.sources import load as load_experiment
-from asyncrl.engines.models.model_folder import demonstrations_of
+from asyncrl.engines.models.model_preparation import demonstrations_of
 from asyncrl.rewards.functions import function_specs, load
 from asyncrl.rewards.sample import FunctionResult, Sample
 from asyncrl.rewards.scoring import score_of

