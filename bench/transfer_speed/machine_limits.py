@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,6 @@ import zmq
 import zmq.asyncio
 from numpy.typing import NDArray
 
-from asyncrl.bench.control_latency.message_flood import TICK, start_flood, ticking
 from asyncrl.bench.rivals.timed_rounds import (
     LARGE,
     gigabytes_per_second,
@@ -30,12 +29,11 @@ from asyncrl.bench.rivals.timed_rounds import (
     seconds_of_async,
 )
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.lanes.control.zmq_wire import ZmqWire
 
 ECHOES = 1000
-FLOOD = 60_000
 CHUNK = 2**20
-START_DEADLINE, FLOOD_DEADLINE = 10.0, 60.0
+START_DEADLINE, START_CHECK = 10.0, 0.001
+"""Seconds for a remote end to listen, and between two looks whether it does."""
 
 
 # ---- remote ends -----------------------------------------------------------------------------------------
@@ -137,23 +135,23 @@ class _EchoClient(EchoProtocol):
         return await self._answer
 
 
-class _ZmqEchoClient:
+class _ZmqEchoClient(BareSocket):
     """Sends a payload to the router process over a raw ZeroMQ socket and waits for it to return."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
-        self.socket = BareSocket(socket, 1, lambda message: self._answer.set_result(message))
+        super().__init__(socket, 1, lambda message: self._answer.set_result(message))
 
     async def ask(self, payload: bytes) -> list[bytes]:
         self._answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
-        self.socket.send([payload])
+        self.send([payload])
         return await self._answer
 
 
 @asynccontextmanager
-async def machine_limits(folder: Path, environment: Mapping[str, str]) -> AsyncIterator["MachineLimits"]:
-    """Runs the processes that limits are measured against. environment: of these processes."""
+async def machine_limits(folder: Path) -> AsyncIterator["MachineLimits"]:
+    """Runs the processes that limits are measured against."""
     with ExitStack() as scope:
-        paths = _start_remote_ends(folder, environment, scope)
+        paths = _start_remote_ends(folder, scope)
         transport, client = await asyncio.get_running_loop().create_unix_connection(_EchoClient, str(paths["echo"]))
         scope.callback(transport.close)
         sink = scope.enter_context(socket.socket(socket.AF_UNIX))
@@ -167,15 +165,15 @@ async def machine_limits(folder: Path, environment: Mapping[str, str]) -> AsyncI
         dealer = raw_context.socket(zmq.DEALER)
         dealer.connect(f"ipc://{paths['router']}")
         raw = _ZmqEchoClient(dealer)
-        scope.callback(raw.socket.close)
-        yield MachineLimits(folder, environment, client, sink, plain, raw)
+        scope.callback(raw.close)
+        yield MachineLimits(client, sink, plain, raw)
 
 
-def _start_remote_ends(folder: Path, environment: Mapping[str, str], scope: ExitStack) -> dict[str, Path]:
+def _start_remote_ends(folder: Path, scope: ExitStack) -> dict[str, Path]:
     """Starts the processes, and waits until each listens on its path."""
     paths = {kind: folder / f"limit-{kind}" for kind in REMOTE_ENDS}
     for kind, path in paths.items():
-        process = subprocess.Popen([sys.executable, "-m", __name__, kind, str(path)], env=environment)
+        process = subprocess.Popen([sys.executable, "-m", __name__, kind, str(path)])
         scope.callback(process.wait, START_DEADLINE)
         scope.callback(process.kill)
     until = time.monotonic() + START_DEADLINE
@@ -183,16 +181,14 @@ def _start_remote_ends(folder: Path, environment: Mapping[str, str], scope: Exit
         while not path.exists():
             if time.monotonic() > until:
                 raise DeadlineExceeded(f"the process of {path} did not listen within {START_DEADLINE:g} s")
-            time.sleep(TICK)
+            time.sleep(START_CHECK)
     return paths
 
 
 @dataclass(slots=True)
 class MachineLimits:
-    """Measures limits; environment: of the process that sends a flood."""
+    """Measures limits over connections to the remote ends."""
 
-    folder: Path
-    environment: Mapping[str, str]
     echo: _EchoClient
     sink: socket.socket
     plain: "zmq.asyncio.Socket"
@@ -201,7 +197,6 @@ class MachineLimits:
     target: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(LARGE, np.uint8))
 
     async def measure(self) -> dict[str, float]:
-        """Measures all limits, and a flood of messages through a socket of zmq.asyncio."""
         echoes = percentiles(await seconds_of_async(lambda: self.echo.ask(b"x" * 64), ECHOES))
         over_zmq = percentiles(await seconds_of_async(lambda: self.raw.ask(b"x" * 64), ECHOES))
         hot = np.concatenate([values.view(np.uint8) for values in rollout().values()])
@@ -213,7 +208,6 @@ class MachineLimits:
             "memcpy_hot_gb_s": gigabytes_per_second(copies, len(hot)),
             "unix_gb_s": gigabytes_per_second(seconds_of(self._through_socket, 3)),
             "zmq_gb_s": gigabytes_per_second(await seconds_of_async(self._through_zmq, 3)),
-            **await self._flood(_receive_plain, "zmq"),
         }
 
     def _through_socket(self) -> None:
@@ -224,55 +218,6 @@ class MachineLimits:
     async def _through_zmq(self) -> None:
         await self.plain.send(self.source.data, copy=False)
         await self.plain.recv()
-
-    async def flood_ours(self) -> dict[str, float]:
-        """Measures the flood of `measure` through the socket of the control lane."""
-        return await self._flood(_receive_ours, "ours")
-
-    async def _flood(self, receive: Any, name: str) -> dict[str, float]:
-        """Returns CPU microseconds per message, and the longest delay in ms of a task that wakes every TICK."""
-        address = f"ipc://{self.folder}/flood-{name}"
-        with ticking() as ticks:
-            async with asyncio.timeout(FLOOD_DEADLINE):
-                sender = await start_flood(address, FLOOD, "messages", self.environment)
-                spent = await receive(address)
-                await sender.wait()
-        return {f"flood_{name}_us": spent / (FLOOD - 1) * 1e6, f"stall_{name}_ms": 1e3 * ticks.stall}
-
-
-async def _receive_plain(address: str) -> float:
-    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.linger = 1000
-        router.bind(address)
-        await router.recv_multipart()
-        begun = time.process_time()
-        for _ in range(FLOOD - 1):
-            peer, _ = await router.recv_multipart()
-        spent = time.process_time() - begun
-        await router.send_multipart([peer, b"all received"])
-        return spent
-
-
-async def _receive_ours(address: str) -> float:
-    wire, marks, done = ZmqWire(), list[float](), asyncio.get_running_loop().create_future()
-    listener, left = wire.listen(address), FLOOD
-
-    def count(message: tuple[bytes, Any]) -> None:
-        nonlocal left
-        left -= 1
-        if left in (0, FLOOD - 1):
-            marks.append(time.process_time())
-        if left == 0:
-            done.set_result(message[0])
-
-    receiving = asyncio.ensure_future(listener.pump(count))
-    try:
-        listener.offer(await done, [b"all received"])
-        await asyncio.sleep(2 * TICK)
-    finally:
-        receiving.cancel()
-        wire.close()
-    return marks[1] - marks[0]
 
 
 if __name__ == "__main__":
