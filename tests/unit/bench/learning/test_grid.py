@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from asyncrl.bench.learning import benchmark
-from asyncrl.bench.learning.benchmark import left_to_run
-from asyncrl.bench.learning.grid import Candidate, Case, Claim, Grid, Results, read_filter, read_grid, select_cases
+from asyncrl.bench.learning.benchmark import left_to_run, read_filter, select_cases
+from asyncrl.bench.learning.grid import Candidate, Case, Claim, Grid, Results, read_grid
 from asyncrl.bench.learning.training_runs import arguments
 from asyncrl.config.presets import PRESETS
 from asyncrl.config.sources import load
