@@ -1,7 +1,6 @@
 """Computes the metrics of `metrics.jsonl`, one object per finished step, and reads the file; metrics.toml describes
 them."""
 
-import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,17 +30,6 @@ def read_metrics(path: Path) -> list[Object]:
             surviving.pop()
         surviving.append(line)
     return surviving
-
-
-def missing_metrics(metrics: Metrics) -> list[str]:
-    """Returns the names of METRICS that `metrics` lacks."""
-    return [name for name in METRICS if name not in metrics]
-
-
-def unknown_metrics(metrics: Metrics) -> list[str]:
-    """Returns the names in `metrics` that match no entry of METRICS or FURTHER_METRICS."""
-    further = re.compile("|".join(re.sub(r"<\w+>", "[^/]+(/[^/]+)?", name) for name in FURTHER_METRICS))
-    return [name for name in metrics if name not in METRICS and not further.fullmatch(name)]
 
 
 def batch_metrics(batch: BatchRef) -> dict[str, float]:
