@@ -115,15 +115,11 @@ class SinkWorker:
         self._open = open_sink
         self._say = say
         self._queue: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(QUEUED_STEPS)
-        self._left_out = threading.Event()
+        self.left_out = False
         self._leaving = threading.Lock()
         # A daemon thread, because a sink that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._feed, name=f"sink-{name}", daemon=True)
         self._thread.start()
-
-    @property
-    def left_out(self) -> bool:
-        return self._left_out.is_set()
 
     def write(self, step: int, metrics: Mapping[str, object]) -> None:
         """Queues the metrics of one step that are numbers; returns at once."""
@@ -158,6 +154,6 @@ class SinkWorker:
     def _leave_out(self, why: str) -> None:
         with self._leaving:
             first = not self.left_out
-            self._left_out.set()
+            self.left_out = True
         if first:
             self._say(f"the sink {self._name} {why}: it is left out; metrics.jsonl has everything")

@@ -33,8 +33,7 @@ class StateClock:
     def enter(self, state: State) -> None:
         """Books time from now on as `state`."""
         with self._lock:
-            self._switch(state)
-            self._idle = False
+            self._switch(state, idle=False)
 
     @contextmanager
     def state(self, state: State) -> Iterator[None]:
@@ -42,27 +41,24 @@ class StateClock:
         with self._lock:
             before = self.current
             was_idle = self._idle
-            self._switch(state)
-            self._idle = False
+            self._switch(state, idle=False)
         try:
             yield
         finally:
             with self._lock:
-                self._switch(self._idle_state if was_idle else before)
-                self._idle = was_idle
+                self._switch(self._idle_state if was_idle else before, idle=was_idle)
 
     def idle(self) -> None:
         """Books time from now on as idle: `starved` or `blocked`, whichever `idle_because` named last."""
         with self._lock:
-            self._switch(self._idle_state)
-            self._idle = True
+            self._switch(self._idle_state, idle=True)
 
     def idle_because(self, state: State) -> None:
         """Books idle time from now on, the present idle time included, as `starved` or `blocked`."""
         with self._lock:
             self._idle_state = state
             if self._idle:
-                self._switch(state)
+                self._switch(state, idle=True)
 
     def spent(self) -> tuple[float, dict[str, float]]:
         """Returns the seconds since the clock was made, and those by state, the present state included.
@@ -70,10 +66,10 @@ class StateClock:
         They are read at the same instant: a thread that is descheduled in between would appear as unaccounted time.
         """
         with self._lock:
-            self._switch(self.current)
+            self._switch(self.current, idle=self._idle)
             return self._since - self._started, {str(state): seconds for state, seconds in self._seconds.items()}
 
-    def _switch(self, state: State | None) -> None:
+    def _switch(self, state: State | None, *, idle: bool) -> None:
         if state is not None and state not in self._seconds:
             raise ValueError(f"{state!r} is no state of a worker's time; the states are {', '.join(STATES)}")
         now = self._now()
@@ -81,3 +77,4 @@ class StateClock:
             self._seconds[self.current] += now - self._since
         self._since = now
         self.current = state
+        self._idle = idle

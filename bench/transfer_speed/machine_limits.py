@@ -1,4 +1,5 @@
-"""Measures limits of the machine: memcpy, an asyncio echo, a Unix socket, zmq.asyncio, and raw ZeroMQ sockets.
+"""Measures limits of the machine: memcpy, an asyncio echo, a Unix socket, zmq.asyncio, and the control lane's
+socket without calls.
 
 The remote ends run in processes of their own: `python -m asyncrl.bench.transfer_speed.machine_limits KIND PATH`.
 """
@@ -8,12 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import zmq
@@ -29,6 +29,8 @@ from asyncrl.bench.rivals.timed_rounds import (
     seconds_of_async,
 )
 from asyncrl.errors import DeadlineExceeded
+from asyncrl.lanes.control.wire import Frame
+from asyncrl.lanes.control.zmq_wire import ZmqCaller, ZmqWire
 
 ECHOES = 1000
 CHUNK = 2**20
@@ -48,36 +50,6 @@ class EchoProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._transport.write(data)
-
-
-class BareSocket:
-    """Moves messages of `frames` frames over a raw ZeroMQ socket on an event loop: a lower bound for a call. It is read
-    in the same way as the socket of the control lane."""
-
-    _backend: Any = zmq.backend.Socket
-    _no_wait, _events, _input = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
-
-    def __init__(self, socket: "zmq.Socket[bytes]", frames: int, receive: Callable[[list[bytes]], None]) -> None:
-        self._socket = socket
-        self._frames = frames
-        self._receive = receive
-        asyncio.get_running_loop().add_reader(socket.fileno(), self._drain)
-        self._drain()
-
-    def _drain(self) -> None:
-        while self._backend.get(self._socket, self._events) & self._input:
-            self._receive([self._backend.recv(self._socket, self._no_wait) for _ in range(self._frames)])
-
-    def send(self, message: list[bytes]) -> None:
-        for frame in message[:-1]:
-            self._backend.send(self._socket, frame, self._no_wait | int(zmq.SNDMORE), True)
-        self._backend.send(self._socket, message[-1], self._no_wait, True)
-        if self._backend.get(self._socket, self._events) & self._input:
-            asyncio.get_running_loop().call_soon(self._drain)
-
-    def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._socket.fileno())
-        self._socket.close(linger=0)
 
 
 async def echo(path: str) -> None:
@@ -109,15 +81,18 @@ async def plain_zmq(path: str) -> None:
         await receiver.send(b"!")
 
 
-async def router(path: str) -> None:
-    """Returns frames over a raw ZeroMQ socket."""
-    socket = zmq.Context().socket(zmq.ROUTER)
-    socket.bind(f"ipc://{path}")
-    bare = BareSocket(socket, 2, lambda message: bare.send(message))
-    await asyncio.get_running_loop().create_future()
+async def wire(path: str) -> None:
+    """Returns frames over the socket of the control lane, without calls."""
+    own = ZmqWire()
+    listener = own.listen(f"ipc://{path}")
+
+    def back(message: tuple[bytes, list[Frame]]) -> None:
+        listener.offer(*message)
+
+    await listener.pump(back)
 
 
-REMOTE_ENDS = {"echo": echo, "sink": sink, "zmq": plain_zmq, "router": router}
+REMOTE_ENDS = {"echo": echo, "sink": sink, "zmq": plain_zmq, "wire": wire}
 
 
 # ---- limits ----------------------------------------------------------------------------------------------
@@ -135,15 +110,16 @@ class _EchoClient(EchoProtocol):
         return await self._answer
 
 
-class _ZmqEchoClient(BareSocket):
-    """Sends a payload to the router process over a raw ZeroMQ socket and waits for it to return."""
+class _WireClient:
+    """Sends a payload to the wire process over the socket of the control lane and waits for it to return."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
-        super().__init__(socket, 1, lambda message: self._answer.set_result(message))
+    def __init__(self, caller: ZmqCaller) -> None:
+        self._caller = caller
+        self.receiving = asyncio.ensure_future(caller.pump(lambda frames: self._answer.set_result(frames)))
 
-    async def ask(self, payload: bytes) -> list[bytes]:
-        self._answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
-        self.send([payload])
+    async def ask(self, payload: bytes) -> list[Frame]:
+        self._answer: asyncio.Future[list[Frame]] = asyncio.get_running_loop().create_future()
+        self._caller.offer([payload])
         return await self._answer
 
 
@@ -160,13 +136,10 @@ async def machine_limits(folder: Path) -> AsyncIterator["MachineLimits"]:
         scope.callback(context.destroy, linger=0)
         plain = context.socket(zmq.REQ)
         plain.connect(f"ipc://{paths['zmq']}")
-        raw_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        scope.callback(raw_context.destroy, linger=0)
-        dealer = raw_context.socket(zmq.DEALER)
-        dealer.connect(f"ipc://{paths['router']}")
-        raw = _ZmqEchoClient(dealer)
-        scope.callback(raw.close)
-        yield MachineLimits(client, sink, plain, raw)
+        own = scope.enter_context(closing(ZmqWire()))
+        over_wire = _WireClient(own.connect(f"ipc://{paths['wire']}"))
+        scope.callback(over_wire.receiving.cancel)
+        yield MachineLimits(client, sink, plain, over_wire)
 
 
 def _start_remote_ends(folder: Path, scope: ExitStack) -> dict[str, Path]:
@@ -192,13 +165,13 @@ class MachineLimits:
     echo: _EchoClient
     sink: socket.socket
     plain: "zmq.asyncio.Socket"
-    raw: _ZmqEchoClient
+    over_wire: _WireClient
     source: NDArray[np.uint8] = field(default_factory=lambda: np.ones(LARGE, np.uint8))
     target: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(LARGE, np.uint8))
 
     async def measure(self) -> dict[str, float]:
         echoes = percentiles(await seconds_of_async(lambda: self.echo.ask(b"x" * 64), ECHOES))
-        over_zmq = percentiles(await seconds_of_async(lambda: self.raw.ask(b"x" * 64), ECHOES))
+        over_zmq = percentiles(await seconds_of_async(lambda: self.over_wire.ask(b"x" * 64), ECHOES))
         hot = np.concatenate([values.view(np.uint8) for values in rollout().values()])
         copies = seconds_of(partial(np.copyto, hot.copy(), hot), 50)
         return {
