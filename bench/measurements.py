@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,18 +47,6 @@ def round_values(found: Mapping[str, Sequence[float]]) -> dict[str, RoundValues]
 def ratios(above: RoundValues, below: RoundValues) -> RoundValues:
     """Divides round by round, so that a slow moment of the machine affects both sides of a ratio."""
     return RoundValues(tuple(one / other for one, other in zip(above.values, below.values, strict=True)))
-
-
-def stage_seconds(lines: Sequence[Mapping[str, float]], warm: int, stages: Iterable[str]) -> dict[str, float]:
-    """Returns the busy seconds per step of each stage.
-
-    lines: records of `metrics.jsonl`; the first `warm` of them are left out.
-    """
-    pairs = list(zip(lines[warm - 1 :], lines[warm:], strict=False))
-    return {
-        stage: fmean(line[f"time/{stage}/busy"] * (line["time"] - before["time"]) for before, line in pairs)
-        for stage in stages
-    }
 
 
 # ---- values by seed ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import numpy as np
 from asyncrl.bench.control_latency.busy_service import Busy
 from asyncrl.bench.control_latency.message_flood import TICK, receive_messages, serve_calls, ticking
 from asyncrl.bench.measurements import MachineLoad, goal_line
-from asyncrl.bench.rivals.timed_rounds import seconds_of_async
+from asyncrl.bench.rivals.call_timing import seconds_of_async
 from asyncrl.config.sources import load
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.engines.models.model_folder import prepare

@@ -1,6 +1,6 @@
 """Trains cases of `asyncrl-bench learning` in a child process, and summarises each run directory as a line of results.
 
-    Case ──> arguments ── a line ──> child: asyncrl.train(**arguments) ── "done" ──> run directory ──> summary
+    Case ──> values ── a line ──> child: training ── "done" ──> run directory ──> summary
 
 One process trains one case after the other, so that torch and transformers are loaded once. The output of the runs goes
 into a log file; a run that fails ends the process.
@@ -18,9 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import asyncrl
-from asyncrl.bench.child_process import environment
 from asyncrl.bench.learning.grid import Case, Values
+from asyncrl.bench.measured_runs import environment, train
 from asyncrl.bench.measurements import MachineLoad
 from asyncrl.config.sources import load
 from asyncrl.engines.models.model_folder import prepare
@@ -52,7 +51,7 @@ class TrainingChild:
         self._process: subprocess.Popen[str] | None = None
 
     def train(self, request: Mapping[str, Any], deadline: float) -> None:
-        """Calls `asyncrl.train(**request)` in the child.
+        """Trains in the child. request: `values` of the config, and `run_dir`.
 
         Raises:
             RunFailed: the run failed, or did not end within `deadline` seconds.
@@ -88,7 +87,8 @@ def train_requests() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
-        asyncrl.train(**json.loads(line))
+        request = json.loads(line)
+        train(request["values"], Path(request["run_dir"]))
         print("done", file=answers, flush=True)
 
 
@@ -108,27 +108,16 @@ def run_case(case: Case, defaults: Values, goal: float, folder: Path, child: Tra
     model = asyncio.run(prepare(config, target, lambda text: None, RUN_DEADLINE))
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as name:
         run_dir, machine_load = Path(name) / "run", MachineLoad()
-        child.train(arguments(case, defaults, model, run_dir), RUN_DEADLINE)
+        child.train({"values": config_values(case, defaults, model), "run_dir": str(run_dir)}, RUN_DEADLINE)
         directory = RunDirectory(run_dir)
         evaluations = list(read_lines(directory.evaluations))
         return summarise(read_metrics(directory.metrics), evaluations, goal, machine_load.others)
 
 
-def arguments(case: Case, defaults: Values, model: Path, run_dir: Path) -> dict[str, Any]:
-    """Returns the arguments of `asyncrl.train`; the first and the last version are evaluated."""
+def config_values(case: Case, defaults: Values, model: Path) -> dict[str, Any]:
+    """Returns the values of the config; the first and the last version are evaluated."""
     settings = case.settings(defaults)
-    named = {
-        "model": str(model),
-        "prompts": settings.pop("task.prompts"),
-        "reward": settings.pop("reward.functions"),
-        "algorithm": settings.pop("algorithm.preset", "grpo"),
-        "steps": settings.pop("steps"),
-        "staleness": settings.pop("staleness.limit"),
-        "run_dir": str(run_dir),
-    }
-    del settings["model.name"]
-    # The settings keep their dotted names: `algorithm` and `staleness` are arguments of their own.
-    return {**named, **settings, "evaluate.every": named["steps"]}
+    return {**settings, "model.name": str(model), "evaluate.every": settings["steps"]}
 
 
 def summarise(

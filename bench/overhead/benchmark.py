@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from safetensors.numpy import save_file
 
-from asyncrl.bench.child_process import run_program
+from asyncrl.bench.measured_runs import run_program, step_seconds, train
 from asyncrl.bench.measurements import (
     MachineLoad,
     RoundValues,
@@ -29,14 +28,11 @@ from asyncrl.bench.measurements import (
     number,
     ratios,
     round_values,
-    stage_seconds,
     table,
 )
 from asyncrl.bench.overhead.emulated_services import stages
-from asyncrl.config.sources import load as load_config
-from asyncrl.deploy.run_setup import RunRequest, run
+from asyncrl.config.sources import load
 from asyncrl.engines.models.model_folder import prepare
-from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.trace import SUFFIX, Tracer, merge_traces
@@ -121,12 +117,8 @@ def emulated_run(seconds: StageSeconds, steps: int, folder: Path) -> EmulatedSte
         "algorithm.kl": 0.1,
         "training.checkpoint_every": 0,
     }
-    config = load_config(None, (), values=values).config
-    display = LineDisplay(StringIO(), config.steps)
-    asyncio.run(run(RunRequest(config, run_dir, display, "asyncrl-bench overhead", services=stages(*seconds))))
-    lines = read_metrics(RunDirectory(run_dir).metrics)
-    step = (lines[-1]["time"] - lines[WARM - 1]["time"]) / len(lines[WARM:])
-    return EmulatedStep(step, stage_seconds(lines, WARM, STAGES))
+    train(values, run_dir, stages(*seconds))
+    return EmulatedStep(*step_seconds(read_metrics(RunDirectory(run_dir).metrics), WARM, STAGES))
 
 
 # ---- tracing ---------------------------------------------------------------------------------------------
@@ -136,7 +128,7 @@ def cost_of_tracing(steps: int, rounds: int, folder: Path) -> None:
     """Measures the same runs with and without `telemetry.trace`, whole process trees. Two equal runs differ by more
     than tracing may cost, so the cost of one event times the number of events is measured too."""
     watched = MachineLoad()
-    model = asyncio.run(prepare(load_config("quickstart", ()).config, folder / "quickstart", lambda text: None))
+    model = asyncio.run(prepare(load("quickstart").config, folder / "quickstart", lambda text: None))
     events: list[int] = []
 
     def cpu_seconds(trace: bool) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.bench.rivals.timed_rounds import (
+from asyncrl.bench.rivals.call_timing import (
     LARGE,
     LENGTH,
     PIPELINED,

@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 from numpy.typing import NDArray
 
-from asyncrl.bench.rivals.timed_rounds import (
+from asyncrl.bench.rivals.call_timing import (
     LARGE,
     gigabytes_per_second,
     percentiles,
