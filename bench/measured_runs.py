@@ -27,11 +27,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def run_program(command: Sequence[str], variables: dict[str, str], deadline: float = RUN_DEADLINE) -> str:
-    """Returns the standard output of a program.
-
-    Raises:
-        SystemExit: the program failed; the message holds the end of its output.
-    """
+    """Returns the standard output of a program. Raises SystemExit with the end of its output when it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=deadline, check=False, env=variables)
     if done.returncode != 0:
         raise SystemExit(f"{command[:3]} failed\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
@@ -48,10 +44,8 @@ def train(values: Mapping[str, Any], run_dir: Path, services: Mapping[str, Servi
 def step_seconds(
     lines: Sequence[Mapping[str, float]], warm: int, stages: Iterable[str]
 ) -> tuple[float, dict[str, float]]:
-    """Returns the seconds of a step, and the seconds for which each stage is busy in it, as means.
-
-    lines: records of `metrics.jsonl`; the first `warm` of them are left out, during which the pipeline fills.
-    """
+    """Returns the mean seconds of a step, and those for which each stage is busy in it. lines: records of
+    `metrics.jsonl`; the first `warm` of them are left out, during which the pipeline fills."""
     pairs = [(line, line["time"] - before["time"]) for before, line in pairwise(lines[warm - 1 :])]
     busy = {stage: fmean(line[f"time/{stage}/busy"] * seconds for line, seconds in pairs) for stage in stages}
     return fmean(seconds for _, seconds in pairs), busy

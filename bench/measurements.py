@@ -68,10 +68,8 @@ def differences(first: BySeed, second: BySeed) -> list[float]:
 
 
 def recovered_share(synchronous: BySeed, uncorrected: BySeed, corrected: BySeed) -> float:
-    """Returns (corrected - uncorrected) / (synchronous - uncorrected), means over the seeds of all three.
-
-    0: the correction had no effect; 1: it recovered the whole loss; nan: there was no loss.
-    """
+    """Returns (corrected - uncorrected) / (synchronous - uncorrected), means over the seeds of all three: 0 if the
+    correction had no effect, 1 if it recovered the whole loss, nan if there was no loss."""
     seeds = sorted(synchronous.keys() & uncorrected.keys() & corrected.keys())
     lost = sum(synchronous[seed] - uncorrected[seed] for seed in seeds)
     gained = sum(corrected[seed] - uncorrected[seed] for seed in seeds)

@@ -84,10 +84,8 @@ def read_results(path: Path) -> dict[str, Line]:
 def run_left(
     options: argparse.Namespace, wanted: CaseFilter, grid: Grid, results: dict[str, Line], child: TrainingChild
 ) -> None:
-    """Runs the selected cases that have no result, and adds their results.
-
-    Once the search for the setting of the claim is complete, the grid also holds the proof of that setting.
-    """
+    """Runs the selected cases that have no result, and adds their results. Once the search for the setting of the claim
+    is complete, the grid also holds the proof of that setting."""
     again, ends, runs = options.again, time.monotonic() + 60 * options.minutes, options.runs
     while True:
         parts = select_cases(grid.parts(results), wanted)
@@ -145,11 +143,8 @@ def _revision() -> str:
 
 
 def read_filter(written: Sequence[str]) -> CaseFilter:
-    """Reads `task=quickstart,longer`, `row=cap, token,cap, sequence` and the like.
-
-    Raises:
-        ValueError: a name is not one of FILTERS, or a value holds a second name.
-    """
+    """Reads `task=quickstart,longer`, `row=cap, token,cap, sequence` and the like. Raises ValueError for a name that is
+    not one of FILTERS, and for a value that holds a second name."""
     wanted: dict[str, frozenset[str]] = {}
     for each in written:
         name, _, values = each.partition("=")

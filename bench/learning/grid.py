@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncrl.bench.measurements import differences
 from asyncrl.config.presets import PRESETS
+from asyncrl.config.sources.layers import file_layer
 from asyncrl.experiments import experiment_text
 
 Values = Mapping[str, Any]
@@ -38,10 +39,8 @@ class Case:
     values: Values
 
     def settings(self, defaults: Values) -> dict[str, Any]:
-        """Returns all settings of the run except its folders. `defaults` holds settings of a task under its name.
-
-        A synchronous run has the policy of its task: no token is ever too old, so that all policies give one run.
-        """
+        """Returns all settings of the run except its folders. `defaults` holds settings of a task under its name. A
+        synchronous run has the policy of its task: no token is ever too old, so that all policies give one run."""
         own = {key: value for key, value in self.values.items() if self.limit or key != "staleness.policy"}
         shared = {key: value for key, value in defaults.items() if not isinstance(value, Mapping)}
         given = {**_experiment(self.task), **shared, **defaults.get(self.task, {}), **own}
@@ -65,21 +64,13 @@ Parts = Mapping[str, Sequence[Case]]
 @cache
 def _experiment(task: str) -> dict[str, Any]:
     """Returns the settings of an experiment by dotted key: {"training.learning_rate": 2e-4, "steps": 250}."""
-    flat: dict[str, Any] = {}
-    for section, values in tomllib.loads(experiment_text(task)).items():
-        if isinstance(values, Mapping):
-            flat |= {f"{section}.{key}": value for key, value in values.items()}
-        else:
-            flat[section] = values
-    return flat
+    return {key: value for key, (value, _) in file_layer(experiment_text(task), task).entries.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Combines every row with every limit, for each task and seed.
-
-    base: values of all rows, and of the synchronous run that they are compared with if 0 is not among the limits.
-    """
+    """Combines every row with every limit, for each task and seed. base: values of all rows, and of the synchronous run
+    that they are compared with if 0 is not among the limits."""
 
     name: str
     title: str
@@ -91,10 +82,8 @@ class Table:
     controls: "Table | None" = None
 
     def cases(self) -> list[Case]:
-        """Returns the synchronous runs of rows without limit 0, the cases of the table and those of its controls.
-
-        They are in the order of tasks and seeds. Both runs of a pair follow each other; their order alternates by seed.
-        """
+        """Returns the synchronous runs of rows without limit 0, the cases of the table and those of its controls. Both
+        runs of a pair follow each other; their order alternates by seed."""
         alone = self.controls is None or SYNCHRONOUS in self.limits
         pairs = [] if alone else list(product(self.tasks, self.seeds))
         compared = [Case(task, COMPARED_WITH, SYNCHRONOUS, seed, self.base) for task, seed in pairs]
@@ -125,10 +114,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Holds candidates in order of preference, and the loss and reward that a setting needs to test the correction.
-
-    The order of the candidates was fixed before any of them was run. defaults: settings of every run.
-    """
+    """Holds candidates in order of preference, which was fixed before any of them was run, and the loss and reward that
+    a setting needs to test the correction. defaults: settings of every run."""
 
     limit: int
     least_loss: float
@@ -160,11 +147,8 @@ class Claim:
         return all(case.key(self.defaults) in results for case in self.search())
 
     def chosen(self, results: Results) -> Candidate | None:
-        """Returns the first candidate that learns when synchronous and loses enough when stale.
-
-        The choice uses uncorrected runs only, so that the correction has no influence on the setting in which it is
-        tested. None: no candidate qualifies, or the search is not complete.
-        """
+        """Returns the first candidate that learns when synchronous and loses enough when stale; None if no candidate
+        does, or the search is not complete. Only uncorrected runs choose the setting that tests the correction."""
         for candidate in self.candidates if self.is_searched(results) else ():
             synchronous, stale = self.rewards(self.uncorrected_cases(candidate, self.search_seeds), results)
             lost = differences(synchronous, stale)

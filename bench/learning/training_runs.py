@@ -33,7 +33,6 @@ WINDOW = 5
 """Steps whose mean reward must reach the goal: the reward of a single batch varies too much."""
 POINTS = 20
 """Points stored of the curve of a run."""
-DECILES = 10
 
 
 class RunFailed(Exception):
@@ -41,21 +40,15 @@ class RunFailed(Exception):
 
 
 class TrainingChild:
-    """Starts the process for the first run, and again after a failed run.
-
-    log: the file for the output of the runs; its end is part of the message when a run fails.
-    """
+    """Starts the process for the first run, and again after a failed run. log: the file for the output of the runs."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
         self._process: subprocess.Popen[str] | None = None
 
     def train(self, request: Mapping[str, Any], deadline: float) -> None:
-        """Trains in the child. request: `values` of the config, and `run_dir`.
-
-        Raises:
-            RunFailed: the run failed, or did not end within `deadline` seconds.
-        """
+        """Trains in the child. request: `values` of the config, and `run_dir`. Raises RunFailed when the run fails, or
+        does not end within `deadline` seconds."""
         if self._process is None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             pipe, command = subprocess.PIPE, [sys.executable, "-m", __name__]
@@ -63,13 +56,12 @@ class TrainingChild:
                 self._process = subprocess.Popen(
                     command, env=environment(1), stdin=pipe, stdout=pipe, stderr=log, text=True
                 )
-        process = self._process
-        assert process.stdin is not None, "a pipe"
-        assert process.stdout is not None, "a pipe"
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        done, _, _ = select.select([process.stdout], [], [], deadline)
-        if done and process.stdout.readline() == "done\n":
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None, "a pipe"
+        assert answers is not None, "a pipe"
+        print(json.dumps(request), file=requests, flush=True)
+        done, _, _ = select.select([answers], [], [], deadline)
+        if done and answers.readline() == "done\n":
             return
         self.close()
         reason = "the run failed" if done else f"the run did not end within {deadline:.0f} s"
@@ -97,11 +89,7 @@ def train_requests() -> None:
 
 def run_case(case: Case, defaults: Values, goal: float, folder: Path, child: TrainingChild) -> dict[str, Any]:
     """Trains in a temporary directory below `folder`, from a warmed-up model that all runs of this task and seed share,
-    and returns the summary.
-
-    Raises:
-        RunFailed: the run failed or took longer than RUN_DEADLINE.
-    """
+    and returns the summary. Raises RunFailed when the run fails or takes longer than RUN_DEADLINE."""
     folder.mkdir(parents=True, exist_ok=True)
     config = load(case.task, ["--seed", str(case.seed)]).config
     target = folder / "models" / f"{config.model.name.replace(':', '-')}-{case.seed}"
@@ -168,7 +156,7 @@ def task_reward(line: Mapping[str, Any]) -> float:
 
 def trained_by_decile(lines: Sequence[Mapping[str, Any]]) -> list[float]:
     """Returns the mean over the steps that report deciles; empty if no step does."""
-    names = [f"staleness/trained_tokens/d{number}" for number in range(1, DECILES + 1)]
+    names = [f"staleness/trained_tokens/d{number}" for number in range(1, 11)]
     reporting = [line for line in lines if names[0] in line]
     return [_mean_of(reporting, name) for name in names] if reporting else []
 
