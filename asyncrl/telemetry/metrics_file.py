@@ -70,11 +70,8 @@ def step_of(report: StepReport) -> int:
 
 
 def report_metrics(report: StepReport, seconds: float) -> dict[str, float]:
-    """Returns the trainer's measurements, its masks as shares, and its rate.
-
-    Args:
-        seconds: wall clock since the end of the previous step.
-    """
+    """Returns the trainer's measurements, its masks as shares, and its rate. seconds: wall clock since the end of the
+    previous step."""
     trained = sum(sample.trained for sample in report.samples)
     total = trained + sum(sample.masked + sample.rejected for sample in report.samples)
     masked = Counter[str]()
@@ -115,7 +112,6 @@ class TimeShares:
         before = self._before.get(health.instance)
         wall, seconds = (before.wall, before.seconds) if before else (0.0, {})
         passed = max(health.wall - wall, 1e-9)
-        shares: dict[str, float] = {
-            state: (health.seconds.get(state, 0.0) - seconds.get(state, 0.0)) / passed for state in STATES
-        }
+        spent = {state: health.seconds.get(state, 0.0) - seconds.get(state, 0.0) for state in STATES}
+        shares: dict[str, float] = {state: each / passed for state, each in spent.items()}
         return {**shares, "unaccounted": 1.0 - sum(shares.values())}

@@ -51,11 +51,8 @@ class RunDirectory:
 
 
 def open_run_directory(path: Path) -> RunDirectory:
-    """Opens the directory at `path`, and makes it when it does not exist.
-
-    Raises:
-        ConfigError: the directory is not empty and holds no run, or cannot be written.
-    """
+    """Opens the directory at `path`, and makes it when it does not exist. Raises ConfigError when it is not empty and
+    holds no run, or cannot be written."""
     directory = RunDirectory(path.absolute())
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
@@ -76,11 +73,8 @@ def open_run_directory(path: Path) -> RunDirectory:
 
 @contextmanager
 def new_run_directory(parent: Path, name: str) -> Iterator[Path]:
-    """Makes a new directory called `name`, or `name-2` and so on; removes it at the end when it is empty.
-
-    Raises:
-        ConfigError: nothing can be written there.
-    """
+    """Makes a new directory called `name`, or `name-2` and so on; removes it at the end when it is empty. Raises
+    ConfigError when nothing can be written there."""
     parent_is_new = not parent.exists()
     try:
         parent.mkdir(parents=True, exist_ok=True)

@@ -93,10 +93,8 @@ def select_samples(
     masked: bool = False,
     count: int = 8,
 ) -> list[SampleRecord]:
-    """Returns the records to show; without a step, a group or an order those of the last step.
-
-    masked: only those with tokens left out of the loss.
-    """
+    """Returns the records to show; without a step, a group or an order those of the last step. masked: only those with
+    tokens left out of the loss."""
     if step is None and group is None and not order and not masked:
         step = records[-1].step if records else None
     found = [

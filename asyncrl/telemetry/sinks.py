@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.config.install_hints import install_extra
-from asyncrl.config.problems import Problem, refuse
+from asyncrl.config.problems import Problem
 
 QUEUED_STEPS = 64
 """Steps that a sink may lag behind; at seconds per step a sink that lags for minutes does not catch up."""
@@ -76,10 +76,7 @@ class WandbSink:
         self._run.finish()
 
 
-SINKS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
-    "tensorboard": TensorboardSink,
-    "wandb": WandbSink,
-}
+SINKS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {"tensorboard": TensorboardSink, "wandb": WandbSink}
 
 
 def sink_problems(names: Sequence[str]) -> Iterator[Problem]:
@@ -93,22 +90,13 @@ def sink_problems(names: Sequence[str]) -> Iterator[Problem]:
 def open_sinks(
     names: Sequence[str], run_dir: Path, run_name: str, config: Mapping[str, Any], say: Callable[[str], None]
 ) -> "list[SinkWorker]":
-    """Starts the named sinks; they open on their own threads. `say` gets one line for each that is left out.
-
-    Raises:
-        ConfigError: the package of a sink is not installed.
-    """
-    refuse(sink_problems(names))
+    """Starts the named sinks; they open on their own threads. `say` gets one line for each that is left out."""
     return [SinkWorker(name, partial(SINKS[name], run_dir, run_name, config), say) for name in names]
 
 
 class SinkWorker:
-    """Feeds one sink through a bounded queue; leaves it out, with one warning, when it is down or too slow.
-
-    Args:
-        open_sink: makes the sink; called on the thread.
-        say: gets the warning; called from either thread.
-    """
+    """Feeds one sink through a bounded queue; leaves it out, with one warning, when it is down or too slow. open_sink:
+    makes the sink; called on the thread. say: gets the warning; called from either thread."""
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], say: Callable[[str], None]) -> None:
         self._name = name

@@ -14,10 +14,7 @@ class StateClock:
 
     busy: computing; starved: no input; blocked: held back by the gate; sync: exchanging weights or gradients, the wait
     for other workers included; overhead: bookkeeping. Time before the first `enter` is `unaccounted`. Methods may be
-    called from any thread.
-
-    Args:
-        now: a monotonic clock in seconds.
+    called from any thread. now: a monotonic clock in seconds.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -61,10 +58,8 @@ class StateClock:
                 self._switch(state, idle=True)
 
     def spent(self) -> tuple[float, dict[str, float]]:
-        """Returns the seconds since the clock was made, and those by state, the present state included.
-
-        They are read at the same instant: a thread that is descheduled in between would appear as unaccounted time.
-        """
+        """Returns the seconds since the clock was made, and those by state, the present state included. They are read at
+        the same instant: a thread that is descheduled in between would appear as unaccounted time."""
         with self._lock:
             self._switch(self.current, idle=self._idle)
             return self._since - self._started, {str(state): seconds for state, seconds in self._seconds.items()}
