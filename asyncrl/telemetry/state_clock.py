@@ -58,8 +58,8 @@ class StateClock:
                 self._switch(state, idle=True)
 
     def spent(self) -> tuple[float, dict[str, float]]:
-        """Returns the seconds since the clock was made, and those by state, the present state included. They are read at
-        the same instant: a thread that is descheduled in between would appear as unaccounted time."""
+        """Returns the seconds since the clock was made, and those by state, the present state included, all read
+        at the same instant: a thread that is descheduled in between would appear as unaccounted time."""
         with self._lock:
             self._switch(self.current, idle=self._idle)
             return self._since - self._started, {str(state): seconds for state, seconds in self._seconds.items()}

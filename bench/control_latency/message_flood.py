@@ -92,6 +92,7 @@ def ticking() -> Iterator[Ticks]:
     loop, ticks = asyncio.get_running_loop(), Ticks()
     before = (loop.time(), time.thread_time())
     began = time.process_time()
+    timer: asyncio.TimerHandle
 
     def tick() -> None:
         nonlocal before, timer

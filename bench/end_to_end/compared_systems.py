@@ -22,7 +22,7 @@ from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 
 BENCH = Path(__file__).resolve().parents[1]
-SAMPLER = "asyncrl.bench.end_to_end.prescribed_lengths:PrescribedLengths"
+SAMPLER = "asyncrl.bench.end_to_end.benchmark_model:PrescribedLengths"
 STAGES = ("generation", "reward", "training")
 SLOTS, MICRO_BATCH_TOKENS, THREADS = 256, 1312, 1
 """How asyncrl runs."""

@@ -18,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.bench.end_to_end.benchmark_model import SPECIAL, VOCABULARY, write_model
-from asyncrl.bench.end_to_end.prescribed_lengths import EndlessEngine
+from asyncrl.bench.end_to_end.benchmark_model import SPECIAL, VOCABULARY, EndlessEngine, write_model
 from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, ratios, round_values, table
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.interface import Completion, SampleRequest
