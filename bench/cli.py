@@ -10,7 +10,7 @@ BENCHMARKS = {
     "generation": ("generation_speed.benchmark", "useful tokens per CPU-second, beside transformers.generate"),
     "overhead": ("overhead.benchmark", "runtime added to stages that only sleep, and the CPU time of tracing"),
     "learning": ("learning.benchmark", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),
-    "start": ("overhead.start_cost", "command to first step, a killed worker, memory; forked, spawned"),
+    "start": ("start_cost", "command to first step, a killed worker, memory; forked, spawned"),
     "policies": ("staleness_policies", "policies on the virtual clock: live tokens, idle trainer, masked samples"),
 }
 """Each command name with its module and its line of help."""

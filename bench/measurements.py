@@ -1,17 +1,20 @@
 """Statistics and text that all measurements share: rounds, medians with their range, goals, load of the machine."""
 
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import TypeVar
 
 T = TypeVar("T")
 LOADED = 0.1
 """Share of the machine that other programs use, above which wall clock times are not reliable."""
+T_95 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132, 6: 2.015, 7: 1.943, 8: 1.895, 9: 1.860, 10: 1.833}
+"""Student's t, one-sided 95 %, by number of values. The entry for ten serves all larger numbers, which is cautious."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +49,31 @@ def ratios(above: RoundValues, below: RoundValues) -> RoundValues:
     return RoundValues(tuple(one / other for one, other in zip(above.values, below.values, strict=True)))
 
 
-def stage_seconds(lines: Sequence[Mapping[str, float]], warm: int, stages: Iterable[str]) -> dict[str, float]:
-    """Returns the busy seconds per step of each stage.
+# ---- values by seed ----------------------------------------------------------------------------------------
 
-    lines: records of `metrics.jsonl`; the first `warm` of them are left out.
-    """
-    pairs = list(zip(lines[warm - 1 :], lines[warm:], strict=False))
-    return {
-        stage: fmean(line[f"time/{stage}/busy"] * (line["time"] - before["time"]) for before, line in pairs)
-        for stage in stages
-    }
+BySeed = Mapping[int, float]
+"""The values of one side: {0: 0.97, 1: 0.98}. Sides are compared over the seeds of all of them."""
+
+
+def upper_bound(values: Sequence[float]) -> float:
+    """Returns the one-sided upper 95 % bound on the mean (Student's t); inf for fewer than two values."""
+    if len(values) < 2:
+        return math.inf
+    return fmean(values) + T_95[min(len(values), 10)] * stdev(values) / math.sqrt(len(values))
+
+
+def differences(first: BySeed, second: BySeed) -> list[float]:
+    """Returns first - second, seed by seed, over the seeds of both."""
+    return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+
+
+def recovered_share(synchronous: BySeed, uncorrected: BySeed, corrected: BySeed) -> float:
+    """Returns (corrected - uncorrected) / (synchronous - uncorrected), means over the seeds of all three: 0 if the
+    correction had no effect, 1 if it recovered the whole loss, nan if there was no loss."""
+    seeds = sorted(synchronous.keys() & uncorrected.keys() & corrected.keys())
+    lost = sum(synchronous[seed] - uncorrected[seed] for seed in seeds)
+    gained = sum(corrected[seed] - uncorrected[seed] for seed in seeds)
+    return gained / lost if lost > 0 else math.nan
 
 
 # ---- text ------------------------------------------------------------------------------------------------

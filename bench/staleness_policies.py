@@ -6,10 +6,11 @@ because of the policy. `whole groups` is `mask` that never trains a part of a gr
 when one of its samples has its last chance.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 from statistics import mean
 
+from asyncrl.bench.measurements import table
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import OPEN, GroupState
 from asyncrl.simulation.fakes.generation import stragglers
@@ -79,20 +80,19 @@ def outcome(name: str, steps: int, seeds: int) -> PolicyResult:
     )
 
 
-def lines(outcomes: dict[str, PolicyResult]) -> Iterator[str]:
-    """Formats the table as text."""
-    columns = ("live tokens/s", "over limit", "trainer idle", "slots used", "all masked", "slow: trained", "tokens")
-    yield f"{'':<21}" + "".join(f"{column:>15}" for column in columns)
-    for name, o in outcomes.items():
-        shares = (o.over, o.idle, o.slots, o.masked, o.slow, o.slow_tokens)
-        yield f"{name:<21}{o.live:>15.0f}" + "".join(f"{share:>15.1%}" for share in shares)
+def result_table(outcomes: dict[str, PolicyResult]) -> str:
+    head = ("", "live tokens/s", "over limit", "trainer idle", "slots used", "all masked", "slow: trained", "tokens")
+    rows = []
+    for name, found in outcomes.items():
+        live, *shares = astuple(found)
+        rows.append([name, f"{live:.0f}", *(f"{share:.1%}" for share in shares)])
+    return table(head, rows)
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Prints the table."""
     if arguments:
         raise SystemExit("asyncrl-bench policies takes no flags")
-    print("\n".join(lines({name: outcome(name, steps=40, seeds=5) for name in POLICIES})))
+    print(result_table({name: outcome(name, steps=40, seeds=5) for name in POLICIES}))
 
 
 if __name__ == "__main__":

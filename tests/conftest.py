@@ -3,7 +3,8 @@
 import asyncio
 import inspect
 import os
-from collections.abc import AsyncIterator, Iterator
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     left = _segments() - session.stash[BEFORE]
     if left and not SIDE_BY_SIDE and not _others_at_work():
         raise pytest.UsageError(f"shared memory left behind: {sorted(path.name for path in left)}")
+
+
+@pytest.fixture(scope="session")
+def unknown_metrics() -> Callable[[Mapping[str, object]], list[str]]:
+    """Returns a function that names the metrics which no entry of METRICS or FURTHER_METRICS matches."""
+    from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
+
+    further = re.compile("|".join(re.sub(r"<\w+>", "[^/]+(/[^/]+)?", name) for name in FURTHER_METRICS))
+    return lambda metrics: [name for name in metrics if name not in METRICS and not further.fullmatch(name)]
 
 
 def _children() -> set[int]:

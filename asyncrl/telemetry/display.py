@@ -153,11 +153,13 @@ def shown(metrics: Metrics) -> list[tuple[str, str]]:
 
 def sample_panel(sample: SampleRecord, characters: int | None = None) -> Panel:
     """Renders one sample: prompt, completion, reward, and what was trained of it."""
-    body = Text()
-    body.append(_short(sample.prompt, characters), "dim")
-    body.append("\n")
-    body.append(_short(sample.text, characters) or "(nothing)", "bold" if sample.text else "dim italic")
-    body.append("\n" + _summary(sample), "cyan")
+    text = _short(sample.text, characters)
+    body = Text.assemble(
+        (_short(sample.prompt, characters), "dim"),
+        "\n",
+        (text or "(nothing)", "bold" if text else "dim italic"),
+        (f"\n{_summary(sample)}", "cyan"),
+    )
     title = f"step {sample.step} · group {sample.group} · member {sample.member}"
     return Panel(body, title=title, title_align="left")
 

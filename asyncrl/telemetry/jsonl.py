@@ -14,10 +14,8 @@ Object = dict[str, Any]
 
 
 class LineFile:
-    """Appends objects to a file, with one system call each, so that a killed process leaves complete lines.
-
-    A torn last line, which a crashed machine can leave, is cut when the file is opened.
-    """
+    """Appends objects to a file, with one system call each, so that a killed process leaves complete lines. A torn last
+    line, which a crashed machine can leave, is cut when the file is opened."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

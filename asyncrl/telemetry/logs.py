@@ -23,10 +23,8 @@ class _LogFile(LineFile):
 
 @contextmanager
 def open_log(path: Path, **bound: Any) -> Iterator[FilteringBoundLogger]:
-    """Opens a logger that writes to `path`; `bound` (service, rank, incarnation, ...) goes into every line.
-
-    Ids bound with `structlog.contextvars.bound_contextvars(group=..., call=...)` are added to the lines inside.
-    """
+    """Opens a logger that writes to `path`; `bound` (service, rank, incarnation, ...) goes into every line, and so do
+    ids bound inside with `structlog.contextvars.bound_contextvars(group=..., call=...)`."""
     file = _LogFile(path)
     log: FilteringBoundLogger = structlog.wrap_logger(
         file,

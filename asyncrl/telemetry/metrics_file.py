@@ -1,7 +1,6 @@
 """Computes the metrics of `metrics.jsonl`, one object per finished step, and reads the file; metrics.toml describes
 them."""
 
-import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,17 +30,6 @@ def read_metrics(path: Path) -> list[Object]:
             surviving.pop()
         surviving.append(line)
     return surviving
-
-
-def missing_metrics(metrics: Metrics) -> list[str]:
-    """Returns the names of METRICS that `metrics` lacks."""
-    return [name for name in METRICS if name not in metrics]
-
-
-def unknown_metrics(metrics: Metrics) -> list[str]:
-    """Returns the names in `metrics` that match no entry of METRICS or FURTHER_METRICS."""
-    further = re.compile("|".join(re.sub(r"<\w+>", "[^/]+(/[^/]+)?", name) for name in FURTHER_METRICS))
-    return [name for name in metrics if name not in METRICS and not further.fullmatch(name)]
 
 
 def batch_metrics(batch: BatchRef) -> dict[str, float]:
@@ -82,11 +70,8 @@ def step_of(report: StepReport) -> int:
 
 
 def report_metrics(report: StepReport, seconds: float) -> dict[str, float]:
-    """Returns the trainer's measurements, its masks as shares, and its rate.
-
-    Args:
-        seconds: wall clock since the end of the previous step.
-    """
+    """Returns the trainer's measurements, its masks as shares, and its rate. seconds: wall clock since the end of the
+    previous step."""
     trained = sum(sample.trained for sample in report.samples)
     total = trained + sum(sample.masked + sample.rejected for sample in report.samples)
     masked = Counter[str]()
@@ -127,7 +112,6 @@ class TimeShares:
         before = self._before.get(health.instance)
         wall, seconds = (before.wall, before.seconds) if before else (0.0, {})
         passed = max(health.wall - wall, 1e-9)
-        shares: dict[str, float] = {
-            state: (health.seconds.get(state, 0.0) - seconds.get(state, 0.0)) / passed for state in STATES
-        }
+        spent = {state: health.seconds.get(state, 0.0) - seconds.get(state, 0.0) for state in STATES}
+        shares: dict[str, float] = {state: each / passed for state, each in spent.items()}
         return {**shares, "unaccounted": 1.0 - sum(shares.values())}

@@ -11,6 +11,11 @@ from pathlib import Path
 from asyncrl.errors import ConfigError, TaskError
 
 RUN_FILES = ("config.toml", "journal", "run.id")
+WRITTEN = (
+    *("", "logs", "checkpoints", "config.toml", "journal", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"),
+    *("run.start", "run.lock"),
+)
+"""Folders and files that a run writes, the run directory first."""
 
 
 class RunDirectory:
@@ -46,11 +51,8 @@ class RunDirectory:
 
 
 def open_run_directory(path: Path) -> RunDirectory:
-    """Opens the directory at `path`, and makes it when it does not exist.
-
-    Raises:
-        ConfigError: the directory is not empty and holds no run, or cannot be written.
-    """
+    """Opens the directory at `path`, and makes it when it does not exist. Raises ConfigError when it is not empty and
+    holds no run, or cannot be written."""
     directory = RunDirectory(path.absolute())
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
@@ -60,31 +62,19 @@ def open_run_directory(path: Path) -> RunDirectory:
         directory.logs.mkdir(exist_ok=True)
     except OSError as error:
         raise _unusable(path, error) from error
-    written = [directory.path, directory.logs, directory.checkpoints, directory.config, directory.journal]
-    written += [
-        directory.metrics,
-        directory.samples,
-        directory.evaluations,
-        directory.start,
-        directory.path / "run.lock",
-    ]
-    for each in written:
-        if not each.exists() or os.access(each, os.W_OK, effective_ids=True):
-            continue
-        raise ConfigError(
-            f"{each} cannot be written: give yourself the right to (chmod -R u+w {path}), or go on in a copy: "
-            f"cp -r it and name the copy with --run-dir"
-        )
+    for each in (directory.path / name for name in WRITTEN):
+        if each.exists() and not os.access(each, os.W_OK, effective_ids=True):
+            raise ConfigError(
+                f"{each} cannot be written: give yourself the right to (chmod -R u+w {path}), or go on in a copy: "
+                f"cp -r it and name the copy with --run-dir"
+            )
     return directory
 
 
 @contextmanager
 def new_run_directory(parent: Path, name: str) -> Iterator[Path]:
-    """Makes a new directory called `name`, or `name-2` and so on; removes it at the end when it is empty.
-
-    Raises:
-        ConfigError: nothing can be written there.
-    """
+    """Makes a new directory called `name`, or `name-2` and so on; removes it at the end when it is empty. Raises
+    ConfigError when nothing can be written there."""
     parent_is_new = not parent.exists()
     try:
         parent.mkdir(parents=True, exist_ok=True)

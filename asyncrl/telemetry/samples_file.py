@@ -48,27 +48,10 @@ def sample_record(
 ) -> SampleRecord:
     """Combines what the engine, the reward and the trainer report about one sample."""
     assert row.key == (text.group, text.member) == (trained.group, trained.member)
-    return SampleRecord(
-        step=step,
-        incarnation=row.incarnation,
-        group=row.group,
-        member=row.member,
-        attempt=row.attempt,
-        prompt=text.prompt,
-        text=text.text,
-        finish=row.finish,
-        tokens=row.tokens,
-        reward=row.reward,
-        terms=terms,
-        advantage=row.advantage,
-        first=row.first,
-        last=row.last,
-        trained=trained.trained,
-        masked=trained.masked,
-        reason=trained.reason,
-        rejected=trained.rejected,
-        skipped=skipped,
-    )
+    of_row = ("incarnation", "group", "member", "attempt", "finish", "tokens", "reward", "advantage", "first", "last")
+    copied = {name: getattr(row, name) for name in of_row}
+    copied |= {name: getattr(trained, name) for name in ("trained", "masked", "reason", "rejected")}
+    return SampleRecord(step=step, prompt=text.prompt, text=text.text, terms=terms, skipped=skipped, **copied)
 
 
 def to_show(samples: Sequence[T], count: int | Literal["all"]) -> list[T]:
@@ -110,10 +93,8 @@ def select_samples(
     masked: bool = False,
     count: int = 8,
 ) -> list[SampleRecord]:
-    """Returns the records to show; without a step, a group or an order those of the last step.
-
-    masked: only those with tokens left out of the loss.
-    """
+    """Returns the records to show; without a step, a group or an order those of the last step. masked: only those with
+    tokens left out of the loss."""
     if step is None and group is None and not order and not masked:
         step = records[-1].step if records else None
     found = [

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.config.install_hints import install_extra
-from asyncrl.config.problems import Problem, refuse
+from asyncrl.config.problems import Problem
 
 QUEUED_STEPS = 64
 """Steps that a sink may lag behind; at seconds per step a sink that lags for minutes does not catch up."""
@@ -76,10 +76,7 @@ class WandbSink:
         self._run.finish()
 
 
-SINKS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {
-    "tensorboard": TensorboardSink,
-    "wandb": WandbSink,
-}
+SINKS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {"tensorboard": TensorboardSink, "wandb": WandbSink}
 
 
 def sink_problems(names: Sequence[str]) -> Iterator[Problem]:
@@ -93,37 +90,24 @@ def sink_problems(names: Sequence[str]) -> Iterator[Problem]:
 def open_sinks(
     names: Sequence[str], run_dir: Path, run_name: str, config: Mapping[str, Any], say: Callable[[str], None]
 ) -> "list[SinkWorker]":
-    """Starts the named sinks; they open on their own threads. `say` gets one line for each that is left out.
-
-    Raises:
-        ConfigError: the package of a sink is not installed.
-    """
-    refuse(sink_problems(names))
+    """Starts the named sinks; they open on their own threads. `say` gets one line for each that is left out."""
     return [SinkWorker(name, partial(SINKS[name], run_dir, run_name, config), say) for name in names]
 
 
 class SinkWorker:
-    """Feeds one sink through a bounded queue; leaves it out, with one warning, when it is down or too slow.
-
-    Args:
-        open_sink: makes the sink; called on the thread.
-        say: gets the warning; called from either thread.
-    """
+    """Feeds one sink through a bounded queue; leaves it out, with one warning, when it is down or too slow. open_sink:
+    makes the sink; called on the thread. say: gets the warning; called from either thread."""
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], say: Callable[[str], None]) -> None:
         self._name = name
         self._open = open_sink
         self._say = say
         self._queue: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(QUEUED_STEPS)
-        self._left_out = threading.Event()
+        self.left_out = False
         self._leaving = threading.Lock()
         # A daemon thread, because a sink that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._feed, name=f"sink-{name}", daemon=True)
         self._thread.start()
-
-    @property
-    def left_out(self) -> bool:
-        return self._left_out.is_set()
 
     def write(self, step: int, metrics: Mapping[str, object]) -> None:
         """Queues the metrics of one step that are numbers; returns at once."""
@@ -158,6 +142,6 @@ class SinkWorker:
     def _leave_out(self, why: str) -> None:
         with self._leaving:
             first = not self.left_out
-            self._left_out.set()
+            self.left_out = True
         if first:
             self._say(f"the sink {self._name} {why}: it is left out; metrics.jsonl has everything")

@@ -39,12 +39,10 @@ _open_span: "ContextVar[_Span | None]" = ContextVar("asyncrl_open_span", default
 
 
 class Tracer:
-    """Records the spans of one process; without a path it records nothing.
-
-    Recording puts a tuple into a buffer, which becomes text when the buffer is written.
+    """Records the spans of one process as tuples in a buffer, which become text when the buffer is written.
 
     Args:
-        path: file to append to, by convention `RUN_DIR/logs/INSTANCE.trace.jsonl`.
+        path: file to append to, by convention `RUN_DIR/logs/INSTANCE.trace.jsonl`; without one nothing is recorded.
         process: the name of this process's track, e.g. "training0.0".
         now: seconds on a clock that all processes of the host share.
     """
@@ -75,7 +73,6 @@ class Tracer:
         self._flow("s", flow)
 
     def flow_end(self, flow: str) -> None:
-        """Ends the arrow `flow` here."""
         self._flow("f", flow)
 
     def flush(self) -> None:
@@ -172,11 +169,8 @@ class _Track:
 
     def row_in(self, outer: "_Span | None", task: object) -> _Row:
         """Returns the row of the span around, when no other open span can outlive it, else a free one."""
-        if outer is not None and outer.track is self and outer.task is task:
-            row = outer.row
-            if row is not None and row.open[-1] is outer:
-                return row
-        return self.free_row()
+        row = outer.row if outer is not None and outer.track is self and outer.task is task else None
+        return row if row is not None and row.open[-1] is outer else self.free_row()
 
     def free_row(self) -> _Row:
         for row in self.rows:
@@ -218,11 +212,8 @@ class _Span:
 
 
 def merge_traces(run_dir: Path) -> Path:
-    """Writes `RUN_DIR/trace.json.gz` from `RUN_DIR/logs/*.trace.jsonl` and returns its path.
-
-    Each worker has a process track, with a track for each thread and as many tracks for calls on its event loop as
-    ran at the same time; "calls 1" is used first.
-    """
+    """Writes `RUN_DIR/trace.json.gz` from `RUN_DIR/logs/*.trace.jsonl` and returns its path. Each worker has a process
+    track, with a track for each thread and as many tracks for calls on its event loop as ran at the same time."""
     target, unfinished = run_dir / "trace.json.gz", run_dir / "trace.json.gz.part"
     with gzip.open(unfinished, "wb", compresslevel=COMPRESSION) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')

@@ -11,7 +11,6 @@ import asyncio
 import secrets
 import tempfile
 import time
-from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
@@ -20,24 +19,22 @@ from typing import Any, cast
 import numpy as np
 
 from asyncrl.bench.control_latency.busy_service import Busy
-from asyncrl.bench.control_latency.message_flood import HELLO, TICK, Ticks, start_flood, ticking
-from asyncrl.bench.measurements import MachineLoad
-from asyncrl.bench.rivals.timed_rounds import seconds_of_async
+from asyncrl.bench.control_latency.message_flood import TICK, receive_messages, serve_calls, ticking
+from asyncrl.bench.measurements import MachineLoad, goal_line
+from asyncrl.bench.rivals.call_timing import seconds_of_async
 from asyncrl.config.sources import load
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.server import Server
-from asyncrl.lanes.control.wire import CREDIT, Listener
+from asyncrl.lanes.control.wire import CREDIT
 from asyncrl.lanes.control.zmq_wire import ZmqWire
-from asyncrl.protocols.messages import Call
 
 LATENCY_GOAL, STALL_GOAL = 0.050, 0.010
 """Seconds, at most."""
 DEADLINE = 600.0
-"""Seconds for the queued calls to run, and for a flood to end."""
+"""Seconds for the queued calls to run."""
 PAUSE_BETWEEN = 0.005
 """Seconds between two probes, so that they meet the compute thread at different moments."""
 
@@ -120,73 +117,22 @@ async def _time_probes(handle: Busy, probes: int) -> dict[str, list[float]]:
 
 def _show(probe: str, seconds: Sequence[float]) -> None:
     median, late, worst = (1e3 * np.percentile(seconds, share) for share in (50, 99, 100))
-    result = "met" if late <= 1e3 * LATENCY_GOAL else "MISSED"
-    print(
-        f"  {probe:7} p50 {median:6.2f} ms   p99 {late:6.2f} ms   longest {worst:6.2f} ms   "
-        f"goal p99 {1e3 * LATENCY_GOAL:.0f} ms: {result}"
-    )
+    label = f"{probe:7} p50 {median:6.2f} ms, longest {worst:6.2f} ms, p99 in ms"
+    print(goal_line(label, late, 1e3 * LATENCY_GOAL, at_most=True))
 
 
 # ---- a flood through one socket ------------------------------------------------------------------------------
 
 
 async def floods(folder: Path, messages: int) -> None:
+    """Prints the stalls of each flood beside those of the same task, for as long, without messages."""
     print(f"{messages} small messages through one socket, while a task wakes every {1e3 * TICK:.0f} ms:")
-    for kind, receive in (("messages", _receive), ("calls", _serve)):
-        wire = ZmqWire()
-        listener = wire.listen(f"ipc://{folder}/{kind}")
-        try:
-            sender = await start_flood(listener.address, messages, kind)
-            async with asyncio.timeout(DEADLINE):
-                await receive(listener, messages, sender)
-        finally:
-            wire.close()
-
-
-async def _receive(listener: Listener, messages: int, sender: Process) -> None:
-    arrived, received = asyncio.Queue[bytes](), 0
-
-    def take(message: tuple[bytes, Any]) -> None:
-        nonlocal received
-        received += 1
-        if received in (1, messages):
-            arrived.put_nowait(message[0])
-
-    receiving = asyncio.ensure_future(listener.pump(take))
-    await arrived.get()  # The sender has started.
-    with ticking() as drain:
-        peer = await arrived.get()
-    listener.offer(peer, [b"all received"])
-    await sender.wait()
-    receiving.cancel()
-    await _compare("messages", messages, drain)
-
-
-async def _serve(listener: Listener, messages: int, sender: Process) -> None:
-    begun = asyncio.Event()
-
-    async def echo(call: Call) -> Any:
-        begun.set()
-        return call.args[0]
-
-    async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(Server(listener, echo, HELLO).serve())
-        await begun.wait()
-        with ticking() as drain:
-            await sender.wait()
-        serving.cancel()
-    await _compare("calls", messages, drain)
-
-
-async def _compare(kind: str, messages: int, drain: Ticks) -> None:
-    """Prints the stalls beside those of the same task in the same process, for as long, without messages."""
-    with ticking() as alone:
-        await asyncio.sleep(drain.seconds)
-    worst = 1e3 * drain.stall
-    print(
-        f"  {kind:8} {messages / drain.seconds:6.0f} a second   longest stall {worst:6.2f} ms (p99 "
-        f"{1e3 * (np.percentile(drain.wall, 99) - TICK):.2f})   goal {1e3 * STALL_GOAL:.0f} ms: "
-        f"{'met' if worst <= 1e3 * STALL_GOAL else 'MISSED'}\n"
-        f"           at most {1e3 * max(drain.computing):.2f} ms of it CPU time; longest stall without messages: "
-        f"{1e3 * alone.stall:.2f} ms"
-    )
+    for kind, receive in (("messages", receive_messages), ("calls", serve_calls)):
+        flooded = await receive(f"ipc://{folder}/{kind}", messages)
+        with ticking() as alone:
+            await asyncio.sleep(flooded.seconds)
+        late = 1e3 * (np.percentile(flooded.wall, 99) - TICK)
+        print(f"  {kind}: {messages / flooded.seconds:.0f} a second; stalls p99 {late:.2f} ms")
+        print(goal_line("longest stall, ms", 1e3 * flooded.stall, 1e3 * STALL_GOAL, at_most=True))
+        computing = f"at most {1e3 * max(flooded.computing):.2f} ms of it CPU time"
+        print(f"          {computing}; longest stall without messages: {1e3 * alone.stall:.2f} ms")

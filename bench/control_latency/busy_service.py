@@ -49,10 +49,8 @@ class Busy(Contract):
 
 
 class BusyService(Service, Busy):
-    """Runs queued steps.
-
-    options: `load`: "torch" for steps of the training engine, "python" for a thread that does not release the GIL.
-    """
+    """Runs queued steps. options: `load`: "torch" for steps of the training engine, "python" for a thread that does not
+    release the GIL."""
 
     async def start(self) -> None:
         self._steps = 0

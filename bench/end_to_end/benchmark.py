@@ -58,7 +58,8 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         folder = Path(name)
         # In a process of its own, because this process loads no torch.
-        program = f"from asyncrl.bench.benchmark_model import *; write_model(Path({str(folder / 'model')!r}))"
+        module = "asyncrl.bench.end_to_end.benchmark_model"
+        program = f"from {module} import *; write_model(Path({str(folder / 'model')!r}))"
         subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
         write_prompts(folder / "prompts.jsonl")
         for key, workload in workloads(options.seats).items():

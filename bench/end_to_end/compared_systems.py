@@ -5,30 +5,24 @@
 is the process of asyncrl. JSON: `values` of the config, `lengths` of each sample of a batch, and `run_dir`.
 """
 
-import asyncio
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from asyncrl.bench.child_process import environment, run_program
 from asyncrl.bench.end_to_end.workload import GROUPS, LEARNING_RATE, MEMBERS, PROMPT_TOKENS, Workload
-from asyncrl.bench.measurements import stage_seconds
-from asyncrl.config.sources import load
-from asyncrl.deploy.run_setup import RunRequest, run
+from asyncrl.bench.measured_runs import environment, run_program, step_seconds, train
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.service_contracts import Generation
-from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 
 BENCH = Path(__file__).resolve().parents[1]
-SAMPLER = "asyncrl.bench.end_to_end.prescribed_lengths:PrescribedLengths"
+SAMPLER = "asyncrl.bench.end_to_end.benchmark_model:PrescribedLengths"
 STAGES = ("generation", "reward", "training")
 SLOTS, MICRO_BATCH_TOKENS, THREADS = 256, 1312, 1
 """How asyncrl runs."""
@@ -78,22 +72,12 @@ def run_asyncrl(limit: int, ranks: int, workload: Workload, steps: int, warm: in
     return asyncrl_result(read_metrics(RunDirectory(run_dir).metrics), warm)
 
 
-def train_request(given: dict[str, Any]) -> None:
-    """Trains in this process, which `run_asyncrl` started."""
-    config = load(None, (), values=given["values"]).config
-    services = {"generation": ServiceSpec("generation", Generation, SAMPLER, options={"lengths": given["lengths"]})}
-    display = LineDisplay(StringIO(), config.steps)
-    request = RunRequest(config, Path(given["run_dir"]), display, "asyncrl-bench end-to-end", services=services)
-    asyncio.run(run(request))
-
-
 def asyncrl_result(lines: Sequence[dict[str, Any]], warm: int) -> SideResult:
-    """Reads the records of metrics.jsonl without the first `warm` steps, during which the pipeline fills."""
+    """Reads the records of metrics.jsonl without the first `warm` steps."""
+    seconds, stages = step_seconds(lines, warm, STAGES)
     counted = lines[warm:]
-    seconds = counted[-1]["time"] - lines[warm - 1]["time"]
     tokens = sum(line["tokens/trained"] for line in counted)
-    stages = stage_seconds(lines, warm, STAGES)
-    return SideResult(tokens / seconds, seconds / len(counted), stages, counted[-1]["reward/mean"])
+    return SideResult(tokens / (seconds * len(counted)), seconds, stages, counted[-1]["reward/mean"])
 
 
 # ---- TRL -------------------------------------------------------------------------------------------------
@@ -154,4 +138,6 @@ def trl_result(lines: Sequence[dict[str, Any]], warm: int) -> SideResult:
 
 
 if __name__ == "__main__":
-    train_request(json.loads(sys.argv[1]))
+    given = json.loads(sys.argv[1])
+    sampler = ServiceSpec("generation", Generation, SAMPLER, options={"lengths": given["lengths"]})
+    train(given["values"], Path(given["run_dir"]), {"generation": sampler})

@@ -16,11 +16,9 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Describes what all sides train on.
-
-    lengths: tokens of each sample of a batch. parallel_scores: samples that the slow reward scores at a time; 0: all;
-    None: the reward takes no time. over_trl, over_synchronous: goals for the ratio of trained tokens per second.
-    """
+    """Describes what all sides train on. lengths: tokens of each sample of a batch. parallel_scores: samples that the
+    slow reward scores at a time; 0: all; None: the reward takes no time. over_trl, over_synchronous: goals for the
+    ratio of trained tokens per second."""
 
     name: str
     lengths: tuple[int, ...]
@@ -43,9 +41,7 @@ def workloads(parallel_scores: int) -> dict[str, Workload]:
 
 def lognormal(samples: int, mean: float, sigma: float, cap: int, order: Sequence[int]) -> list[int]:
     """Returns the quantiles of the distribution in this order, one per sample: a batch always has the same lengths.
-
-    mean: before the cap; mean = exp(mu + sigma^2 / 2).
-    """
+    mean: before the cap; mean = exp(mu + sigma^2 / 2)."""
     normal, mu = NormalDist(), math.log(mean) - sigma**2 / 2
     quantiles = [math.exp(mu + sigma * normal.inv_cdf((rank + 0.5) / samples)) for rank in range(samples)]
     return [min(cap, max(1, round(quantiles[place]))) for place in order]

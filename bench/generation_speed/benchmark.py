@@ -9,7 +9,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.bench.benchmark_model import SPECIAL, VOCABULARY, write_model
-from asyncrl.bench.end_to_end.prescribed_lengths import EndlessEngine
+from asyncrl.bench.end_to_end.benchmark_model import SPECIAL, VOCABULARY, EndlessEngine, write_model
 from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, ratios, round_values, table
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
@@ -33,21 +31,9 @@ GOALS = {"16 to 128 tokens": 2.0, "all 32 tokens": 1.2}
 STAGES = ("forward", "sampling", "bookkeeping")
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingWork:
-    """Holds the prompts to sample from. lengths: new tokens of each prompt."""
-
-    prompts: tuple[NDArray[np.int32], ...]
-    lengths: tuple[int, ...]
-
-    def requests(self) -> list[SampleRequest]:
-        pairs = enumerate(zip(self.prompts, self.lengths, strict=True))
-        return [SampleRequest((number, 0, 0), prompt, number, 1.0, length) for number, (prompt, length) in pairs]
-
-
-def complete(engine: EndlessEngine, work: SamplingWork) -> list[Completion]:
+def complete(engine: EndlessEngine, work: Sequence[SampleRequest]) -> list[Completion]:
     """Submits all requests at once and decodes until they are finished."""
-    for request in work.requests():
+    for request in work:
         engine.submit(request)
     finished: list[Completion] = []
     while engine.active:
@@ -95,17 +81,20 @@ def main(arguments: Sequence[str]) -> None:
             measure(name, goal, work_of(equal=name.startswith("all")), model, options.slots, options.rounds)
 
 
-def work_of(*, equal: bool) -> SamplingWork:
+def work_of(*, equal: bool) -> list[SampleRequest]:
     """Makes the same requests in every run."""
     source = np.random.default_rng(0)
     lengths = source.integers(SHORTEST_PROMPT, LONGEST_PROMPT + 1, PROMPTS)
-    prompts = tuple(source.integers(len(SPECIAL), VOCABULARY, length).astype(np.int32) for length in lengths)
+    prompts = [source.integers(len(SPECIAL), VOCABULARY, length).astype(np.int32) for length in lengths]
     new = np.full(PROMPTS, EQUAL) if equal else source.integers(FEWEST, MOST + 1, PROMPTS)
-    return SamplingWork(prompts, tuple(int(length) for length in new))
+    return [
+        SampleRequest((number, 0, 0), prompt, number, 1.0, int(length))
+        for number, (prompt, length) in enumerate(zip(prompts, new, strict=True))
+    ]
 
 
-def measure(name: str, goal: float, work: SamplingWork, model: Path, slots: int, rounds: int) -> None:
-    load, tokens = MachineLoad(), sum(work.lengths)
+def measure(name: str, goal: float, work: Sequence[SampleRequest], model: Path, slots: int, rounds: int) -> None:
+    load, tokens = MachineLoad(), sum(request.max_new_tokens for request in work)
     task = {"prompts": "none", "max_prompt_tokens": LONGEST_PROMPT}
     generation = {"slots": slots, "max_new_tokens": MOST}
     config = Config.model_validate({"model": {"name": "tiny"}, "task": task, "generation": generation})
@@ -136,10 +125,11 @@ def measure(name: str, goal: float, work: SamplingWork, model: Path, slots: int,
 
 
 @torch.inference_mode()
-def generate_in_batches(model: Any, work: SamplingWork) -> None:
+def generate_in_batches(model: Any, work: Sequence[SampleRequest]) -> None:
     """Generates left-padded batches in the order of arrival; each runs to the length of its longest completion."""
     for start in range(0, PROMPTS, SLOTS):
-        prompts = work.prompts[start : start + SLOTS]
+        batch = work[start : start + SLOTS]
+        prompts = [request.prompt for request in batch]
         longest = max(map(len, prompts))
         ids = np.zeros((len(prompts), longest), np.int64)
         mask = np.zeros_like(ids)
@@ -148,7 +138,7 @@ def generate_in_batches(model: Any, work: SamplingWork) -> None:
         model.generate(
             input_ids=torch.from_numpy(ids),
             attention_mask=torch.from_numpy(mask),
-            max_new_tokens=max(work.lengths[start : start + SLOTS]),
+            max_new_tokens=max(request.max_new_tokens for request in batch),
             do_sample=True,
             top_k=0,
             pad_token_id=0,

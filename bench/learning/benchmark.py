@@ -9,29 +9,18 @@ own, can share one file of results; --report writes the page. The expected durat
 
 import argparse
 import math
+import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from asyncrl.bench.learning.grid import (
-    FILTERS,
-    Case,
-    CaseFilter,
-    Grid,
-    Line,
-    Parts,
-    Results,
-    check_filter,
-    read_filter,
-    read_grid,
-    select_cases,
-)
+from asyncrl.bench.learning.grid import Case, Grid, Line, Parts, Results, read_grid
 from asyncrl.bench.learning.report_pages import write_pages
 from asyncrl.bench.learning.training_runs import RunFailed, TrainingChild, run_case
 from asyncrl.bench.measurements import table
@@ -39,6 +28,12 @@ from asyncrl.telemetry.jsonl import LineFile, read_lines
 
 HERE = Path(__file__).resolve().parent
 BENCH = HERE.parent
+FILTERS = ("table", "task", "row", "limit", "seed")
+SEPARATOR = re.compile(r",(?! )")
+"""Separates values; a comma before a space is part of the name of a row."""
+
+CaseFilter = Mapping[str, frozenset[str]]
+"""The wanted values by name of a filter; a filter that is not given selects every case."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -89,10 +84,8 @@ def read_results(path: Path) -> dict[str, Line]:
 def run_left(
     options: argparse.Namespace, wanted: CaseFilter, grid: Grid, results: dict[str, Line], child: TrainingChild
 ) -> None:
-    """Runs the selected cases that have no result, and adds their results.
-
-    Once the search for the setting of the claim is complete, the grid also holds the proof of that setting.
-    """
+    """Runs the selected cases that have no result, and adds their results. Once the search for the setting of the claim
+    is complete, the grid also holds the proof of that setting."""
     again, ends, runs = options.again, time.monotonic() + 60 * options.minutes, options.runs
     while True:
         parts = select_cases(grid.parts(results), wanted)
@@ -144,6 +137,51 @@ def _revision() -> str:
     """Returns the commit of this checkout; empty outside a checkout."""
     command = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+
+
+# ---- selection by --only ----------------------------------------------------------------------------------
+
+
+def read_filter(written: Sequence[str]) -> CaseFilter:
+    """Reads `task=quickstart,longer`, `row=cap, token,cap, sequence` and the like. Raises ValueError for a name that is
+    not one of FILTERS, and for a value that holds a second name."""
+    wanted: dict[str, frozenset[str]] = {}
+    for each in written:
+        name, _, values = each.partition("=")
+        if name not in FILTERS or not values:
+            raise ValueError(f"--only {each}: write one of {', '.join(FILTERS)}, =, and values with commas")
+        if joined := re.search(rf",({'|'.join(FILTERS)})=", values):
+            separate = f"{name}={values[: joined.start()]} {values[joined.start() + 1 :]}"
+            raise ValueError(f"--only {each}: separate names with a space, not a comma: --only {separate}")
+        wanted[name] = wanted.get(name, frozenset()) | frozenset(SEPARATOR.split(values))
+    return wanted
+
+
+def check_filter(wanted: CaseFilter, grid: Grid, results: Results) -> None:
+    """Raises ValueError for a value that no case of the grid can have, and for values that no case has all of."""
+    known = [_filtered_values(part, case) for part, cases in grid.possible_parts().items() for case in cases]
+    for name, values in wanted.items():
+        choices = list(dict.fromkeys(each[name] for each in known))
+        if unknown := sorted(values.difference(choices)):
+            raise ValueError(f"--only {name}={','.join(unknown)}: choose from {', '.join(choices)}")
+    if not select_cases(grid.parts(results), wanted):
+        written = " ".join(f"{name}={','.join(sorted(values))}" for name, values in wanted.items())
+        raise ValueError(f"--only {written}: no case of the grid has all these values")
+
+
+def select_cases(parts: Parts, wanted: CaseFilter) -> dict[str, list[Case]]:
+    """Returns the selected cases of each part, without parts that have none."""
+    found: dict[str, list[Case]] = {}
+    for part, cases in parts.items():
+        for case in cases:
+            filtered = _filtered_values(part, case)
+            if all(filtered[name] in values for name, values in wanted.items()):
+                found.setdefault(part, []).append(case)
+    return found
+
+
+def _filtered_values(table: str, case: Case) -> dict[str, str]:
+    return {"table": table, "task": case.task, "row": case.row, "limit": str(case.limit), "seed": str(case.seed)}
 
 
 # ---- expected duration ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Declares the grid of `asyncrl-bench learning`: tables of cases, the claim about corrections, and `--only`.
+"""Declares the grid of `asyncrl-bench learning`: tables of cases, and the claim about corrections.
 
 A case is one run. Its key is a digest of all its settings, its experiment file included, so that a result counts in
 every table that holds the case, and becomes void when a setting changes.
@@ -6,7 +6,6 @@ every table that holds the case, and becomes void when a setting changes.
 
 import hashlib
 import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +14,9 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
-from asyncrl.bench.learning.paired_statistics import differences
+from asyncrl.bench.measurements import differences
 from asyncrl.config.algorithm_config import PRESETS
+from asyncrl.config.sources.layers import file_layer
 from asyncrl.experiments import experiment_text
 
 Values = Mapping[str, Any]
@@ -39,10 +39,8 @@ class Case:
     values: Values
 
     def settings(self, defaults: Values) -> dict[str, Any]:
-        """Returns all settings of the run except its folders. `defaults` holds settings of a task under its name.
-
-        A synchronous run has the policy of its task: no token is ever too old, so that all policies give one run.
-        """
+        """Returns all settings of the run except its folders. `defaults` holds settings of a task under its name. A
+        synchronous run has the policy of its task: no token is ever too old, so that all policies give one run."""
         own = {key: value for key, value in self.values.items() if self.limit or key != "staleness.policy"}
         shared = {key: value for key, value in defaults.items() if not isinstance(value, Mapping)}
         given = {**_experiment(self.task), **shared, **defaults.get(self.task, {}), **own}
@@ -66,36 +64,26 @@ Parts = Mapping[str, Sequence[Case]]
 @cache
 def _experiment(task: str) -> dict[str, Any]:
     """Returns the settings of an experiment by dotted key: {"training.learning_rate": 2e-4, "steps": 250}."""
-    flat: dict[str, Any] = {}
-    for section, values in tomllib.loads(experiment_text(task)).items():
-        if isinstance(values, Mapping):
-            flat |= {f"{section}.{key}": value for key, value in values.items()}
-        else:
-            flat[section] = values
-    return flat
+    return {key: value for key, (value, _) in file_layer(experiment_text(task), task).entries.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Combines every row with every limit, for each task and seed.
-
-    base: values of all rows, and of the synchronous run that they are compared with if 0 is not among the limits.
-    """
+    """Combines every row with every limit, for each task and seed. base: values of all rows, and of the synchronous run
+    that they are compared with if 0 is not among the limits."""
 
     name: str
     title: str
-    tasks: tuple[str, ...]
-    limits: tuple[int, ...]
-    seeds: tuple[int, ...]
+    tasks: Sequence[str]
+    limits: Sequence[int]
+    seeds: Sequence[int]
     rows: Mapping[str, Values]
     base: Values
     controls: "Table | None" = None
 
     def cases(self) -> list[Case]:
-        """Returns the synchronous runs of rows without limit 0, the cases of the table and those of its controls.
-
-        They are in the order of tasks and seeds. Both runs of a pair follow each other; their order alternates by seed.
-        """
+        """Returns the synchronous runs of rows without limit 0, the cases of the table and those of its controls. Both
+        runs of a pair follow each other; their order alternates by seed."""
         alone = self.controls is None or SYNCHRONOUS in self.limits
         pairs = [] if alone else list(product(self.tasks, self.seeds))
         compared = [Case(task, COMPARED_WITH, SYNCHRONOUS, seed, self.base) for task, seed in pairs]
@@ -126,18 +114,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Holds candidates in order of preference, and the loss and reward that a setting needs to test the correction.
-
-    The order of the candidates was fixed before any of them was run. defaults: settings of every run.
-    """
+    """Holds candidates in order of preference, which was fixed before any of them was run, and the loss and reward that
+    a setting needs to test the correction. defaults: settings of every run."""
 
     limit: int
     least_loss: float
     least_reward: float
-    search_seeds: tuple[int, ...]
-    seeds: tuple[int, ...]
+    search_seeds: Sequence[int]
+    seeds: Sequence[int]
     uncorrected: Values
-    candidates: tuple[Candidate, ...]
+    candidates: Sequence[Candidate]
     defaults: Values
 
     def search(self) -> list[Case]:
@@ -161,11 +147,8 @@ class Claim:
         return all(case.key(self.defaults) in results for case in self.search())
 
     def chosen(self, results: Results) -> Candidate | None:
-        """Returns the first candidate that learns when synchronous and loses enough when stale.
-
-        The choice uses uncorrected runs only, so that the correction has no influence on the setting in which it is
-        tested. None: no candidate qualifies, or the search is not complete.
-        """
+        """Returns the first candidate that learns when synchronous and loses enough when stale; None if no candidate
+        does, or the search is not complete. Only uncorrected runs choose the setting that tests the correction."""
         for candidate in self.candidates if self.is_searched(results) else ():
             synchronous, stale = self.rewards(self.uncorrected_cases(candidate, self.search_seeds), results)
             lost = differences(synchronous, stale)
@@ -195,7 +178,7 @@ class Grid:
     goal: float
     defaults: Values
     expected_seconds: Mapping[str, float]
-    tables: tuple[Table, ...]
+    tables: Sequence[Table]
     claim: Claim
 
     def parts(self, results: Results) -> dict[str, list[Case]]:
@@ -214,85 +197,15 @@ class Grid:
 def read_grid(text: str) -> Grid:
     """Reads a grid from TOML."""
     given = tomllib.loads(text)
-    tables = tuple(_table(table, given["controls"]) for table in given["tables"])
-    return Grid(given["goal"], given["defaults"], given["expected_seconds"], tables, _claim(given))
+    tables = [_table(each, given["controls"]) for each in given["tables"]]
+    candidates = [Candidate(**each) for each in given["claim"]["candidates"]]
+    claim = Claim(**{**given["claim"], "candidates": candidates, "defaults": given["defaults"]})
+    return Grid(given["goal"], given["defaults"], given["expected_seconds"], tables, claim)
 
 
-def _table(given: Mapping[str, Any], controls: Mapping[str, Any]) -> Table:
-    def table(name: str, title: str, own: Mapping[str, Any], controls: Table | None) -> Table:
-        rows = {row: {**base, **values} for row, values in own["rows"].items()}
-        seeds = _seeds(own["first_seed"], own["seeds"])
-        return Table(name, title, tuple(given["tasks"]), tuple(own["limits"]), seeds, rows, base, controls)
-
+def _table(given: Mapping[str, Any], controls: Mapping[str, Any] | None) -> Table:
     base: Values = given.get("base", {})
-    return table(given["name"], given["title"], given, table("controls", "Controls", controls, None))
-
-
-def _claim(grid: Mapping[str, Any]) -> Claim:
-    given = grid["claim"]
-    return Claim(
-        **{key: given[key] for key in ("limit", "least_loss", "least_reward", "uncorrected")},
-        search_seeds=_seeds(given["search_first_seed"], given["search_seeds"]),
-        seeds=_seeds(given["first_seed"], given["seeds"]),
-        candidates=tuple(Candidate(each["task"], each["values"]) for each in given["candidates"]),
-        defaults=grid["defaults"],
-    )
-
-
-def _seeds(first: int, count: int) -> tuple[int, ...]:
-    return tuple(range(first, first + count))
-
-
-# ---- selection by --only ---------------------------------------------------------------------------------
-
-FILTERS = ("table", "task", "row", "limit", "seed")
-SEPARATOR = re.compile(r",(?! )")
-"""Separates values; a comma before a space is part of the name of a row."""
-
-CaseFilter = Mapping[str, frozenset[str]]
-"""The wanted values by name of a filter; a filter that is not given selects every case."""
-
-
-def read_filter(written: Sequence[str]) -> CaseFilter:
-    """Reads `task=quickstart,longer`, `row=cap, token,cap, sequence` and the like.
-
-    Raises:
-        ValueError: a name is not one of FILTERS, or a value holds a second name.
-    """
-    wanted: dict[str, frozenset[str]] = {}
-    for each in written:
-        name, _, values = each.partition("=")
-        if name not in FILTERS or not values:
-            raise ValueError(f"--only {each}: write one of {', '.join(FILTERS)}, =, and values with commas")
-        if joined := re.search(rf",({'|'.join(FILTERS)})=", values):
-            separate = f"{name}={values[: joined.start()]} {values[joined.start() + 1 :]}"
-            raise ValueError(f"--only {each}: separate names with a space, not a comma: --only {separate}")
-        wanted[name] = wanted.get(name, frozenset()) | frozenset(SEPARATOR.split(values))
-    return wanted
-
-
-def check_filter(wanted: CaseFilter, grid: Grid, results: Results) -> None:
-    """Raises ValueError for a value that no case of the grid can have, and for values that no case has all of."""
-    known = [_filtered_values(table, case) for table, cases in grid.possible_parts().items() for case in cases]
-    for name, values in wanted.items():
-        choices = list(dict.fromkeys(each[name] for each in known))
-        if unknown := sorted(values.difference(choices)):
-            raise ValueError(f"--only {name}={','.join(unknown)}: choose from {', '.join(choices)}")
-    if not select_cases(grid.parts(results), wanted):
-        written = " ".join(f"{name}={','.join(sorted(values))}" for name, values in wanted.items())
-        raise ValueError(f"--only {written}: no case of the grid has all these values")
-
-
-def select_cases(parts: Parts, wanted: CaseFilter) -> dict[str, list[Case]]:
-    """Returns the selected cases of each part, without parts that have none."""
-    found: dict[str, list[Case]] = {}
-    for table, cases in parts.items():
-        for case in cases:
-            filtered = _filtered_values(table, case)
-            if all(filtered[name] in values for name, values in wanted.items()):
-                found.setdefault(table, []).append(case)
-    return found
-
-
-def _filtered_values(table: str, case: Case) -> dict[str, str]:
-    return {"table": table, "task": case.task, "row": case.row, "limit": str(case.limit), "seed": str(case.seed)}
+    rows = {row: {**base, **values} for row, values in given["rows"].items()}
+    named = {"name": "controls", "title": "Controls"}
+    of_controls = _table({**given, **controls, **named}, None) if controls is not None else None
+    return Table(**{**given, "base": base, "rows": rows, "controls": of_controls})

@@ -1,10 +1,12 @@
-"""Draws the plots of docs/learning.md as SVG text from the cells of a grid: lines with whiskers, ticks, a legend."""
+"""Draws the plots of docs/learning.md as SVG text from the cells of a grid; chart.svg.j2 holds their elements."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from asyncrl.bench.learning.grid import SYNCHRONOUS, Grid, Results, Table
 from asyncrl.bench.learning.result_cells import Cell, cells
@@ -13,6 +15,11 @@ WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 56, 176, 34, 44
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#000000", "#bb8866", "#777777", "#4444cc")
 """Told apart by most people (after Paul Tol's scheme `bright`)."""
+
+FOLDER = FileSystemLoader(Path(__file__).parent)
+TEMPLATES = Environment(
+    loader=FOLDER, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+)
 
 Tick = tuple[float, str]
 REWARD_TICKS: Sequence[Tick] = [(number / 5, f"{number / 5:g}") for number in range(6)]
@@ -39,51 +46,17 @@ class Chart:
     lines: Mapping[str, Sequence[Point]]
 
     def svg(self) -> str:
-        opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
-        ground = '<rect width="100%" height="100%" fill="white"/>'
-        parts = [f'{opening} font-family="sans-serif" font-size="12">', ground]
-        return "\n".join([*parts, *self._frame(), *self._drawn(), *self._legend(), "</svg>\n"])
-
-    def _x(self, value: float) -> float:
-        low, high = self.x_ticks[0][0], self.x_ticks[-1][0]
-        return round(LEFT + (value - low) / ((high - low) or 1) * (WIDTH - LEFT - RIGHT), 1)
-
-    def _y(self, value: float) -> float:
-        return round(HEIGHT - BOTTOM - value * (HEIGHT - TOP - BOTTOM), 1)
-
-    def _frame(self) -> Iterator[str]:
+        first, last = self.x_ticks[0][0], self.x_ticks[-1][0]
         right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
-        yield f'<text x="{LEFT}" y="20" font-size="14">{escape(self.title)}</text>'
-        yield f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(self.across)}</text>'
-        middle = (TOP + bottom) / 2
-        turned = f'transform="rotate(-90 14 {middle})"'
-        yield f'<text x="14" y="{middle}" text-anchor="middle" {turned}>{escape(self.upwards)}</text>'
-        for value, text in REWARD_TICKS:
-            yield f'<path d="M{LEFT} {self._y(value)}H{right}" stroke="#dddddd"/>'
-            yield f'<text x="{LEFT - 6}" y="{self._y(value) + 4}" text-anchor="end">{escape(text)}</text>'
-        for value, text in self.x_ticks:
-            yield f'<path d="M{self._x(value)} {bottom}v4" stroke="black"/>'
-            yield f'<text x="{self._x(value)}" y="{bottom + 18}" text-anchor="middle">{escape(text)}</text>'
-        yield f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="black"/>'
-
-    def _drawn(self) -> Iterator[str]:
-        for number, points in enumerate(self.lines.values()):
-            colour = COLOURS[number % len(COLOURS)]
-            places = " ".join(f"{self._x(point.x)},{self._y(point.y)}" for point in points)
-            yield f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"/>'
-            for point in points:
-                x = self._x(point.x)
-                yield f'<circle cx="{x}" cy="{self._y(point.y)}" r="3" fill="{colour}"/>'
-                if point.whisker and point.whisker[0] != point.whisker[1]:
-                    low, high = map(self._y, point.whisker)
-                    yield f'<path d="M{x} {low}V{high}" stroke="{colour}"/>'
-
-    def _legend(self) -> Iterator[str]:
-        x = WIDTH - RIGHT + 14
-        for number, name in enumerate(self.lines):
-            y = TOP + 18 * number + 6
-            yield f'<path d="M{x} {y}h16" stroke="{COLOURS[number % len(COLOURS)]}" stroke-width="3"/>'
-            yield f'<text x="{x + 22}" y="{y + 4}">{escape(name)}</text>'
+        places = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": right, "top": TOP, "bottom": bottom}
+        return TEMPLATES.get_template("chart.svg.j2").render(
+            **places,
+            chart=self,
+            x=lambda value: round(LEFT + (value - first) / ((last - first) or 1) * (right - LEFT), 1),
+            y=lambda value: round(bottom - value * (bottom - TOP), 1),
+            reward_ticks=REWARD_TICKS,
+            colours=COLOURS,
+        )
 
 
 # ---- charts of a table -----------------------------------------------------------------------------------
@@ -124,8 +97,8 @@ def _by_limit(table: Table, task: str, own: Sequence[Cell], limits: Sequence[int
         points = lines.setdefault(cell.row, [])
         if not points and cell.limit != SYNCHRONOUS and at_zero:
             points.append(Point(limits.index(SYNCHRONOUS), fmean(at_zero), (min(at_zero), max(at_zero))))
-        reward = cell.reward
-        points.append(Point(limits.index(cell.limit), reward.mean, (reward.lowest, reward.highest)))
+        rewards = cell.rewards
+        points.append(Point(limits.index(cell.limit), fmean(rewards), (min(rewards), max(rewards))))
     ticks = [(place, str(limit)) for place, limit in enumerate(limits)]
     title = f"{task}. {table.title}; mean and range over seeds"
     return Chart(title, "staleness limit η", "held-out reward", ticks, lines)

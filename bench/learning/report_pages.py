@@ -1,36 +1,34 @@
-"""Writes docs/learning.md with its plots, and the page of full tables beside the results, from the results alone."""
+"""Writes docs/learning.md with its plots, and the page of full tables beside the results, from the results alone.
+
+The text of the pages stands in summary_page.md.j2 and tables_page.md.j2; this file decides the claims and makes tables.
+"""
 
 import math
-import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
-from asyncrl.bench.learning.grid import SYNCHRONOUS, Candidate, Grid, Results, Table
-from asyncrl.bench.learning.paired_statistics import differences, recovered_share, upper_bound
-from asyncrl.bench.learning.plots import plots
+from asyncrl.bench.learning.grid import SYNCHRONOUS, Candidate, Claim, Grid, Results, Table
+from asyncrl.bench.learning.plots import TEMPLATES, plots
 from asyncrl.bench.learning.result_cells import Cell, cells, ranking, results_in_grid
-from asyncrl.bench.measurements import LOADED
+from asyncrl.bench.measurements import LOADED, differences, recovered_share, upper_bound
 from asyncrl.experiments import experiments
 
 PLOTS = "learning"
 """Folder of the plots, beside docs/learning.md."""
-SHOWN_PLOTS = ("curves", "reward")
-"""Kinds of plots in docs/learning.md; those of deciles are beside the full tables only."""
 TABLES = "bench/results/learning.md"
 """The page of full tables, seen from the folder above docs."""
 NO_WORSE = 0.03
 """Bound of the loss at limit 2 below which asynchrony counts as no worse."""
-LOSS = "loss at η"
-TEXTS: dict[str, str] = tomllib.loads(Path(__file__).with_name("report_pages.toml").read_text("utf-8"))
 
 
 def write_pages(grid: Grid, results: Results, docs: Path) -> list[Path]:
     """Writes docs/learning.md, its plots below docs/learning, and the full tables to TABLES; returns their paths."""
     drawn = plots(grid, results)
     texts = {
-        docs / "learning.md": "\n".join(summary_lines(grid, results, list(drawn))) + "\n",
-        docs.parent / TABLES: "\n".join(table_lines(grid, results, list(drawn))) + "\n",
+        docs / "learning.md": page("summary_page.md.j2", grid, results, list(drawn)),
+        docs.parent / TABLES: page("tables_page.md.j2", grid, results, list(drawn)),
         **{docs / PLOTS / f"{name}.svg": chart for name, chart in drawn.items()},
     }
     for path, text in texts.items():
@@ -39,146 +37,117 @@ def write_pages(grid: Grid, results: Results, docs: Path) -> list[Path]:
     return list(texts)
 
 
-def _opening(title: str, grid: Grid, results: Results) -> Iterator[str]:
+def page(template: str, grid: Grid, results: Results, drawn: Sequence[str]) -> str:
+    """Returns the text of a page. drawn: names of the plots that exist."""
     counted, runs = results_in_grid(grid, results)
     dates = sorted({str(line["date"]) for line in counted.values()})
-    when = f"run {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}" if dates else "none run yet"
-    yield f"# {title}"
-    yield ""
-    yield "Written by `asyncrl-bench learning` from `bench/results/learning.jsonl`; grid: `bench/learning/grid.toml`."
-    yield f"{len(counted)} of {runs} runs, {when}."
+    tasks = {task: experiments()[task] for table in grid.tables for task in table.tasks}
+    of_table = {
+        table.name: {task: found for task in table.tasks if (found := cells(grid, table, task, results))}
+        for table in grid.tables
+    }
+    constants = {"tables_page": TABLES, "plots_folder": PLOTS, "no_worse_bound": NO_WORSE, "loaded": LOADED}
+    functions = {"by_task": _by_task, "by_row": _by_row, "beside": _beside, "own": _own, "full_table": _full_table}
+    return TEMPLATES.get_template(template).render(
+        **{**constants, **functions, "grid": grid, "results": results, "drawn": drawn, "tasks": tasks},
+        counted=counted,
+        runs=runs,
+        when=f"run {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}" if dates else "none run yet",
+        cells=of_table,
+        findings=_findings(grid, of_table["defaults"]),
+        chosen=grid.claim.chosen(results),
+        recovery=recovery,
+        missing=_missing(grid, results),
+        ranking=partial(ranking, grid, results=results),
+        search=_search(grid.claim, results),
+        mean=fmean,
+        markdown=_markdown,
+    )
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields the lines of a table, or that there is nothing."""
-    if not rows:
-        yield "nothing"
-        return
-    yield f"| {' | '.join(head)} |"
-    yield "|" + "---|" * len(head)
-    yield from (f"| {' | '.join(row)} |" for row in rows)
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table, or that there is nothing."""
+    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]]) if rows else "nothing"
 
 
 # ---- docs/learning.md ------------------------------------------------------------------------------------
 
 
-def summary_lines(grid: Grid, results: Results, drawn: Sequence[str]) -> Iterator[str]:
-    """Yields the lines of docs/learning.md. drawn: names of the plots that exist."""
-    yield from _opening("Does it learn?", grid, results)
-    yield f"Every row, with spreads, bounds and tokens trained by length: [full tables](../{TABLES}).\n"
-    yield TEXTS["summary"].format(goal=grid.goal)
-    yield from _claims(grid, results)
-    for table in grid.tables:
-        yield f"\n## {table.title}"
-        found = {task: of_task for task in table.tasks if (of_task := cells(grid, table, task, results))}
-        if len(table.tasks) > 1 and len(table.rows) == 1:
-            yield from _by_task(found, table)
-        else:
-            for task, of_task in found.items():
-                yield from _by_row(task, of_task, table)
-        for name in drawn:
-            if name.startswith(tuple(f"{table.name}-{task}-" for task in table.tasks)) and name.endswith(SHOWN_PLOTS):
-                yield f"\n![{name}]({PLOTS}/{name}.svg)"
-    yield from _not_run(grid, results)
-
-
-def _by_task(found: dict[str, list[Cell]], table: Table) -> Iterator[str]:
-    """Yields one line a task of a table that has a single row, and what the controls reached."""
+def _by_task(table: Table, found: dict[str, list[Cell]]) -> str:
+    """Returns one line a task of a table that has a single row, and what the controls reached."""
     limits = [limit for limit in table.limits if limit != SYNCHRONOUS]
     head = ["task", "η = 0", *(f"loss at {limit} (bound)" for limit in limits), "steps to the goal", "controls"]
-    yield ""
-    yield from _markdown(head, [_task_line(task, of_task, table) for task, of_task in found.items()])
+    return _markdown(head, [_task_line(task, of_task, table) for task, of_task in found.items()])
 
 
 def _task_line(task: str, found: Sequence[Cell], table: Table) -> list[str]:
-    own = {cell.limit: cell for cell in found if cell.row in table.rows}
+    own = {cell.limit: cell for cell in _own(table, found)}
     losses = {limit: cell.losses for limit, cell in sorted(own.items()) if limit != SYNCHRONOUS}
     return [
         task,
-        f"{own[SYNCHRONOUS].reward.mean:.3f}" if SYNCHRONOUS in own else "",
+        f"{fmean(own[SYNCHRONOUS].rewards):.3f}" if SYNCHRONOUS in own else "",
         *(f"{fmean(lost):z.3f} ({upper_bound(lost):z.3f})" if lost else "" for lost in losses.values()),
         ", ".join(_steps_text(own[limit]) for limit in sorted(own)),
-        _controls(found, table),
+        _controls(table, found),
     ]
 
 
-def _controls(found: Sequence[Cell], table: Table) -> str:
-    return ", ".join(f"{cell.reward.mean:.3f}" for cell in found if cell.row not in table.rows)
+def _own(table: Table, found: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in found if cell.row in table.rows]
 
 
-def _by_row(task: str, found: Sequence[Cell], table: Table) -> Iterator[str]:
-    """Yields one line a row: its seconds where its workers were processes, else its losses, at each limit."""
-    own = [cell for cell in found if cell.row in table.rows]
-    if not own:
-        return
-    limits = sorted({cell.limit for cell in own})
+def _controls(table: Table, found: Sequence[Cell]) -> str:
+    return ", ".join(f"{fmean(cell.rewards):.3f}" for cell in found if cell.row not in table.rows)
+
+
+def _beside(table: Table, found: Sequence[Cell]) -> str:
+    """Returns what a table by row is compared with: the synchronous reward, unless a row has it, and the controls."""
+    own, controls = _own(table, found), _controls(table, found)
     synchronous = [line["held_out"] for cell in own for line in cell.synchronous.values()]
-    compared = f", synchronous {fmean(synchronous):.3f}" if synchronous and SYNCHRONOUS not in limits else ""
-    controls = _controls(found, table)
-    yield f"\n`{task}`{compared}{f', controls {controls}' if controls else ''}\n"
+    alone = synchronous and all(cell.limit != SYNCHRONOUS for cell in own)
+    compared = f", synchronous {fmean(synchronous):.3f}" if alone else ""
+    return compared + (f", controls {controls}" if controls else "")
+
+
+def _by_row(own: Sequence[Cell]) -> str:
+    """Returns one line a row: its seconds where its workers were processes, else its losses, at each limit."""
     timed = all(cell.of_processes for cell in own)
-    shown: Callable[[Cell], str] = _seconds if timed else _reward_or_loss
-    at = {(cell.row, cell.limit): shown(cell) for cell in own}
-    what = "seconds at η" if timed else LOSS
-    head = [what, *(f"{limit}, held out" if what == LOSS and limit == SYNCHRONOUS else str(limit) for limit in limits)]
+    at = {(cell.row, cell.limit): _seconds_text(cell) if timed else _reward_or_loss(cell) for cell in own}
+    limits = sorted({cell.limit for cell in own})
+    synchronous = "0" if timed else "0, held out"
+    head = ["seconds at η" if timed else "loss at η", *(str(limit) if limit else synchronous for limit in limits)]
     rows = dict.fromkeys(cell.row for cell in own)
-    yield from _markdown(head, [[row, *(at.get((row, limit), "") for limit in limits)] for row in rows])
+    return _markdown(head, [[row, *(at.get((row, limit), "") for limit in limits)] for row in rows])
 
 
 def _reward_or_loss(cell: Cell) -> str:
-    if cell.limit == SYNCHRONOUS or not cell.losses:
-        return f"{cell.reward.mean:.3f}"
-    return f"{fmean(cell.losses):z.3f}"
+    shown = cell.rewards if cell.limit == SYNCHRONOUS or not cell.losses else cell.losses
+    return f"{fmean(shown):z.3f}"
 
 
-def _seconds(cell: Cell) -> str:
-    if math.isinf(cell.to_goal("seconds")):
-        return "never"
-    runs = len(cell.lines)
-    return f"{cell.to_goal('seconds'):.1f}" + (f" ({cell.reached} of {runs})" if cell.reached < runs else "")
-
-
-def _not_run(grid: Grid, results: Results) -> Iterator[str]:
-    """Yields what is missing and what failed; no line when every run is there."""
+def _missing(grid: Grid, results: Results) -> list[tuple[str, str, str]]:
+    """Returns table, task and count of the runs that are there, where some are not."""
     keys: dict[tuple[str, str], set[str]] = {}
     for name, cases in grid.parts(results).items():
         for case in cases:
             keys.setdefault((name, case.task), set()).add(case.key(grid.defaults))
-    there = {place: len(wanted & results.keys()) for place, wanted in keys.items()}
-    rows = [
-        (*place, f"{there[place]} of {len(wanted)}") for place, wanted in keys.items() if there[place] < len(wanted)
-    ]
-    if rows:
-        yield "\n## Not run yet\n"
-        yield from _markdown(("table", "task", "runs that are there"), rows)
-    failed = [line for line in results_in_grid(grid, results)[0].values() if "failed" in line]
-    if failed:
-        yield "\nRuns that failed (`--again` runs them again):\n"
-    for line in failed:
-        last = line["failed"].splitlines()[-1]
-        yield f"- {line['task']}, limit {line['limit']}, seed {line['seed']}, {line['values']}: {last}"
+    left = {place: wanted for place, wanted in keys.items() if not wanted <= results.keys()}
+    return [(*place, f"{len(wanted & results.keys())} of {len(wanted)}") for place, wanted in left.items()]
 
 
 # ---- claims ----------------------------------------------------------------------------------------------
 
 
-def _claims(grid: Grid, results: Results) -> Iterator[str]:
-    yield "\n## Claims\n"
-    yield f"**With its defaults asynchrony at η = 2 costs no reward** (bound of the loss under {NO_WORSE}):\n"
+def _findings(grid: Grid, found: dict[str, list[Cell]]) -> dict[str, list[str]]:
+    """Returns the tasks of each finding whether asynchrony with its defaults loses reward."""
     (defaults,) = [table for table in grid.tables if table.name == "defaults"]
     findings: dict[str, list[str]] = {}
     for task in defaults.tasks:
-        found = [cell for cell in cells(grid, defaults, task, results) if cell.limit == 2 and cell.row in defaults.rows]
-        finding = no_worse(found[0], len(defaults.seeds)) if found else "not run"
+        stale = [cell for cell in _own(defaults, found.get(task, [])) if cell.limit == 2]
+        finding = no_worse(stale[0], len(defaults.seeds)) if stale else "not run"
         findings.setdefault(finding.partition(": mean")[0], []).append(task)
-    yield from (f"- {finding}: {', '.join(tasks)}" for finding, tasks in findings.items())
-    yield TEXTS["recovery"].format(limit=grid.claim.limit)
-    if not grid.claim.is_searched(results):
-        yield "The search is not complete, so no setting is chosen."
-    elif (candidate := grid.claim.chosen(results)) is None:
-        yield "No candidate loses enough without a correction, so there is no case to show it in."
-    else:
-        yield f"Chosen: {candidate.name}. The claim {recovery(grid, candidate, results)}."
+    return findings
 
 
 def no_worse(cell: Cell, seeds: int) -> str:
@@ -191,9 +160,8 @@ def no_worse(cell: Cell, seeds: int) -> str:
     return f"{decision}: {mean_loss}, wanted under {NO_WORSE}"
 
 
-def recovery(grid: Grid, candidate: Candidate, results: Results) -> str:
+def recovery(claim: Claim, candidate: Candidate, results: Results) -> str:
     """Decides how much of the loss the default correction recovers in the chosen setting."""
-    claim = grid.claim
     synchronous, uncorrected = claim.rewards(claim.uncorrected_cases(candidate, claim.seeds), results)
     _, corrected = claim.rewards(claim.corrected_cases(candidate), results)
     complete = len(synchronous.keys() & uncorrected.keys() & corrected.keys())
@@ -206,46 +174,8 @@ def recovery(grid: Grid, candidate: Candidate, results: Results) -> str:
     return f"{decision}: of a loss of {fmean(lost):.3f} the default correction recovers {share:.0%}, wanted half"
 
 
-# ---- full tables -----------------------------------------------------------------------------------------
-
-
-def table_lines(grid: Grid, results: Results, drawn: Sequence[str]) -> Iterator[str]:
-    """Yields the lines of the page of full tables. drawn: names of the plots that exist."""
-    yield from _opening("Results of the learning grid", grid, results)
-    yield ""
-    yield TEXTS["tables"].format(goal=grid.goal, loaded=LOADED)
-    yield "\n## Tasks\n"
-    described = experiments()
-    tasks = dict.fromkeys(task for table in grid.tables for task in table.tasks)
-    yield from (f"- `{task}`: {described[task]}" for task in tasks)
-    if "two-turns" in tasks:
-        yield f"\n{TEXTS['two_turns']}"
-    for table in grid.tables:
-        yield from _full_table(grid, table, results, drawn)
-    yield from _search(grid, results)
-
-
-def _full_table(grid: Grid, table: Table, results: Results, drawn: Sequence[str]) -> Iterator[str]:
-    yield f"\n## {table.title}"
-    if ranked := ranking(grid, table, results):
-        listed = ", ".join(f"{row} {seen.mean:.3f} (lowest run {seen.lowest:.3f})" for row, seen in ranked)
-        yield f"\nHeld out over all tasks, limits and seeds, of the rows that are complete: {listed}."
-    by_task = {task: found for task in table.tasks if (found := cells(grid, table, task, results))}
-    if not by_task:
-        yield "\nNot run yet."
-    for task, found in by_task.items():
-        before = fmean(line["held_out_before"] for cell in found for line in cell.lines.values())
-        yield f"\n### {task}\n\nHeld out before training: {before:.3f}.\n"
-        yield from _markdown(HEAD, [columns(cell) for cell in found])
-        mine = [name for name in drawn if name.startswith(f"{table.name}-{task}-")]
-        yield from (f"\n![{name}](../../docs/{PLOTS}/{name}.svg)" for name in mine)
-
-
-def _search(grid: Grid, results: Results) -> Iterator[str]:
-    """Yields for each candidate its runs, the synchronous held-out reward and the loss at the large limit."""
-    claim = grid.claim
-    yield f"\n## Where does staleness hurt at η = {claim.limit}?"
-    yield TEXTS["search"].format(reward=claim.least_reward, loss=claim.least_loss)
+def _search(claim: Claim, results: Results) -> str:
+    """Returns for each candidate its runs, the synchronous held-out reward and the loss at the large limit."""
     rows = []
     for candidate in claim.candidates:
         synchronous, stale = claim.rewards(claim.uncorrected_cases(candidate, claim.search_seeds), results)
@@ -253,8 +183,10 @@ def _search(grid: Grid, results: Results) -> Iterator[str]:
         runs = f"{len(synchronous) + len(stale)} of {2 * len(claim.search_seeds)}"
         at_zero = f"{fmean(synchronous.values()):.3f}" if synchronous else ""
         rows.append((candidate.name, runs, at_zero, f"{fmean(lost):+.3f}" if lost else ""))
-    yield from _markdown(("candidate", "runs", "held out, η = 0", f"loss, η = {claim.limit}"), rows)
+    return _markdown(("candidate", "runs", "held out, η = 0", f"loss, η = {claim.limit}"), rows)
 
+
+# ---- full tables -----------------------------------------------------------------------------------------
 
 HEAD = (
     *("", "η", "seeds", "held out", "loss against η = 0", "steps to the goal", "seconds to the goal"),
@@ -262,20 +194,23 @@ HEAD = (
 )
 
 
+def _full_table(found: Sequence[Cell]) -> str:
+    before = fmean(line["held_out_before"] for cell in found for line in cell.lines.values())
+    return f"Held out before training: {before:.3f}.\n\n" + _markdown(HEAD, [columns(cell) for cell in found])
+
+
 def columns(cell: Cell) -> tuple[str, ...]:
     """Returns the text of a cell in the order of HEAD."""
-    reward = cell.reward
-    spread = "" if math.isnan(reward.deviation) else f" ± {reward.deviation:.3f}"
+    spread = f" ± {stdev(cell.rewards):.3f}" if len(cell.rewards) > 1 else ""
     cost = f", cost {fmean(cell.costs):.3f}" if cell.costs else ""
-    seconds = f"{cell.to_goal('seconds'):.1f}" + ("*" if cell.loaded else "")
     return (
         cell.row,
         str(cell.limit),
-        str(reward.seeds),
-        f"{reward.mean:.3f}{spread}{cost}",
+        str(len(cell.rewards)),
+        f"{fmean(cell.rewards):.3f}{spread}{cost}",
         _loss_text(cell),
         _steps_text(cell),
-        _goal_text(cell, seconds) if cell.of_processes else "",
+        _seconds_text(cell, "*" if cell.loaded else "") if cell.of_processes else "",
         _shares_text(cell),
         " ".join(f"{100 * share:.0f}" for share in cell.trained_by_decile),
         f"{fmean(line['staleness_mean'] for line in cell.lines.values()):.2f}",
@@ -292,6 +227,10 @@ def _loss_text(cell: Cell) -> str:
 
 def _steps_text(cell: Cell) -> str:
     return _goal_text(cell, f"{cell.to_goal('steps'):.0f}")
+
+
+def _seconds_text(cell: Cell, star: str = "") -> str:
+    return _goal_text(cell, f"{cell.to_goal('seconds'):.1f}{star}")
 
 
 def _goal_text(cell: Cell, median_text: str) -> str:

@@ -8,8 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from asyncrl.bench.learning.grid import Case, Grid, Line, Results, Table
-from asyncrl.bench.learning.paired_statistics import Spread, differences, spread
-from asyncrl.bench.measurements import LOADED
+from asyncrl.bench.measurements import LOADED, differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +21,8 @@ class Cell:
     synchronous: Mapping[int, Line]
 
     @property
-    def reward(self) -> Spread:
-        return spread([line["held_out"] for line in self.lines.values()])
+    def rewards(self) -> list[float]:
+        return [line["held_out"] for line in self.lines.values()]
 
     @property
     def costs(self) -> list[float]:
@@ -101,16 +100,16 @@ def _successful(grid: Grid, cases: Mapping[int, Case], results: Results) -> dict
     return {number: line for number, line in found.items() if "failed" not in line}
 
 
-def ranking(grid: Grid, table: Table, results: Results) -> list[tuple[str, Spread]]:
-    """Returns complete rows, best first, with their held-out reward over all tasks, limits and seeds."""
+def ranking(grid: Grid, table: Table, results: Results) -> list[tuple[str, list[float]]]:
+    """Returns complete rows, best first, with their held-out rewards of all tasks, limits and seeds."""
     found = []
     for row, values in table.rows.items():
         places = product(table.tasks, table.limits, table.seeds)
         cases = dict(enumerate(Case(task, row, limit, seed, values) for task, limit, seed in places))
         lines = _successful(grid, cases, results)
         if len(lines) == len(cases):
-            found.append((row, spread([line["held_out"] for line in lines.values()])))
-    return sorted(found, key=lambda each: -each[1].mean)
+            found.append((row, [line["held_out"] for line in lines.values()]))
+    return sorted(found, key=lambda each: -fmean(each[1]))
 
 
 def results_in_grid(grid: Grid, results: Results) -> tuple[Results, int]:

@@ -1,6 +1,6 @@
 """Trains cases of `asyncrl-bench learning` in a child process, and summarises each run directory as a line of results.
 
-    Case ──> arguments ── a line ──> child: asyncrl.train(**arguments) ── "done" ──> run directory ──> summary
+    Case ──> values ── a line ──> child: training ── "done" ──> run directory ──> summary
 
 One process trains one case after the other, so that torch and transformers are loaded once. The output of the runs goes
 into a log file; a run that fails ends the process.
@@ -18,9 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import asyncrl
-from asyncrl.bench.child_process import environment
 from asyncrl.bench.learning.grid import Case, Values
+from asyncrl.bench.measured_runs import environment, train
 from asyncrl.bench.measurements import MachineLoad
 from asyncrl.config.sources import load
 from asyncrl.engines.models.model_preparation import prepare
@@ -34,7 +33,6 @@ WINDOW = 5
 """Steps whose mean reward must reach the goal: the reward of a single batch varies too much."""
 POINTS = 20
 """Points stored of the curve of a run."""
-DECILES = 10
 
 
 class RunFailed(Exception):
@@ -42,21 +40,15 @@ class RunFailed(Exception):
 
 
 class TrainingChild:
-    """Starts the process for the first run, and again after a failed run.
-
-    log: the file for the output of the runs; its end is part of the message when a run fails.
-    """
+    """Starts the process for the first run, and again after a failed run. log: the file for the output of the runs."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
         self._process: subprocess.Popen[str] | None = None
 
     def train(self, request: Mapping[str, Any], deadline: float) -> None:
-        """Calls `asyncrl.train(**request)` in the child.
-
-        Raises:
-            RunFailed: the run failed, or did not end within `deadline` seconds.
-        """
+        """Trains in the child. request: `values` of the config, and `run_dir`. Raises RunFailed when the run fails, or
+        does not end within `deadline` seconds."""
         if self._process is None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             pipe, command = subprocess.PIPE, [sys.executable, "-m", __name__]
@@ -64,13 +56,12 @@ class TrainingChild:
                 self._process = subprocess.Popen(
                     command, env=environment(1), stdin=pipe, stdout=pipe, stderr=log, text=True
                 )
-        process = self._process
-        assert process.stdin is not None, "a pipe"
-        assert process.stdout is not None, "a pipe"
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        done, _, _ = select.select([process.stdout], [], [], deadline)
-        if done and process.stdout.readline() == "done\n":
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None, "a pipe"
+        assert answers is not None, "a pipe"
+        print(json.dumps(request), file=requests, flush=True)
+        done, _, _ = select.select([answers], [], [], deadline)
+        if done and answers.readline() == "done\n":
             return
         self.close()
         reason = "the run failed" if done else f"the run did not end within {deadline:.0f} s"
@@ -88,7 +79,8 @@ def train_requests() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
-        asyncrl.train(**json.loads(line))
+        request = json.loads(line)
+        train(request["values"], Path(request["run_dir"]))
         print("done", file=answers, flush=True)
 
 
@@ -97,38 +89,23 @@ def train_requests() -> None:
 
 def run_case(case: Case, defaults: Values, goal: float, folder: Path, child: TrainingChild) -> dict[str, Any]:
     """Trains in a temporary directory below `folder`, from a warmed-up model that all runs of this task and seed share,
-    and returns the summary.
-
-    Raises:
-        RunFailed: the run failed or took longer than RUN_DEADLINE.
-    """
+    and returns the summary. Raises RunFailed when the run fails or takes longer than RUN_DEADLINE."""
     folder.mkdir(parents=True, exist_ok=True)
     config = load(case.task, ["--seed", str(case.seed)]).config
     target = folder / "models" / f"{config.model.name.replace(':', '-')}-{case.seed}"
     model = asyncio.run(prepare(config, target, lambda text: None, RUN_DEADLINE))
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as name:
         run_dir, machine_load = Path(name) / "run", MachineLoad()
-        child.train(arguments(case, defaults, model, run_dir), RUN_DEADLINE)
+        child.train({"values": config_values(case, defaults, model), "run_dir": str(run_dir)}, RUN_DEADLINE)
         directory = RunDirectory(run_dir)
         evaluations = list(read_lines(directory.evaluations))
         return summarise(read_metrics(directory.metrics), evaluations, goal, machine_load.others)
 
 
-def arguments(case: Case, defaults: Values, model: Path, run_dir: Path) -> dict[str, Any]:
-    """Returns the arguments of `asyncrl.train`; the first and the last version are evaluated."""
+def config_values(case: Case, defaults: Values, model: Path) -> dict[str, Any]:
+    """Returns the values of the config; the first and the last version are evaluated."""
     settings = case.settings(defaults)
-    named = {
-        "model": str(model),
-        "prompts": settings.pop("task.prompts"),
-        "reward": settings.pop("reward.functions"),
-        "algorithm": settings.pop("algorithm.preset", "grpo"),
-        "steps": settings.pop("steps"),
-        "staleness": settings.pop("staleness.limit"),
-        "run_dir": str(run_dir),
-    }
-    del settings["model.name"]
-    # The settings keep their dotted names: `algorithm` and `staleness` are arguments of their own.
-    return {**named, **settings, "evaluate.every": named["steps"]}
+    return {**settings, "model.name": str(model), "evaluate.every": settings["steps"]}
 
 
 def summarise(
@@ -179,7 +156,7 @@ def task_reward(line: Mapping[str, Any]) -> float:
 
 def trained_by_decile(lines: Sequence[Mapping[str, Any]]) -> list[float]:
     """Returns the mean over the steps that report deciles; empty if no step does."""
-    names = [f"staleness/trained_tokens/d{number}" for number in range(1, DECILES + 1)]
+    names = [f"staleness/trained_tokens/d{number}" for number in range(1, 11)]
     reporting = [line for line in lines if names[0] in line]
     return [_mean_of(reporting, name) for name in names] if reporting else []
 

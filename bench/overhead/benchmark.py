@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from io import StringIO
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from safetensors.numpy import save_file
 
-from asyncrl.bench.child_process import run_program
+from asyncrl.bench.measured_runs import run_program, step_seconds, train
 from asyncrl.bench.measurements import (
     MachineLoad,
     RoundValues,
@@ -28,13 +28,11 @@ from asyncrl.bench.measurements import (
     number,
     ratios,
     round_values,
-    stage_seconds,
     table,
 )
 from asyncrl.bench.overhead.emulated_services import stages
-from asyncrl.config.sources import load as load_config
-from asyncrl.deploy.run_setup import RunRequest, run
-from asyncrl.telemetry.display import LineDisplay
+from asyncrl.config.sources import load
+from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.trace import SUFFIX, Tracer, merge_traces
@@ -119,12 +117,8 @@ def emulated_run(seconds: StageSeconds, steps: int, folder: Path) -> EmulatedSte
         "algorithm.kl": 0.1,
         "training.checkpoint_every": 0,
     }
-    config = load_config(None, (), values=values).config
-    display = LineDisplay(StringIO(), config.steps)
-    asyncio.run(run(RunRequest(config, run_dir, display, "asyncrl-bench overhead", services=stages(*seconds))))
-    lines = read_metrics(RunDirectory(run_dir).metrics)
-    step = (lines[-1]["time"] - lines[WARM - 1]["time"]) / len(lines[WARM:])
-    return EmulatedStep(step, stage_seconds(lines, WARM, STAGES))
+    train(values, run_dir, stages(*seconds))
+    return EmulatedStep(*step_seconds(read_metrics(RunDirectory(run_dir).metrics), WARM, STAGES))
 
 
 # ---- tracing ---------------------------------------------------------------------------------------------
@@ -133,22 +127,19 @@ def emulated_run(seconds: StageSeconds, steps: int, folder: Path) -> EmulatedSte
 def cost_of_tracing(steps: int, rounds: int, folder: Path) -> None:
     """Measures the same runs with and without `telemetry.trace`, whole process trees. Two equal runs differ by more
     than tracing may cost, so the cost of one event times the number of events is measured too."""
-    from asyncrl.engines.models.model_preparation import prepare
-
     watched = MachineLoad()
-    model = asyncio.run(prepare(load_config("quickstart", ()).config, folder / "quickstart", lambda text: None))
+    model = asyncio.run(prepare(load("quickstart").config, folder / "quickstart", lambda text: None))
     events: list[int] = []
 
-    def traced() -> float:
+    def cpu_seconds(trace: bool) -> float:
         run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
-        seconds = quickstart(steps, True, model, run_dir)
-        events.append(sum(path.read_bytes().count(b"\n") for path in (run_dir / "logs").glob(f"*{SUFFIX}")))
+        seconds = cpu_of_quickstart(steps, trace, model, run_dir)
+        if trace:
+            events.append(sum(path.read_bytes().count(b"\n") for path in (run_dir / "logs").glob(f"*{SUFFIX}")))
         return seconds
 
-    def untraced() -> float:
-        return quickstart(steps, False, model, Path(tempfile.mkdtemp(dir=folder)) / "run")
-
-    found = round_values(in_turn({"traced": traced, "untraced": untraced}, rounds))
+    sides = {"traced": partial(cpu_seconds, True), "untraced": partial(cpu_seconds, False)}
+    found = round_values(in_turn(sides, rounds))
     print(f"tracing the quickstart, {steps} steps: CPU-seconds of all processes, start included, {rounds} rounds")
     print(table(("", "CPU-seconds"), [(side, str(values)) for side, values in found.items()]))
     difference = RoundValues(tuple(ratio - 1 for ratio in ratios(found["traced"], found["untraced"]).values))
@@ -179,7 +170,7 @@ def seconds_of_event(folder: Path) -> float:
     return (spent + time.perf_counter() - began) / (TRACED_CALLS * (1 + ARROWS))
 
 
-def quickstart(steps: int, trace: bool, model: Path, run_dir: Path) -> float:
+def cpu_of_quickstart(steps: int, trace: bool, model: Path, run_dir: Path) -> float:
     """Returns the CPU seconds of a run and of all its processes."""
     flags = {"steps": steps, "telemetry.trace": str(trace).lower(), "model.name": model, "evaluate.prompts": ""}
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir)]

@@ -42,10 +42,8 @@ def prompts(size: int = 64, seed: int = 0) -> list[dict[str, Any]]:
 
 
 class EmulatedService(FakeService):
-    """Spends time asleep on the compute thread.
-
-    The counter `slept` is how long it really slept: a late timer is the machine's doing and not the runtime's.
-    """
+    """Spends time asleep on the compute thread. The counter `slept` is how long it really slept: a late timer is the
+    machine's doing and not the runtime's."""
 
     async def start(self) -> None:
         self.counters["slept"] = 0.0

@@ -1,6 +1,6 @@
 """Defines the actor of xoscar_calls.py, so that its sub-process can import it."""
 
-import timed_rounds
+import call_timing
 import xoscar
 
 
@@ -8,5 +8,5 @@ class Sink(xoscar.Actor):
     async def echo(self, payload: bytes) -> bytes:
         return payload
 
-    async def take(self, tensors: timed_rounds.Tensors) -> int:
-        return timed_rounds.last_values(tensors.values())
+    async def take(self, tensors: call_timing.Tensors) -> int:
+        return call_timing.last_values(tensors.values())

@@ -1,10 +1,13 @@
-"""Measures the calls of asyncrl: through a handle, a client and a worker process, and back."""
+"""Measures the calls of asyncrl: through a handle, a client and a worker process of an echo service, and back.
+
+Worker processes import this module.
+"""
 
 import os
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.bench.rivals.timed_rounds import (
+from asyncrl.bench.rivals.call_timing import (
     LARGE,
     LENGTH,
     PIPELINED,
@@ -27,32 +30,125 @@ from asyncrl.bench.rivals.timed_rounds import (
     seconds_of_async,
     size,
 )
-from asyncrl.bench.transfer_speed.echo_service import RANKS, ROW, Echo, as_batch, reference
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.deploy.process.local_launcher import LocalLauncher
+from asyncrl.deploy.process.worker_environment import FRAME_MALLOC
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data.row_reader import RowReader
 from asyncrl.lanes.data.row_store import RowStore, bytes_of_slot
 from asyncrl.lanes.shared_memory import segment_name
-from asyncrl.protocols.batch import Array, BatchRef
+from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef
 from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.service_contracts import Contract, Idempotent, endpoint
+from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL
 
-SERVICE = "asyncrl.bench.transfer_speed.echo_service:EchoService"
+RANKS = 4
+ROW = ("ids", "logp", "mask", "versions")
+"""Columns of a rollout batch that hold a value per token; the others hold a value per sample."""
 SMALL = 2**20
 SLOT = 1024
 """Bytes of a slot in the store of a worker that makes no rows."""
 
 
+# ---- worker processes ------------------------------------------------------------------------------------
+
+
+class Echo(Contract):
+    """Declares endpoints that only receive and reply."""
+
+    @endpoint(ONE_OF, idempotent=Idempotent.PURE)
+    async def echo(self, payload: bytes) -> bytes:
+        raise NotImplementedError
+
+    @endpoint(ONE_OF, idempotent=Idempotent.PURE)
+    async def take(self, batch: Batch) -> int:
+        """Receives a batch as frames and returns the sum of its last values."""
+        raise NotImplementedError
+
+    @endpoint(ONE_OF, idempotent=Idempotent.PURE)
+    async def read_in_place(self, refs: BatchRef, columns: list[str]) -> int:
+        """Reads rows by reference in shared memory and returns the sum of their last values, as the rivals do."""
+        raise NotImplementedError
+
+    @endpoint(DP_PROTO, idempotent=Idempotent.PURE)
+    async def scatter_frames(self, batch: Batch) -> None:
+        raise NotImplementedError
+
+    @endpoint(DP_PROTO, idempotent=Idempotent.PURE)
+    async def scatter(self, refs: BatchRef) -> None:
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, idempotent=Idempotent.PURE)
+    async def gather_frames(self, size: int) -> Batch:
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL)
+    async def gather(self, size: int) -> BatchRef:
+        """Writes a row of `size` bytes into the store of each worker and frees the row of the call before."""
+        raise NotImplementedError
+
+
+class EchoService(Service, Echo):
+    """Replies to every call, and stores rows of its own for `gather`."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._source = np.ones(LARGE // RANKS, np.uint8)
+        self._last: list[Place] = []
+
+    async def start(self) -> None:
+        self.rows = self.context.open_rows(2, self.context.spec.options["slot_bytes"])
+
+    async def echo(self, payload: bytes) -> bytes:
+        return payload
+
+    async def take(self, batch: Batch) -> int:
+        return last_values(column.values for column in batch.columns.values())
+
+    async def read_in_place(self, refs: BatchRef, columns: list[str]) -> int:
+        async with self.context.reader.views(refs, columns) as rows:
+            return last_values(values[-1] for values in rows.values())
+
+    async def scatter_frames(self, batch: Batch) -> None:
+        await self.take(batch)
+
+    async def scatter(self, refs: BatchRef) -> None:
+        await self.read_in_place(refs, ["data"])
+
+    async def gather_frames(self, size: int) -> Batch:
+        return as_batch({"data": self._source[:size]})
+
+    async def gather(self, size: int) -> BatchRef:
+        assert self.rows is not None, "calls come after start"
+        self.rows.free(self._last)
+        self._last = [self.rows.put({"data": self._source[:size]})]
+        return reference(self._last)
+
+
+def as_batch(tensors: Mapping[str, Array], parts: int = 1) -> Batch:
+    """Splits each tensor into `parts` equal rows."""
+    return Batch({name: Column.of(np.split(values, parts)) for name, values in tensors.items()})
+
+
+def reference(places: Sequence[Place]) -> BatchRef:
+    rows = (RowRef(number, 0, 0, 0, 64, LENGTH, 0, 0, "length", (place,)) for number, place in enumerate(places))
+    return BatchRef(tuple(rows))
+
+
+# ---- calls -----------------------------------------------------------------------------------------------
+
+
 @asynccontextmanager
-async def asyncrl_calls(folder: Path, frame_malloc: dict[str, str]) -> AsyncIterator["AsyncrlCalls"]:
+async def asyncrl_calls(folder: Path) -> AsyncIterator["AsyncrlCalls"]:
     """Starts two fleets; only the fleet of frames gets the malloc settings that the runtime uses for rows as frames."""
     async with AsyncExitStack() as scope:
         shared = await scope.enter_async_context(_echo_fleet(folder))
-        os.environ.update(frame_malloc)  # Worker processes inherit the present environment.
+        os.environ.update(FRAME_MALLOC)  # Worker processes inherit the present environment.
         frames = await scope.enter_async_context(_echo_fleet(folder))
-        for name in frame_malloc:
+        for name in FRAME_MALLOC:
             del os.environ[name]
         wire = ZmqWire()
         scope.callback(wire.close)
@@ -66,9 +162,10 @@ async def _echo_fleet(folder: Path) -> AsyncIterator[RunningFleet]:
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     config = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"))
     facts = RunFacts(secrets.token_hex(4), run_dir, run_dir, 0, "none", config)
+    service = f"{__name__}:EchoService"
     specs = [
-        ServiceSpec("one", Echo, SERVICE, options={"slot_bytes": SLOT}),
-        ServiceSpec("all", Echo, SERVICE, layout=Layout(dp=RANKS), options={"slot_bytes": LARGE // RANKS}),
+        ServiceSpec("one", Echo, service, options={"slot_bytes": SLOT}),
+        ServiceSpec("all", Echo, service, layout=Layout(dp=RANKS), options={"slot_bytes": LARGE // RANKS}),
     ]
     with LocalLauncher(run=facts.run) as launcher:
         async with running_fleet(specs, facts, launcher=launcher) as running:

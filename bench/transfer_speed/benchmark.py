@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
+from asyncrl.bench.control_latency.message_flood import Ticks, receive_messages, receive_messages_plainly
 from asyncrl.bench.transfer_speed.asyncrl_calls import asyncrl_calls
 from asyncrl.bench.transfer_speed.goals import Results, Round, goal_lines, result_lines
 from asyncrl.bench.transfer_speed.machine_limits import machine_limits
@@ -30,6 +31,8 @@ START_DEADLINE, ROUND_DEADLINE, STOP_DEADLINE = 120.0, 60.0, 15.0
 
 RIVALS = Path(__file__).resolve().parents[1] / "rivals"
 LINE_BYTES = 2**20
+FLOOD = 60_000
+"""Messages of a flood."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -61,12 +64,15 @@ async def measure(rounds: int, rivals: Sequence[str]) -> list[Round]:
     async with AsyncExitStack() as scope:
         folder = Path(scope.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-bench-")))
         others = await _start_rivals(scope, rivals)
-        limits = await scope.enter_async_context(machine_limits(folder, os.environ))
-        calls = await scope.enter_async_context(asyncrl_calls(folder, FRAME_MALLOC))
+        limits = await scope.enter_async_context(machine_limits(folder))
+        calls = await scope.enter_async_context(asyncrl_calls(folder))
+        plain, ours = (f"ipc://{folder}/flood-{name}" for name in ("zmq", "ours"))
         for number in range(rounds):
             began = time.perf_counter()
-            each: dict[str, Results] = {"limits": await limits.measure()}
-            each["asyncrl"] = {**await calls.measure(), **await limits.flood_ours()}
+            flooded = _of_flood("zmq", await receive_messages_plainly(plain, FLOOD))
+            each: dict[str, Results] = {"limits": {**await limits.measure(), **flooded}}
+            flooded = _of_flood("ours", await receive_messages(ours, FLOOD))
+            each["asyncrl"] = {**await calls.measure(), **flooded}
             for name, process in list(others.items()):
                 if (results := await _run_round(name, process)) is not None:
                     each[name] = results
@@ -76,6 +82,11 @@ async def measure(rounds: int, rivals: Sequence[str]) -> list[Round]:
             print(f"round {number}: {took:.1f} s, load average {load:.2f} on {os.cpu_count()} cores", flush=True)
             found.append(each)
     return found[1:] or found
+
+
+def _of_flood(name: str, ticks: Ticks) -> Results:
+    """Returns CPU microseconds per message, and the longest delay in ms of a task that wakes every TICK."""
+    return {f"flood_{name}_us": 1e6 * ticks.process / (FLOOD - 1), f"stall_{name}_ms": 1e3 * ticks.stall}
 
 
 # ---- other systems -------------------------------------------------------------------------------------------

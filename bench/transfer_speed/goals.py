@@ -1,9 +1,10 @@
 """Compares the results of `asyncrl-bench channels` with goals: each is a ratio of two values of the same round."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from asyncrl.bench.measurements import RoundValues, number
+from asyncrl.bench.measurements import RoundValues, goal_line
 
 Results = Mapping[str, float]
 Round = Mapping[str, Results]
@@ -25,18 +26,14 @@ class Goal:
     below: Metric | None
     at_most: bool = False
 
-    def is_met(self, ratio: float) -> bool:
-        return ratio <= self.bound if self.at_most else ratio >= self.bound
-
     def ratios(self, rounds: Sequence[Round]) -> list[float]:
         """Returns the ratio of every round that has both values."""
-        needed = [self.above, *([self.below] if self.below else [])]
-        complete = [each for each in rounds if all(metric in each.get(system, {}) for system, metric in needed)]
-        return [_value(each, self.above) / (_value(each, self.below) if self.below else 1.0) for each in complete]
-
-
-def _value(results: Round, metric: Metric) -> float:
-    return results[metric[0]][metric[1]]
+        found = []
+        for each in rounds:
+            with suppress(KeyError):
+                below = each[self.below[0]][self.below[1]] if self.below else 1.0
+                found.append(each[self.above[0]][self.above[1]] / below)
+        return found
 
 
 def _slower(metric: str, than: str, theirs: str = "") -> tuple[Metric, Metric]:
@@ -85,9 +82,9 @@ def result_lines(rounds: Sequence[Round]) -> Iterator[str]:
 def goal_lines(rounds: Sequence[Round]) -> Iterator[str]:
     """Yields each goal beside the measured ratio."""
     for goal in GOALS:
-        bound = f"{goal.name}  {goal.label:48} {'at most' if goal.at_most else 'at least':8} {number(goal.bound):>5}"
-        if not (ratios := goal.ratios(rounds)):
-            yield f"{bound}   not measured"
-            continue
-        measured = RoundValues(tuple(ratios))
-        yield f"{bound}   measured {measured}  {'met' if goal.is_met(measured.median) else 'MISSED'}"
+        label = f"{goal.name}  {goal.label:40}"
+        if ratios := goal.ratios(rounds):
+            measured = RoundValues(tuple(ratios))
+            yield goal_line(f"{label} {measured}", measured.median, goal.bound, at_most=goal.at_most)
+        else:
+            yield f"          {label} not measured"

@@ -2,13 +2,14 @@
 
 import re
 import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.sources import load
 from asyncrl.config.sources.keys import all_keys
-from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS, unknown_metrics
+from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
 
 ROOT = Path(__file__).parents[2]
 ALGORITHM = (ROOT / "docs/troubleshooting.md").read_text()
@@ -68,7 +69,7 @@ def test_every_row_has_a_symptom_a_place_to_look_a_remedy_and_a_trap() -> None:
 
 
 @pytest.mark.parametrize("name", METRIC_NAMES)
-def test_named_metrics_are_written(name: str) -> None:
+def test_named_metrics_are_written(name: str, unknown_metrics: Callable[[Mapping[str, object]], list[str]]) -> None:
     assert name in FURTHER_METRICS or unknown_metrics({name: 0.0}) == []
 
 

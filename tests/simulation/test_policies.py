@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.bench.staleness_policies import PolicyResult, lines, outcome
+from asyncrl.bench.staleness_policies import PolicyResult, outcome, result_table
 
 STEPS, SEEDS = 20, 5
 NAMES = ("admit", "drop", "mask, whole groups", "mask, cuts")
@@ -11,7 +11,7 @@ NAMES = ("admit", "drop", "mask, whole groups", "mask, cuts")
 @pytest.fixture(scope="module")
 def policies() -> dict[str, PolicyResult]:
     outcomes = {name: outcome(name, STEPS, SEEDS) for name in NAMES}
-    print("\n".join(["", *lines(outcomes)]))  # noqa: T201
+    print(f"\n{result_table(outcomes)}")  # noqa: T201
     return outcomes
 
 

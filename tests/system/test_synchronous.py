@@ -1,5 +1,6 @@
 """eta = 0 is a special case: the fleet equals, bit for bit, a plain loop over the same engines."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from asyncrl.objectives.advantages import RewardedCut
 from asyncrl.protocols.seeds import group_seed, member_seed
 from asyncrl.tasks import Draw, training_prompts
 from asyncrl.telemetry.display import LineDisplay
-from asyncrl.telemetry.metrics_file import missing_metrics, read_metrics, unknown_metrics
+from asyncrl.telemetry.metrics_file import METRICS, read_metrics
 
 STEPS = 20
 COMPARED = ("loss/policy", "grad_norm", "policy/entropy", "policy/ratio_max", "reward/mean")
@@ -121,7 +122,7 @@ def train_row(done: Completion, advantage: float) -> TrainRow:
 @pytest.mark.fleet
 @pytest.mark.timeout(300)
 async def test_at_limit_zero_the_fleet_equals_a_plain_loop_bit_for_bit(
-    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Config, tmp_path: Path, unknown_metrics: Callable[[Mapping[str, object]], list[str]]
 ) -> None:
     import sys
 
@@ -141,5 +142,5 @@ async def test_at_limit_zero_the_fleet_equals_a_plain_loop_bit_for_bit(
         different = {name: (ours[name], theirs[name]) for name in compared if ours[name] != theirs[name]}
         assert not different, f"step {step}: {different}"
         assert ours["staleness/max"] == 0
-        assert missing_metrics(ours) == unknown_metrics(ours) == []
+        assert [name for name in METRICS if name not in ours] == unknown_metrics(ours) == []
     assert len({line["reward/mean"] for line in fleet}) > 1

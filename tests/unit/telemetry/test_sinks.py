@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.problems import refuse
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.sinks import CLOSE_DEADLINE, QUEUED_STEPS, SinkWorker, open_sinks
+from asyncrl.telemetry.sinks import CLOSE_DEADLINE, QUEUED_STEPS, SinkWorker, open_sinks, sink_problems
 
 
 class Notes:
@@ -84,10 +85,10 @@ def test_the_end_of_a_run_waits_for_a_sink_only_so_long() -> None:
     notes.gate.set()
 
 
-def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.telemetry.sinks.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"-m pip install .*\[wandb\]'$"):
-        open_sinks(["wandb"], tmp_path, "run", {}, print)
+        refuse(sink_problems(["wandb"]))
 
 
 def test_the_close_deadline_leaves_room_in_the_ten_seconds_of_a_ctrl_c() -> None:

@@ -12,25 +12,21 @@ goal = 0.8
 quickstart = 40
 [controls]
 limits = [2]
-first_seed = 0
-seeds = 1
+seeds = [0]
 rows = { "learning rate 0" = { "training.learning_rate" = 0.0 } }
 [[tables]]
 name = "defaults"
 title = "Defaults"
 tasks = ["quickstart"]
 limits = [0, 2]
-first_seed = 0
-seeds = 2
+seeds = [0, 1]
 rows = { grpo = {}, rloo = { "algorithm.preset" = "rloo" } }
 [claim]
 limit = 8
 least_loss = 0.1
 least_reward = 0.8
-search_first_seed = 100
-search_seeds = 2
-first_seed = 0
-seeds = 2
+search_seeds = [100, 101]
+seeds = [0, 1]
 uncorrected = { "algorithm.old_logprobs" = "recomputed" }
 [[claim.candidates]]
 task = "quickstart"

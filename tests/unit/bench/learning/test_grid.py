@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from asyncrl.bench.learning import benchmark
-from asyncrl.bench.learning.benchmark import left_to_run
-from asyncrl.bench.learning.grid import Candidate, Case, Claim, Grid, Results, read_filter, read_grid, select_cases
-from asyncrl.bench.learning.training_runs import arguments
+from asyncrl.bench.learning.benchmark import left_to_run, read_filter, select_cases
+from asyncrl.bench.learning.grid import Candidate, Case, Claim, Grid, Results, read_grid
+from asyncrl.bench.learning.training_runs import config_values
 from asyncrl.config.algorithm_config import PRESETS
 from asyncrl.config.sources import load
 from asyncrl.experiments import experiments
@@ -69,13 +69,9 @@ def test_tasks_leave_the_algorithm_to_the_row(task: str) -> None:
     assert settings["training.learning_rate"] == load(task, environ={}).config.training.learning_rate
 
 
-def test_every_case_of_the_grid_is_a_config_that_can_run(tmp_path: Path) -> None:
-    named = {"prompts": "task.prompts", "reward": "reward.functions", "algorithm": "algorithm.preset"}
-    named |= {"model": "model.name", "staleness": "staleness.limit"}
+def test_every_case_of_the_grid_is_a_config_that_can_run() -> None:
     for values in {str(case.values): case for case in every_case(GRID)}.values():
-        given = arguments(values, GRID.defaults, Path("model"), tmp_path / "run")
-        del given["run_dir"]
-        config = load(None, (), {}, {named.get(key, key): value for key, value in given.items()}).config
+        config = load(None, (), {}, config_values(values, GRID.defaults, Path("model"))).config
         assert config.staleness.limit == values.limit
         assert config.evaluate.every == config.steps
 

@@ -3,6 +3,7 @@
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from asyncrl.bench.learning import benchmark
 from asyncrl.bench.learning.grid import Case, Grid, read_grid
 from asyncrl.bench.learning.plots import Chart, Point, ticks_to
-from asyncrl.bench.learning.report_pages import columns, no_worse, recovery, summary_lines, table_lines, write_pages
+from asyncrl.bench.learning.report_pages import columns, no_worse, page, recovery, write_pages
 from asyncrl.bench.learning.result_cells import cells, ranking
 
 Lines = dict[str, dict[str, Any]]
@@ -158,8 +159,8 @@ def test_recovery_is_told_of_the_seeds_of_the_proof(
         case.key(small_grid.defaults): line(case, rewards[case.row.removeprefix(f"{candidate.name}, "), case.limit])
         for case in claim.proof(candidate)
     }
-    assert recovery(small_grid, candidate, results).startswith(says)
-    assert recovery(small_grid, candidate, dict(list(results.items())[:-1])) == "is not decided: 1 of 2 seeds"
+    assert recovery(small_grid.claim, candidate, results).startswith(says)
+    assert recovery(small_grid.claim, candidate, dict(list(results.items())[:-1])) == "is not decided: 1 of 2 seeds"
 
 
 def test_rows_are_ranked_once_all_their_runs_are_there(small_grid: Grid) -> None:
@@ -167,10 +168,10 @@ def test_rows_are_ranked_once_all_their_runs_are_there(small_grid: Grid) -> None
     places = [(limit, seed) for limit in (0, 2) for seed in (0, 1)]
     rewards = {(row, *place): reward for row, reward in (("grpo", 0.8), ("rloo", 0.9)) for place in places}
     complete = results_of(small_grid, rewards)
-    assert [(row, seen.mean) for row, seen in ranking(small_grid, table, complete)] == [("rloo", 0.9), ("grpo", 0.8)]
+    assert [(row, fmean(seen)) for row, seen in ranking(small_grid, table, complete)] == [("rloo", 0.9), ("grpo", 0.8)]
     del rewards["rloo", 2, 1]
     assert [row for row, _ in ranking(small_grid, table, results_of(small_grid, rewards))] == ["grpo"]
-    told = "\n".join(table_lines(small_grid, complete, []))
+    told = page("tables_page.md.j2", small_grid, complete, [])
     assert "of the rows that are complete: rloo 0.900 (lowest run 0.900), grpo 0.800" in told
 
 
@@ -180,7 +181,7 @@ def test_the_page_says_what_was_not_run_and_what_failed(small_grid: Grid) -> Non
     case = Case("quickstart", "rloo", 2, 0, {"algorithm.preset": "rloo"})
     told = {"task": "quickstart", "limit": 2, "seed": 0, "values": {"algorithm.preset": "rloo"}, "date": "2026-01-03"}
     results[case.key(small_grid.defaults)] = {**told, "failed": "Traceback\nFleetFailed: the trainer died"}
-    text = "\n".join(summary_lines(small_grid, results, []))
+    text = page("summary_page.md.j2", small_grid, results, [])
     assert "3 of 17 runs, run 2026-01-02 to 2026-01-03." in text
     assert "| defaults | quickstart | 3 of 9 |" in text
     assert "| search | quickstart | 0 of 8 |" in text
@@ -190,7 +191,7 @@ def test_the_page_says_what_was_not_run_and_what_failed(small_grid: Grid) -> Non
 
 
 def test_a_page_of_nothing_says_so(small_grid: Grid) -> None:
-    text = "\n".join(summary_lines(small_grid, {}, []))
+    text = page("summary_page.md.j2", small_grid, {}, [])
     assert "0 of 17 runs, none run yet." in text
     assert "- not run: quickstart" in text
 
@@ -198,10 +199,10 @@ def test_a_page_of_nothing_says_so(small_grid: Grid) -> None:
 def test_the_summary_shows_losses_below_the_limits_and_seconds_of_processes(small_grid: Grid) -> None:
     rewards = {("grpo", limit, seed): 0.9 - 0.1 * limit for limit in (0, 2) for seed in (0, 1)}
     in_one_process = results_of(small_grid, rewards, wire="inproc")
-    text = "\n".join(summary_lines(small_grid, in_one_process, []))
+    text = page("summary_page.md.j2", small_grid, in_one_process, [])
     assert "| loss at η | 0, held out | 2 |" in text
     assert "| grpo | 0.900 | 0.200 |" in text
-    text = "\n".join(summary_lines(small_grid, results_of(small_grid, rewards), []))
+    text = page("summary_page.md.j2", small_grid, results_of(small_grid, rewards), [])
     assert "| seconds at η | 0 | 2 |" in text
     assert "| grpo | 10.0 | 10.0 |" in text
 
@@ -243,25 +244,21 @@ goal = 0.8
 quickstart = 40
 [controls]
 limits = [2]
-first_seed = 0
-seeds = 1
+seeds = [0]
 rows = {}
 [[tables]]
 name = "defaults"
 title = "Defaults"
 tasks = ["quickstart"]
 limits = [0, 2, 8]
-first_seed = 0
-seeds = 2
+seeds = [0, 1]
 rows = { grpo = {} }
 [claim]
 limit = 8
 least_loss = 0.1
 least_reward = 0.8
-search_first_seed = 100
-search_seeds = 1
-first_seed = 0
-seeds = 2
+search_seeds = [100]
+seeds = [0, 1]
 uncorrected = {}
 candidates = []
 """

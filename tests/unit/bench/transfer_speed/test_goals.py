@@ -2,6 +2,7 @@
 
 import pytest
 
+from asyncrl.bench.transfer_speed import goals
 from asyncrl.bench.transfer_speed.goals import GOALS, Goal, goal_lines, result_lines
 
 
@@ -10,8 +11,12 @@ def goal(at_most: bool, bound: float) -> Goal:
 
 
 @pytest.mark.parametrize(("ratio", "at_most", "met"), [(3.0, False, True), (2.9, False, False), (3.1, True, False)])
-def test_a_goal_bounds_from_below_or_above(ratio: float, at_most: bool, met: bool) -> None:
-    assert goal(at_most, 3.0).is_met(ratio) is met
+def test_a_goal_bounds_from_below_or_above(
+    ratio: float, at_most: bool, met: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(goals, "GOALS", [goal(at_most, 3.0)])
+    (line,) = goal_lines([{"a": {"x": ratio}, "b": {"x": 1.0}}])
+    assert ("MISSED" in line) is not met
 
 
 def test_ratios_pair_the_values_of_one_round() -> None:
