@@ -9,20 +9,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, closing
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import Algorithm
-from asyncrl.controller.controller import Controller, Schedule
+from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import ResumePlan, commit
 from asyncrl.controller.journal.journal import Journal
-from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.controller.observers.alarms import AlgorithmDrops, PoisonedGroups, RewardFailures
 from asyncrl.controller.observers.events import Event, GroupFinished, StepDone, Warned
 from asyncrl.controller.observers.held_out_evaluation import Evaluation, EvaluationSchedule, Evaluator, Question
 from asyncrl.controller.observers.recorder import Recorder
-from asyncrl.controller.rollouts import Sampling
 from asyncrl.errors import DeadlineExceeded, FleetFailed, root_cause
 from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
@@ -57,21 +53,13 @@ class RunState:
     """The state that a run starts from. plan: None at the first start."""
 
     directory: RunDirectory
-    store: FileStore
     journal: Journal
     gate: Gate
     plan: ResumePlan | None
-    incarnation: int = 0
 
-
-class InterruptScope(Protocol):
-    """The part of interrupt handling that a training run needs."""
-
-    def ending_in_order(self, end: Callable[[], None]) -> AbstractContextManager[None]:
-        """Inside this scope the first interrupt calls `end`, and does not abandon the run."""
-
-    def abandon(self, why: str) -> None:
-        """Cancels the run."""
+    @property
+    def incarnation(self) -> int:
+        return self.journal.ledger.incarnation
 
 
 class WorkerEvents:
@@ -115,20 +103,21 @@ class WorkerEvents:
 class TrainingRun:
     """Runs one controller on one running fleet, with recorder, alarms, evaluation and checkpoints.
 
-    state: where the run starts. algorithm, advantages: what trains. running: the fleet. display: shows texts and steps
-    to the user. interrupts: end the run in order.
+    ending_in_order: returns a scope in which the first interrupt calls its argument, and does not abandon the run.
+    abandon: cancels the run, and says why.
     """
 
-    config: Config
     state: RunState
     questions: Questions
     algorithm: Algorithm
     advantages: Advantages
     running: RunningFleet
     display: Display
-    interrupts: InterruptScope
+    ending_in_order: Callable[[Callable[[], None]], AbstractContextManager[None]]
+    abandon: Callable[[str], None]
 
     def __post_init__(self) -> None:
+        self.config = self.running.facts.config
         self._fleet = self.running.fleet
         self._recorder: Recorder
         self._controller: Controller
@@ -156,37 +145,32 @@ class TrainingRun:
     async def run(self) -> None:
         """Runs the controller to its end; makes the last checkpoint and the last evaluation.
 
-        Raises:
-            FleetFailed: the trainer or a critic was lost, or did not answer in time.
-            AsyncrlError: as `Controller.run`, and what the alarms raise.
+        Raises FleetFailed when the trainer or a critic is lost, or does not answer in time, what `Controller.run`
+        raises, and what the alarms raise.
         """
         with closing(self._open_recorder()) as self._recorder:
             self._controller = self._make_controller()
             self.running.describe_algorithm = self._controller.describe_waits
             try:
                 async with self._observers():
-                    with self.interrupts.ending_in_order(self._stop):
+                    with self.ending_in_order(self._stop):
                         await self._train()
                         await self._finish()
             except DeadlineExceeded as late:  # Other workers are killed or called again, so the trainer or a critic is.
                 raise FleetFailed(str(late)) from late
 
     def _make_controller(self) -> Controller:
-        config, state = self.config, self.state
-        temperature, max_new_tokens = config.generation.temperature, config.generation.max_new_tokens
-        sampling = Sampling(temperature, max_new_tokens, config.generation.deadline, config.seed, state.incarnation)
         return Controller(
-            state.gate,
-            state.journal,
+            self.state.gate,
+            self.state.journal,
             self._fleet,
             self.questions.training,
-            sampling,
+            self.config,
             self.advantages,
-            Schedule.of(config),
             between=self._between,
             observe=self._observe,
             kill=self._kill_reader,
-            prompt_name=lambda group: self.questions.where(group, config.seed),
+            prompt_name=lambda group: self.questions.where(group, self.config.seed),
         )
 
     async def _train(self) -> None:
@@ -205,7 +189,7 @@ class TrainingRun:
         self._stopping = True
         self._controller.stop()
         why = f"the running iteration did not end within {STOP_TIMEOUT:.0f} s of Ctrl-C"
-        self._abandon_timer = asyncio.get_running_loop().call_later(STOP_TIMEOUT, self.interrupts.abandon, why)
+        self._abandon_timer = asyncio.get_running_loop().call_later(STOP_TIMEOUT, self.abandon, why)
 
     async def _between(self, version: int) -> None:
         every = self.config.training.checkpoint_every

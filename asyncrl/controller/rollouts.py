@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from asyncrl.config.schema import Config
 from asyncrl.controller.gate.group_state import DROPPABLE, OPEN, Stage
 from asyncrl.controller.observers.events import GroupPoisoned, Prompt
 from asyncrl.controller.sample_tracker import POISON, SampleTracker, stored_by
@@ -59,34 +60,6 @@ PromptSource = Callable[[int], tuple[Prompt, dict[str, Any]]]
 """Gives the prompt and the row of a group: a pure function of the group's id (and of the run's seed)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How every group is sampled. deadline: seconds a group may take; seed: the run's; incarnation: of this resume."""
-
-    temperature: float
-    max_new_tokens: int
-    deadline: float
-    seed: int
-    incarnation: int
-
-    def request(
-        self, prompt: Prompt, group: int, attempt: int, members: tuple[int, ...], not_before: int
-    ) -> PromptGroup:
-        """Returns the request of an attempt. not_before: oldest version that a sample may start with."""
-        return PromptGroup(
-            id=group,
-            attempt=attempt,
-            incarnation=self.incarnation,
-            prompt=prompt,
-            members=members,
-            seed=group_seed(self.seed, group),
-            not_before=not_before,
-            temperature=self.temperature,
-            max_new_tokens=self.max_new_tokens,
-            deadline=self.deadline,
-        )
-
-
 class CrashAttribution:
     """Finds the group whose samples crash the workers that run them: counts the deaths at which each was present.
 
@@ -127,7 +100,7 @@ class Rollouts:
 
     tracker: SampleTracker
     prompts: PromptSource
-    sampling: Sampling
+    config: Config
     roll_out: Callable[[Attempt], Awaitable[None]]
 
     def __post_init__(self) -> None:
@@ -231,8 +204,18 @@ class Rollouts:
 
     def _attempt(self, group: int) -> Attempt:
         prompt, row = self.prompts(group)
-        members, not_before = self._gate.members(group, Stage.RUNNING), self._gate.not_before(group)
-        request = self.sampling.request(prompt, group, self._gate.group(group).attempt, members, not_before)
+        request = PromptGroup(
+            id=group,
+            attempt=self._gate.group(group).attempt,
+            incarnation=self.tracker.journal.ledger.incarnation,
+            prompt=prompt,
+            members=self._gate.members(group, Stage.RUNNING),
+            seed=group_seed(self.config.seed, group),
+            not_before=self._gate.not_before(group),
+            temperature=self.config.generation.temperature,
+            max_new_tokens=self.config.generation.max_new_tokens,
+            deadline=self.config.generation.deadline,
+        )
         return Attempt(request, row, compared=not self._gate.awaits(group))
 
     def _open(self, group: int) -> tuple[int, ...]:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.controller.controller import Controller, Schedule
+from asyncrl.config.schema import Config, FleetConfig, GenerationConfig, ModelConfig, TaskConfig
+from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import commit, plan_resume, resume
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event
-from asyncrl.controller.rollouts import Sampling
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.service_contracts import Training
@@ -23,7 +23,7 @@ class RunShape:
     """Sizes of a simulated run; times are virtual seconds.
 
     groups, members, limit, policy, slots, cut_at, need_signal, greedy: configure the gate. flip_time: seconds until
-    new weights are loaded. unscorable: share of the samples that get no reward. finish, steps: see Schedule.
+    new weights are loaded. unscorable: share of the samples that get no reward. finish, steps: as in the config.
     checkpoint_every: steps between two checkpoints. max_new_tokens: by default more than any distribution of lengths
     gives.
     """
@@ -92,9 +92,16 @@ class ResumableRun:
             self.journal,
             fleet,
             prompts=lambda group: (f"prompt {group}", {}),
-            sampling=Sampling(1.0, shape.max_new_tokens, deadline, shape.seed, self.incarnation),
+            config=Config(
+                seed=shape.seed,
+                steps=shape.steps,
+                finish=shape.finish,
+                model=ModelConfig(name="none"),
+                task=TaskConfig(prompts="none"),
+                generation=GenerationConfig(max_new_tokens=shape.max_new_tokens, deadline=deadline),
+                fleet=FleetConfig(call_deadline=deadline),
+            ),
             advantages=advantages,
-            schedule=Schedule(shape.steps, shape.finish),
             between=self._between,
             observe=observe,
             kill=kill,

@@ -8,7 +8,7 @@ import json
 from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
 from zlib import crc32
@@ -28,8 +28,6 @@ BLOCK = 1 << 20
 
 WriteFiles = Callable[[str], Awaitable[Checkpointed]]
 """Lets the trainer write its files, fsynced, into a directory."""
-FAULT_POINTS = ("appended", "synced", "written", "described", "renamed", "hinted", "deleted")
-"""Points at which `commit` can be interrupted; a fault hook is called with each after that step was done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +70,7 @@ class ResumePlan:
     said: tuple[str, ...] = ()
 
 
-async def commit(
-    journal: Journal, write: WriteFiles, keep: int, fault: Callable[[str], None] = lambda point: None
-) -> Manifest:
+async def commit(journal: Journal, write: WriteFiles, keep: int) -> Manifest:
     """Makes the checkpoint of the journal's version, while no iteration runs, unless it was made before.
 
     keep: checkpoints left afterwards, at least 1. Raises JournalError when the trainer is at another version or trained
@@ -82,32 +78,25 @@ async def commit(
     """
     store, ledger = journal.store, journal.ledger
     journal.append(InFlight(ledger.in_flight()))
-    fault("appended")
     journal.sync()
-    fault("synced")
     if ledger.version in versions(store):
         return read_manifest(store, ledger.version)
     after = Manifest(ledger.incarnation, ledger.version, journal.offset, journal.crc, ledger.chain.hex(), {})
     unfinished = f"{UNFINISHED}{ledger.version}"
     try:
-        manifest = await _write_files(store, unfinished, after, write, fault)
+        manifest = await _write_files(store, unfinished, after, write)
     except (OSError, RemoteError):
         with suppress(OSError):  # Another rank may be writing there: then a resume removes it.
             store.remove(unfinished)  # On a full disk it is in the way of all that follows.
         raise
     store.rename(unfinished, str(manifest.version))
-    fault("renamed")
     journal.append(CheckpointMade(manifest.version, sha256(manifest.encode()).hexdigest()))
-    fault("hinted")
     for old in versions(store)[:-keep]:
         store.remove(str(old))
-    fault("deleted")
     return manifest
 
 
-async def _write_files(
-    store: Store, unfinished: str, after: Manifest, write: WriteFiles, fault: Callable[[str], None]
-) -> Manifest:
+async def _write_files(store: Store, unfinished: str, after: Manifest, write: WriteFiles) -> Manifest:
     store.create(unfinished)
     made = await write(store.path(unfinished))
     if (made.version, made.chain) != (after.version, after.chain):
@@ -115,10 +104,8 @@ async def _write_files(
             f"the trainer wrote version {made.version} with chain {made.chain[:16]}; "
             f"by the journal it is version {after.version} with chain {after.chain[:16]}"
         )
-    fault("written")
     manifest = replace(after, files=made.files)
     store.put(unfinished, MANIFEST, manifest.encode())
-    fault("described")
     return manifest
 
 
@@ -129,7 +116,8 @@ def versions(store: Store) -> list[int]:
 def read_manifest(store: Store, version: int) -> Manifest:
     """Reads the manifest of a checkpoint. Raises JournalError when there is none, or it is not one of asyncrl."""
     try:
-        manifest = _manifest(json.loads(store.get(str(version), MANIFEST)))
+        with store.open(str(version), MANIFEST) as file:
+            manifest = _manifest(json.load(file))
     except (FileNotFoundError, ValueError, RecursionError, WireError) as error:
         raise JournalError(f"{MANIFEST} cannot be read: {error}") from error
     if manifest.version != version:
@@ -159,7 +147,8 @@ def _check(store: Store, manifest: Manifest) -> Ledger:
     """Returns the ledger at a checkpoint. Raises JournalError with the reason when the checkpoint is not good."""
     for file, digest in sorted(manifest.files.items()):
         try:
-            found = store.digest(str(manifest.version), file)
+            with store.open(str(manifest.version), file) as source:
+                found = file_digest(source, "sha256").hexdigest()
         except FileNotFoundError as error:
             raise JournalError(f"{file} is missing") from error
         except OSError as error:

@@ -5,9 +5,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import file_digest, sha256
+from io import BytesIO
 from pathlib import Path
-from typing import Protocol, Self
+from typing import BinaryIO, Protocol, Self
 
 from asyncrl.errors import ConfigError
 
@@ -42,11 +42,8 @@ class Store(Protocol):
     def put(self, folder: str, file: str, data: bytes) -> None:
         """Writes a file of a folder; it survives a power cut once the folder was renamed."""
 
-    def get(self, folder: str, file: str) -> bytes:
-        """Reads a file of a folder. Raises FileNotFoundError."""
-
-    def digest(self, folder: str, file: str) -> str:
-        """Returns the SHA-256 of a file in hex. Raises FileNotFoundError."""
+    def open(self, folder: str, file: str) -> BinaryIO:
+        """Opens a file of a folder for reading. Raises FileNotFoundError."""
 
     def rename(self, folder: str, name: str) -> None:
         """Renames a folder atomically: after a power cut the whole folder has the name, or no folder has it."""
@@ -55,10 +52,7 @@ class Store(Protocol):
 
 
 class FileStore:
-    """Stores both in `journal` and `checkpoints/` of a run directory.
-
-    writable: missing files are made. Otherwise FileNotFoundError is raised when there is no journal.
-    """
+    """Stores both in a run directory, whose missing files it makes if `writable`; else it raises FileNotFoundError."""
 
     def __init__(self, run_dir: Path, *, writable: bool = True) -> None:
         self.checkpoints = run_dir / "checkpoints"
@@ -104,12 +98,8 @@ class FileStore:
             target.flush()
             os.fsync(target.fileno())
 
-    def get(self, folder: str, file: str) -> bytes:
-        return (self.checkpoints / folder / file).read_bytes()
-
-    def digest(self, folder: str, file: str) -> str:
-        with open(self.checkpoints / folder / file, "rb") as source:
-            return file_digest(source, "sha256").hexdigest()
+    def open(self, folder: str, file: str) -> BinaryIO:
+        return open(self.checkpoints / folder / file, "rb")
 
     def rename(self, folder: str, name: str) -> None:
         for path, _, _ in os.walk(self.checkpoints / folder):
@@ -151,11 +141,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
 
 class MemoryStore:
-    """Stores both in memory.
-
-    `freeze` simulates the death of the process: later writes vanish. `after_power_cut` returns the store that a machine
-    finds when it starts again.
-    """
+    """Stores both in memory; after `freeze`, which simulates the death of the process, writes vanish."""
 
     def __init__(self) -> None:
         self._journal = bytearray()
@@ -212,13 +198,10 @@ class MemoryStore:
         if not self._frozen:
             self._folders[folder][file] = data
 
-    def get(self, folder: str, file: str) -> bytes:
+    def open(self, folder: str, file: str) -> BinaryIO:
         if file not in self._folders.get(folder, {}):
             raise FileNotFoundError(f"{folder}/{file}")
-        return self._folders[folder][file]
-
-    def digest(self, folder: str, file: str) -> str:
-        return sha256(self.get(folder, file)).hexdigest()
+        return BytesIO(self._folders[folder][file])
 
     def rename(self, folder: str, name: str) -> None:
         if not self._frozen:

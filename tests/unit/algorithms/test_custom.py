@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import grpo, remax
-from asyncrl.algorithms.custom import FROM_PYTHON, algorithm_from, algorithm_named, importable_algorithm
-from asyncrl.algorithms.select import algorithm_of
+from asyncrl.algorithms.select import FROM_PYTHON, algorithm_from, algorithm_named, algorithm_of, importable_algorithm
 from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller

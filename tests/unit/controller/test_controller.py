@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.algorithms import grpo
-from asyncrl.config.schema import MismatchConfig
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.group_state import Stage
@@ -47,7 +46,7 @@ from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import CONFIG, Scene
+from scene import CONFIG, Scene, settings
 
 
 def test_a_run_trains_its_steps_and_writes_down_what_is_in_flight() -> None:
@@ -96,7 +95,7 @@ def test_masked_truncated_samples_are_in_no_denominator() -> None:
     scene = Scene()
     scene.generation = FakeGeneration(16, 0.1, stragglers(10, 0.5, 2))  # 20 tokens are the most: truncated
     scene.training = FakeTraining(StepCost(1.0), 1, [scene.generation], seed=0)
-    scene.schedule = replace(scene.schedule, mask_truncated=True)
+    scene.config = settings(3, algorithm={"mask_truncated": True})
     scene.play()
     cuts: Cuts = scene.told(StepBegan)[0].cuts
     whole = [row for row in cuts.batch if row.finish == "stop"]
@@ -120,7 +119,7 @@ class Drifting(FakeTraining):
 def test_policies_that_drift_apart_are_told_once_and_then_end_the_run() -> None:
     scene = Scene(steps=9)
     scene.training = Drifting(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
-    scene.schedule = replace(scene.schedule, mismatch=MismatchConfig(warn_kl=0.15, stop_kl=0.35))
+    scene.config = settings(9, mismatch={"warn_kl": 0.15, "stop_kl": 0.35})
     with pytest.raises(PolicyMismatch, match=r"step 4: mismatch/kl is 0\.4, over mismatch\.stop_kl = 0\.35"):
         scene.play()
     (told,) = scene.told(Warned)

@@ -8,7 +8,7 @@ import pytest
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import EndedSample, SampleState, Stage
-from asyncrl.controller.gate.staleness_report import (
+from asyncrl.controller.observers.staleness_report import (
     LengthReport,
     StalenessReport,
     by_tenth,
