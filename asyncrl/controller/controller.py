@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import cast
 
 from asyncrl.config.schema import Config
-from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks
+from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks, AttributedTo
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Cut, Stage
 from asyncrl.controller.iterations import CheckedTraining, Iteration, Iterations
@@ -53,10 +53,9 @@ LAST_RELEASES = 1.0
 class Controller:
     """Runs an algorithm on a fleet; in an algorithm it is called `control`.
 
-    gate, journal: new, or restored from a checkpoint; only this controller changes them. between: awaited with the
-    version while no iteration runs, before the first draw and after each iteration: the place for a checkpoint.
-    observe: called with every event. kill: called with a reader of weights that has to be killed. prompt_name: names
-    the prompt of a group in errors.
+    gate, journal: new, or restored from a checkpoint. between: awaited with the version before the first draw and after
+    each iteration: the place for a checkpoint. observe: takes every event. kill: takes a reader of weights that has to
+    be killed. prompt_name: names the prompt of a group in errors.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class Controller:
 
     async def _train(self) -> None:
         algorithm = self._algorithm
-        with algorithm.attribution("train"):
+        with AttributedTo(algorithm, "train"):
             await algorithm.train(self._checked_fleet, self)
         if algorithm.name and not self._iterations_ended:
             raise AlgorithmError(
@@ -145,7 +144,7 @@ class Controller:
     async def _roll_out(self, group: Attempt) -> None:
         algorithm = self._algorithm
         try:
-            with algorithm.attribution("roll_out"):
+            with AttributedTo(algorithm, "roll_out"):
                 await algorithm.roll_out(self._checked_fleet, self, group)
         except* TaskError as refused:
             raise TaskError(f"{self._prompt_name(group.prompts.id)}: {root_cause(refused)}") from None

@@ -32,8 +32,7 @@ Iteration: TypeAlias = AbstractContextManager[Cuts]
 class Iterations:
     """Begins and ends iterations, at most one at a time.
 
-    cuts: of the running iteration; None: no iteration runs. rows_lost: called with cuts that could not be trained
-    because some of their rows are gone, and with the reason.
+    cuts: of the running iteration, if one runs. rows_lost: takes cuts that lost rows before they trained, and why.
     """
 
     tracker: SampleTracker
@@ -48,7 +47,7 @@ class Iterations:
         self.mismatch = PolicyMismatchAlarm(self.config.mismatch)
         self._skipped_steps = SkippedSteps()
         self._picked: tuple[Cut, ...] = ()
-        self._ended = self._began = asyncio.get_running_loop().time()
+        self._began = 0.0
         self._changed = asyncio.Event()
         self._prefetched = True
 
@@ -73,10 +72,7 @@ class Iterations:
 
     @contextmanager
     def _running(self, cuts: Cuts) -> Iterator[Cuts]:
-        """Ends without an error when rows are lost on the way to the trainer: the groups roll out again.
-
-        Raises FleetFailed when the trainer or a critic is lost, or does not answer in time.
-        """
+        """Ends without an error when rows are lost: the groups roll out again. Raises FleetFailed without a trainer."""
         try:
             yield cuts
         except LostRows as error:
@@ -100,8 +96,7 @@ class Iterations:
     def done(self, report: StepReport) -> None:
         """Ends the iteration: the version rises, or the samples of a skipped step are dropped.
 
-        Raises Refused when the report is of another incarnation or version, JournalError when the trainer trained other
-        samples than it was given, and what `SkippedSteps` and `PolicyMismatchAlarm` raise.
+        Raises Refused for another incarnation or version, JournalError for other samples, and what the alarms raise.
         """
         cuts = self._end()
         expected = (cuts.incarnation, cuts.version + (not report.skipped))
@@ -116,10 +111,9 @@ class Iterations:
         else:
             advantages = tuple(row.advantage or 0.0 for row in cuts.batch)
             self.tracker.trained(self._picked, report.version, advantages, report.chain)
-        now = asyncio.get_running_loop().time()
+        seconds = asyncio.get_running_loop().time() - self._began
         staleness = self.staleness.step(self._gate, report.samples)
-        self.tracker.observe(StepDone(cuts, report, staleness, self._began - self._ended, now - self._began))
-        self._ended = now
+        self.tracker.observe(StepDone(cuts, report, staleness, seconds))
         self._skipped_steps.check(cuts, report.skipped)
         if warning := self.mismatch.check(report.metrics, report.version):
             self.tracker.observe(Warned(warning))

@@ -36,8 +36,7 @@ STOP_TIMEOUT = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """The prompts of a run. training: by group id; held_out: empty without evaluation; source: names the training rows
-    in messages; rows: how many there are."""
+    """The prompts of a run. training: by group id; source: names the training rows in messages; rows: their number."""
 
     training: Draw
     held_out: Sequence[Question]
@@ -145,8 +144,7 @@ class TrainingRun:
     async def run(self) -> None:
         """Runs the controller to its end; makes the last checkpoint and the last evaluation.
 
-        Raises FleetFailed when the trainer or a critic is lost, or does not answer in time, what `Controller.run`
-        raises, and what the alarms raise.
+        Raises what `Controller.run` and the alarms raise, and FleetFailed when the trainer or a critic is too late.
         """
         with closing(self._open_recorder()) as self._recorder:
             self._controller = self._make_controller()

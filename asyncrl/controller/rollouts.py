@@ -39,8 +39,7 @@ attributed to it. Where every twentieth second one of three workers is killed fr
 class Attempt:
     """One attempt at a group, as an algorithm gets it.
 
-    prompts: the request for generation. row: all columns of the prompt's row, for the reward functions. compared:
-    whether the reward of the greedy answer is known, or not needed.
+    row: all columns of the prompt's row. compared: whether the reward of the greedy answer is known, or not needed.
     """
 
     prompts: PromptGroup
@@ -49,10 +48,7 @@ class Attempt:
 
     @property
     def greedy(self) -> PromptGroup:
-        """The prompt once more, to be answered with the likeliest tokens; the answer goes to `control.compared`.
-
-        It asks for no member once the group has been compared: a later attempt keeps the reward of an earlier one.
-        """
+        """Returns the request for the greedy answer, which has no member once an earlier attempt was compared."""
         return replace(self.prompts, members=() if self.compared else (GREEDY,), temperature=0.0)
 
 
@@ -63,10 +59,9 @@ PromptSource = Callable[[int], tuple[Prompt, dict[str, Any]]]
 class CrashAttribution:
     """Finds the group whose samples crash the workers that run them: counts the deaths at which each was present.
 
-    At most one of the groups that ran in a worker caused its death, and perhaps none did: the worker may have been
-    killed from outside. So a group that was present at two deaths runs beside no other such group, and three further
-    deaths in its presence are attributed to it. When a worker dies with no group that was present at an earlier death,
-    something else kills workers, and all counts start again.
+    A group that was present at two deaths runs beside no other such group, and three further deaths in its presence are
+    attributed to it. When a worker dies with no group that was present at an earlier death, something else kills
+    workers, and all counts start again.
     """
 
     def __init__(self) -> None:
@@ -94,8 +89,7 @@ class CrashAttribution:
 class Rollouts:
     """Keeps one task, owned by `tasks`, for each group with a member that is not scored yet.
 
-    roll_out: returns when every sample of an attempt was handed to `ready`. tasks: set when the run begins. running:
-    the task of each group that is rolled out, in the order of their beginnings.
+    tasks: set when the run begins. running: the task of each group that is rolled out, in the order of beginnings.
     """
 
     tracker: SampleTracker
@@ -142,7 +136,7 @@ class Rollouts:
     def lost(self, group: int, reason: str) -> None:
         """Begins a new attempt at a group whose rows are gone, and ends the running one where it is."""
         if self._open(group):
-            self._restart(group, reason)
+            self.tracker.restart(group, reason)
         if group not in self._scopes:
             self._again[group] = None
         self._end_attempt(group)
@@ -168,7 +162,7 @@ class Rollouts:
                 # The group may have finished while it waited for the isolation.
                 failure = await self._try(group) if self._unfinished(group) else ""
             if failure and self._crashes.deaths > deaths and self._open(group):
-                self._restart(group, failure)
+                self.tracker.restart(group, failure)
             elif failure:
                 self._failed(group, failure)
         del self.running[group]
@@ -221,16 +215,13 @@ class Rollouts:
     def _open(self, group: int) -> tuple[int, ...]:
         return self._gate.members(group, *DROPPABLE)
 
-    def _restart(self, group: int, reason: str) -> None:
-        self.tracker.restart(group, reason, self._failures.get(group, 0))
-
     def _failed(self, group: int, reason: str) -> None:
         if not self._open(group):
             return
         self._failures = {known: count for known, count in self._failures.items() if not self._gate.finished(known)}
         self._failures[group] = failures = self._failures.get(group, 0) + 1
         if failures < ATTEMPTS:
-            self._restart(group, reason)
+            self.tracker.restart(group, reason)
         else:
             self.poison(group, reason)
 

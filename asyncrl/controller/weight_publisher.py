@@ -17,10 +17,9 @@ NO_VERSION = -1
 class WeightPublisher:
     """Hands the newest version to every reader, each in a task of its own, and reports to the trainer what each reads.
 
-    A version that is announced during a handover replaces those that wait: readers jump to the newest. A reader is
-    attached to a version before it is called: else, while its answer is on the way, the trainer could overwrite what it
-    reads. A reader that does not take over a version within `deadline` seconds keeps the trainer from writing, or has
-    no weights to sample with, so `kill` is called with it.
+    Readers jump to the newest version. A reader is attached to a version before it is called: else, while its answer is
+    on the way, the trainer could overwrite what it reads. A reader that does not take over a version within `deadline`
+    seconds keeps the trainer from writing, or has no weights to sample with, so `kill` is called with it.
     """
 
     fleet: Fleet

@@ -16,8 +16,9 @@ from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.audit import Audit
+from asyncrl.controller.journal.ledger import AttemptStarted, Dropped
 from asyncrl.controller.journal.run_storage import MemoryStore
-from asyncrl.controller.observers.events import AttemptFailed, Event, SampleScored, SamplesDropped, StepLost
+from asyncrl.controller.observers.events import Event, SampleScored, StepLost
 from asyncrl.errors import root_cause
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, greedy_baseline, group_baseline, plain_rewards
@@ -170,9 +171,9 @@ class SimulatedRun(ResumableRun):
         match event:
             case SampleScored(sample):
                 result.lengths[sample.key] = sample.tokens
-            case SamplesDropped(group, members, reason):
+            case Dropped(group, members, reason):
                 result.dropped.update({(group, member): reason for member in members})
-            case AttemptFailed():
+            case AttemptStarted():
                 result.attempts_failed += 1
             case StepLost():
                 result.steps_lost += 1

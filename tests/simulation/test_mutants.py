@@ -70,7 +70,7 @@ def rows_are_never_released(patch: Patch) -> None:
 
 
 def rows_of_a_failed_attempt_are_not_released(patch: Patch) -> None:
-    def restart(tracker: SampleTracker, group: int, reason: str, failures: int) -> None:
+    def restart(tracker: SampleTracker, group: int, reason: str) -> None:
         members = tracker.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
         tracker.journal.append(ledger.AttemptStarted(group, tracker.gate.restart(group, members), members, reason))
         tracker.changed()

@@ -8,6 +8,7 @@ of it. Ids of groups come from `draw`; asking about another id is an error of th
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.group_state import (
@@ -166,7 +167,7 @@ class Gate:
             for member in members:
                 self._move(self._groups[group].samples[member], Stage.TRAINING)
         open_groups = [self._groups[group] for group, _ in cuts if self._groups[group].members(*OPEN)]
-        self._early = {group.id: _mean(group) for group in open_groups}
+        self._early = {group.id: fmean(group.rewards().values()) for group in open_groups}
         return Pick(tuple(sorted(cuts)), dropped)
 
     def requeue(self, cuts: Iterable[Cut]) -> None:
@@ -322,7 +323,7 @@ class Gate:
     def _forget(self, group: int) -> None:
         entry = self._groups[group]
         if entry.finished:
-            self.gaps.extend(baseline - _mean(entry) for baseline in entry.baselines)
+            self.gaps.extend(baseline - fmean(entry.rewards().values()) for baseline in entry.baselines)
             del self._groups[group]
 
     def _drop_unusable(self) -> tuple[Drop, ...]:
@@ -359,8 +360,3 @@ class Gate:
         if self.config.policy == "block":
             return (group.drawn_at, group.id)
         return (min(group.samples[member].last for member in group.members(Stage.READY)), group.id)
-
-
-def _mean(group: GroupState) -> float:
-    rewards = group.rewards()
-    return sum(rewards.values()) / len(rewards)

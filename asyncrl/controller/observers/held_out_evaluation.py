@@ -70,29 +70,25 @@ class Evaluator:
 
     async def _ask(self, index: int, version: int, incarnation: int) -> list[Known]:
         async with self._places:
-            prompt, row = self.questions[index]
-            prompts = self._request(prompt, -1 - index, version, incarnation)
+            (prompt, row), group = self.questions[index], -1 - index
+            prompts = PromptGroup(
+                id=group,
+                attempt=version,
+                incarnation=incarnation,
+                prompt=prompt,
+                members=tuple(range(self.config.evaluate.samples)),
+                seed=group_seed(self.config.seed, group),
+                not_before=version,
+                temperature=self.config.evaluate.temperature,
+                max_new_tokens=self.config.generation.max_new_tokens,
+                deadline=self.config.generation.deadline,
+            )
             samples = BatchRef.join([finished async for finished in self.generation.generate(prompts)])
             try:
                 scored = await gather(*(scorer.score(samples, row) for scorer in self._scorers))
                 return [[score.reward for score in scores] for scores in scored]
             finally:
                 await self.generation.release([sample.name for sample in samples], oldest=0)
-
-    def _request(self, prompt: Prompt, group: int, version: int, incarnation: int) -> PromptGroup:
-        config = self.config
-        return PromptGroup(
-            id=group,
-            attempt=version,
-            incarnation=incarnation,
-            prompt=prompt,
-            members=tuple(range(config.evaluate.samples)),
-            seed=group_seed(config.seed, group),
-            not_before=version,
-            temperature=config.evaluate.temperature,
-            max_new_tokens=config.generation.max_new_tokens,
-            deadline=config.generation.deadline,
-        )
 
 
 def summary(version: int, rewards: Sequence[Known], costs: Sequence[Known] | None, seconds: float) -> Evaluation:
