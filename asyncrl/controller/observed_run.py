@@ -118,8 +118,6 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.config = self.running.facts.config
         self._fleet = self.running.fleet
-        self._recorder: Recorder
-        self._controller: Controller
         self._stopping = False
         self._abandon_timer: asyncio.TimerHandle | None = None
         self._last_commit = self.state.plan.version if self.state.plan else -1
@@ -132,6 +130,8 @@ class TrainingRun:
             PoisonedGroups(self.display.say),
         )
         self._evaluations = self._evaluation_schedule() if self.questions.held_out else None
+        self._recorder = self._open_recorder()
+        self._controller = self._make_controller()
 
     def _evaluation_schedule(self) -> EvaluationSchedule:
         fleet, config = self._fleet, self.config
@@ -146,8 +146,7 @@ class TrainingRun:
 
         Raises what `Controller.run` and the alarms raise, and FleetFailed when the trainer or a critic is too late.
         """
-        with closing(self._open_recorder()) as self._recorder:
-            self._controller = self._make_controller()
+        with closing(self._recorder):
             self.running.describe_algorithm = self._controller.describe_waits
             try:
                 async with self._observers():

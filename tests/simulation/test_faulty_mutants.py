@@ -188,7 +188,7 @@ def what_was_resumed_over_still_counts(patch: Patch) -> None:
 
 
 def an_attempt_keeps_its_number(patch: Patch) -> None:
-    def restart(tracker: SampleTracker, group: int, reason: str, failures: int) -> None:
+    def restart(tracker: SampleTracker, group: int, reason: str) -> None:
         members = tracker.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
         number = tracker.gate.restart(group, members) - 1
         tracker.journal.append(ledger.AttemptStarted(group, number, members, reason))

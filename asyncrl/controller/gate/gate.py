@@ -30,9 +30,8 @@ from asyncrl.protocols.staleness import live
 class Gate:
     """Keeps the groups in flight and applies the rules to them. Finished groups are forgotten at once.
 
-    version: the trainer's. abandoned_tokens: sampled in attempts that were given up.
-    ended: samples that ended; gaps: baseline at an early cut minus the baseline of the whole group, once it finished.
-    The staleness report takes both each step.
+    For the staleness report: abandoned_tokens, sampled in attempts that were given up; ended samples; gaps, the
+    baseline at an early cut minus the baseline of the whole group.
     """
 
     def __init__(self, config: GateConfig, version: int = 0, next_group: int = 0) -> None:
@@ -153,10 +152,7 @@ class Gate:
     # ---- training ----------------------------------------------------------------------------------------
 
     def pick(self) -> Pick:
-        """Picks what to train next and moves it to TRAINING; for when no iteration is running.
-
-        Drops first what is too old, and complete groups without a baseline, or without differing rewards where needed.
-        """
+        """Drops what cannot train, then picks what to train next and moves it to TRAINING; between iterations only."""
         assert not self._counts[Stage.TRAINING], "pick() is for when no iteration is running"
         dropped = self._drop_unusable()
         cuts, full = self._urgent_cuts()
@@ -227,8 +223,8 @@ class Gate:
     def fits_deadlines(self, cuts: Sequence[Cut]) -> bool:
         """Returns whether, under `block`, what these cuts leave fits into the iterations before its deadline.
 
-        For every k in 0..eta at most k x B x G samples may be left that were drawn at version + k - eta or before. To
-        check k = 0 alone would overrun the bound or deadlock.
+        For every k in 0..eta, not only 0, at most k x B x G samples may be left of those drawn at version + k - eta or
+        before.
         """
         taken = dict(cuts)
         left = Counter[int]()

@@ -53,11 +53,9 @@ MANIFEST_FIELDS = dict(field_checks(Manifest))
 
 @dataclass(frozen=True, slots=True)
 class ResumePlan:
-    """The point from which a run is resumed.
+    """The checkpoint from which a run is resumed, and what was in flight there. incarnation: the new one.
 
-    incarnation: the new one. version, offset: of the checkpoint. directory: folder of its files, for the trainer.
-    groups: the groups in flight there. next_group: id of the next draw. said: a line for the user about each newer
-    checkpoint that cannot be used.
+    directory: folder of its files. said: a line for the user about each newer checkpoint that cannot be used.
     """
 
     incarnation: int
@@ -71,10 +69,9 @@ class ResumePlan:
 
 
 async def commit(journal: Journal, write: WriteFiles, keep: int) -> Manifest:
-    """Makes the checkpoint of the journal's version, while no iteration runs, unless it was made before.
+    """Makes the checkpoint of the journal's version, while no iteration runs, and leaves the newest `keep`.
 
-    keep: checkpoints left afterwards, at least 1. Raises JournalError when the trainer is at another version or trained
-    other samples, than the journal says.
+    Raises JournalError when the trainer is at another version, or trained other samples, than the journal says.
     """
     store, ledger = journal.store, journal.ledger
     journal.append(InFlight(ledger.in_flight()))

@@ -29,8 +29,8 @@ Question = tuple[Prompt, dict[str, Any]]
 class Evaluation:
     """The result of an evaluation.
 
-    mean, stderr: of the reward over prompts (their samples averaged first). cost: the mean of costs, likewise; None in
-    a run without costs. unscorable: samples without a reward, or without a cost in a run with costs.
+    mean, stderr: of the reward over prompts (their samples averaged first). cost: the mean of costs, likewise, if there
+    are costs. unscorable: samples without a reward or, if there are costs, a cost.
     """
 
     version: int
@@ -109,10 +109,7 @@ async def copy_weights(fleet: Fleet, published: Published, lease: float, deadlin
     """Lets the evaluation service copy out a version, leased meanwhile so that the trainer cannot overwrite it.
 
     lease: seconds of one lease; between leases the trainer may write. deadline: seconds until the version is given up.
-
-    Raises:
-        Refused: the version was overwritten.
-        WeightsError: the weights do not match their digest, or could not be copied in time.
+    Raises Refused when the version was overwritten, WeightsError for a wrong digest or too slow a copy.
     """
     assert fleet.evaluation is not None
     loop = asyncio.get_running_loop()
@@ -137,8 +134,7 @@ async def copy_weights(fleet: Fleet, published: Published, lease: float, deadlin
 class EvaluationSchedule:
     """Evaluates versions on request, one at a time, beside training. At most one waits: a newer one replaces it.
 
-    lease, deadline: as for `copy_weights`. done: called with each evaluation. skipped: called with each version that is
-    not evaluated, and the reason.
+    lease, deadline: as for `copy_weights`. skipped: takes each version that is not evaluated, and the reason.
     """
 
     fleet: Fleet

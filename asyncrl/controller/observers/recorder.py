@@ -36,8 +36,7 @@ Metrics = dict[str, float]
 class Recorder:
     """Writes the files of a run directory.
 
-    show: called with the metrics of each step and a sample, after they were written. sinks: get the metrics too, and
-    are closed with the recorder.
+    show: takes the metrics of each step and a sample. sinks: get the metrics too, and are closed with the recorder.
     """
 
     directory: RunDirectory

@@ -8,6 +8,7 @@ members. No bias is corrected; all are reported.
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -73,14 +74,14 @@ class StalenessReport:
         metrics = {}
         redone = any(sample.attempt for sample in self._window)
         for number, part in enumerate(deciles(self._window), 1):
-            metrics[f"staleness/trained_samples/d{number}"] = samples_trained(part)
+            metrics[f"staleness/trained_samples/d{number}"] = fmean(sample.trained > 0 for sample in part)
             metrics[f"staleness/trained_tokens/d{number}"] = tokens_trained(part)
             if redone:
-                metrics[f"staleness/redone/d{number}"] = sum(sample.attempt > 0 for sample in part) / len(part)
+                metrics[f"staleness/redone/d{number}"] = fmean(sample.attempt > 0 for sample in part)
         if self._tested:
-            metrics["sampling/accepted"] = _accepted(self._tested)
+            metrics["sampling/accepted"] = fmean(not sample.reason for sample in self._tested)
         for number, part in enumerate(deciles(self._tested), 1):
-            metrics[f"sampling/accepted/d{number}"] = _accepted(part)
+            metrics[f"sampling/accepted/d{number}"] = fmean(not sample.reason for sample in part)
         return metrics
 
     def advice(self) -> str | None:
@@ -105,18 +106,9 @@ def deciles(ended: Iterable[EndedSample]) -> list[list[EndedSample]]:
     return [by_length[ends[part] : ends[part + 1]] for part in range(DECILES)]
 
 
-def samples_trained(ended: Sequence[EndedSample]) -> float:
-    """Returns the share of samples with a trained token."""
-    return sum(sample.trained > 0 for sample in ended) / len(ended)
-
-
 def tokens_trained(ended: Sequence[EndedSample]) -> float:
     """Returns the share of the sampled tokens that trained."""
     return sum(sample.trained for sample in ended) / max(1, sum(sample.tokens for sample in ended))
-
-
-def _accepted(ended: Sequence[EndedSample]) -> float:
-    return sum(not sample.reason for sample in ended) / len(ended)
 
 
 def smallest_limit(ended: Iterable[EndedSample], config: GateConfig) -> int | None:

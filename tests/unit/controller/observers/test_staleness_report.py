@@ -14,7 +14,6 @@ from asyncrl.controller.observers.staleness_report import (
     by_tenth,
     deciles,
     live_tokens,
-    samples_trained,
     smallest_limit,
     tokens_trained,
 )
@@ -34,7 +33,7 @@ def short(count: int) -> list[EndedSample]:
 
 def test_shares_are_taken_by_decile_of_length() -> None:
     parts = deciles([*short(18), ended(100, 40, first=0), ended(300, 0, first=0)])
-    assert [samples_trained(part) for part in parts] == [1.0] * 9 + [0.5]
+    assert [sum(sample.trained > 0 for sample in part) for part in parts] == [2] * 9 + [1]
     assert tokens_trained(parts[-1]) == pytest.approx(40 / 400)
     assert parts[-1][-1].tokens == 300
 
