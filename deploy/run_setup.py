@@ -195,7 +195,7 @@ def settle_config(request: RunRequest, directory: RunDirectory, store: FileStore
             request.display.say(line)
         request.display.say(
             f"resuming {directory.path} at step {plan.version} of {config.steps}{_repeated_steps(store, plan)}: "
-            f"model, optimizer and journal are taken over, {len(plan.groups)} groups in flight start again"
+            f"model, optimizer and journal are taken over, {len(plan.ledger.groups)} groups in flight start again"
         )
     elif directory.config.exists():
         then = read(directory.config)
@@ -235,8 +235,8 @@ def restore_run(config: Config, directory: RunDirectory, store: FileStore, plan:
     if plan is None:
         return RunState(directory, Journal(store), Gate(gate_config), None)
     journal = resume(store, plan)
-    gate = Gate(gate_config, plan.version, plan.next_group)
-    for group in plan.groups:
+    gate = Gate(gate_config, plan.version, plan.ledger.next_group)
+    for group in plan.ledger.groups.values():
         gate.restore(group)
     return RunState(directory, journal, gate, plan)
 

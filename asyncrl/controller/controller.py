@@ -44,8 +44,6 @@ from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.messages import Score, StepReport, ValueReport, with_cost
 from asyncrl.protocols.service_contracts import Training
 
-HANDED_IN = (Stage.READY, Stage.TRAINING, Stage.TRAINED)
-
 LAST_RELEASES = 1.0
 """Seconds for the last releases at the end of a run: the workers end too, so no answer is necessary."""
 
@@ -165,9 +163,7 @@ class Controller:
 
     def describe_waits(self) -> list[str]:
         """Describes what the algorithm does and waits for, for the watchdog of the fleet."""
-        counts = ", ".join(
-            f"{count} {stage.value}" for stage, count in self._gate.counts().items() if stage in IN_FLIGHT
-        )
+        counts = ", ".join(f"{self._gate.counts[stage]} {stage.value}" for stage in IN_FLIGHT)
         train = f"  train {wait_of(self._training_task)}"
         return [f"the algorithm, at version {self.version}: samples {counts}", *self._rollouts.describe_waits(), train]
 
@@ -244,7 +240,7 @@ class Controller:
             group = row.group
             if self._gate.finished(group) or row.attempt != self._gate.group(group).attempt:
                 continue
-            if row.member in self._gate.members(group, *HANDED_IN):
+            if row.member in self._gate.members(group, Stage.READY, Stage.TRAINING, Stage.TRAINED):
                 raise AlgorithmError(
                     f"control.drop got sample {row.key}, which was handed to `control.ready`: call one of them"
                 )

@@ -82,7 +82,6 @@ class Iterations:
             raise FleetFailed(f"the trainer or a critic was lost {where}: {error}") from error
 
     def credit(self, cuts: Cuts, advantages: Sequence[float]) -> Cuts:
-        """Does what `Controller.credit` says."""
         refuse_other_cuts("control.credit", cuts, self.cuts)
         if len(advantages) != len(cuts.batch) or not all(map(math.isfinite, advantages)):
             raise AlgorithmError(
@@ -165,17 +164,17 @@ class Iterations:
                 return
 
 
+@dataclass(frozen=True, eq=False)
 class CheckedTraining:
     """The trainer as an algorithm sees it, whose `step` takes the cuts of the running iteration only."""
 
-    def __init__(self, training: Training, iterations: Iterations) -> None:
-        self._training = training
-        self._iterations = iterations
+    training: Training
+    iterations: Iterations
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._training, name)
+        return getattr(self.training, name)
 
     async def step(self, cuts: Cuts) -> StepReport:
         """Raises AlgorithmError for other cuts than those of the running iteration: the journal would lack them."""
-        refuse_other_cuts("fleet.training.step", cuts, self._iterations.cuts)
-        return await self._training.step(cuts)
+        refuse_other_cuts("fleet.training.step", cuts, self.iterations.cuts)
+        return await self.training.step(cuts)

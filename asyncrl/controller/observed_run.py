@@ -61,30 +61,31 @@ class RunState:
         return self.journal.ledger.incarnation
 
 
+@dataclass
 class WorkerEvents:
     """Notifies the controller at once that a worker started or is lost; `follow` does what has to be awaited, in order.
 
     The queue is bounded by the deaths of workers, each of which is followed by a pause.
     """
 
-    def __init__(self, running: RunningFleet, controller: Controller) -> None:
-        self._controller = controller
-        self._training = running.fleet.training
-        self._workers = running.workers
+    running: RunningFleet
+    controller: Controller
+
+    def __post_init__(self) -> None:
         self._queue: asyncio.Queue[WorkerStarted | WorkerCleanedUp] = asyncio.Queue()
-        for service, workers in running.workers.items():
+        for service, workers in self.running.workers.items():
             for worker in workers:
                 if worker.alive:
-                    controller.worker_lives(service, worker.instance)
-        running.subscribers.append(self._take)
+                    self.controller.worker_lives(service, worker.instance)
+        self.running.subscribers.append(self._take)
 
     def _take(self, event: FleetEvent) -> None:
         match event:
             case WorkerStarted(service, instance):
-                self._controller.worker_lives(service, instance)
+                self.controller.worker_lives(service, instance)
                 self._queue.put_nowait(event)
             case WorkerLost(service, instance, reason):
-                self._controller.worker_lost(instance, reason, self._workers[service].groups_at(instance))
+                self.controller.worker_lost(instance, reason, self.running.workers[service].groups_at(instance))
             case WorkerCleanedUp("generation"):
                 self._queue.put_nowait(event)
 
@@ -93,9 +94,9 @@ class WorkerEvents:
         while True:
             match await self._queue.get():
                 case WorkerStarted(service):
-                    await self._controller.worker_started(service)
+                    await self.controller.worker_started(service)
                 case WorkerCleanedUp(_, instance):
-                    await self._training.detached(instance)
+                    await self.running.fleet.training.detached(instance)
 
 
 @dataclass
@@ -137,9 +138,7 @@ class TrainingRun:
         fleet, config = self._fleet, self.config
         assert fleet.evaluation is not None, "a run with held-out prompts has this service"
         evaluator = Evaluator(fleet.evaluation, fleet.reward, self.questions.held_out, config, fleet.cost)
-        deadline = config.fleet.start_deadline + config.fleet.call_deadline  # Longer than a worker's restart takes.
-        lease = config.staleness.publish_deadline
-        return EvaluationSchedule(fleet, evaluator, lease, deadline, self._evaluated, self._not_evaluated)
+        return EvaluationSchedule(fleet, evaluator, config, self._evaluated, self._not_evaluated)
 
     async def run(self) -> None:
         """Runs the controller to its end; makes the last checkpoint and the last evaluation.
@@ -211,7 +210,7 @@ class TrainingRun:
             await self._evaluations.finish(await self._fleet.training.published())
         await self._recorder.drain()
         staleness = self._controller.staleness
-        for text in (staleness.lengths.report(self.state.gate.samples()), staleness.advice()):
+        for text in (staleness.ends_by_length(self.state.gate.samples()), staleness.advice()):
             if text:
                 self.display.say(text)
 

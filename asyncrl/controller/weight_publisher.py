@@ -77,15 +77,12 @@ class WeightPublisher:
             if reader not in using.readers:
                 return  # The reader keeps the version that it reads.
             await self._relay(reader, using)
-        except Retryable:
-            return  # The fleet handles the death; a reader that takes the place of this one joins.
-        except Refused:
-            return  # Overwritten before a late joiner was attached; the newer version is announced already.
+        except (Retryable, Refused):
+            return  # The fleet handles a death; of a version that was overwritten, a newer one is announced already.
         seconds = asyncio.get_running_loop().time() - began
         self.observe(WeightsHandedOver(using.version, reader, seconds, using.canary))
 
     async def _attach(self, reader: str, published: Published) -> None:
-        """Leases this version to the reader, so that the trainer does not overwrite it."""
         await self.fleet.training.using(reader, published.version)
 
     async def _use_weights(self, reader: str, published: Published) -> Using | None:

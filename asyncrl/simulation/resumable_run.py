@@ -70,8 +70,8 @@ class ResumableRun:
         self.plan = plan = plan_resume(store)
         self.incarnation = plan.incarnation if plan else 0
         self.journal = resume(store, plan) if plan else Journal(store)
-        self.gate = gate_class(shape.gate, plan.version, plan.next_group) if plan else gate_class(shape.gate)
-        for group in plan.groups if plan else ():
+        self.gate = gate_class(shape.gate, plan.version, plan.ledger.next_group) if plan else gate_class(shape.gate)
+        for group in plan.ledger.groups.values() if plan else ():
             self.gate.restore(group)
         self.committed = plan.version if plan else -1
         self._shape = shape

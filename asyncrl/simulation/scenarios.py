@@ -157,7 +157,7 @@ class SimulatedRun(ResumableRun):
         if self.plan is not None:
             for service in (*self.owners, training):
                 service.run_in(self.plan.incarnation)
-            training.restore(self.plan.version, bytes.fromhex(self.plan.chain))
+            training.restore(self.plan.version, self.plan.ledger.chain)
             for critic in critics:
                 critic.restore(self.plan.version)
         first, second = (*critics, None, None)[:2]

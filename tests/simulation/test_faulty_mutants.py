@@ -114,7 +114,7 @@ def a_dead_reader_keeps_its_lease(patch: Patch) -> None:
     async def follow(news: WorkerEvents) -> None:
         while True:
             if isinstance(event := await news._queue.get(), WorkerStarted):
-                await news._controller.worker_started(event.service)
+                await news.controller.worker_started(event.service)
 
     patch.setattr(WorkerEvents, "follow", follow)
 

@@ -30,8 +30,8 @@ from asyncrl.protocols.staleness import live
 class Gate:
     """Keeps the groups in flight and applies the rules to them. Finished groups are forgotten at once.
 
-    For the staleness report: abandoned_tokens, sampled in attempts that were given up; ended samples; gaps, the
-    baseline at an early cut minus the baseline of the whole group.
+    counts: samples by stage since this gate was made. The staleness report takes each step abandoned_tokens, sampled in
+    attempts that were given up; ended samples; and gaps, the baseline at an early cut minus that of the whole group.
     """
 
     def __init__(self, config: GateConfig, version: int = 0, next_group: int = 0) -> None:
@@ -43,7 +43,7 @@ class Gate:
         self.ended: deque[EndedSample] = deque(maxlen=4 * config.cap * config.members)
         self.gaps: deque[float] = deque(maxlen=4 * config.cap)
         self._groups: dict[int, GroupState] = {}
-        self._counts = Counter[Stage]()
+        self.counts = Counter[Stage]()
         self._running_since = Counter[int]()
         self._stopped = False
         self._early: dict[int, float] = {}
@@ -153,7 +153,7 @@ class Gate:
 
     def pick(self) -> Pick:
         """Drops what cannot train, then picks what to train next and moves it to TRAINING; between iterations only."""
-        assert not self._counts[Stage.TRAINING], "pick() is for when no iteration is running"
+        assert not self.counts[Stage.TRAINING], "pick() is for when no iteration is running"
         dropped = self._drop_unusable()
         cuts, full = self._urgent_cuts()
         waits = not full or (self.config.policy == "block" and not self.fits_deadlines(cuts))
@@ -187,7 +187,7 @@ class Gate:
 
     def preview(self) -> tuple[Cut, ...]:
         """Returns what `pick` would take if no iteration were running; () while that is no full batch."""
-        if self._counts[Stage.READY] < self.config.batch:
+        if self.counts[Stage.READY] < self.config.batch:
             return ()
         cuts, full = self._urgent_cuts()
         return tuple(sorted(cuts)) if full else ()
@@ -240,17 +240,17 @@ class Gate:
 
     @property
     def in_flight(self) -> int:
-        return sum(self._counts[stage] for stage in IN_FLIGHT)
+        return sum(self.counts[stage] for stage in IN_FLIGHT)
 
     @property
     def worth_picking(self) -> bool:
         """Returns whether enough samples are ready, or no more will be. Cheap; asked at each score."""
-        return self._counts[Stage.READY] >= self.config.batch or not any(self._counts[stage] for stage in OPEN)
+        return self.counts[Stage.READY] >= self.config.batch or not any(self.counts[stage] for stage in OPEN)
 
     @property
     def exhausted(self) -> bool:
         """Returns whether no sample becomes ready by itself: none runs, is scored or awaited, and none may be drawn."""
-        return not any(self._counts[stage] for stage in OPEN) and not self.awaited and not self.may_draw()
+        return not any(self.counts[stage] for stage in OPEN) and not self.awaited and not self.may_draw()
 
     def finished(self, group: int) -> bool:
         return group not in self._groups
@@ -261,10 +261,6 @@ class Gate:
     @property
     def awaited(self) -> int:
         return sum(group.awaits for group in self._groups.values()) if self.config.greedy else 0
-
-    def counts(self) -> dict[Stage, int]:
-        """Returns the number of samples by stage; TRAINED and DROPPED count since this gate was made."""
-        return {stage: self._counts[stage] for stage in Stage}
 
     def group(self, group: int) -> GroupState:
         return self._groups[group]
@@ -287,7 +283,7 @@ class Gate:
             self._count(group.samples[member], +1)
 
     def _count(self, sample: SampleState, change: int) -> None:
-        self._counts[sample.stage] += change
+        self.counts[sample.stage] += change
         if sample.stage is Stage.RUNNING:
             self._running_since[sample.since] += change
             if not self._running_since[sample.since]:

@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from zlib import crc32
 
-from asyncrl.controller.gate.group_state import GroupState
 from asyncrl.controller.journal.journal import Journal, Scan, replay, resumes, void_ranges
 from asyncrl.controller.journal.ledger import CheckpointMade, Drawn, InFlight, Ledger
 from asyncrl.controller.journal.run_storage import FileStore, Store
@@ -53,7 +52,7 @@ MANIFEST_FIELDS = dict(field_checks(Manifest))
 
 @dataclass(frozen=True, slots=True)
 class ResumePlan:
-    """The checkpoint from which a run is resumed, and what was in flight there. incarnation: the new one.
+    """The checkpoint from which a run is resumed. incarnation: the new one. ledger: at the checkpoint.
 
     directory: folder of its files. said: a line for the user about each newer checkpoint that cannot be used.
     """
@@ -62,9 +61,7 @@ class ResumePlan:
     version: int
     offset: int
     directory: str
-    chain: str
-    groups: tuple[GroupState, ...]
-    next_group: int
+    ledger: Ledger
     said: tuple[str, ...] = ()
 
 
@@ -194,9 +191,7 @@ def plan_resume(store: Store) -> ResumePlan | None:
                 version=version,
                 offset=manifest.offset,
                 directory=store.path(str(version)),
-                chain=manifest.chain,
-                groups=tuple(ledger.groups.values()),
-                next_group=ledger.next_group,
+                ledger=ledger,
                 said=tuple(said),
             )
     if not said and not any(isinstance(framed.record, Drawn) for framed in Scan(store)):

@@ -105,13 +105,15 @@ def _means(prompts: Sequence[Known]) -> list[float]:
     return [fmean(known) for each in prompts if (known := [one for one in each if one is not None])]
 
 
-async def copy_weights(fleet: Fleet, published: Published, lease: float, deadline: float) -> None:
+async def copy_weights(fleet: Fleet, published: Published, config: Config) -> None:
     """Lets the evaluation service copy out a version, leased meanwhile so that the trainer cannot overwrite it.
 
-    lease: seconds of one lease; between leases the trainer may write. deadline: seconds until the version is given up.
-    Raises Refused when the version was overwritten, WeightsError for a wrong digest or too slow a copy.
+    Between leases the trainer may write. Raises Refused when the version was overwritten, WeightsError for a wrong
+    digest or too slow a copy.
     """
     assert fleet.evaluation is not None
+    lease = config.staleness.publish_deadline
+    deadline = config.fleet.start_deadline + config.fleet.call_deadline  # Longer than a worker's restart takes.
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline
     while loop.time() < until:
@@ -134,13 +136,12 @@ async def copy_weights(fleet: Fleet, published: Published, lease: float, deadlin
 class EvaluationSchedule:
     """Evaluates versions on request, one at a time, beside training. At most one waits: a newer one replaces it.
 
-    lease, deadline: as for `copy_weights`. skipped: takes each version that is not evaluated, and the reason.
+    skipped: takes each version that is not evaluated, and the reason.
     """
 
     fleet: Fleet
     evaluator: Evaluator
-    lease: float
-    deadline: float
+    config: Config
     done: Callable[[Evaluation], None]
     skipped: Callable[[int, str], None]
 
@@ -179,7 +180,7 @@ class EvaluationSchedule:
         """Evaluates a version; tries again once when a worker dies, and skips a version that was overwritten."""
         for attempt in range(2):
             try:
-                await copy_weights(self.fleet, published, self.lease, self.deadline)
+                await copy_weights(self.fleet, published, self.config)
                 self.done(await self.evaluator.evaluate(published.version, published.incarnation))
                 self._newest = published.version
                 return

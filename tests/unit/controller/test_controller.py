@@ -134,7 +134,7 @@ def test_nothing_runs_between_iterations_and_nothing_is_drawn_before_the_first()
 
     async def between(version: int) -> None:
         await asyncio.sleep(5)  # what is in flight goes on meanwhile
-        seen.append((version, scene.gate.counts()[Stage.TRAINING], len(scene.told(Drawn))))
+        seen.append((version, scene.gate.counts[Stage.TRAINING], len(scene.told(Drawn))))
 
     scene.between = between
     scene.play()

@@ -111,8 +111,8 @@ async def test_what_was_recorded_after_a_checkpoint_is_void(saga: Saga) -> None:
     saga.train(2)
     plan = plan_resume(saga.store.after_death())
     assert plan is not None
-    assert (plan.incarnation, plan.version, plan.next_group) == (1, 1, drawn)
-    assert tuple((group.id, group.members(*IN_FLIGHT)) for group in plan.groups) == flying
+    assert (plan.incarnation, plan.version, plan.ledger.next_group) == (1, 1, drawn)
+    assert tuple((group.id, group.members(*IN_FLIGHT)) for group in plan.ledger.groups.values()) == flying
 
 
 async def test_records_that_come_while_the_trainer_writes_lie_behind_the_checkpoint(saga: Saga) -> None:
@@ -128,7 +128,7 @@ async def test_records_that_come_while_the_trainer_writes_lie_behind_the_checkpo
     await commit(saga.journal, write, 2)
     plan = plan_resume(saga.store.after_death())
     assert plan is not None
-    assert plan.next_group == before
+    assert plan.ledger.next_group == before
     assert offset < plan.offset < saga.journal.offset
 
 
