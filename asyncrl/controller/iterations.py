@@ -30,10 +30,7 @@ Iteration: TypeAlias = AbstractContextManager[Cuts]
 
 @dataclass
 class Iterations:
-    """Begins and ends iterations, at most one at a time.
-
-    cuts: of the running iteration, if one runs. rows_lost: takes cuts that lost rows before they trained, and why.
-    """
+    """Begins and ends iterations. cuts: of the running one. rows_lost: takes cuts with lost rows, and the reason."""
 
     tracker: SampleTracker
     advantages: Advantages

@@ -115,10 +115,7 @@ def batch_normalized(
 
 
 def shuffled(cuts: Sequence[RewardedCut], version: int, *, estimate: Advantages, seed: int) -> list[list[float]]:
-    """Permutes the advantages of `estimate` over the batch: a control experiment that must not learn.
-
-    The permutation depends only on seed and version.
-    """
+    """Permutes the advantages of `estimate`, by seed and version only: a control experiment that must not learn."""
     return _split(np.random.default_rng([seed, version]).permutation(np.concatenate(estimate(cuts, version))), cuts)
 
 

@@ -101,10 +101,7 @@ def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, positive: float, negat
 
 
 def kept_ratio_loss(log_ratio: Tensor, advantages: Tensor, kept: Tensor) -> SurrogateLoss:
-    """Computes -r A for the kept tokens and 0 for the others, without a clip.
-
-    Source: M2PO (arXiv 2510.01161). kept: bool [tokens], see `second_moment_bound`.
-    """
+    """Computes -r A for the kept tokens, bool [tokens], and 0 for the others. Source: M2PO (arXiv 2510.01161)."""
     ratio = log_ratio.exp()
     return SurrogateLoss(torch.where(kept, -ratio * advantages, 0.0), ratio.detach(), ~kept)
 

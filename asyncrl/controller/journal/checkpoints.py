@@ -31,10 +31,7 @@ WriteFiles = Callable[[str], Awaitable[Checkpointed]]
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The identity of a checkpoint.
-
-    offset, crc: length and crc32 of the journal at that time. chain: the trainer's, hex. files: path -> SHA-256.
-    """
+    """Identifies a checkpoint. offset, crc: of the journal then. chain: the trainer's, hex. files: path -> SHA-256."""
 
     incarnation: int
     version: int

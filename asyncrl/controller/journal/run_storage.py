@@ -5,9 +5,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO
+from io import BufferedIOBase, BytesIO
 from pathlib import Path
-from typing import BinaryIO, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from asyncrl.errors import ConfigError
 
@@ -68,7 +68,7 @@ class FileStore:
             target.flush()
             os.fsync(target.fileno())
 
-    def open(self, folder: str, file: str) -> BinaryIO:
+    def open(self, folder: str, file: str) -> BufferedIOBase:
         return open(self.checkpoints / folder / file, "rb")
 
     def rename(self, folder: str, name: str) -> None:
@@ -169,7 +169,7 @@ class MemoryStore:
         if not self._frozen:
             self._folders[folder][file] = data
 
-    def open(self, folder: str, file: str) -> BinaryIO:
+    def open(self, folder: str, file: str) -> BufferedIOBase:
         if file not in self._folders.get(folder, {}):
             raise FileNotFoundError(f"{folder}/{file}")
         return BytesIO(self._folders[folder][file])

@@ -32,7 +32,7 @@ FAULTY = (
 
 @dataclass(slots=True)
 class RewardFailures:
-    """Reports the first failed score of a run, and ends a run after `limit` samples in a row without a reward."""
+    """Reports the first failed score; raises RewardError after `limit` samples in a row without a reward."""
 
     limit: int
     say: Callable[[str], None]
@@ -75,9 +75,9 @@ class PoisonedGroups:
 
 @dataclass(slots=True)
 class AlgorithmDrops:
-    """Ends a run whose algorithm drops samples without a step, and without a group that can train, in between.
+    """Raises AlgorithmError after `limit` drops of an algorithm without a step, or a group that can train, in between.
 
-    limit: dropped samples in a row. baseline: ready samples that a group needs for its advantages.
+    baseline: ready samples that a group needs for its advantages.
     """
 
     limit: int

@@ -34,10 +34,7 @@ Metrics = dict[str, float]
 
 @dataclass
 class Recorder:
-    """Writes the files of a run directory.
-
-    show: takes the metrics of each step and a sample. sinks: get the metrics too, and are closed with the recorder.
-    """
+    """Writes the files of a run directory. show: takes the metrics and a sample of each step. sinks: get metrics."""
 
     directory: RunDirectory
     fleet: Fleet
