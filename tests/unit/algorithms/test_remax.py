@@ -146,7 +146,7 @@ def test_no_part_of_a_group_trains_before_it_can_be_compared() -> None:
 
 def test_the_row_of_a_greedy_answer_is_released_once_judged_and_when_its_attempt_is_given_up() -> None:
     held = Held()
-    held.tracker.restart(held.group, "its worker died", 1)
+    held.tracker.restart(held.group, "its worker died")
     assert (held.group, GREEDY, 0) in held.released
     held.released.clear()
     held.tracker.compared(row(held.group, GREEDY, attempt=0), Score(1.0, {}))
@@ -161,7 +161,7 @@ def test_the_row_of_a_greedy_answer_is_released_once_judged_and_when_its_attempt
 def test_a_retried_group_keeps_the_reward_it_was_compared_with_also_when_the_run_is_resumed() -> None:
     held = Held()
     held.tracker.compared(row(held.group, GREEDY), Score(0.25, {}))
-    held.tracker.restart(held.group, "its worker died", 1)
+    held.tracker.restart(held.group, "its worker died")
     held.tracker.compared(row(held.group, GREEDY, attempt=1), Score(0.75, {}))
     assert held.gate.group(held.group).greedy == 0.25, (
         "the first one counts, so that all its parts compare with the same"
