@@ -163,7 +163,7 @@ def _section(name: str, key: str, given: Any) -> Mapping[str, Any]:
 
 def _algorithm(given: Any) -> tuple[Mapping[str, Any], "Algorithm | None"]:
     """Returns keys of the section, with `custom` as a name, and the algorithm if it was given as an object."""
-    from asyncrl.algorithms.custom import FROM_PYTHON, algorithm_from, importable_algorithm
+    from asyncrl.algorithms.select import FROM_PYTHON, algorithm_from, importable_algorithm
 
     keys = _section("algorithm", "preset", given if isinstance(given, str | Mapping) else {"custom": given})
     if "custom" not in keys or isinstance(keys["custom"], str):
@@ -174,7 +174,7 @@ def _algorithm(given: Any) -> tuple[Mapping[str, Any], "Algorithm | None"]:
 
 def _algorithm_here(custom: "Algorithm | None", name: str, say: Callable[[str], None]) -> "Algorithm | None":
     """Returns an algorithm given as an object under the name that its errors are attributed to."""
-    from asyncrl.algorithms.custom import FROM_PYTHON
+    from asyncrl.algorithms.select import FROM_PYTHON
 
     if custom is None:
         return None

@@ -32,7 +32,11 @@ async def gather(*work: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         errors = [error for task in tasks if task.done() and (error := _error(task)) is not None]
     finally:
-        await _cancel_all(tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for task in tasks:
+            _error(task)  # Retrieved, or asyncio would log that it never was.
     if errors:
         raise next((error for error in errors if not isinstance(error, Retryable)), errors[0])
     return tuple(task.result() for task in tasks)
@@ -40,11 +44,3 @@ async def gather(*work: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:
 
 def _error(task: asyncio.Task[Any]) -> BaseException | None:
     return asyncio.CancelledError() if task.cancelled() else task.exception()
-
-
-async def _cancel_all(tasks: list[asyncio.Task[T]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    for task in tasks:
-        _error(task)  # Retrieved, or asyncio would log that it never was.

@@ -1,28 +1,11 @@
 """Every error that asyncrl raises on purpose.
 
 AsyncrlError
-├── ConfigError            a mistake in a config, a flag or an argument (also a ValueError)
-├── TaskError              prompts that cannot be read or lack a column (also a ValueError)
-├── RewardError            a reward function failed, hung or returned something that is no reward
-├── AlgorithmError         a custom algorithm raised, or left out what an algorithm must do
-├── UnknownEndpoint        a handle was asked for an endpoint that its contract does not declare
-├── DeadlineExceeded       a wait ran out; names what it waited for and who holds it (also a TimeoutError)
-├── Retryable              the same work may be done again, elsewhere or in a new attempt
-│   ├── PeerLost           a connection broke, or the worker behind it died
-│   └── LostRows           rows behind a reference were freed, or their owner died
-├── Refused                a handshake or a step was refused: wrong run, incarnation or version, both named
-├── WireError              bytes that are no valid message, or more of them than allowed
-├── RemoteError            an error raised in another process: type, message, service, rank, traceback
-├── ArenaFull              a bounded arena has no free slot: more was admitted than fits
-├── WeightsError           published weights do not match their digest or specification
-├── JournalError           the journal or a checkpoint contradicts itself
-│   ├── IllegalTransition  a sample moved to a stage that it cannot reach
-│   └── TrainedTwice       a (group, member) entered the loss a second time
-├── Interrupted            a signal ended the run before its checkpoint; names the newest one and how to resume
-├── PolicyMismatch         the policy that sampled and the one that trains differ by more than the config allows
-├── NonFiniteLoss          three training steps in a row had a loss or gradient that is not finite
-├── OnlyTruncated          three training steps in a row had only answers that algorithm.mask_truncated leaves out
-└── FleetFailed            the fleet cannot go on; carries the exit code and the command that resumes
+├── Retryable: PeerLost, LostRows
+├── JournalError: IllegalTransition, TrainedTwice
+├── mistakes of the user: ConfigError, TaskError, RewardError, AlgorithmError, UnknownEndpoint
+├── trouble between processes: DeadlineExceeded, Refused, WireError, RemoteError, ArenaFull, WeightsError
+└── ends of a run: Interrupted, PolicyMismatch, NonFiniteLoss, OnlyTruncated, FleetFailed
 """
 
 import re
@@ -78,13 +61,9 @@ class WireError(AsyncrlError):
 
 
 class RemoteError(AsyncrlError):
-    """Reports an error that was raised in a worker.
+    """Reports an error that was raised in a worker, which service and rank name.
 
-    Attributes:
-        kind: class name of the original error.
-        service, rank: worker that raised it.
-        message: text of the original error.
-        remote_traceback: its traceback as text.
+    kind, message, remote_traceback: class name, text and traceback of the original error.
     """
 
     def __init__(self, kind: str, message: str, service: str, rank: int, remote_traceback: str) -> None:
@@ -133,11 +112,7 @@ class OnlyTruncated(AsyncrlError):
 
 
 class FleetFailed(AsyncrlError):
-    """Reports that the fleet cannot go on.
-
-    Attributes:
-        exit_code: exit status of the command (75: the same command resumes the run).
-    """
+    """Reports that the fleet cannot go on. exit_code: of the command; 75: the same command resumes the run."""
 
     def __init__(self, message: str, exit_code: int = 75) -> None:
         super().__init__(message)

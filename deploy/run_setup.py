@@ -158,11 +158,11 @@ async def _train(
     rollback: DirectoryRollback,
     signals: StopSignals,
 ) -> None:
-    config, say = request.config, request.display.say
-    with forks_of(config, request.forks, say) as forks:
+    config, display = request.config, request.display
+    with forks_of(config, request.forks, display.say) as forks:
         settle_config(request, directory, store, plan)
         questions = await asyncio.to_thread(load_questions, request, directory)
-        model = await prepare(config, directory.model, say)
+        model = await prepare(config, directory.model, display.say)
         refuse(model_problems(config, model))  # The model may not have been on this machine before.
         scorers = await asyncio.to_thread(scoring_model_folders, config, model)
         state = restore_run(config, directory, store, plan)
@@ -171,7 +171,9 @@ async def _train(
         async with _fleet(replace(request, forks=forks), questions, facts, signals, scorers) as running:
             rollback.begun = True
             with gc_frozen():
-                run = TrainingRun(config, state, questions, algorithm, advantages, running, request.display, signals)
+                run = TrainingRun(
+                    state, questions, algorithm, advantages, running, display, signals.ending_in_order, signals.abandon
+                )
                 await run.run()
 
 
@@ -199,7 +201,7 @@ def settle_config(request: RunRequest, directory: RunDirectory, store: FileStore
             request.display.say(line)
         request.display.say(
             f"resuming {directory.path} at step {plan.version} of {config.steps}{_repeated_steps(store, plan)}: "
-            f"model, optimizer and journal are taken over, {len(plan.groups)} groups in flight start again"
+            f"model, optimizer and journal are taken over, {len(plan.ledger.groups)} groups in flight start again"
         )
     elif directory.config.exists():
         then = read(directory.config)
@@ -237,12 +239,12 @@ def restore_run(config: Config, directory: RunDirectory, store: FileStore, plan:
     """Makes a new gate and journal, or restores those of the checkpoint in `plan`."""
     gate_config = GateConfig.of(config)
     if plan is None:
-        return RunState(directory, store, Journal(store), Gate(gate_config), None)
+        return RunState(directory, Journal(store), Gate(gate_config), None)
     journal = resume(store, plan)
-    gate = Gate(gate_config, plan.version, plan.next_group)
-    for group in plan.groups:
+    gate = Gate(gate_config, plan.version, plan.ledger.next_group)
+    for group in plan.ledger.groups.values():
         gate.restore(group)
-    return RunState(directory, store, journal, gate, plan, plan.incarnation)
+    return RunState(directory, journal, gate, plan)
 
 
 def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunState) -> RunFacts:

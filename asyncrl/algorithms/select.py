@@ -1,12 +1,17 @@
-"""Selects the algorithm and the estimator of advantages that a config asks for."""
+"""Selects the algorithm and the estimator of advantages that a config asks for: one of asyncrl or the user's own."""
 
+import inspect
+import os
+import sys
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
+from typing import Any
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
-from asyncrl.algorithms.custom import algorithm_named
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import AlgorithmConfig, Config
+from asyncrl.config.user_code import module_named, resolve
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.errors import ConfigError
 from asyncrl.objectives import advantages
@@ -19,21 +24,17 @@ MADE_FOR = {
     "ppo": 'advantage = "gae" without a constraint',
     "safe_rlhf": 'constraint = "lagrangian"',
 }
-TRAIN_RUNS = {
-    "grpo": {"grpo", "remax"},
-    "remax": {"grpo", "remax"},
-    "ppo": {"grpo", "remax", "ppo"},
-    "safe_rlhf": {"grpo", "remax", "ppo", "safe_rlhf"},
-}
-"""For the services of each algorithm, the algorithms whose `train` finds there every service that it calls."""
+MODELS = {"grpo": 1, "remax": 1, "ppo": 2, "safe_rlhf": 3}
+"""How many models the `train` of each algorithm updates; it also runs where there are more."""
+KEY = "algorithm.custom"
+FROM_PYTHON = "python:algorithm"
+"""Value of `algorithm.custom` in the config of a run whose algorithm cannot be imported by a name."""
+ARGUMENTS = {"roll_out": ("fleet", "control", "group"), "train": ("fleet", "control")}
+"""Arguments that each function of an algorithm is called with."""
 
 
 def algorithm_of(config: Config) -> Algorithm:
-    """Returns the algorithm to run; configs that need no other service or row than GRPO share its algorithm.
-
-    Raises:
-        ConfigError: `algorithm.custom` names no algorithm.
-    """
+    """Returns the algorithm to run, GRPO where a config needs no other service or row; raises as `algorithm_named`."""
     if config.algorithm.custom:
         return replace(algorithm_named(config.algorithm.custom), name=config.algorithm.custom)
     return SHIPPED[_shipped(config.algorithm)]
@@ -56,7 +57,8 @@ def algorithm_problems(config: Config, given: Algorithm | None = None) -> list[P
         where, _, text = str(error).partition(": ")
         return [Problem("algorithm.custom", where, text)]
     runs, found = _shipped(config.algorithm), []
-    for function, names in (("roll_out", {runs}), ("train", TRAIN_RUNS[runs])):
+    trainable = {name for name in SHIPPED if MODELS[name] <= MODELS[runs]}
+    for function, names in (("roll_out", {runs}), ("train", trainable)):
         its = getattr(algorithm, function)
         name = next((name for name, shipped in SHIPPED.items() if getattr(shipped, function) is its), None)
         if name is not None and name not in names:
@@ -71,9 +73,10 @@ def algorithm_problems(config: Config, given: Algorithm | None = None) -> list[P
 def advantages_of(config: Config) -> Advantages:
     """Returns the estimator of `algorithm.advantage`, shuffled for the control experiment that must not learn."""
     algorithm = config.algorithm
+    of_group = partial(advantages.group_advantages, normalize_std=bool(algorithm.normalize_std))
     estimators: dict[str, Advantages] = {
-        "group_mean": partial(advantages.group_baseline, normalize_std=bool(algorithm.normalize_std)),
-        "leave_one_out": advantages.leave_one_out,
+        "group_mean": partial(advantages.group_baseline, estimate=of_group),
+        "leave_one_out": partial(advantages.group_baseline, estimate=advantages.leave_one_out_advantages),
         "batch": advantages.batch_normalized,
         "group_batch": partial(advantages.batch_normalized, first=advantages.group_baseline),
         "greedy": advantages.greedy_baseline,
@@ -81,3 +84,75 @@ def advantages_of(config: Config) -> Advantages:
     }
     found = estimators[algorithm.advantage]
     return partial(advantages.shuffled, estimate=found, seed=config.seed) if algorithm.shuffle_advantages else found
+
+
+# ---- the user's algorithm ------------------------------------------------------------------------------
+
+
+def algorithm_named(name: str) -> Algorithm:
+    """Returns the algorithm that `module:NAME` or `FILE.py:NAME` names, or a module or file with both functions.
+
+    Raises ConfigError when there is none of that name, or it is no algorithm; the message says what to write.
+    """
+    if name == FROM_PYTHON:
+        raise ConfigError(
+            f"{KEY}: the run was started from Python with an algorithm that cannot be imported: resume it with the "
+            "same call"
+        )
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)  # Workers find modules there, and so must the process that starts them.
+    found = resolve(name, KEY) if ":" in name else module_named(name, KEY)
+    return algorithm_from(found, f"{KEY} = {name}")
+
+
+def algorithm_from(given: Any, where: str) -> Algorithm:
+    """Returns an `Algorithm` as it is, or makes one of a module or object with the two functions.
+
+    Raises ConfigError, whose text begins with `where`, when a function is missing, not async or takes other arguments.
+    """
+    if mistakes := [mistake for name in ARGUMENTS if (mistake := _mistake(given, name))]:
+        raise ConfigError(f"{where} is no algorithm: {_instead(given) or '; '.join(mistakes)}")
+    return given if isinstance(given, Algorithm) else Algorithm(given.roll_out, given.train)
+
+
+def _instead(given: object) -> str:
+    """Says what to write for an object of the wrong kind; empty: its kind is right."""
+    if inspect.isroutine(given):
+        return "it is one function, and an algorithm has two, write `asyncrl.Algorithm(roll_out, train)`"
+    if inspect.isclass(given) and all(callable(getattr(given, name, None)) for name in ARGUMENTS):
+        return f"it is a class, give an instance, write `{given.__name__}(...)`"
+    return ""
+
+
+def importable_algorithm(given: object) -> str | None:
+    """Returns the name to import this algorithm by in other processes; None: for one of a script or a notebook."""
+    if isinstance(given, ModuleType):
+        return given.__name__ if sys.modules.get(given.__name__) is given and _importable(given.__name__) else None
+    made_by = (getattr(given, "__module__", None), getattr(getattr(given, "roll_out", None), "__module__", None))
+    for module in [str(module) for module in made_by if _importable(module)]:
+        names = [name for name, value in vars(sys.modules[module]).items() if value is given]
+        if names:
+            return f"{module}:{names[0]}"
+    return None
+
+
+def _importable(module: str | None) -> bool:
+    return module in sys.modules and module != "__main__" and sys.modules[module].__spec__ is not None
+
+
+def _mistake(given: object, name: str) -> str:
+    """Says what is wrong with one function of an algorithm; empty: nothing."""
+    function, arguments = getattr(given, name, None), ", ".join(ARGUMENTS[name])
+    write = f"write `async def {name}({arguments})`"
+    if not callable(function):
+        return f"it has no function {name}, {write}"
+    calls = (function, getattr(function, "__call__", None))  # noqa: B004
+    if not any(inspect.iscoroutinefunction(each) for each in calls):
+        kind = "yields" if inspect.isasyncgenfunction(function) else "is not async"
+        return f"its {name} {kind}, {write}"
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*ARGUMENTS[name])
+    except TypeError:
+        return f"its {name} takes ({', '.join(signature.parameters)}) and is called with ({arguments}), {write}"
+    return ""

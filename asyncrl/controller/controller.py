@@ -13,7 +13,7 @@ Each loop is a task that waits for one thing at a time; another loop or a worker
     train        Controller.iterations: train    a full batch, then its step       _state_changed, then the trainer
     weights      WeightPublisher.run             a newer version                   trained, worker_started
     releases     RowReleases.run                 rows that are no longer needed    SampleTracker
-    prefetch     BatchTraining.prefetch             the batch after the running one   _state_changed
+    prefetch     Iterations.prefetch             the batch after the running one   _state_changed
     workers      WorkerEvents.follow             starts and ends of workers        the supervisor of the fleet
 
 A wait for another loop has no deadline of its own: it ends in a call to a worker that has one, and the watchdog of the
@@ -23,17 +23,17 @@ fleet reports when nothing moves. The controller is the only writer of gate and 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Literal, Self, cast
+from dataclasses import replace
+from typing import cast
 
-from asyncrl.config.schema import Config, MismatchConfig
-from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks
-from asyncrl.controller.batch_training import BatchTraining, CheckedTraining, Iteration
+from asyncrl.config.schema import Config
+from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks, AttributedTo
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Cut, Stage
+from asyncrl.controller.iterations import CheckedTraining, Iteration, Iterations
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, Observe, WeightsHandedOver
-from asyncrl.controller.rollouts import Attempt, PromptSource, Rollouts, Sampling, wait_of
+from asyncrl.controller.rollouts import Attempt, PromptSource, Rollouts, wait_of
 from asyncrl.controller.row_releases import RowReleases
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.controller.weight_publisher import WeightPublisher
@@ -44,40 +44,16 @@ from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.messages import Score, StepReport, ValueReport, with_cost
 from asyncrl.protocols.service_contracts import Training
 
-HANDED_IN = (Stage.READY, Stage.TRAINING, Stage.TRAINED)
-
 LAST_RELEASES = 1.0
 """Seconds for the last releases at the end of a run: the workers end too, so no answer is necessary."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """When a run ends, and what it waits for.
-
-    steps: version after which it ends. finish: whether the groups in flight then are abandoned, or trained in further
-    steps. publish_deadline: seconds a reader may hold on to an older version. mask_truncated: whether completions
-    without an end are left out of the loss. mismatch: bounds that warn or end the run.
-    """
-
-    steps: int
-    finish: Literal["abandon", "drain"] = "abandon"
-    publish_deadline: float = 10.0
-    mask_truncated: bool = False
-    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
-
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        deadline = config.staleness.publish_deadline
-        return cls(config.steps, config.finish, deadline, config.algorithm.mask_truncated, config.mismatch)
 
 
 class Controller:
     """Runs an algorithm on a fleet; in an algorithm it is called `control`.
 
-    gate, journal: new, or restored from a checkpoint; only this controller changes them. between: awaited with the
-    version while no iteration runs, before the first draw and after each iteration: the place for a checkpoint.
-    observe: called with every event. kill: called with a reader of weights that has to be killed. prompt_name: names
-    the prompt of a group in errors.
+    gate, journal: new, or restored from a checkpoint. between: awaited with the version before the first draw and after
+    each iteration: the place for a checkpoint. observe: takes every event. kill: takes a reader of weights that has to
+    be killed. prompt_name: names the prompt of a group in errors.
     """
 
     def __init__(
@@ -86,9 +62,8 @@ class Controller:
         journal: Journal,
         fleet: Fleet,
         prompts: PromptSource,
-        sampling: Sampling,
+        config: Config,
         advantages: Advantages,
-        schedule: Schedule,
         *,
         between: Callable[[int], Awaitable[None]],
         observe: Observe = lambda event: None,
@@ -97,7 +72,7 @@ class Controller:
     ) -> None:
         self._gate = gate
         self._fleet = fleet
-        self._schedule = schedule
+        self._config = config
         self._between = between
         self._observe = observe
         self._prompt_name = prompt_name
@@ -106,12 +81,9 @@ class Controller:
         self._releases = RowReleases(fleet, lambda: gate.oldest, self._drawable.set)
         self._tracker = tracker = SampleTracker(gate, journal, observe, self._releases.release, self._state_changed)
         self._checks = AlgorithmChecks(fleet)
-        self._rollouts = Rollouts(tracker, prompts, sampling, self._roll_out)
-        self._publisher = WeightPublisher(fleet, schedule.publish_deadline, self._handed_over, kill)
-        lost = self._rollouts.rows_lost
-        self._iterations = BatchTraining(
-            tracker, advantages, sampling.incarnation, lost, schedule.mask_truncated, schedule.mismatch
-        )
+        self._rollouts = Rollouts(tracker, prompts, config, self._roll_out)
+        self._publisher = WeightPublisher(fleet, config.staleness.publish_deadline, self._handed_over, kill)
+        self._iterations = Iterations(tracker, advantages, config, self._rollouts.rows_lost)
         self.staleness = self._iterations.staleness
         checked = CheckedTraining(fleet.training, self._iterations)
         self._checked_fleet = replace(fleet, training=cast(Training, checked))
@@ -128,10 +100,8 @@ class Controller:
     async def run(self, algorithm: Algorithm) -> None:
         """Runs from the first draw to the last step, and journals what is in flight at the end.
 
-        Raises:
-            FleetFailed: the trainer was lost.
-            TaskError: generation refused a prompt.
-            AsyncrlError: others, from the algorithm, its iterations, the journal or an observer.
+        Raises FleetFailed when the trainer was lost, TaskError when generation refused a prompt, and other errors from
+        the algorithm, its iterations, the journal or an observer.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -161,7 +131,7 @@ class Controller:
 
     async def _train(self) -> None:
         algorithm = self._algorithm
-        with algorithm.attribution("train"):
+        with AttributedTo(algorithm, "train"):
             await algorithm.train(self._checked_fleet, self)
         if algorithm.name and not self._iterations_ended:
             raise AlgorithmError(
@@ -172,7 +142,7 @@ class Controller:
     async def _roll_out(self, group: Attempt) -> None:
         algorithm = self._algorithm
         try:
-            with algorithm.attribution("roll_out"):
+            with AttributedTo(algorithm, "roll_out"):
                 await algorithm.roll_out(self._checked_fleet, self, group)
         except* TaskError as refused:
             raise TaskError(f"{self._prompt_name(group.prompts.id)}: {root_cause(refused)}") from None
@@ -193,9 +163,7 @@ class Controller:
 
     def describe_waits(self) -> list[str]:
         """Describes what the algorithm does and waits for, for the watchdog of the fleet."""
-        counts = ", ".join(
-            f"{count} {stage.value}" for stage, count in self._gate.counts().items() if stage in IN_FLIGHT
-        )
+        counts = ", ".join(f"{self._gate.counts[stage]} {stage.value}" for stage in IN_FLIGHT)
         train = f"  train {wait_of(self._training_task)}"
         return [f"the algorithm, at version {self.version}: samples {counts}", *self._rollouts.describe_waits(), train]
 
@@ -242,8 +210,7 @@ class Controller:
     def ready(self, samples: BatchRef, scores: Sequence[Score], costs: Sequence[Score] | None = None) -> None:
         """Takes the scores of samples: each then waits for training, or is dropped without a reward or a cost.
 
-        Raises:
-            AlgorithmError: a score, a cost or a column that training needs is missing, or a sample was dropped before.
+        Raises AlgorithmError when a score, cost or column that training needs is missing, or a sample was dropped.
         """
         self._checks.check_ready(samples, scores, costs)
         if costs is None:
@@ -262,10 +229,8 @@ class Controller:
     def drop(self, samples: BatchRef, reason: str) -> None:
         """Drops samples that were generated: counted under this reason, and in no baseline.
 
-        Samples of an old attempt, and those that the gate has dropped already, stay as they are.
-
-        Raises:
-            AlgorithmError: there is no reason, or a sample was handed to `ready` before.
+        Samples of an old attempt, and those that the gate has dropped already, stay as they are. Raises AlgorithmError
+        without a reason, or when a sample was handed to `ready` before.
         """
         if not isinstance(reason, str) or not reason.strip():
             raise AlgorithmError(
@@ -275,7 +240,7 @@ class Controller:
             group = row.group
             if self._gate.finished(group) or row.attempt != self._gate.group(group).attempt:
                 continue
-            if row.member in self._gate.members(group, *HANDED_IN):
+            if row.member in self._gate.members(group, Stage.READY, Stage.TRAINING, Stage.TRAINED):
                 raise AlgorithmError(
                     f"control.drop got sample {row.key}, which was handed to `control.ready`: call one of them"
                 )
@@ -298,11 +263,8 @@ class Controller:
     def credit(self, cuts: Cuts, advantages: Sequence[float]) -> Cuts:
         """Returns the cuts of the running iteration with these advantages, one a row of `cuts.batch`, to train instead.
 
-        The journal and the written samples have these advantages, too.
-
-        Raises:
-            AlgorithmError: these are other cuts, there is not one finite advantage for each row, or a critic gives each
-                token its own advantage.
+        The journal and the written samples have these advantages, too. Raises AlgorithmError for other cuts, without
+        one finite advantage for each row, or when a critic gives each token its own advantage.
         """
         if self._fleet.critic is not None:
             raise AlgorithmError(
@@ -314,8 +276,7 @@ class Controller:
     def trained(self, report: StepReport, *critics: ValueReport) -> None:
         """Takes the reports of trainer and critics on the running iteration, and announces the new weights.
 
-        Raises:
-            AlgorithmError: no iteration runs, or this is no report.
+        Raises AlgorithmError when no iteration runs, or this is no report.
         """
         if not isinstance(report, StepReport):
             raise AlgorithmError(
@@ -346,11 +307,11 @@ class Controller:
     def _ends(self) -> bool:
         if self._stopping:
             return True
-        if self.version < self._schedule.steps:
+        if self.version < self._config.steps:
             return False
         self._gate.stop_drawing()
         self._releases.idle_because("starved")
-        return self._schedule.finish == "abandon"
+        return self._config.finish == "abandon"
 
     # ---- workers come and go -----------------------------------------------------------------------------
 

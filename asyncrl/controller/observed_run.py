@@ -9,20 +9,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, closing
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import Algorithm
-from asyncrl.controller.controller import Controller, Schedule
+from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import ResumePlan, commit
 from asyncrl.controller.journal.journal import Journal
-from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.controller.observers.alarms import AlgorithmDrops, PoisonedGroups, RewardFailures
 from asyncrl.controller.observers.events import Event, GroupFinished, StepDone, Warned
 from asyncrl.controller.observers.held_out_evaluation import Evaluation, EvaluationSchedule, Evaluator, Question
 from asyncrl.controller.observers.recorder import Recorder
-from asyncrl.controller.rollouts import Sampling
 from asyncrl.errors import DeadlineExceeded, FleetFailed, root_cause
 from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
@@ -40,8 +36,7 @@ STOP_TIMEOUT = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """The prompts of a run. training: by group id; held_out: empty without evaluation; source: names the training rows
-    in messages; rows: how many there are."""
+    """The prompts of a run. training: by group id; source: names the training rows in messages; rows: their number."""
 
     training: Draw
     held_out: Sequence[Question]
@@ -57,47 +52,40 @@ class RunState:
     """The state that a run starts from. plan: None at the first start."""
 
     directory: RunDirectory
-    store: FileStore
     journal: Journal
     gate: Gate
     plan: ResumePlan | None
-    incarnation: int = 0
+
+    @property
+    def incarnation(self) -> int:
+        return self.journal.ledger.incarnation
 
 
-class InterruptScope(Protocol):
-    """The part of interrupt handling that a training run needs."""
-
-    def ending_in_order(self, end: Callable[[], None]) -> AbstractContextManager[None]:
-        """Inside this scope the first interrupt calls `end`, and does not abandon the run."""
-
-    def abandon(self, why: str) -> None:
-        """Cancels the run."""
-
-
+@dataclass
 class WorkerEvents:
     """Notifies the controller at once that a worker started or is lost; `follow` does what has to be awaited, in order.
 
     The queue is bounded by the deaths of workers, each of which is followed by a pause.
     """
 
-    def __init__(self, running: RunningFleet, controller: Controller) -> None:
-        self._controller = controller
-        self._training = running.fleet.training
-        self._workers = running.workers
+    running: RunningFleet
+    controller: Controller
+
+    def __post_init__(self) -> None:
         self._queue: asyncio.Queue[WorkerStarted | WorkerCleanedUp] = asyncio.Queue()
-        for service, workers in running.workers.items():
+        for service, workers in self.running.workers.items():
             for worker in workers:
                 if worker.alive:
-                    controller.worker_lives(service, worker.instance)
-        running.subscribers.append(self._take)
+                    self.controller.worker_lives(service, worker.instance)
+        self.running.subscribers.append(self._take)
 
     def _take(self, event: FleetEvent) -> None:
         match event:
             case WorkerStarted(service, instance):
-                self._controller.worker_lives(service, instance)
+                self.controller.worker_lives(service, instance)
                 self._queue.put_nowait(event)
             case WorkerLost(service, instance, reason):
-                self._controller.worker_lost(instance, reason, self._workers[service].groups_at(instance))
+                self.controller.worker_lost(instance, reason, self.running.workers[service].groups_at(instance))
             case WorkerCleanedUp("generation"):
                 self._queue.put_nowait(event)
 
@@ -106,32 +94,31 @@ class WorkerEvents:
         while True:
             match await self._queue.get():
                 case WorkerStarted(service):
-                    await self._controller.worker_started(service)
+                    await self.controller.worker_started(service)
                 case WorkerCleanedUp(_, instance):
-                    await self._training.detached(instance)
+                    await self.running.fleet.training.detached(instance)
 
 
 @dataclass
 class TrainingRun:
     """Runs one controller on one running fleet, with recorder, alarms, evaluation and checkpoints.
 
-    state: where the run starts. algorithm, advantages: what trains. running: the fleet. display: shows texts and steps
-    to the user. interrupts: end the run in order.
+    ending_in_order: returns a scope in which the first interrupt calls its argument, and does not abandon the run.
+    abandon: cancels the run, and says why.
     """
 
-    config: Config
     state: RunState
     questions: Questions
     algorithm: Algorithm
     advantages: Advantages
     running: RunningFleet
     display: Display
-    interrupts: InterruptScope
+    ending_in_order: Callable[[Callable[[], None]], AbstractContextManager[None]]
+    abandon: Callable[[str], None]
 
     def __post_init__(self) -> None:
+        self.config = self.running.facts.config
         self._fleet = self.running.fleet
-        self._recorder: Recorder
-        self._controller: Controller
         self._stopping = False
         self._abandon_timer: asyncio.TimerHandle | None = None
         self._last_commit = self.state.plan.version if self.state.plan else -1
@@ -144,49 +131,42 @@ class TrainingRun:
             PoisonedGroups(self.display.say),
         )
         self._evaluations = self._evaluation_schedule() if self.questions.held_out else None
+        self._recorder = self._open_recorder()
+        self._controller = self._make_controller()
 
     def _evaluation_schedule(self) -> EvaluationSchedule:
         fleet, config = self._fleet, self.config
         assert fleet.evaluation is not None, "a run with held-out prompts has this service"
         evaluator = Evaluator(fleet.evaluation, fleet.reward, self.questions.held_out, config, fleet.cost)
-        deadline = config.fleet.start_deadline + config.fleet.call_deadline  # Longer than a worker's restart takes.
-        lease = config.staleness.publish_deadline
-        return EvaluationSchedule(fleet, evaluator, lease, deadline, self._evaluated, self._not_evaluated)
+        return EvaluationSchedule(fleet, evaluator, config, self._evaluated, self._not_evaluated)
 
     async def run(self) -> None:
         """Runs the controller to its end; makes the last checkpoint and the last evaluation.
 
-        Raises:
-            FleetFailed: the trainer or a critic was lost, or did not answer in time.
-            AsyncrlError: as `Controller.run`, and what the alarms raise.
+        Raises what `Controller.run` and the alarms raise, and FleetFailed when the trainer or a critic is too late.
         """
-        with closing(self._open_recorder()) as self._recorder:
-            self._controller = self._make_controller()
+        with closing(self._recorder):
             self.running.describe_algorithm = self._controller.describe_waits
             try:
                 async with self._observers():
-                    with self.interrupts.ending_in_order(self._stop):
+                    with self.ending_in_order(self._stop):
                         await self._train()
                         await self._finish()
             except DeadlineExceeded as late:  # Other workers are killed or called again, so the trainer or a critic is.
                 raise FleetFailed(str(late)) from late
 
     def _make_controller(self) -> Controller:
-        config, state = self.config, self.state
-        temperature, max_new_tokens = config.generation.temperature, config.generation.max_new_tokens
-        sampling = Sampling(temperature, max_new_tokens, config.generation.deadline, config.seed, state.incarnation)
         return Controller(
-            state.gate,
-            state.journal,
+            self.state.gate,
+            self.state.journal,
             self._fleet,
             self.questions.training,
-            sampling,
+            self.config,
             self.advantages,
-            Schedule.of(config),
             between=self._between,
             observe=self._observe,
             kill=self._kill_reader,
-            prompt_name=lambda group: self.questions.where(group, config.seed),
+            prompt_name=lambda group: self.questions.where(group, self.config.seed),
         )
 
     async def _train(self) -> None:
@@ -205,7 +185,7 @@ class TrainingRun:
         self._stopping = True
         self._controller.stop()
         why = f"the running iteration did not end within {STOP_TIMEOUT:.0f} s of Ctrl-C"
-        self._abandon_timer = asyncio.get_running_loop().call_later(STOP_TIMEOUT, self.interrupts.abandon, why)
+        self._abandon_timer = asyncio.get_running_loop().call_later(STOP_TIMEOUT, self.abandon, why)
 
     async def _between(self, version: int) -> None:
         every = self.config.training.checkpoint_every
@@ -230,7 +210,7 @@ class TrainingRun:
             await self._evaluations.finish(await self._fleet.training.published())
         await self._recorder.drain()
         staleness = self._controller.staleness
-        for text in (staleness.lengths.report(self.state.gate.samples()), staleness.advice()):
+        for text in (staleness.ends_by_length(self.state.gate.samples()), staleness.advice()):
             if text:
                 self.display.say(text)
 

@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from asyncrl.config.schema import Config
 from asyncrl.controller.gate.group_state import DROPPABLE, OPEN, Stage
 from asyncrl.controller.observers.events import GroupPoisoned, Prompt
 from asyncrl.controller.sample_tracker import POISON, SampleTracker, stored_by
@@ -38,8 +39,7 @@ attributed to it. Where every twentieth second one of three workers is killed fr
 class Attempt:
     """One attempt at a group, as an algorithm gets it.
 
-    prompts: the request for generation. row: all columns of the prompt's row, for the reward functions. compared:
-    whether the reward of the greedy answer is known, or not needed.
+    row: all columns of the prompt's row. compared: whether the reward of the greedy answer is known, or not needed.
     """
 
     prompts: PromptGroup
@@ -48,10 +48,7 @@ class Attempt:
 
     @property
     def greedy(self) -> PromptGroup:
-        """The prompt once more, to be answered with the likeliest tokens; the answer goes to `control.compared`.
-
-        It asks for no member once the group has been compared: a later attempt keeps the reward of an earlier one.
-        """
+        """Returns the request for the greedy answer, which has no member once an earlier attempt was compared."""
         return replace(self.prompts, members=() if self.compared else (GREEDY,), temperature=0.0)
 
 
@@ -59,41 +56,12 @@ PromptSource = Callable[[int], tuple[Prompt, dict[str, Any]]]
 """Gives the prompt and the row of a group: a pure function of the group's id (and of the run's seed)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How every group is sampled. deadline: seconds a group may take; seed: the run's; incarnation: of this resume."""
-
-    temperature: float
-    max_new_tokens: int
-    deadline: float
-    seed: int
-    incarnation: int
-
-    def request(
-        self, prompt: Prompt, group: int, attempt: int, members: tuple[int, ...], not_before: int
-    ) -> PromptGroup:
-        """Returns the request of an attempt. not_before: oldest version that a sample may start with."""
-        return PromptGroup(
-            id=group,
-            attempt=attempt,
-            incarnation=self.incarnation,
-            prompt=prompt,
-            members=members,
-            seed=group_seed(self.seed, group),
-            not_before=not_before,
-            temperature=self.temperature,
-            max_new_tokens=self.max_new_tokens,
-            deadline=self.deadline,
-        )
-
-
 class CrashAttribution:
     """Finds the group whose samples crash the workers that run them: counts the deaths at which each was present.
 
-    At most one of the groups that ran in a worker caused its death, and perhaps none did: the worker may have been
-    killed from outside. So a group that was present at two deaths runs beside no other such group, and three further
-    deaths in its presence are attributed to it. When a worker dies with no group that was present at an earlier death,
-    something else kills workers, and all counts start again.
+    A group that was present at two deaths runs beside no other such group, and three further deaths in its presence are
+    attributed to it. When a worker dies with no group that was present at an earlier death, something else kills
+    workers, and all counts start again.
     """
 
     def __init__(self) -> None:
@@ -121,13 +89,12 @@ class CrashAttribution:
 class Rollouts:
     """Keeps one task, owned by `tasks`, for each group with a member that is not scored yet.
 
-    roll_out: returns when every sample of an attempt was handed to `ready`. tasks: set when the run begins. running:
-    the task of each group that is rolled out, in the order of their beginnings.
+    tasks: set when the run begins. running: the task of each group that is rolled out, in the order of beginnings.
     """
 
     tracker: SampleTracker
     prompts: PromptSource
-    sampling: Sampling
+    config: Config
     roll_out: Callable[[Attempt], Awaitable[None]]
 
     def __post_init__(self) -> None:
@@ -169,7 +136,7 @@ class Rollouts:
     def lost(self, group: int, reason: str) -> None:
         """Begins a new attempt at a group whose rows are gone, and ends the running one where it is."""
         if self._open(group):
-            self._restart(group, reason)
+            self.tracker.restart(group, reason)
         if group not in self._scopes:
             self._again[group] = None
         self._end_attempt(group)
@@ -195,7 +162,7 @@ class Rollouts:
                 # The group may have finished while it waited for the isolation.
                 failure = await self._try(group) if self._unfinished(group) else ""
             if failure and self._crashes.deaths > deaths and self._open(group):
-                self._restart(group, failure)
+                self.tracker.restart(group, failure)
             elif failure:
                 self._failed(group, failure)
         del self.running[group]
@@ -231,15 +198,22 @@ class Rollouts:
 
     def _attempt(self, group: int) -> Attempt:
         prompt, row = self.prompts(group)
-        members, not_before = self._gate.members(group, Stage.RUNNING), self._gate.not_before(group)
-        request = self.sampling.request(prompt, group, self._gate.group(group).attempt, members, not_before)
+        request = PromptGroup(
+            id=group,
+            attempt=self._gate.group(group).attempt,
+            incarnation=self.tracker.journal.ledger.incarnation,
+            prompt=prompt,
+            members=self._gate.members(group, Stage.RUNNING),
+            seed=group_seed(self.config.seed, group),
+            not_before=self._gate.not_before(group),
+            temperature=self.config.generation.temperature,
+            max_new_tokens=self.config.generation.max_new_tokens,
+            deadline=self.config.generation.deadline,
+        )
         return Attempt(request, row, compared=not self._gate.awaits(group))
 
     def _open(self, group: int) -> tuple[int, ...]:
         return self._gate.members(group, *DROPPABLE)
-
-    def _restart(self, group: int, reason: str) -> None:
-        self.tracker.restart(group, reason, self._failures.get(group, 0))
 
     def _failed(self, group: int, reason: str) -> None:
         if not self._open(group):
@@ -247,7 +221,7 @@ class Rollouts:
         self._failures = {known: count for known, count in self._failures.items() if not self._gate.finished(known)}
         self._failures[group] = failures = self._failures.get(group, 0) + 1
         if failures < ATTEMPTS:
-            self._restart(group, reason)
+            self.tracker.restart(group, reason)
         else:
             self.poison(group, reason)
 

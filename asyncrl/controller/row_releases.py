@@ -17,9 +17,8 @@ T = TypeVar("T")
 
 @dataclass
 class ReleaseQueue(Generic[T]):
-    """Sends items of one kind to one service, all items of one moment in one call.
+    """Sends items to one service, all items of one moment in one call, whether or not other services answer.
 
-    A queue waits for its own service only: while that is started again, the other services still free their rows.
     acknowledged: called when some items were answered.
     """
 
@@ -63,10 +62,7 @@ class ReleaseQueue(Generic[T]):
 
 
 class RowReleases:
-    """Queues the rows that services may free.
-
-    oldest: returns the first group in flight. acknowledged: called when services may have room for further rows.
-    """
+    """Queues the rows that services may free. oldest: returns the first group in flight."""
 
     def __init__(self, fleet: Fleet, oldest: Callable[[], int], acknowledged: Callable[[], None]) -> None:
         self._fleet = fleet

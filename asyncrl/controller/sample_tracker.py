@@ -7,14 +7,7 @@ from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import DROPPABLE, Cut, GroupState, Stage
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.journal.journal import Journal
-from asyncrl.controller.observers.events import (
-    AttemptFailed,
-    GroupDrawn,
-    GroupFinished,
-    Observe,
-    SampleScored,
-    SamplesDropped,
-)
+from asyncrl.controller.observers.events import GroupFinished, Observe, SampleScored
 from asyncrl.objectives.advantages import RewardedCut
 from asyncrl.protocols.batch import GREEDY, RowRef, SampleName
 from asyncrl.protocols.messages import Score
@@ -30,8 +23,8 @@ NO_GREEDY = "greedy_unscorable"
 class SampleTracker:
     """Tracks every sample in flight. What it knows of a sample or group is in the gate's state of it.
 
-    release: called with the samples whose rows, in these attempts and earlier ones, are no longer needed.
-    changed: called when a group may be drawn, or a batch may be complete.
+    release: takes samples whose rows, up to these attempts, may be freed. changed: called when a group may be drawn, or
+    a batch may be complete.
     """
 
     gate: Gate
@@ -50,18 +43,18 @@ class SampleTracker:
         return [cut[0] for cut in waiting if any(stored_by(row, instance) for row in self.rows(*cut))]
 
     def draw(self) -> int:
-        group, version = self.gate.draw(), self.gate.version
-        self.journal.append(ledger.Drawn(group, version, self.gate.config.members))
-        self.observe(GroupDrawn(group, version))
-        return group
+        drawn = ledger.Drawn(self.gate.draw(), self.gate.version, self.gate.config.members)
+        self.journal.append(drawn)
+        self.observe(drawn)
+        return drawn.group
 
-    def restart(self, group: int, reason: str, failures: int) -> None:
+    def restart(self, group: int, reason: str) -> None:
         state = self.gate.group(group)
         members, old = state.members(*DROPPABLE), state.attempt
-        number = self.gate.restart(group, members)
-        self.journal.append(ledger.AttemptStarted(group, number, members, reason))
+        started = ledger.AttemptStarted(group, self.gate.restart(group, members), members, reason)
+        self.journal.append(started)
         self._free(state, (*members, GREEDY) if state.awaits else members, old)
-        self.observe(AttemptFailed(group, failures, members, reason))
+        self.observe(started)
         self.changed()
 
     def generated(self, samples: Iterable[RowRef]) -> None:
@@ -157,8 +150,7 @@ class SampleTracker:
     def trained(self, cuts: tuple[Cut, ...], version: int, advantages: tuple[float, ...], chain: str) -> None:
         """Takes these cuts as trained by the iteration that led to `version`; raises what `Journal.append` does.
 
-        The journal comes first: what it refuses has not happened for the gate. The rows are freed at once, for a group
-        may wait long for its stragglers, and its trained samples hold no credit then.
+        What the journal refuses has not happened for the gate. Rows are freed before the stragglers of their group end.
         """
         self.journal.append(ledger.Trained(version, cuts, advantages, chain))
         states = [self.gate.group(group) for group, _ in cuts]
@@ -178,9 +170,10 @@ class SampleTracker:
         self.journal.sync()
 
     def _dropped(self, state: GroupState, members: tuple[int, ...], reason: str) -> None:
-        self.journal.append(ledger.Dropped(state.id, members, reason))
+        dropped = ledger.Dropped(state.id, members, reason)
+        self.journal.append(dropped)
         self._free(state, members)
-        self.observe(SamplesDropped(state.id, members, reason))
+        self.observe(dropped)
 
     def _free(self, state: GroupState, members: Iterable[int], attempt: int | None = None) -> None:
         """Releases rows up to an attempt, by default the newest; also rows that were made but not received yet."""

@@ -17,10 +17,9 @@ NO_VERSION = -1
 class WeightPublisher:
     """Hands the newest version to every reader, each in a task of its own, and reports to the trainer what each reads.
 
-    A version that is announced during a handover replaces those that wait: readers jump to the newest. A reader is
-    attached to a version before it is called: else, while its answer is on the way, the trainer could overwrite what it
-    reads. A reader that does not take over a version within `deadline` seconds keeps the trainer from writing, or has
-    no weights to sample with, so `kill` is called with it.
+    Readers jump to the newest version. A reader is attached to a version before it is called: else, while its answer is
+    on the way, the trainer could overwrite what it reads. A reader that does not take over a version within `deadline`
+    seconds keeps the trainer from writing, or has no weights to sample with, so `kill` is called with it.
     """
 
     fleet: Fleet
@@ -78,15 +77,12 @@ class WeightPublisher:
             if reader not in using.readers:
                 return  # The reader keeps the version that it reads.
             await self._relay(reader, using)
-        except Retryable:
-            return  # The fleet handles the death; a reader that takes the place of this one joins.
-        except Refused:
-            return  # Overwritten before a late joiner was attached; the newer version is announced already.
+        except (Retryable, Refused):
+            return  # The fleet handles a death; of a version that was overwritten, a newer one is announced already.
         seconds = asyncio.get_running_loop().time() - began
         self.observe(WeightsHandedOver(using.version, reader, seconds, using.canary))
 
     async def _attach(self, reader: str, published: Published) -> None:
-        """Leases this version to the reader, so that the trainer does not overwrite it."""
         await self.fleet.training.using(reader, published.version)
 
     async def _use_weights(self, reader: str, published: Published) -> Using | None:

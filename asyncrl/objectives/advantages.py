@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -18,9 +17,8 @@ STD_EPSILON = 1e-4
 class RewardedCut:
     """Holds the members of one group that train together and every known reward of the group.
 
-    members: in rising order. rewards: by member; includes members that only enter the baseline. tokens: number of
-    sampled tokens by member, 0 for a member that is left out of the loss. greedy: reward of the greedy answer, if the
-    algorithm samples one.
+    members: in rising order. rewards: by member; some only enter the baseline. tokens: number of sampled tokens by
+    member, 0 for a member that is left out of the loss. greedy: reward of the greedy answer, if there is one.
     """
 
     group: int
@@ -39,10 +37,8 @@ def group_advantages(rewards: Floats, *, normalize_std: bool = False) -> Floats:
     """Computes A_i = r_i - mean(R), optionally divided by std(R) + 1e-4; equal rewards give exactly 0.
 
     Sources: with the standard deviation (ddof 1) DeepSeekMath (arXiv 2402.03300, section 4.1), without it Dr. GRPO
-    (arXiv 2503.20783, section 3.2). rewards: float64 [R], R >= 2, all finite: every known reward of one group.
-
-    Raises:
-        ValueError: fewer than two rewards, or one that is not finite.
+    (arXiv 2503.20783, section 3.2). rewards: float64 [R], every known reward of one group. Raises ValueError for fewer
+    than two, or for one that is not finite.
     """
     if len(rewards) < 2 or not np.all(np.isfinite(rewards)):
         raise ValueError(f"a group baseline needs at least two finite rewards, not {rewards.tolist()}")
@@ -64,13 +60,10 @@ def leave_one_out_advantages(rewards: Floats) -> Floats:
 def batch_advantages(values: Floats, tokens: Floats) -> Floats:
     """Computes (v_i - mean) / (std + 1e-4), where mean and std run over all tokens of the batch.
 
-    Source: REINFORCE++ (arXiv 2501.03262, global advantage normalization). All tokens of a sample have the value of the
-    sample, so a sample counts once per token; the variance is divided by the number of tokens minus one. Equal values
-    give exactly 0. values: float64 [samples], finite: rewards, or rewards minus the mean of their group. tokens:
-    float64 [samples]: number of sampled tokens; a sample with 0 tokens is excluded from mean and std.
-
-    Raises:
-        ValueError: a value is not finite.
+    Source: REINFORCE++ (arXiv 2501.03262, global advantage normalization). A sample counts once for each of its tokens;
+    the variance is divided by the number of tokens minus one. Equal values give exactly 0. values: float64 [samples],
+    rewards, or rewards minus the mean of their group. tokens: float64 [samples]: number of sampled tokens; a sample
+    with 0 tokens is excluded from mean and std. Raises ValueError for a value that is not finite.
     """
     if not np.all(np.isfinite(values)):
         raise ValueError(f"the rewards of a batch must be finite, not {values.tolist()}")
@@ -83,21 +76,17 @@ def batch_advantages(values: Floats, tokens: Floats) -> Floats:
     return advantages
 
 
-def group_baseline(cuts: Sequence[RewardedCut], version: int, *, normalize_std: bool = False) -> list[list[float]]:
-    """Compares each sample with the mean of its group."""
-    return [_of_group(cut, partial(group_advantages, normalize_std=normalize_std)) for cut in cuts]
-
-
-def leave_one_out(cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
-    """Compares each sample with the mean of the other samples of its group."""
-    return [_of_group(cut, leave_one_out_advantages) for cut in cuts]
-
-
-def _of_group(cut: RewardedCut, estimate: Callable[[Floats], Floats]) -> list[float]:
-    order = sorted(cut.rewards)
-    values = estimate(np.array([cut.rewards[member] for member in order], np.float64))
-    by_member = dict(zip(order, values.tolist(), strict=True))
-    return [by_member[member] for member in cut.members]
+def group_baseline(
+    cuts: Sequence[RewardedCut], version: int, *, estimate: Callable[[Floats], Floats] = group_advantages
+) -> list[list[float]]:
+    """Compares each sample with the other rewards of its group."""
+    found = []
+    for cut in cuts:
+        order = sorted(cut.rewards)
+        values = estimate(np.array([cut.rewards[member] for member in order], np.float64))
+        by_member = dict(zip(order, values.tolist(), strict=True))
+        found.append([by_member[member] for member in cut.members])
+    return found
 
 
 def greedy_baseline(cuts: Sequence[RewardedCut], version: int) -> list[list[float]]:
@@ -126,10 +115,7 @@ def batch_normalized(
 
 
 def shuffled(cuts: Sequence[RewardedCut], version: int, *, estimate: Advantages, seed: int) -> list[list[float]]:
-    """Permutes the advantages of `estimate` over the batch: a control experiment that must not learn.
-
-    The permutation depends only on seed and version.
-    """
+    """Permutes the advantages of `estimate`, by seed and version only: a control experiment that must not learn."""
     return _split(np.random.default_rng([seed, version]).permutation(np.concatenate(estimate(cuts, version))), cuts)
 
 
@@ -151,12 +137,10 @@ def token_rewards(reward: float, tokens: int, kl: Floats | None = None, coeffici
 
 
 def generalized_advantages(rewards: Floats, values: Floats, gamma: float, gae_lambda: float) -> Floats:
-    """Computes A_t = sum over l of (gamma lambda)^l delta_(t+l), delta_t = r_t + gamma V_(t+1) - V_t.
+    """Computes A_t = sum over l of (gamma lambda)^l delta_(t+l), delta_t = r_t + gamma V_(t+1) - V_t; [tokens].
 
-    Source: GAE (arXiv 1506.02438, eq. 16).
-
-    An answer is an episode: the value after its last token is 0, even if the answer was truncated. rewards, values:
-    float64 [tokens]; values[t] is the value before token t is sampled. Returns float64 [tokens].
+    Source: GAE (arXiv 1506.02438, eq. 16). An answer is an episode: the value after its last token is 0, even if the
+    answer was truncated. rewards, values: float64 [tokens]; values[t] is the value before token t is sampled.
     """
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
     advantages = np.zeros_like(deltas)

@@ -20,9 +20,8 @@ Rejection = Literal["geometric", "token_k2", "token_k3", "sequence_k2", "sequenc
 def log_ratio(current: Tensor, old: Tensor) -> Tensor:
     """Returns log(current / old), the ratio that the loss clips; only `current` carries the gradient.
 
-    Sources: with `behaviour` as old policy PPO (arXiv 1707.06347, eq. 6), taken against the policy that sampled each
-    token; with `proximal` and a weight for proximal / behaviour the decoupled objective (arXiv 2110.00641; for
-    asynchronous training AReaL, arXiv 2505.24298).
+    Sources: with `behaviour` as old policy PPO (arXiv 1707.06347, eq. 6); with `proximal` and a weight for proximal /
+    behaviour the decoupled objective (arXiv 2110.00641; for asynchronous training AReaL, arXiv 2505.24298).
     """
     return current - old.detach()
 

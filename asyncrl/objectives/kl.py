@@ -32,8 +32,8 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KlEstimator) -> 
 def kl_loss(logprobs: Tensor, reference: Tensor, estimator: KlEstimator, weight: Tensor) -> Tensor:
     """Computes the KL loss of each token, multiplied by the detached weight of the policy loss.
 
-    weight: [tokens], 1 for samples of the current policy. Without the weight, older samples would give the gradient of
-    a KL under the sampler's distribution. The config refuses k1 as a loss.
+    weight: [tokens], 1 for samples of the current policy; without it older samples would give the gradient of a KL
+    under the sampler's distribution.
     """
     assert estimator != "k1", "k1 as a loss has zero expected gradient"
     return weight.detach() * kl_estimate(logprobs, reference, estimator)

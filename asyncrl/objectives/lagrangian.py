@@ -12,8 +12,7 @@ Floats = NDArray[np.float64]
 def constrained_advantages(reward: Floats, cost: Floats, multiplier: float) -> Floats:
     """Computes (A_reward - lambda A_cost) / (1 + lambda) per token, the token weight in the gradient of appendix B.
 
-    The paper clips the ratio in one term for rewards and in another for costs. As in the authors' program, the combined
-    advantage is clipped once.
+    The paper clips the ratio in a term for rewards and in one for costs; the authors' program, and this one, only once.
     """
     combined: Floats = (reward - multiplier * cost) / (1.0 + multiplier)
     return combined

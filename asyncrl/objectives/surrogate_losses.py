@@ -1,17 +1,18 @@
-"""Surrogate losses of the policy, per token: pure functions on flat tensors [tokens].
+"""Surrogate losses of the policy, per token, and their aggregation: pure functions on flat tensors [tokens].
 
 `log_ratio` is the current minus the old log-prob of the sampled token and carries the gradient; advantages carry none.
-`corrections` chooses the old policy and the weight of each loss term; `aggregation` gives the weights of the sum.
+`corrections` chooses the old policy and the weight of each loss term.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from asyncrl.objectives.ragged import Ragged
 
+Aggregation = Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"]
 Reduce = Callable[[Tensor], Tensor]
 """An element-wise reduction over all ranks."""
 HALVINGS = 60
@@ -91,8 +92,7 @@ def geometric_mean_loss(
 def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, positive: float, negative: float) -> SurrogateLoss:
     """Computes -f(r) A with f(r) = 4 / tau sigmoid(tau (r - 1)), a gate that closes smoothly away from r = 1.
 
-    Source: SAPO (arXiv 2511.20347, the soft gate). tau is `positive` for A > 0, else `negative`; a larger tau closes
-    faster.
+    Source: SAPO (arXiv 2511.20347). tau is `positive` for A > 0, else `negative`; a larger tau closes faster.
     """
     ratio = log_ratio.exp()
     tau = torch.where(advantages > 0, advantages.new_tensor(positive), advantages.new_tensor(negative))
@@ -101,10 +101,7 @@ def soft_gate_loss(log_ratio: Tensor, advantages: Tensor, positive: float, negat
 
 
 def kept_ratio_loss(log_ratio: Tensor, advantages: Tensor, kept: Tensor) -> SurrogateLoss:
-    """Computes -r A for the kept tokens and 0 for the others, without a clip.
-
-    Source: M2PO (arXiv 2510.01161). kept: bool [tokens], see `second_moment_bound`.
-    """
+    """Computes -r A for the kept tokens, bool [tokens], and 0 for the others. Source: M2PO (arXiv 2510.01161)."""
     ratio = log_ratio.exp()
     return SurrogateLoss(torch.where(kept, -ratio * advantages, 0.0), ratio.detach(), ~kept)
 
@@ -117,14 +114,11 @@ def pushed_away(log_ratio: Tensor, advantages: Tensor) -> Tensor:
 def second_moment_bound(squares: Tensor, budget: float, total: Reduce, largest: Reduce) -> float:
     """Returns M2PO's bound up to which squared log ratios are kept, so that their mean is at most `budget`.
 
-    Only tokens that the update would push further from the policy that sampled can be left out: a ratio above 1 with a
-    positive advantage, or below 1 with a negative one. Among these, those with the largest squared log ratios are left
-    out until the mean of the remaining squares is within the budget. The authors' program caps the squares in that mean
-    where the paper leaves them out, and therefore keeps fewer tokens.
-
-    squares: float64 [n], of the tokens `pushed_away` on this rank. total, largest: sum and maximum over all ranks. The
-    bound is found by bisection, in which ranks exchange two numbers per step. It lies midway between the largest kept
-    and the smallest dropped square, and is infinity when all are kept.
+    Tokens that are `pushed_away` with the largest squared log ratios are left out until the mean of the remaining
+    squares is within the budget. The authors' program caps the squares in that mean where the paper leaves them out,
+    and therefore keeps fewer tokens. squares: float64 [n], of the tokens `pushed_away` on this rank. total, largest:
+    sum and maximum over all ranks. Bisection finds the bound midway between the largest kept and the smallest dropped
+    square; it is infinity when all are kept.
     """
 
     def fits(bound: float) -> bool:
@@ -147,3 +141,24 @@ def _peak(values: Tensor, largest: Reduce, none: float = 0.0) -> float:
     """Returns the largest value on any rank."""
     own = float(values.max()) if len(values) else none
     return float(largest(torch.tensor([own], dtype=torch.float64)).item())
+
+
+def row_weights(aggregation: Aggregation, lengths: Tensor, tokens: int, samples: int, divisor: int) -> Tensor:
+    """Returns the weight of every token of each row in the loss of an optimizer step, float32 [rows].
+
+    - token_mean: 1 / tokens (DAPO, arXiv 2503.14476, section 3.3).
+    - sequence_mean_token_sum: 1 / samples, a sum over the answer as in REINFORCE (RLOO, arXiv 2402.14740).
+    - sequence_mean_token_mean: 1 / (samples x length), the average of GRPO (arXiv 2402.03300, eq. 3).
+    - constant: 1 / (samples x divisor), Dr. GRPO (arXiv 2503.20783, section 3.2).
+
+    lengths: [rows] response tokens of each row. Masked tokens count, so that masking a token removes its loss term and
+    changes no other weight. tokens, samples: of the whole optimizer step.
+    """
+    if aggregation == "sequence_mean_token_mean":
+        return 1.0 / (samples * lengths.to(torch.float32))
+    weight = {
+        "token_mean": 1.0 / tokens,
+        "sequence_mean_token_sum": 1.0 / samples,
+        "constant": 1.0 / (samples * divisor),
+    }[aggregation]
+    return torch.full(lengths.shape, weight, device=lengths.device)

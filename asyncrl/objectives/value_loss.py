@@ -14,10 +14,9 @@ SAME = 1e-12
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """Computes 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2); with clip 0 1/2 (V - R)^2.
 
-    Source: the squared error of PPO (arXiv 1707.06347, eq. 9). The factor 1/2 and the clip around the old value come
-    from OpenAI's program (`baselines`, ppo2).
-    values: V, with gradient. old: V_old, the values that the advantages were computed with. returns: R = A + V_old.
-    Returns the loss of each token, with gradient, and where the clipped value was further from the return, bool.
+    Source: PPO (arXiv 1707.06347, eq. 9); factor and clip come from OpenAI's program (`baselines`, ppo2). values: V,
+    with gradient. old: V_old, the values that the advantages were computed with. returns: R = A + V_old. Returns the
+    loss of each token, with gradient, and where the clipped value was further from the return, bool.
     """
     errors = (values - returns).square()
     if clip == 0:

@@ -8,7 +8,8 @@ from itertools import pairwise
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT
 from asyncrl.controller.journal.journal import Journal
-from asyncrl.controller.observers.events import Event, GroupDrawn, StepDone, StepLost
+from asyncrl.controller.journal.ledger import Drawn
+from asyncrl.controller.observers.events import Event, StepDone, StepLost
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class Invariants:
         if isinstance(event, StepLost):
             self._lost_in_a_row += 1
             assert self._lost_in_a_row < 100, "100 steps in a row lost their rows"
-        if isinstance(event, GroupDrawn):
+        if isinstance(event, Drawn):
             self._drawn_in_a_row += 1
             assert self._drawn_in_a_row < 50 * self.gate.config.cap, "groups are drawn on and on, and none is trained"
             assert self.gate.held() <= self.gate.config.credits, f"group {event.group} was drawn without credit"

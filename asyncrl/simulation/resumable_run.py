@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.config.gate_config import GateConfig
+from asyncrl.config.schema import Config, FleetConfig, GenerationConfig, ModelConfig, TaskConfig
 from asyncrl.controller.algorithm import Algorithm
-from asyncrl.controller.controller import Controller, Schedule
+from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import commit, plan_resume, resume
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event
-from asyncrl.controller.rollouts import Sampling
 from asyncrl.errors import root_cause
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, greedy_baseline, group_baseline, plain_rewards
@@ -28,7 +28,7 @@ class RunShape:
     """Sizes of a simulated run; times are virtual seconds.
 
     groups, members, limit, policy, slots, cut_at, need_signal, greedy: configure the gate. flip_time: seconds until
-    new weights are loaded. unscorable: share of the samples that get no reward. finish, steps: see Schedule.
+    new weights are loaded. unscorable: share of the samples that get no reward. finish, steps: as in the config.
     checkpoint_every: steps between two checkpoints. max_new_tokens: by default more than any distribution of lengths
     gives.
     """
@@ -86,8 +86,8 @@ class ResumableRun:
         self.plan = plan = plan_resume(store)
         self.incarnation = plan.incarnation if plan else 0
         self.journal = resume(store, plan) if plan else Journal(store)
-        self.gate = gate_class(shape.gate, plan.version, plan.next_group) if plan else gate_class(shape.gate)
-        for group in plan.groups if plan else ():
+        self.gate = gate_class(shape.gate, plan.version, plan.ledger.next_group) if plan else gate_class(shape.gate)
+        for group in plan.ledger.groups.values() if plan else ():
             self.gate.restore(group)
         self.committed = plan.version if plan else -1
         self.invariants = Invariants(self.gate, self.journal, check_trainer, thorough=thorough)
@@ -109,9 +109,16 @@ class ResumableRun:
             self.journal,
             fleet,
             prompts=lambda group: (f"prompt {group}", {}),
-            sampling=Sampling(1.0, shape.max_new_tokens, deadline, shape.seed, self.incarnation),
+            config=Config(
+                seed=shape.seed,
+                steps=shape.steps,
+                finish=shape.finish,
+                model=ModelConfig(name="none"),
+                task=TaskConfig(prompts="none"),
+                generation=GenerationConfig(max_new_tokens=shape.max_new_tokens, deadline=deadline),
+                fleet=FleetConfig(call_deadline=deadline),
+            ),
             advantages=advantages,
-            schedule=Schedule(shape.steps, shape.finish),
             between=self._between,
             observe=observe,
             kill=kill,

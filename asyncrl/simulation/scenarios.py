@@ -14,8 +14,9 @@ from typing import Any
 
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.audit import Audit
+from asyncrl.controller.journal.ledger import AttemptStarted, Dropped
 from asyncrl.controller.journal.run_storage import MemoryStore
-from asyncrl.controller.observers.events import AttemptFailed, Event, SampleScored, SamplesDropped, StepLost
+from asyncrl.controller.observers.events import Event, SampleScored, StepLost
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.staleness import live
 from asyncrl.simulation import virtual_loop
@@ -144,7 +145,7 @@ class SimulatedRun(ResumableRun):
         if self.plan is not None:
             for service in (*self.owners, training):
                 service.incarnation = self.plan.incarnation
-            training.restore(self.plan.version, bytes.fromhex(self.plan.chain))
+            training.restore(self.plan.version, self.plan.ledger.chain)
             for critic in critics:
                 critic.restore(self.plan.version)
         first, second = (*critics, None, None)[:2]
@@ -158,9 +159,9 @@ class SimulatedRun(ResumableRun):
         match event:
             case SampleScored(sample):
                 result.lengths[sample.key] = sample.tokens
-            case SamplesDropped(group, members, reason):
+            case Dropped(group, members, reason):
                 result.dropped.update({(group, member): reason for member in members})
-            case AttemptFailed():
+            case AttemptStarted():
                 result.attempts_failed += 1
             case StepLost():
                 result.steps_lost += 1

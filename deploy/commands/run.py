@@ -123,7 +123,7 @@ def _load(request: RunCommand) -> "Loaded":
 
 
 def _refuse_python_objects(run_dir: Path, config: "Config") -> None:
-    from asyncrl.algorithms.custom import FROM_PYTHON
+    from asyncrl.algorithms.select import FROM_PYTHON
     from asyncrl.config.schema import IN_MEMORY
 
     scored = config.reward.functions or config.reward.model

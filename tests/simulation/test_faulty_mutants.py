@@ -113,7 +113,7 @@ def a_dead_reader_keeps_its_lease(patch: Patch) -> None:
     async def follow(news: WorkerEvents) -> None:
         while True:
             if isinstance(event := await news._queue.get(), WorkerStarted):
-                await news._controller.worker_started(event.service)
+                await news.controller.worker_started(event.service)
 
     patch.setattr(WorkerEvents, "follow", follow)
 
@@ -187,7 +187,7 @@ def what_was_resumed_over_still_counts(patch: Patch) -> None:
 
 
 def an_attempt_keeps_its_number(patch: Patch) -> None:
-    def restart(tracker: SampleTracker, group: int, reason: str, failures: int) -> None:
+    def restart(tracker: SampleTracker, group: int, reason: str) -> None:
         members = tracker.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
         number = tracker.gate.restart(group, members) - 1
         tracker.journal.append(ledger.AttemptStarted(group, number, members, reason))

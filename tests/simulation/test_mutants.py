@@ -10,10 +10,10 @@ import pytest
 import asyncrl.controller.gate.gate
 from asyncrl.algorithms import grpo
 from asyncrl.controller.algorithm import Algorithm
-from asyncrl.controller.batch_training import BatchTraining
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import SampleState, Stage
+from asyncrl.controller.iterations import Iterations
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.rollouts import Rollouts
 from asyncrl.controller.sample_tracker import SampleTracker
@@ -70,7 +70,7 @@ def rows_are_never_released(patch: Patch) -> None:
 
 
 def rows_of_a_failed_attempt_are_not_released(patch: Patch) -> None:
-    def restart(tracker: SampleTracker, group: int, reason: str, failures: int) -> None:
+    def restart(tracker: SampleTracker, group: int, reason: str) -> None:
         members = tracker.gate.members(group, Stage.RUNNING, Stage.SCORING, Stage.READY)
         tracker.journal.append(ledger.AttemptStarted(group, tracker.gate.restart(group, members), members, reason))
         tracker.changed()
@@ -89,7 +89,7 @@ def a_step_runs_twice(patch: Patch) -> None:
 
 
 def a_lost_step_counts_as_trained(patch: Patch) -> None:
-    patch.setattr(BatchTraining, "lost", lambda iterations, error: iterations._end())
+    patch.setattr(Iterations, "lost", lambda iterations, error: iterations._end())
 
 
 def lost_rows_are_not_made_again(patch: Patch) -> None:
@@ -97,10 +97,10 @@ def lost_rows_are_not_made_again(patch: Patch) -> None:
 
 
 def a_skipped_step_raises_the_version(patch: Patch) -> None:
-    def drop(iterations: BatchTraining, picked: Any, reason: str) -> None:
+    def drop(iterations: Iterations, picked: Any, reason: str) -> None:
         iterations._gate.trained(picked, iterations._gate.version + 1)
 
-    patch.setattr(BatchTraining, "_drop", drop)
+    patch.setattr(Iterations, "_drop", drop)
 
 
 def batches_in_order_of_arrival(patch: Patch) -> None:

@@ -14,11 +14,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from commit_faults import faulty_commit
 from watching import dead, pid_of, wait_until
 
 from asyncrl.config.schema import Config
 from asyncrl.controller import observed_run
-from asyncrl.controller.journal.checkpoints import Manifest, commit
+from asyncrl.controller.journal.checkpoints import Manifest
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.deploy import cli, run_setup
 from asyncrl.fleet.fleet import ServiceSpec
@@ -30,7 +32,9 @@ WHO, POINT, VERSION = FAULTS.get("at", ["", "", -1])
 DIED = Path(FAULTS.get("died", "/nonexistent"))
 
 
-async def faulty_commit(journal: Journal, write: Callable[[str], Awaitable[Checkpointed]], keep: int) -> Manifest:
+async def commit_until_the_fault(
+    journal: Journal, write: Callable[[str], Awaitable[Checkpointed]], keep: int
+) -> Manifest:
     def fault(point: str) -> None:
         if (point, journal.ledger.version) != (POINT, VERSION) or DIED.exists():
             return
@@ -41,7 +45,7 @@ async def faulty_commit(journal: Journal, write: Callable[[str], Awaitable[Check
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: dead(victim), "its death")
 
-    return await commit(journal, write, keep, fault)
+    return await faulty_commit(journal, write, keep, fault)
 
 
 def _folder(path: Path) -> Path:
@@ -69,7 +73,7 @@ def standin_specs(config: Config) -> list[ServiceSpec]:
 
 
 if __name__ == "__main__":
-    observed_run.commit = faulty_commit
+    observed_run.commit = commit_until_the_fault
     if FAULTS.get("standins"):
         run_setup.prepare, run_setup.service_specs = no_model, standin_specs
     sys.exit(cli.main())

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.controller.journal.checkpoints import FAULT_POINTS
-
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+from commit_faults import FAULT_POINTS  # noqa: E402
 from torchless_runs import Run  # noqa: E402
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]

@@ -6,13 +6,13 @@ from typing import Any
 
 from asyncrl.algorithms import grpo
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.controller.controller import Controller, Schedule
+from asyncrl.config.schema import Config
+from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.journal.journal import Journal, Scan
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event
-from asyncrl.controller.rollouts import Sampling
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, group_baseline
 from asyncrl.simulation import virtual_loop
@@ -21,6 +21,12 @@ from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 CONFIG = GateConfig(groups=2, members=4, limit=1, policy="mask", slots=16, cut_at=2)
+
+
+def settings(steps: int, **sections: Any) -> Config:
+    """Returns the config of a small run."""
+    run = {"steps": steps, "model": {"name": "none"}, "task": {"prompts": "none"}, "generation": {"max_new_tokens": 20}}
+    return Config.model_validate(run | sections)
 
 
 class Scene:
@@ -40,7 +46,7 @@ class Scene:
         self.between: Callable[[int], Any] | None = None
         self.algorithm = grpo.ALGORITHM
         self.estimate: Advantages = group_baseline
-        self.schedule = Schedule(steps)
+        self.config = settings(steps)
         self.controller: Controller
 
     def play(self) -> None:
@@ -60,9 +66,8 @@ class Scene:
                     cost_critic=self.cost_critic,
                 ),
                 lambda group: (f"prompt {group}", {"row": group}),
-                Sampling(1.0, 20, 600.0, seed=0, incarnation=0),
+                self.config,
                 self.estimate,
-                self.schedule,
                 between=self.between or nothing,
                 observe=self.observe,
                 prompt_name=lambda group: f"row {group} of the scene",

@@ -8,6 +8,7 @@ of it. Ids of groups come from `draw`; asking about another id is an error of th
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.group_state import (
@@ -29,9 +30,8 @@ from asyncrl.protocols.staleness import live
 class Gate:
     """Keeps the groups in flight and applies the rules to them. Finished groups are forgotten at once.
 
-    version: the trainer's. abandoned_tokens: sampled in attempts that were given up.
-    ended: samples that ended; gaps: baseline at an early cut minus the baseline of the whole group, once it finished.
-    The staleness report takes both each step.
+    counts: samples by stage since this gate was made. The staleness report takes each step abandoned_tokens, sampled in
+    attempts that were given up; ended samples; and gaps, the baseline at an early cut minus that of the whole group.
     """
 
     def __init__(self, config: GateConfig, version: int = 0, next_group: int = 0) -> None:
@@ -43,7 +43,7 @@ class Gate:
         self.ended: deque[EndedSample] = deque(maxlen=4 * config.cap * config.members)
         self.gaps: deque[float] = deque(maxlen=4 * config.cap)
         self._groups: dict[int, GroupState] = {}
-        self._counts = Counter[Stage]()
+        self.counts = Counter[Stage]()
         self._running_since = Counter[int]()
         self._stopped = False
         self._early: dict[int, float] = {}
@@ -152,11 +152,8 @@ class Gate:
     # ---- training ----------------------------------------------------------------------------------------
 
     def pick(self) -> Pick:
-        """Picks what to train next and moves it to TRAINING; for when no iteration is running.
-
-        Drops first what is too old, and complete groups without a baseline, or without differing rewards where needed.
-        """
-        assert not self._counts[Stage.TRAINING], "pick() is for when no iteration is running"
+        """Drops what cannot train, then picks what to train next and moves it to TRAINING; between iterations only."""
+        assert not self.counts[Stage.TRAINING], "pick() is for when no iteration is running"
         dropped = self._drop_unusable()
         cuts, full = self._urgent_cuts()
         waits = not full or (self.config.policy == "block" and not self.fits_deadlines(cuts))
@@ -166,7 +163,7 @@ class Gate:
             for member in members:
                 self._move(self._groups[group].samples[member], Stage.TRAINING)
         open_groups = [self._groups[group] for group, _ in cuts if self._groups[group].members(*OPEN)]
-        self._early = {group.id: _mean(group) for group in open_groups}
+        self._early = {group.id: fmean(group.rewards().values()) for group in open_groups}
         return Pick(tuple(sorted(cuts)), dropped)
 
     def requeue(self, cuts: Iterable[Cut]) -> None:
@@ -190,7 +187,7 @@ class Gate:
 
     def preview(self) -> tuple[Cut, ...]:
         """Returns what `pick` would take if no iteration were running; () while that is no full batch."""
-        if self._counts[Stage.READY] < self.config.batch:
+        if self.counts[Stage.READY] < self.config.batch:
             return ()
         cuts, full = self._urgent_cuts()
         return tuple(sorted(cuts)) if full else ()
@@ -226,8 +223,8 @@ class Gate:
     def fits_deadlines(self, cuts: Sequence[Cut]) -> bool:
         """Returns whether, under `block`, what these cuts leave fits into the iterations before its deadline.
 
-        For every k in 0..eta at most k x B x G samples may be left that were drawn at version + k - eta or before. To
-        check k = 0 alone would overrun the bound or deadlock.
+        For every k in 0..eta, not only 0, at most k x B x G samples may be left of those drawn at version + k - eta or
+        before.
         """
         taken = dict(cuts)
         left = Counter[int]()
@@ -243,17 +240,17 @@ class Gate:
 
     @property
     def in_flight(self) -> int:
-        return sum(self._counts[stage] for stage in IN_FLIGHT)
+        return sum(self.counts[stage] for stage in IN_FLIGHT)
 
     @property
     def worth_picking(self) -> bool:
         """Returns whether enough samples are ready, or no more will be. Cheap; asked at each score."""
-        return self._counts[Stage.READY] >= self.config.batch or not any(self._counts[stage] for stage in OPEN)
+        return self.counts[Stage.READY] >= self.config.batch or not any(self.counts[stage] for stage in OPEN)
 
     @property
     def exhausted(self) -> bool:
         """Returns whether no sample becomes ready by itself: none runs, is scored or awaited, and none may be drawn."""
-        return not any(self._counts[stage] for stage in OPEN) and not self.awaited and not self.may_draw()
+        return not any(self.counts[stage] for stage in OPEN) and not self.awaited and not self.may_draw()
 
     def finished(self, group: int) -> bool:
         return group not in self._groups
@@ -264,10 +261,6 @@ class Gate:
     @property
     def awaited(self) -> int:
         return sum(group.awaits for group in self._groups.values()) if self.config.greedy else 0
-
-    def counts(self) -> dict[Stage, int]:
-        """Returns the number of samples by stage; TRAINED and DROPPED count since this gate was made."""
-        return {stage: self._counts[stage] for stage in Stage}
 
     def group(self, group: int) -> GroupState:
         return self._groups[group]
@@ -290,7 +283,7 @@ class Gate:
             self._count(group.samples[member], +1)
 
     def _count(self, sample: SampleState, change: int) -> None:
-        self._counts[sample.stage] += change
+        self.counts[sample.stage] += change
         if sample.stage is Stage.RUNNING:
             self._running_since[sample.since] += change
             if not self._running_since[sample.since]:
@@ -322,7 +315,7 @@ class Gate:
     def _forget(self, group: int) -> None:
         entry = self._groups[group]
         if entry.finished:
-            self.gaps.extend(baseline - _mean(entry) for baseline in entry.baselines)
+            self.gaps.extend(baseline - fmean(entry.rewards().values()) for baseline in entry.baselines)
             del self._groups[group]
 
     def _drop_unusable(self) -> tuple[Drop, ...]:
@@ -359,8 +352,3 @@ class Gate:
         if self.config.policy == "block":
             return (group.drawn_at, group.id)
         return (min(group.samples[member].last for member in group.members(Stage.READY)), group.id)
-
-
-def _mean(group: GroupState) -> float:
-    rewards = group.rewards()
-    return sum(rewards.values()) / len(rewards)

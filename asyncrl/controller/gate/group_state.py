@@ -29,9 +29,8 @@ STILL_COMPARED = ("stale", "truncated", "no_signal")
 class SampleState:
     """The state of one sample.
 
-    since: the gate's version when the sample's attempt began. first, last: versions of its first and last token, from
-    the engine; tokens: how many were sampled; all three are known from SCORING on. reason: why it was dropped. row:
-    reference to its columns, from SCORING on until they are freed; kept for the sample tracker.
+    since: the gate's version when its attempt began. From SCORING on are known first, last: versions of its first and
+    last token, tokens: how many were sampled, and row: kept for the sample tracker until the row is freed.
     """
 
     stage: Stage = Stage.RUNNING
@@ -49,9 +48,8 @@ class SampleState:
 class GroupState:
     """The state of one group.
 
-    drawn_at: the gate's version when the group was drawn. attempt: number of the newest attempt at its members.
-    baselines: mean rewards of the cuts that trained while other members were open. awaits: whether the reward of its
-    greedy answer is needed and not known yet; greedy: that reward.
+    drawn_at: the gate's version then. attempt: number of the newest one. baselines: mean rewards of the cuts that
+    trained while other members were open. awaits: whether the reward of its greedy answer is needed and not known yet.
     """
 
     id: int
@@ -105,8 +103,7 @@ class Pick:
 class EndedSample:
     """A sample that was trained or dropped. version: the gate's when its training began, or when it was dropped.
 
-    reason: empty when it was trained. early: it was in a cut of a group with open members. attempt: over 0, it was
-    sampled again. trained: how many of its tokens entered the loss.
+    reason: empty when it was trained. early: it was in a cut of a group with open members. trained: tokens in the loss.
     """
 
     group: int

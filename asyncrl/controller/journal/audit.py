@@ -4,6 +4,7 @@ The number of samples in flight as a remainder proves nothing. So the samples in
 each sample and compared with the lists written at checkpoints, and the trained samples with the trainer's own chain.
 """
 
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,18 +38,12 @@ def audit(run_dir: Path) -> "Audit":
     """Audits the run in a directory. Raises ConfigError when it holds no run."""
     if not (run_dir / "journal").is_file():
         raise ConfigError(f"{run_dir} holds no journal: name a run directory, as made by `{program()} run --run-dir`")
-    store = FileStore(run_dir, writable=False)
-    try:
+    with closing(FileStore(run_dir, writable=False)) as store:
         return Audit(store)
-    finally:
-        store.close()
 
 
 class Audit:
-    """The audit of a run, made by reading its records that count up to the first illegal one.
-
-    ledger: what the records imply. notes: findings beside those of the witnesses.
-    """
+    """Audits the records of a run that count, up to the first illegal one. notes: findings beside the witnesses."""
 
     def __init__(self, store: Store) -> None:
         self.ledger = Ledger()

@@ -8,12 +8,11 @@ import json
 from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
 from zlib import crc32
 
-from asyncrl.controller.gate.group_state import GroupState
 from asyncrl.controller.journal.journal import Journal, Scan, replay, resumes, void_ranges
 from asyncrl.controller.journal.ledger import CheckpointMade, Drawn, InFlight, Ledger
 from asyncrl.controller.journal.run_storage import FileStore, Store
@@ -28,16 +27,11 @@ BLOCK = 1 << 20
 
 WriteFiles = Callable[[str], Awaitable[Checkpointed]]
 """Lets the trainer write its files, fsynced, into a directory."""
-FAULT_POINTS = ("appended", "synced", "written", "described", "renamed", "hinted", "deleted")
-"""Points at which `commit` can be interrupted; a fault hook is called with each after that step was done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The identity of a checkpoint.
-
-    offset, crc: length and crc32 of the journal at that time. chain: the trainer's, hex. files: path -> SHA-256.
-    """
+    """Identifies a checkpoint. offset, crc: of the journal then. chain: the trainer's, hex. files: path -> SHA-256."""
 
     incarnation: int
     version: int
@@ -55,59 +49,45 @@ MANIFEST_FIELDS = dict(field_checks(Manifest))
 
 @dataclass(frozen=True, slots=True)
 class ResumePlan:
-    """The point from which a run is resumed.
+    """The checkpoint from which a run is resumed. incarnation: the new one. ledger: at the checkpoint.
 
-    incarnation: the new one. version, offset: of the checkpoint. directory: folder of its files, for the trainer.
-    groups: the groups in flight there. next_group: id of the next draw. said: a line for the user about each newer
-    checkpoint that cannot be used.
+    directory: folder of its files. said: a line for the user about each newer checkpoint that cannot be used.
     """
 
     incarnation: int
     version: int
     offset: int
     directory: str
-    chain: str
-    groups: tuple[GroupState, ...]
-    next_group: int
+    ledger: Ledger
     said: tuple[str, ...] = ()
 
 
-async def commit(
-    journal: Journal, write: WriteFiles, keep: int, fault: Callable[[str], None] = lambda point: None
-) -> Manifest:
-    """Makes the checkpoint of the journal's version, while no iteration runs, unless it was made before.
+async def commit(journal: Journal, write: WriteFiles, keep: int) -> Manifest:
+    """Makes the checkpoint of the journal's version, while no iteration runs, and leaves the newest `keep`.
 
-    keep: checkpoints left afterwards, at least 1. Raises JournalError when the trainer is at another version or trained
-    other samples, than the journal says.
+    Raises JournalError when the trainer is at another version, or trained other samples, than the journal says.
     """
     store, ledger = journal.store, journal.ledger
     journal.append(InFlight(ledger.in_flight()))
-    fault("appended")
     journal.sync()
-    fault("synced")
     if ledger.version in versions(store):
         return read_manifest(store, ledger.version)
     after = Manifest(ledger.incarnation, ledger.version, journal.offset, journal.crc, ledger.chain.hex(), {})
     unfinished = f"{UNFINISHED}{ledger.version}"
     try:
-        manifest = await _write_files(store, unfinished, after, write, fault)
+        manifest = await _write_files(store, unfinished, after, write)
     except (OSError, RemoteError):
         with suppress(OSError):  # Another rank may be writing there: then a resume removes it.
             store.remove(unfinished)  # On a full disk it is in the way of all that follows.
         raise
     store.rename(unfinished, str(manifest.version))
-    fault("renamed")
     journal.append(CheckpointMade(manifest.version, sha256(manifest.encode()).hexdigest()))
-    fault("hinted")
     for old in versions(store)[:-keep]:
         store.remove(str(old))
-    fault("deleted")
     return manifest
 
 
-async def _write_files(
-    store: Store, unfinished: str, after: Manifest, write: WriteFiles, fault: Callable[[str], None]
-) -> Manifest:
+async def _write_files(store: Store, unfinished: str, after: Manifest, write: WriteFiles) -> Manifest:
     store.create(unfinished)
     made = await write(store.path(unfinished))
     if (made.version, made.chain) != (after.version, after.chain):
@@ -115,10 +95,8 @@ async def _write_files(
             f"the trainer wrote version {made.version} with chain {made.chain[:16]}; "
             f"by the journal it is version {after.version} with chain {after.chain[:16]}"
         )
-    fault("written")
     manifest = replace(after, files=made.files)
     store.put(unfinished, MANIFEST, manifest.encode())
-    fault("described")
     return manifest
 
 
@@ -129,7 +107,8 @@ def versions(store: Store) -> list[int]:
 def read_manifest(store: Store, version: int) -> Manifest:
     """Reads the manifest of a checkpoint. Raises JournalError when there is none, or it is not one of asyncrl."""
     try:
-        manifest = _manifest(json.loads(store.get(str(version), MANIFEST)))
+        with store.open(str(version), MANIFEST) as file:
+            manifest = _manifest(json.load(file))
     except (FileNotFoundError, ValueError, RecursionError, WireError) as error:
         raise JournalError(f"{MANIFEST} cannot be read: {error}") from error
     if manifest.version != version:
@@ -159,7 +138,8 @@ def _check(store: Store, manifest: Manifest) -> Ledger:
     """Returns the ledger at a checkpoint. Raises JournalError with the reason when the checkpoint is not good."""
     for file, digest in sorted(manifest.files.items()):
         try:
-            found = store.digest(str(manifest.version), file)
+            with store.open(str(manifest.version), file) as source:
+                found = file_digest(source, "sha256").hexdigest()
         except FileNotFoundError as error:
             raise JournalError(f"{file} is missing") from error
         except OSError as error:
@@ -208,9 +188,7 @@ def plan_resume(store: Store) -> ResumePlan | None:
                 version=version,
                 offset=manifest.offset,
                 directory=store.path(str(version)),
-                chain=manifest.chain,
-                groups=tuple(ledger.groups.values()),
-                next_group=ledger.next_group,
+                ledger=ledger,
                 said=tuple(said),
             )
     if not said and not any(isinstance(framed.record, Drawn) for framed in Scan(store)):

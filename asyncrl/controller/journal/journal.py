@@ -148,8 +148,7 @@ def replay(store: Store, until: int | None = None) -> Ledger:
 class Journal:
     """Appends records to a store, through the ledger, which refuses illegal records before they are written.
 
-    torn: bytes of an unfinished last record that were cut off when the journal was opened.
-    offset, crc: length and crc32 of the journal.
+    torn: bytes of an unfinished last record that were cut off. offset, crc: length and crc32 of the journal.
     """
 
     def __init__(self, store: Store) -> None:

@@ -76,7 +76,11 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """These members leave without training."""
+    """These members leave without training.
+
+    reason: "stale", "unscorable", "no_baseline", "no_signal", "greedy_unscorable", "truncated", "not finite", "poison",
+    or a word of the user's algorithm.
+    """
 
     group: int
     members: tuple[int, ...]

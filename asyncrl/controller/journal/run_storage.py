@@ -5,57 +5,15 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import file_digest, sha256
+from io import BufferedIOBase, BytesIO
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self, TypeAlias
 
 from asyncrl.errors import ConfigError
 
 
-class Store(Protocol):
-    """Stores the journal of one run, a growing row of bytes, and its checkpoints: named folders of files."""
-
-    @property
-    def size(self) -> int:
-        """Returns the number of bytes in the journal."""
-
-    def append(self, data: bytes) -> None:
-        """Appends to the journal; the bytes survive the death of this process."""
-
-    def sync(self) -> None:
-        """Makes what was appended survive a power cut."""
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Returns at most `size` bytes of the journal."""
-
-    def truncate(self, size: int) -> None: ...
-
-    def folders(self) -> list[str]:
-        """Returns the names of the checkpoint folders, sorted."""
-
-    def path(self, folder: str) -> str:
-        """Returns the path of a folder, for other processes."""
-
-    def create(self, folder: str) -> None:
-        """Makes an empty folder, in place of one with this name."""
-
-    def put(self, folder: str, file: str, data: bytes) -> None:
-        """Writes a file of a folder; it survives a power cut once the folder was renamed."""
-
-    def get(self, folder: str, file: str) -> bytes:
-        """Reads a file of a folder. Raises FileNotFoundError."""
-
-    def digest(self, folder: str, file: str) -> str:
-        """Returns the SHA-256 of a file in hex. Raises FileNotFoundError."""
-
-    def rename(self, folder: str, name: str) -> None:
-        """Renames a folder atomically: after a power cut the whole folder has the name, or no folder has it."""
-
-    def remove(self, folder: str) -> None: ...
-
-
 class FileStore:
-    """Stores both in `journal` and `checkpoints/` of a run directory.
+    """Stores the journal of one run, a growing row of bytes, and its checkpoints, folders of files, in a run directory.
 
     writable: missing files are made. Otherwise FileNotFoundError is raised when there is no journal.
     """
@@ -75,11 +33,13 @@ class FileStore:
         return os.fstat(self._journal).st_size
 
     def append(self, data: bytes) -> None:
+        """Appends to the journal; the bytes survive the death of this process."""
         view = memoryview(data)
         while view:
             view = view[os.write(self._journal, view) :]
 
     def sync(self) -> None:
+        """Makes what was appended survive a power cut."""
         os.fdatasync(self._journal)
 
     def read(self, offset: int, size: int) -> bytes:
@@ -89,29 +49,30 @@ class FileStore:
         os.ftruncate(self._journal, size)
 
     def folders(self) -> list[str]:
+        """Returns the names of the checkpoint folders, sorted."""
         return sorted(path.name for path in self.checkpoints.glob("*") if path.is_dir())
 
     def path(self, folder: str) -> str:
+        """Returns the path of a folder, for other processes."""
         return str(self.checkpoints / folder)
 
     def create(self, folder: str) -> None:
+        """Makes an empty folder, in place of one with this name."""
         self.remove(folder)
         (self.checkpoints / folder).mkdir()
 
     def put(self, folder: str, file: str, data: bytes) -> None:
+        """Writes a file of a folder; it survives a power cut once the folder was renamed."""
         with open(self.checkpoints / folder / file, "wb") as target:
             target.write(data)
             target.flush()
             os.fsync(target.fileno())
 
-    def get(self, folder: str, file: str) -> bytes:
-        return (self.checkpoints / folder / file).read_bytes()
-
-    def digest(self, folder: str, file: str) -> str:
-        with open(self.checkpoints / folder / file, "rb") as source:
-            return file_digest(source, "sha256").hexdigest()
+    def open(self, folder: str, file: str) -> BufferedIOBase:
+        return open(self.checkpoints / folder / file, "rb")
 
     def rename(self, folder: str, name: str) -> None:
+        """Renames a folder atomically: after a power cut the whole folder has the name, or no folder has it."""
         for path, _, _ in os.walk(self.checkpoints / folder):
             _sync_directory(Path(path))
         os.rename(self.checkpoints / folder, self.checkpoints / name)
@@ -151,11 +112,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
 
 class MemoryStore:
-    """Stores both in memory.
-
-    `freeze` simulates the death of the process: later writes vanish. `after_power_cut` returns the store that a machine
-    finds when it starts again.
-    """
+    """Does in memory what FileStore does; after `freeze`, which simulates the death of the process, writes vanish."""
 
     def __init__(self) -> None:
         self._journal = bytearray()
@@ -212,13 +169,10 @@ class MemoryStore:
         if not self._frozen:
             self._folders[folder][file] = data
 
-    def get(self, folder: str, file: str) -> bytes:
+    def open(self, folder: str, file: str) -> BufferedIOBase:
         if file not in self._folders.get(folder, {}):
             raise FileNotFoundError(f"{folder}/{file}")
-        return self._folders[folder][file]
-
-    def digest(self, folder: str, file: str) -> str:
-        return sha256(self.get(folder, file)).hexdigest()
+        return BytesIO(self._folders[folder][file])
 
     def rename(self, folder: str, name: str) -> None:
         if not self._frozen:
@@ -227,3 +181,6 @@ class MemoryStore:
     def remove(self, folder: str) -> None:
         if not self._frozen:
             self._folders.pop(folder, None)
+
+
+Store: TypeAlias = FileStore | MemoryStore

@@ -32,10 +32,7 @@ FAULTY = (
 
 @dataclass(slots=True)
 class RewardFailures:
-    """Reports the first failed score of a run, and ends a run in which nothing can be scored.
-
-    limit: samples in a row without a reward that end the run. say: shows a text to the user.
-    """
+    """Reports the first failed score; raises RewardError after `limit` samples in a row without a reward."""
 
     limit: int
     say: Callable[[str], None]
@@ -43,7 +40,6 @@ class RewardFailures:
     unscored: int = 0
 
     def observe(self, event: Event) -> None:
-        """Raises RewardError when as many samples in a row as the limit have no reward."""
         if not isinstance(event, SampleScored):
             return
         score = event.score
@@ -58,10 +54,7 @@ class RewardFailures:
 
 @dataclass(slots=True)
 class PoisonedGroups:
-    """Reports the first poisoned groups one by one, with advice at the first, and then that the rest is only counted.
-
-    say: shows a text to the user.
-    """
+    """Reports the first poisoned groups one by one, the very first with advice; the others are only counted."""
 
     say: Callable[[str], None]
     total: int = 0
@@ -82,10 +75,9 @@ class PoisonedGroups:
 
 @dataclass(slots=True)
 class AlgorithmDrops:
-    """Ends a run whose algorithm drops samples without a step, and without a group that can train, in between.
+    """Raises AlgorithmError after `limit` drops of an algorithm without a step, or a group that can train, in between.
 
-    limit: dropped samples in a row that end the run. baseline: ready samples that a group needs for its advantages.
-    version: the trainer's version, at first that of the beginning.
+    baseline: ready samples that a group needs for its advantages.
     """
 
     limit: int
@@ -95,7 +87,6 @@ class AlgorithmDrops:
     ready: Counter[int] = field(default_factory=Counter)
 
     def observe(self, event: Event) -> None:
-        """Raises AlgorithmError when as many samples as the limit were dropped in a row."""
         match event:
             case DroppedByAlgorithm(members=members, reason=reason):
                 self.reasons[reason] += len(members)
@@ -131,11 +122,7 @@ class SkippedSteps:
     samples: deque[list[tuple[int, int]]] = field(default_factory=lambda: deque(maxlen=SKIPPED_IN_A_ROW))
 
     def check(self, cuts: Cuts, reason: str) -> None:
-        """Counts a step. reason: why the step was skipped; empty: it trained.
-
-        Raises:
-            OnlyTruncated, NonFiniteLoss: the last steps were all skipped for this reason.
-        """
+        """Counts a step. Raises OnlyTruncated or NonFiniteLoss when the last steps were all skipped for this reason."""
         if reason != self.reason:
             self.samples.clear()
         self.reason = reason
@@ -161,10 +148,7 @@ WATCHED = {"kl": (True, STALE), "ess": (False, STALE), "canary": (True, FAULTY)}
 
 
 class PolicyMismatchAlarm:
-    """Compares each step with the bounds on how far the policy that sampled is from the policy that trains.
-
-    It warns once, and again after a step that was within the bounds.
-    """
+    """Compares each step with the bounds between the policies that sampled and train; warns once for each crossing."""
 
     def __init__(self, bounds: MismatchConfig) -> None:
         self._bounds = bounds
@@ -185,9 +169,7 @@ class PolicyMismatchAlarm:
         """Checks the metrics of the step that led to `version`; returns a warning for the user, if there is one.
 
         A step that trained nothing has no metric but the canary, and leaves what was warned of the others as it is.
-
-        Raises:
-            PolicyMismatch: a bound that ends the run was crossed.
+        Raises PolicyMismatch when a bound that ends the run was crossed.
         """
         for key, crossed in self._crossed(metrics, "stop").items():
             raise PolicyMismatch(f"step {version}: {crossed}; {WATCHED[key][1]}")

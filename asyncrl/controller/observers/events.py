@@ -1,9 +1,13 @@
-"""The events of a run, which the controller passes to its observers. An observer must not block."""
+"""The events of a run, which the controller passes to its observers. An observer must not block.
+
+Observers also get the records of the journal about draws, new attempts and drops.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Dropped
 from asyncrl.protocols.batch import Cuts, RowRef
 from asyncrl.protocols.messages import Score, StepReport
 
@@ -11,35 +15,8 @@ Prompt: TypeAlias = str | list[dict[str, Any]]
 """Text, or chat messages ({"role", "content"})."""
 
 
-class Event:
-    """Base of all events."""
-
-    __slots__ = ()
-
-
-Observe: TypeAlias = Callable[[Event], None]
-
-
 @dataclass(frozen=True, slots=True)
-class GroupDrawn(Event):
-    """A group is in flight. version: the trainer's at that moment."""
-
-    group: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptFailed(Event):
-    """An attempt at a group failed. failures: failed attempts so far; members: samples to draw again."""
-
-    group: int
-    failures: int
-    members: tuple[int, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SampleScored(Event):
+class SampleScored:
     """A sample was scored. sample: with its reward inline."""
 
     sample: RowRef
@@ -47,12 +24,8 @@ class SampleScored(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplesDropped(Event):
-    """Samples left untrained.
-
-    reason: "stale", "unscorable", "no_baseline", "no_signal", "greedy_unscorable", "truncated", "not finite", "poison",
-    or a word of the user's algorithm.
-    """
+class DroppedByAlgorithm:
+    """An algorithm handed samples to `control.drop`; follows the record `Dropped`."""
 
     group: int
     members: tuple[int, ...]
@@ -60,16 +33,7 @@ class SamplesDropped(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class DroppedByAlgorithm(Event):
-    """An algorithm handed samples to `control.drop`; follows their SamplesDropped."""
-
-    group: int
-    members: tuple[int, ...]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPoisoned(Event):
+class GroupPoisoned:
     """A group is dropped because its attempts failed or because it crashes workers. reason: of the last failure."""
 
     group: int
@@ -78,7 +42,7 @@ class GroupPoisoned(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFinished(Event):
+class GroupFinished:
     """Every member was trained or dropped. poison: whether the last members were dropped as poison."""
 
     group: int
@@ -86,28 +50,24 @@ class GroupFinished(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class StepBegan(Event):
+class StepBegan:
     """A step begins. cuts: what the trainer gets; their rows live until the step is done."""
 
     cuts: Cuts
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone(Event):
-    """A step ended; `report.skipped` is not empty when it trained nothing.
-
-    waited: seconds from the end of the previous step to the beginning of this one. seconds: duration of the step.
-    """
+class StepDone:
+    """A step ended after `seconds`; `report.skipped` is not empty when it trained nothing."""
 
     cuts: Cuts
     report: StepReport
     staleness: Mapping[str, float]
-    waited: float
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class StepLost(Event):
+class StepLost:
     """The trainer could not read some rows: nothing was trained, and the groups roll out again."""
 
     cuts: Cuts
@@ -115,17 +75,34 @@ class StepLost(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Warned(Event):
+class Warned:
     """Something that the user should know, and that does not end the run."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsHandedOver(Event):
+class WeightsHandedOver:
     """A reader reads only `version` from now on. seconds: duration of the handover. canary: as in `Using`."""
 
     version: int
     reader: str
     seconds: float
     canary: float | None = None
+
+
+Event: TypeAlias = (
+    Drawn
+    | AttemptStarted
+    | Dropped
+    | SampleScored
+    | DroppedByAlgorithm
+    | GroupPoisoned
+    | GroupFinished
+    | StepBegan
+    | StepDone
+    | StepLost
+    | Warned
+    | WeightsHandedOver
+)
+Observe: TypeAlias = Callable[[Event], None]

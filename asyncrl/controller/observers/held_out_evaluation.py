@@ -29,8 +29,8 @@ Question = tuple[Prompt, dict[str, Any]]
 class Evaluation:
     """The result of an evaluation.
 
-    mean, stderr: of the reward over prompts (their samples averaged first). cost: the mean of costs, likewise; None in
-    a run without costs. unscorable: samples without a reward, or without a cost in a run with costs.
+    mean, stderr: of the reward over prompts (their samples averaged first). cost: the mean of costs, likewise, if there
+    are costs. unscorable: samples without a reward or, if there are costs, a cost.
     """
 
     version: int
@@ -70,29 +70,25 @@ class Evaluator:
 
     async def _ask(self, index: int, version: int, incarnation: int) -> list[Known]:
         async with self._places:
-            prompt, row = self.questions[index]
-            prompts = self._request(prompt, -1 - index, version, incarnation)
+            (prompt, row), group = self.questions[index], -1 - index
+            prompts = PromptGroup(
+                id=group,
+                attempt=version,
+                incarnation=incarnation,
+                prompt=prompt,
+                members=tuple(range(self.config.evaluate.samples)),
+                seed=group_seed(self.config.seed, group),
+                not_before=version,
+                temperature=self.config.evaluate.temperature,
+                max_new_tokens=self.config.generation.max_new_tokens,
+                deadline=self.config.generation.deadline,
+            )
             samples = BatchRef.join([finished async for finished in self.generation.generate(prompts)])
             try:
                 scored = await gather(*(scorer.score(samples, row) for scorer in self._scorers))
                 return [[score.reward for score in scores] for scores in scored]
             finally:
                 await self.generation.release([sample.name for sample in samples], oldest=0)
-
-    def _request(self, prompt: Prompt, group: int, version: int, incarnation: int) -> PromptGroup:
-        config = self.config
-        return PromptGroup(
-            id=group,
-            attempt=version,
-            incarnation=incarnation,
-            prompt=prompt,
-            members=tuple(range(config.evaluate.samples)),
-            seed=group_seed(config.seed, group),
-            not_before=version,
-            temperature=config.evaluate.temperature,
-            max_new_tokens=config.generation.max_new_tokens,
-            deadline=config.generation.deadline,
-        )
 
 
 def summary(version: int, rewards: Sequence[Known], costs: Sequence[Known] | None, seconds: float) -> Evaluation:
@@ -109,16 +105,15 @@ def _means(prompts: Sequence[Known]) -> list[float]:
     return [fmean(known) for each in prompts if (known := [one for one in each if one is not None])]
 
 
-async def copy_weights(fleet: Fleet, published: Published, lease: float, deadline: float) -> None:
+async def copy_weights(fleet: Fleet, published: Published, config: Config) -> None:
     """Lets the evaluation service copy out a version, leased meanwhile so that the trainer cannot overwrite it.
 
-    lease: seconds of one lease; between leases the trainer may write. deadline: seconds until the version is given up.
-
-    Raises:
-        Refused: the version was overwritten.
-        WeightsError: the weights do not match their digest, or could not be copied in time.
+    Between leases the trainer may write. Raises Refused when the version was overwritten, WeightsError for a wrong
+    digest or too slow a copy.
     """
     assert fleet.evaluation is not None
+    lease = config.staleness.publish_deadline
+    deadline = config.fleet.start_deadline + config.fleet.call_deadline  # Longer than a worker's restart takes.
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline
     while loop.time() < until:
@@ -141,14 +136,12 @@ async def copy_weights(fleet: Fleet, published: Published, lease: float, deadlin
 class EvaluationSchedule:
     """Evaluates versions on request, one at a time, beside training. At most one waits: a newer one replaces it.
 
-    lease, deadline: as for `copy_weights`. done: called with each evaluation. skipped: called with each version that is
-    not evaluated, and the reason.
+    skipped: takes each version that is not evaluated, and the reason.
     """
 
     fleet: Fleet
     evaluator: Evaluator
-    lease: float
-    deadline: float
+    config: Config
     done: Callable[[Evaluation], None]
     skipped: Callable[[int, str], None]
 
@@ -187,7 +180,7 @@ class EvaluationSchedule:
         """Evaluates a version; tries again once when a worker dies, and skips a version that was overwritten."""
         for attempt in range(2):
             try:
-                await copy_weights(self.fleet, published, self.lease, self.deadline)
+                await copy_weights(self.fleet, published, self.config)
                 self.done(await self.evaluator.evaluate(published.version, published.incarnation))
                 self._newest = published.version
                 return

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Literal
 
-from asyncrl.controller.observers.events import Event, SampleScored, SamplesDropped, StepBegan, StepDone
+from asyncrl.controller.journal.ledger import Dropped
+from asyncrl.controller.observers.events import Event, SampleScored, StepBegan, StepDone
 from asyncrl.controller.observers.held_out_evaluation import Evaluation
 from asyncrl.errors import FleetFailed, Retryable
 from asyncrl.fleet.fleet import Fleet
@@ -33,11 +34,7 @@ Metrics = dict[str, float]
 
 @dataclass
 class Recorder:
-    """Writes the files of a run directory.
-
-    show: called with the metrics of each step and a sample, after they were written. sinks: get the metrics too, and
-    are closed with the recorder.
-    """
+    """Writes the files of a run directory. show: takes the metrics and a sample of each step. sinks: get metrics."""
 
     directory: RunDirectory
     fleet: Fleet
@@ -62,8 +59,6 @@ class Recorder:
 
     def observe(self, event: Event) -> None:
         """Takes an event without waiting. Raises FleetFailed when far too many events are not written yet."""
-        if not isinstance(event, SampleScored | SamplesDropped | StepBegan | StepDone):
-            return
         try:
             self._events.put_nowait(event)
         except asyncio.QueueFull:
@@ -100,15 +95,13 @@ class Recorder:
         match event:
             case SampleScored(sample, score):
                 self._terms[sample.key] = score.terms
-            case SamplesDropped(group, members, reason):
+            case Dropped(group, members, reason):
                 self._dropped[reason] += len(members)
                 self._forget((group, member) for member in members)
             case StepBegan(cuts):
                 self._texts = await self._read_texts(cuts.batch)
             case StepDone():
                 await self._step(event)
-            case _:
-                raise AssertionError(f"observe lets no {event} through")
 
     async def _read_texts(self, batch: BatchRef) -> dict[Key, SampleText]:
         chosen = BatchRef(tuple(to_show(batch.rows, self.samples_per_step)))

@@ -26,10 +26,9 @@ from asyncrl.engines.training.token_logprobs import frozen_logprobs, logprobs_af
 from asyncrl.engines.training.trainer_checkpoint import MODEL, read_state, write_own_state, write_state
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
-from asyncrl.objectives.aggregation import row_weights
 from asyncrl.objectives.kl import KlCoefficient
 from asyncrl.objectives.lagrangian import Multiplier
-from asyncrl.objectives.surrogate_losses import pushed_away, second_moment_bound
+from asyncrl.objectives.surrogate_losses import pushed_away, row_weights, second_moment_bound
 from asyncrl.protocols.messages import Canary
 
 RowLogprobs: TypeAlias = list[tuple[MaskedRow, NDArray[np.float32]]]

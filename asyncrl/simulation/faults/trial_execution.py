@@ -12,9 +12,9 @@ from typing import Any
 from asyncrl.config.schema import Config, GenerationConfig, ModelConfig, TaskConfig
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.journal import surviving
-from asyncrl.controller.journal.ledger import Trained
+from asyncrl.controller.journal.ledger import Drawn, Trained
 from asyncrl.controller.observed_run import WorkerEvents
-from asyncrl.controller.observers.events import Event, GroupDrawn, GroupFinished, GroupPoisoned
+from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
 from asyncrl.fleet.service_calls import RemoteWorker
@@ -227,7 +227,7 @@ class ControllerLife(ResumableRun):
         if isinstance(event, GroupFinished) and not event.poison:
             self._fleet.supervisor.progressed()
         self.invariants.observe(event)
-        if isinstance(event, GroupDrawn):
+        if isinstance(event, Drawn):
             self._drawn[event.group] = self._run.faults.now()
         if isinstance(event, GroupFinished):
             self._drawn.pop(event.group, None)

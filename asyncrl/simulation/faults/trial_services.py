@@ -189,7 +189,7 @@ class TrialTraining(TrialService, FakeTraining):
 
     async def start(self) -> None:
         if self.context.facts.checkpoint_dir is not None:
-            version, chain = self._disk.get(str(self.context.facts.checkpoint_dir), STATE).decode().split()
+            version, chain = self._disk.open(str(self.context.facts.checkpoint_dir), STATE).read().decode().split()
             self.restore(int(version), bytes.fromhex(chain))
 
     def save(self, directory: str) -> dict[str, str]:

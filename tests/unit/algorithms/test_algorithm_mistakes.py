@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
-from asyncrl.algorithms.custom import FROM_PYTHON
-from asyncrl.algorithms.select import algorithm_problems
+from asyncrl.algorithms.select import FROM_PYTHON, algorithm_problems
 from asyncrl.config.algorithm_config import expanded
 from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import grpo, remax
-from asyncrl.algorithms.custom import FROM_PYTHON, algorithm_from, algorithm_named, importable_algorithm
-from asyncrl.algorithms.select import algorithm_of
+from asyncrl.algorithms.select import FROM_PYTHON, algorithm_from, algorithm_named, algorithm_of, importable_algorithm
 from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.observers.events import AttemptFailed, SamplesDropped
+from asyncrl.controller.journal.ledger import AttemptStarted, Dropped
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import AlgorithmError, ConfigError, PeerLost
 from asyncrl.fleet.fleet import Fleet
@@ -184,7 +183,7 @@ async def losing(fleet: Fleet, control: Controller, group: Attempt) -> None:
 def test_a_lost_worker_is_no_fault_of_the_algorithm() -> None:
     scene = played(replace(OWN, roll_out=losing))
     assert scene.gate.version == 3
-    assert {failed.reason for failed in scene.told(AttemptFailed)} == {"generation0.0 died"}
+    assert {failed.reason for failed in scene.told(AttemptStarted)} == {"generation0.0 died"}
 
 
 async def never_generated(fleet: Fleet, control: Controller, group: Attempt) -> None:
@@ -254,7 +253,7 @@ def test_a_late_drop_touches_no_later_attempt() -> None:
             control.ready(samples, await fleet.reward.score(samples, group.row))
 
     scene = played(replace(OWN, roll_out=drops_late))
-    assert not scene.told(SamplesDropped)
+    assert not scene.told(Dropped)
 
 
 async def best(fleet: Fleet, control: Controller, group: Attempt) -> None:
@@ -268,7 +267,7 @@ async def best(fleet: Fleet, control: Controller, group: Attempt) -> None:
 
 def test_an_algorithm_may_drop_samples_with_a_reason_of_its_own() -> None:
     scene = played(replace(OWN, roll_out=best))
-    dropped = [event for event in scene.told(SamplesDropped) if event.reason == "not wanted"]
+    dropped = [event for event in scene.told(Dropped) if event.reason == "not wanted"]
     assert dropped
     assert {len(event.members) for event in dropped} == {1}
     assert scene.journal.ledger.dropped["not wanted"] == len(dropped), "once each"

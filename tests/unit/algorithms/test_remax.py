@@ -14,16 +14,9 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.journal import Journal
-from asyncrl.controller.journal.ledger import Compared, Dropped
+from asyncrl.controller.journal.ledger import AttemptStarted, Compared, Dropped
 from asyncrl.controller.journal.run_storage import MemoryStore
-from asyncrl.controller.observers.events import (
-    AttemptFailed,
-    GroupFinished,
-    SampleScored,
-    SamplesDropped,
-    StepBegan,
-    StepDone,
-)
+from asyncrl.controller.observers.events import GroupFinished, SampleScored, StepBegan, StepDone
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.controller.sample_tracker import NO_GREEDY, SampleTracker
 from asyncrl.errors import PeerLost
@@ -153,7 +146,7 @@ def test_no_part_of_a_group_trains_before_it_can_be_compared() -> None:
 
 def test_the_row_of_a_greedy_answer_is_released_once_judged_and_when_its_attempt_is_given_up() -> None:
     held = Held()
-    held.tracker.restart(held.group, "its worker died", 1)
+    held.tracker.restart(held.group, "its worker died")
     assert (held.group, GREEDY, 0) in held.released
     held.released.clear()
     held.tracker.compared(row(held.group, GREEDY, attempt=0), Score(1.0, {}))
@@ -168,7 +161,7 @@ def test_the_row_of_a_greedy_answer_is_released_once_judged_and_when_its_attempt
 def test_a_retried_group_keeps_the_reward_it_was_compared_with_also_when_the_run_is_resumed() -> None:
     held = Held()
     held.tracker.compared(row(held.group, GREEDY), Score(0.25, {}))
-    held.tracker.restart(held.group, "its worker died", 1)
+    held.tracker.restart(held.group, "its worker died")
     held.tracker.compared(row(held.group, GREEDY, attempt=1), Score(0.75, {}))
     assert held.gate.group(held.group).greedy == 0.25, (
         "the first one counts, so that all its parts compare with the same"
@@ -185,7 +178,7 @@ def test_a_retried_group_keeps_the_reward_it_was_compared_with_also_when_the_run
 def test_a_group_whose_greedy_answer_has_no_reward_is_dropped_by_that_name() -> None:
     scene = RemaxScene(Judge(later=1.0, unscorable=(1,)))
     scene.play()
-    dropped = [event for event in scene.told(SamplesDropped) if event.reason == NO_GREEDY]
+    dropped = [event for event in scene.told(Dropped) if event.reason == NO_GREEDY]
     assert [(event.group, event.members) for event in dropped] == [(1, (0, 1, 2, 3))]
     assert scene.records(Dropped) == [Dropped(1, (0, 1, 2, 3), "greedy_unscorable")]
     assert GroupFinished(1) in scene.events
@@ -206,7 +199,7 @@ class Once(Judge):
 def test_a_greedy_answer_that_was_lost_is_generated_again_and_no_other_is() -> None:
     scene = RemaxScene(judge := Once())
     scene.play()
-    (failed,) = scene.told(AttemptFailed)
+    (failed,) = scene.told(AttemptStarted)
     assert (failed.group, 1) in judge.greedy
     assert [(group, attempt) for group, attempt in judge.greedy if attempt > 0] == [(failed.group, 1)]
     assert scene.gate.version == 3
@@ -231,7 +224,7 @@ def test_a_retried_group_that_was_compared_generates_no_other_greedy_answer() ->
     scene.generation = FakeGeneration(64, 0.1, constant(20))  # a slot for each: none waits
     scene.training = FakeTraining(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
     scene.play()
-    (failed,) = scene.told(AttemptFailed)
+    (failed,) = scene.told(AttemptStarted)
     assert [attempt for group, attempt in judge.greedy if group == failed.group] == [0]
     assert scene.gate.version == 3
 
@@ -247,7 +240,7 @@ def test_an_algorithm_that_forgets_the_greedy_answer_is_told_so() -> None:
 
     def seen(event: Any) -> None:
         scene.events.append(event)
-        if isinstance(event, AttemptFailed):
+        if isinstance(event, AttemptStarted):
             raise LookupError(event.reason)
 
     scene.observe = seen

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import safe_rlhf
-from asyncrl.controller.observers.events import SampleScored, SamplesDropped, StepBegan, StepDone
+from asyncrl.controller.journal.ledger import Dropped
+from asyncrl.controller.observers.events import SampleScored, StepBegan, StepDone
 from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.messages import Score, ValueReport
@@ -82,7 +83,7 @@ def test_a_sample_without_a_cost_is_dropped_as_one_without_a_reward_is() -> None
     scene.play()
     assert scene.gate.version == 4
     assert all(row.member != 2 for began in scene.told(StepBegan) for row in began.cuts.batch)
-    dropped = [event for event in scene.told(SamplesDropped) if 2 in event.members]
+    dropped = [event for event in scene.told(Dropped) if 2 in event.members]
     assert dropped
     assert {event.reason for event in dropped} == {"unscorable"}
     assert "nobody knows its price" in {told.score.error for told in scene.told(SampleScored)}

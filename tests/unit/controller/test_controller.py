@@ -12,21 +12,12 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.algorithms import grpo
-from asyncrl.config.schema import MismatchConfig
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.journal import ledger
-from asyncrl.controller.journal.ledger import InFlight, Trained
-from asyncrl.controller.observers.events import (
-    AttemptFailed,
-    GroupDrawn,
-    GroupPoisoned,
-    SamplesDropped,
-    StepBegan,
-    StepDone,
-    Warned,
-)
+from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Dropped, InFlight, Trained
+from asyncrl.controller.observers.events import GroupPoisoned, StepBegan, StepDone, Warned
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import (
     DeadlineExceeded,
@@ -47,7 +38,7 @@ from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import CONFIG, Scene
+from scene import CONFIG, Scene, settings
 
 
 def test_a_run_trains_its_steps_and_writes_down_what_is_in_flight() -> None:
@@ -96,7 +87,7 @@ def test_masked_truncated_samples_are_in_no_denominator() -> None:
     scene = Scene()
     scene.generation = FakeGeneration(16, 0.1, stragglers(10, 0.5, 2))  # 20 tokens are the most: truncated
     scene.training = FakeTraining(StepCost(1.0), 1, [scene.generation], seed=0)
-    scene.schedule = replace(scene.schedule, mask_truncated=True)
+    scene.config = settings(3, algorithm={"mask_truncated": True})
     scene.play()
     cuts: Cuts = scene.told(StepBegan)[0].cuts
     whole = [row for row in cuts.batch if row.finish == "stop"]
@@ -120,7 +111,7 @@ class Drifting(FakeTraining):
 def test_policies_that_drift_apart_are_told_once_and_then_end_the_run() -> None:
     scene = Scene(steps=9)
     scene.training = Drifting(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
-    scene.schedule = replace(scene.schedule, mismatch=MismatchConfig(warn_kl=0.15, stop_kl=0.35))
+    scene.config = settings(9, mismatch={"warn_kl": 0.15, "stop_kl": 0.35})
     with pytest.raises(PolicyMismatch, match=r"step 4: mismatch/kl is 0\.4, over mismatch\.stop_kl = 0\.35"):
         scene.play()
     (told,) = scene.told(Warned)
@@ -143,7 +134,7 @@ def test_nothing_runs_between_iterations_and_nothing_is_drawn_before_the_first()
 
     async def between(version: int) -> None:
         await asyncio.sleep(5)  # what is in flight goes on meanwhile
-        seen.append((version, scene.gate.counts()[Stage.TRAINING], len(scene.told(GroupDrawn))))
+        seen.append((version, scene.gate.counts[Stage.TRAINING], len(scene.told(Drawn))))
 
     scene.between = between
     scene.play()
@@ -162,7 +153,7 @@ def test_the_journal_knows_of_a_step_before_the_gate_does() -> None:
 
     scene.gate.trained = trained  # type: ignore[method-assign]
     scene.play()
-    drawn_after = [event.version for event in scene.told(GroupDrawn)]
+    drawn_after = [event.version for event in scene.told(Drawn)]
     assert drawn_after == sorted(drawn_after)
     assert 1 in drawn_after
 
@@ -233,7 +224,7 @@ def test_a_group_that_fails_three_times_is_dropped_with_its_prompt() -> None:
     scene.training = FakeTraining(StepCost(1.0), 1, [scene.generation], seed=0)
     scene.play()
     assert scene.told(GroupPoisoned) == [GroupPoisoned(1, "prompt 1", "died in attempt 2")]
-    assert SamplesDropped(1, (0, 1, 2, 3), "poison") in scene.events
+    assert Dropped(1, (0, 1, 2, 3), "poison") in scene.events
     assert all(row.group != 1 for event in scene.told(StepDone) for row in event.cuts.batch)
     assert scene.gate.version == 3
 
@@ -249,9 +240,9 @@ def test_a_group_that_loses_finished_samples_over_and_over_is_not_poison() -> No
 
     scene.between = between
     scene.play()
-    failed = scene.told(AttemptFailed)
+    failed = scene.told(AttemptStarted)
     assert max(Counter(event.group for event in failed).values()) >= 5
-    assert {(event.failures, event.reason) for event in failed} == {(0, f"{scene.generation.instance}: killed")}
+    assert {event.reason for event in failed} == {f"{scene.generation.instance}: killed"}
     assert scene.told(GroupPoisoned) == []
 
 
@@ -281,7 +272,7 @@ def test_slow_groups_that_run_in_a_worker_which_dies_three_times_in_a_row_are_no
 
     scene.algorithm = Algorithm(grpo.roll_out, train)
     scene.play()
-    failed = Counter(event.group for event in scene.told(AttemptFailed))
+    failed = Counter(event.group for event in scene.told(AttemptStarted))
     assert max(failed.values()) >= 3
     assert scene.told(GroupPoisoned) == []
     assert scene.gate.version == 3

@@ -9,8 +9,8 @@ import pytest
 from asyncrl.algorithms import grpo
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.rollouts import ATTRIBUTED_AFTER, ISOLATED_AFTER, Attempt, CrashAttribution, Sampling
-from asyncrl.errors import TaskError
+from asyncrl.controller.rollouts import ATTRIBUTED_AFTER, ISOLATED_AFTER, Attempt, CrashAttribution
+from asyncrl.errors import PeerLost, TaskError
 from asyncrl.fleet.fleet import Fleet
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -20,15 +20,30 @@ from scene import Scene
 @pytest.mark.trap("redone")
 @pytest.mark.trap("seeds")
 def test_every_attempt_at_a_group_has_its_seed_and_its_prompt_and_other_groups_have_others() -> None:
-    sampling = Sampling(temperature=1.0, max_new_tokens=8, deadline=60.0, seed=5, incarnation=0)
-    after_a_resume = Sampling(temperature=1.0, max_new_tokens=8, deadline=60.0, seed=5, incarnation=2)
+    def asked(incarnation: int) -> dict[tuple[int, int], tuple[int, object]]:
+        found: dict[tuple[int, int], tuple[int, object]] = {}
 
-    def asked(group: int, attempt: int, sampling: Sampling = sampling) -> tuple[int, object]:
-        prompts = sampling.request(f"prompt {group}", group, attempt, (0, 1), attempt)
-        return prompts.seed, prompts.prompt
+        async def fail_twice(fleet: Fleet, control: Controller, group: Attempt) -> None:
+            assert group.prompts.incarnation == incarnation
+            found[group.prompts.id, group.prompts.attempt] = (group.prompts.seed, group.prompts.prompt)
+            if group.prompts.attempt < 2:
+                raise PeerLost("the worker died")
+            await grpo.roll_out(fleet, control, group)
 
-    assert asked(3, 0) == asked(3, 1) == asked(3, 2) == asked(3, 4, after_a_resume)
-    assert len({asked(group, 0) for group in range(20)}) == 20
+        scene = Scene()
+        scene.algorithm = Algorithm(fail_twice, grpo.train)
+        if incarnation:
+            scene.journal.resume(incarnation, 0)
+            for service in (scene.generation, scene.training):
+                service.run_in(incarnation)
+        scene.play()
+        return found
+
+    first, after_a_resume = asked(0), asked(2)
+    groups = {group for group, attempt in first if attempt == 2}
+    assert all(len({first[group, attempt] for attempt in range(3)}) == 1 for group in groups)
+    assert all(first[group, 0] == after_a_resume[group, 0] for group in groups)
+    assert len({first[group, 0] for group in groups}) == len(groups) >= 6
 
 
 def test_a_prompt_that_generation_refuses_is_named() -> None:

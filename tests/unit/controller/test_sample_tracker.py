@@ -45,7 +45,7 @@ def test_what_a_worker_may_have_made_unheard_is_released_too() -> None:
     released: list[SampleName] = []
     tracker = SampleTracker(Gate(CONFIG), Journal(MemoryStore()), lambda event: None, released.extend, lambda: None)
     group = tracker.draw()
-    tracker.restart(group, "its worker died", 1)
+    tracker.restart(group, "its worker died")
     assert released == [(group, member, 0) for member in range(4)]
     released.clear()
 

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.controller.journal.checkpoints import ResumePlan
+from asyncrl.controller.journal.ledger import Ledger
 from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.deploy.run_setup import (
     LONGEST,
@@ -73,7 +74,7 @@ def test_the_prompt_of_a_group_is_named_by_its_row(directory: RunDirectory) -> N
     assert questions.where(4, seed=5) == f"task.prompts: the rows given as prompts, row {row}"
 
 
-PLAN = ResumePlan(1, 5, 0, "checkpoints/5", "", (), 40, ("checkpoint 6 was passed over",))
+PLAN = ResumePlan(1, 5, 0, "checkpoints/5", Ledger(), ("checkpoint 6 was passed over",))
 
 
 @pytest.mark.parametrize(

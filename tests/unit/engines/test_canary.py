@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.schema import MismatchConfig
-from asyncrl.controller.controller import Schedule
 from asyncrl.controller.observers.events import StepDone, Warned
 from asyncrl.protocols.messages import Published, Using
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import CONFIG, Scene
+from scene import CONFIG, Scene, settings
 
 
 class OffKey(FakeGeneration):
@@ -29,7 +27,7 @@ def test_it_is_in_the_metrics_of_the_next_step_and_is_warned_of() -> None:
     scene = Scene()
     scene.generation = OffKey(CONFIG.slots, 0.1, constant(20))
     scene.training = FakeTraining(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
-    scene.schedule = Schedule(4, mismatch=MismatchConfig(warn_canary=0.6))
+    scene.config = settings(4, mismatch={"warn_canary": 0.6})
     scene.play()
     heard = [event.report.metrics.get("mismatch/canary") for event in scene.told(StepDone)]
     assert heard == [0.0, 0.5, 1.0, 1.5]

@@ -14,7 +14,6 @@ from asyncrl.objectives.advantages import (
     greedy_baseline,
     group_advantages,
     group_baseline,
-    leave_one_out,
     leave_one_out_advantages,
     shuffled,
 )
@@ -81,7 +80,7 @@ def test_estimators_answer_for_the_members_of_each_cut() -> None:
         RewardedCut(0, (0, 2), {0: 1.0, 1: 0.0, 2: 0.5}, {0: 2, 2: 3}),
         RewardedCut(1, (1,), {0: 1.0, 1: 0.0}, {1: 4}),
     ]
-    assert leave_one_out(cuts, 0) == [[0.75, 0.0], [-1.0]]
+    assert group_baseline(cuts, 0, estimate=leave_one_out_advantages) == [[0.75, 0.0], [-1.0]]
     plain = batch_advantages(np.array([1.0, 0.5, 0.0]), np.array([2.0, 3.0, 4.0]))
     assert batch_normalized(cuts, 0) == [plain[:2].tolist(), plain[2:].tolist()]
     centred = batch_advantages(np.array([0.5, 0.0, -0.5]), np.array([2.0, 3.0, 4.0]))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.objectives.aggregation import Aggregation, row_weights
+from asyncrl.objectives.surrogate_losses import Aggregation, row_weights
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=20)
 

@@ -23,14 +23,14 @@ from asyncrl.objectives.advantages import (
     batch_normalized,
     generalized_advantages,
     greedy_baseline,
+    group_advantages,
     group_baseline,
-    leave_one_out,
+    leave_one_out_advantages,
     token_rewards,
 )
-from asyncrl.objectives.aggregation import Aggregation, row_weights
 from asyncrl.objectives.kl import KlCoefficient, KlEstimator, kl_estimate
 from asyncrl.objectives.ragged import Ragged
-from asyncrl.objectives.surrogate_losses import SurrogateLoss
+from asyncrl.objectives.surrogate_losses import Aggregation, SurrogateLoss, row_weights
 from asyncrl.objectives.value_loss import value_loss
 
 FILE = Path(__file__).parents[2] / "data" / "rivals" / "values.json"
@@ -191,12 +191,14 @@ def test_advantages_of_groups_are_verls() -> None:
     verl = VALUES["verl"]["advantages"]
     several = cuts([0, 1, 2])
     assert np.concatenate(group_baseline(several, 0)) == pytest.approx(verl["group_mean"][:7], abs=1e-6)
-    assert np.concatenate(leave_one_out(several, 0)) == pytest.approx(verl["leave_one_out"][:7], abs=1e-6)
+    assert np.concatenate(group_baseline(several, 0, estimate=leave_one_out_advantages)) == pytest.approx(
+        verl["leave_one_out"][:7], abs=1e-6
+    )
     scales = [np.std(list(cut.rewards.values()), ddof=1) for cut in several for _ in cut.members]
-    found = np.concatenate(partial(group_baseline, normalize_std=True)(several, 0))
+    found = np.concatenate(partial(group_baseline, estimate=partial(group_advantages, normalize_std=True))(several, 0))
     rescaled = found * (np.array(scales) + STD_EPSILON) / (np.array(scales) + 1e-6)
     assert rescaled == pytest.approx(verl["group_std"][:7], abs=1e-5)
-    assert partial(group_baseline, normalize_std=True)(several, 0)[1] == [0.0, 0.0]
+    assert partial(group_baseline, estimate=partial(group_advantages, normalize_std=True))(several, 0)[1] == [0.0, 0.0]
 
 
 def test_advantages_over_greedy_answers_are_verls() -> None:

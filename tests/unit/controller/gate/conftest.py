@@ -75,7 +75,7 @@ class World:
         while not (self.gate.version >= self.steps and self.gate.exhausted and not self.gate.in_flight):
             moved = self.round()
             quiet = 0 if moved else quiet + 1
-            assert quiet < PATIENCE, f"nothing moves any more: {self.gate.counts()}"
+            assert quiet < PATIENCE, f"nothing moves any more: {self.gate.counts}"
             self.check_account()
         assert self.gate.groups() == ()
         assert all(fact.stage in ENDED for fact in self.facts.values())
@@ -253,8 +253,8 @@ class World:
         version, limit, policy = self.gate.version, self.config.limit, self.config.policy
         age = {"mask": lambda f: version - f.last, "drop": lambda f: version - f.first}.get(policy, lambda f: limit)
         old = [fact for fact in self.at(Stage.READY) if age(fact) > limit]
-        counted, preview = self.gate.counts(), self.gate.preview()
-        assert self.gate.counts() == counted, "foreseeing changes nothing"
+        counted, preview = dict(self.gate.counts), self.gate.preview()
+        assert self.gate.counts == counted, "foreseeing changes nothing"
         pick = self.gate.pick()
         if preview and not pick.dropped and policy != "block":
             assert pick.cuts == preview
@@ -329,7 +329,7 @@ class World:
 
     def check_account(self) -> None:
         counts = {stage: len(self.at(stage)) for stage in Stage if stage not in ENDED}
-        found = self.gate.counts()
+        found = self.gate.counts
         assert counts == {stage: found[stage] for stage in counts}
         assert len(self.facts) == self.gate.next_group * self.config.members
         open_groups = {fact.group for fact in self.flying.values() if fact.stage not in ENDED}

@@ -5,7 +5,7 @@ import pytest
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Stage
-from asyncrl.controller.gate.staleness_report import StalenessReport
+from asyncrl.controller.observers.staleness_report import StalenessReport
 
 
 def gate(rewards: list[list[float]], *, members: int = 2, cut_at: int | None = None, tokens: int = 5) -> Gate:

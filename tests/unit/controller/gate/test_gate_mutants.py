@@ -50,12 +50,12 @@ class CutUnderDrop(Gate):
 
 class CreditOfScoringNotCounted(Gate):
     def held(self) -> int:
-        return super().held() - self.counts()[Stage.SCORING]
+        return super().held() - self.counts[Stage.SCORING]
 
 
 class CreditOfTrainingNotCounted(Gate):
     def held(self) -> int:
-        return super().held() - self.counts()[Stage.TRAINING]
+        return super().held() - self.counts[Stage.TRAINING]
 
 
 class OverdueCounted(Gate):
@@ -113,7 +113,7 @@ class BlockStartsOldWeights(Gate):
 class ShortBatchTooSoon(Gate):
     @property
     def exhausted(self) -> bool:
-        return not self.counts()[Stage.SCORING] and not self.may_draw()
+        return not self.counts[Stage.SCORING] and not self.may_draw()
 
 
 class NewestFirst(Gate):

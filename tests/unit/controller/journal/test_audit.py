@@ -122,7 +122,7 @@ async def test_each_witness_sees_its_corruption(
 async def test_a_manifest_that_lies_about_the_trainer_is_seen(run: Any, trainer: Any) -> None:
     store = MemoryStore()
     await recorded(run, trainer, store)
-    fields = json.loads(store.get("2", "manifest.json"))
+    fields = json.load(store.open("2", "manifest.json"))
     store.put("2", "manifest.json", json.dumps(fields | {"chain": "cd" * 32}).encode())
     report = Audit(store)
     assert failing(report) == [CHAINS]
@@ -132,7 +132,7 @@ async def test_a_manifest_that_lies_about_the_trainer_is_seen(run: Any, trainer:
 async def test_a_journal_changed_under_its_checkpoints_is_seen(run: Any, trainer: Any) -> None:
     store = MemoryStore()
     await recorded(run, trainer, store)
-    fields = json.loads(store.get("1", "manifest.json"))
+    fields = json.load(store.open("1", "manifest.json"))
     store.put("1", "manifest.json", json.dumps(fields | {"crc": 0}).encode())
     assert failing(Audit(store)) == [WAYS]
 

@@ -1,6 +1,7 @@
 """A run killed at any point of a checkpoint goes on from a good one; damaged ones are passed over, aloud."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,15 @@ import pytest
 
 from asyncrl.controller.gate.group_state import IN_FLIGHT
 from asyncrl.controller.journal.audit import Audit
-from asyncrl.controller.journal.checkpoints import FAULT_POINTS, commit, plan_resume, resume, versions
+from asyncrl.controller.journal.checkpoints import commit, plan_resume, resume, versions
 from asyncrl.controller.journal.journal import Journal, Scan
 from asyncrl.controller.journal.ledger import CheckpointMade, Trained
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore, run_lock
 from asyncrl.errors import ConfigError, JournalError, RemoteError
 from asyncrl.protocols.messages import Checkpointed
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from commit_faults import FAULT_POINTS, faulty_commit
 
 
 class Killed(Exception):
@@ -30,7 +34,7 @@ class Saga:
         self.trainer = trainer(self.store, lambda: self.journal.ledger)
 
     async def checkpoint(self, keep: int = 2, fault: Any = lambda point: None) -> None:
-        await commit(self.journal, self.trainer.write, keep, fault)
+        await faulty_commit(self.journal, self.trainer.write, keep, fault)
 
     def train(self, iterations: int = 1) -> None:
         target = self.history.version + iterations
@@ -107,8 +111,8 @@ async def test_what_was_recorded_after_a_checkpoint_is_void(saga: Saga) -> None:
     saga.train(2)
     plan = plan_resume(saga.store.after_death())
     assert plan is not None
-    assert (plan.incarnation, plan.version, plan.next_group) == (1, 1, drawn)
-    assert tuple((group.id, group.members(*IN_FLIGHT)) for group in plan.groups) == flying
+    assert (plan.incarnation, plan.version, plan.ledger.next_group) == (1, 1, drawn)
+    assert tuple((group.id, group.members(*IN_FLIGHT)) for group in plan.ledger.groups.values()) == flying
 
 
 async def test_records_that_come_while_the_trainer_writes_lie_behind_the_checkpoint(saga: Saga) -> None:
@@ -124,7 +128,7 @@ async def test_records_that_come_while_the_trainer_writes_lie_behind_the_checkpo
     await commit(saga.journal, write, 2)
     plan = plan_resume(saga.store.after_death())
     assert plan is not None
-    assert plan.next_group == before
+    assert plan.ledger.next_group == before
     assert offset < plan.offset < saga.journal.offset
 
 
@@ -143,7 +147,7 @@ async def test_a_damaged_checkpoint_is_passed_over_aloud(saga: Saga, damage: str
 
 
 def hurt(store: MemoryStore, folder: str, damage: str) -> None:
-    fields = json.loads(store.get(folder, "manifest.json"))
+    fields = json.load(store.open(folder, "manifest.json"))
     if damage == "digest":
         store.put(folder, "model.bin", b"other weights")
     elif damage == "file":
@@ -160,7 +164,7 @@ def hurt(store: MemoryStore, folder: str, damage: str) -> None:
 async def test_a_checkpoint_of_an_older_version_is_taken_up(saga: Saga) -> None:
     await saga.with_checkpoints(1)
     plan = plan_resume(saga.store)
-    fields = json.loads(saga.store.get("1", "manifest.json"))
+    fields = json.load(saga.store.open("1", "manifest.json"))
     fields["epoch"] = fields.pop("incarnation")
     saga.store.put("1", "manifest.json", json.dumps(fields).encode())
     assert plan_resume(saga.store) == plan

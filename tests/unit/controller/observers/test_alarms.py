@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import MismatchConfig
+from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers.alarms import REPORTED, PoisonedGroups, PolicyMismatchAlarm, RewardFailures
-from asyncrl.controller.observers.events import GroupPoisoned, SampleScored, SamplesDropped
+from asyncrl.controller.observers.events import GroupPoisoned, SampleScored
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.errors import NonFiniteLoss, OnlyTruncated, PolicyMismatch, RewardError
 from asyncrl.protocols.batch import Cuts, RowRef
@@ -170,7 +171,7 @@ def test_three_steps_that_are_not_finite_end_the_run_and_name_the_samples() -> N
     with pytest.raises(NonFiniteLoss, match=r"3 steps in a row from version 0 .*\(0, 0\), \(0, 1\)"):
         scene.play()
     assert scene.gate.version == 0
-    assert {event.reason for event in scene.told(SamplesDropped)} == {"not finite"}
+    assert {event.reason for event in scene.told(Dropped)} == {"not finite"}
 
 
 class NoEnds(FakeTraining):
@@ -184,4 +185,4 @@ def test_three_steps_of_answers_without_an_end_end_the_run_and_name_the_key() ->
     scene.training = NoEnds(StepCost(1, not_finite=1), 1, [scene.generation], seed=0)
     with pytest.raises(OnlyTruncated, match=r"3 steps in a row from version 0 .*generation\.max_new_tokens"):
         scene.play()
-    assert {event.reason for event in scene.told(SamplesDropped)} == {"truncated"}
+    assert {event.reason for event in scene.told(Dropped)} == {"truncated"}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.schema import Config
 from asyncrl.controller.observers.held_out_evaluation import (
     Evaluation,
     EvaluationSchedule,
@@ -18,6 +19,15 @@ from asyncrl.protocols.messages import Published, Using
 from asyncrl.simulation import virtual_loop
 
 PATIENCE = 10.0
+
+
+def config(deadline: float) -> Config:
+    """Returns a config that gives a copy of weights this time."""
+    fleet = {"start_deadline": 1.0, "call_deadline": deadline - 1.0, "watchdog": 1.0}
+    sections = {"model": {"name": "none"}, "task": {"prompts": "none"}, "generation": {"deadline": 10.0}}
+    return Config.model_validate({**sections, "fleet": fleet, "staleness": {"publish_deadline": PATIENCE}})
+
+
 MESSAGE = 0.001
 """Seconds on its way."""
 UNUSED: Any = None
@@ -73,8 +83,7 @@ def taken_over(training_busy: float, back: float) -> Training:
             await copy_weights(
                 Fleet(UNUSED, UNUSED, training, None, evaluation),
                 Published(0, 0, "a", 0, ""),
-                PATIENCE,
-                3000.0,
+                config(3000.0),
             )
         finally:
             working.cancel()
@@ -124,8 +133,7 @@ def scheduled(fleet_back: float, evaluated: Any, told: list[tuple[int, str]], do
     return EvaluationSchedule(
         fleet,
         evaluated,
-        PATIENCE,
-        100.0,
+        config(100.0),
         lambda found: done.append(found.version),
         lambda version, why: told.append((version, why)),
     )

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers import recorder as recorder_module
-from asyncrl.controller.observers.events import SampleScored, SamplesDropped, StepDone
+from asyncrl.controller.observers.events import SampleScored, StepDone
 from asyncrl.controller.observers.recorder import Recorder
 from asyncrl.errors import FleetFailed
 from asyncrl.fleet.fleet import Fleet
@@ -41,7 +42,7 @@ async def test_nothing_is_kept_of_attempts_that_were_overtaken(tmp_path: Path) -
                 recorder.observe(scored(member, attempt))
         await recorder.drain()
         assert len(recorder._terms) == 4
-        recorder.observe(SamplesDropped(0, (0, 1, 2, 3), "poison"))
+        recorder.observe(Dropped(0, (0, 1, 2, 3), "poison"))
         await recorder.drain()
         assert not recorder._terms
         running.cancel()
@@ -72,7 +73,7 @@ async def test_what_a_step_that_trained_nothing_told_is_told_again_by_the_next_t
     recorder._dropped["not finite"] += 3
     for skipped, version in (("not finite", 5), ("", 6), ("", 7)):
         report = StepReport(0, version, 0 if skipped else 1, skipped, "00", {}, (), None)
-        await recorder._step(StepDone(Cuts(0, 5, BatchRef(()), 0, 0), report, {}, 0.0, 1.0))
+        await recorder._step(StepDone(Cuts(0, 5, BatchRef(()), 0, 0), report, {}, 1.0))
     assert [line["step"] for line in told] == [6, 6, 7]
     assert [line.get("data/dropped/not finite") for line in told] == [3, 3, None]
     assert [line.get("skipped/not finite") for line in told] == [1, None, None]

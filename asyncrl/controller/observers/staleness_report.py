@@ -8,6 +8,7 @@ members. No bias is corrected; all are reported.
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -29,11 +30,11 @@ ENDS: tuple[End, ...] = ("trained", "dropped", "abandoned")
 
 
 class StalenessReport:
-    """Takes the samples that ended out of a gate, once a step. lengths: of all samples of the run so far."""
+    """Takes the samples that ended out of a gate, once a step, and counts for each length how they ended."""
 
     def __init__(self, config: GateConfig) -> None:
-        self.lengths = LengthReport()
         self._config = config
+        self._ends: dict[int, Counter[End]] = {}
         self._window: deque[EndedSample] = deque(maxlen=WINDOW)
         self._tested: deque[EndedSample] = deque(maxlen=WINDOW)
         self._abandoned = 0
@@ -41,11 +42,7 @@ class StalenessReport:
     def step(self, gate: Gate, trained: Iterable[TrainedSample]) -> dict[str, float]:
         """Returns metrics of the samples that ended since the last call. trained: the trainer's account of each sample.
 
-        `staleness/`: expired, cut_fraction, wasted_tokens, cut_baseline_gap (0 when no group that was cut finished),
-        trained_samples/d1..d10 and trained_tokens/d1..d10 (from ten samples on), redone/d1..d10 (when a sample was
-        sampled more than once: the longer it takes, the more often a death or a deadline interrupts it). Where groups
-        need differing rewards also `sampling/accepted` and `sampling/accepted/d1..d10`: groups with short completions
-        finish sooner, so they take the places of those that are dropped.
+        Shares by decile of length tell whether long completions lose more; docs/metrics.md explains each metric.
         """
         tokens = {(sample.group, sample.member): sample.trained for sample in trained}
         ended = [
@@ -63,7 +60,9 @@ class StalenessReport:
         self._abandoned = gate.abandoned_tokens
         gate.ended.clear()
         gate.gaps.clear()
-        self.lengths.add(ended)
+        for sample in ended:
+            if sample.tokens:  # A sample that was dropped before it was sampled has no length yet.
+                self._ends.setdefault(sample.tokens, Counter())["dropped" if sample.reason else "trained"] += 1
         self._window.extend(sample for sample in ended if sample.reason in ("", "stale"))
         if self._config.need_signal:
             self._tested.extend(sample for sample in ended if sample.reason in ("", "no_signal"))
@@ -73,14 +72,14 @@ class StalenessReport:
         metrics = {}
         redone = any(sample.attempt for sample in self._window)
         for number, part in enumerate(deciles(self._window), 1):
-            metrics[f"staleness/trained_samples/d{number}"] = samples_trained(part)
+            metrics[f"staleness/trained_samples/d{number}"] = fmean(sample.trained > 0 for sample in part)
             metrics[f"staleness/trained_tokens/d{number}"] = tokens_trained(part)
             if redone:
-                metrics[f"staleness/redone/d{number}"] = sum(sample.attempt > 0 for sample in part) / len(part)
+                metrics[f"staleness/redone/d{number}"] = fmean(sample.attempt > 0 for sample in part)
         if self._tested:
-            metrics["sampling/accepted"] = _accepted(self._tested)
+            metrics["sampling/accepted"] = fmean(not sample.reason for sample in self._tested)
         for number, part in enumerate(deciles(self._tested), 1):
-            metrics[f"sampling/accepted/d{number}"] = _accepted(part)
+            metrics[f"sampling/accepted/d{number}"] = fmean(not sample.reason for sample in part)
         return metrics
 
     def advice(self) -> str | None:
@@ -95,6 +94,23 @@ class StalenessReport:
             f"staleness.limit = {larger} is the smallest under which half of them would be young enough to train"
         )
 
+    def ends_by_length(self, in_flight: Iterable[SampleState]) -> str | None:
+        """Returns the text for the end of a run, which abandons these samples; None for fewer than ten samples."""
+        ends = {tokens: Counter(counts) for tokens, counts in self._ends.items()}
+        running = 0
+        for sample in in_flight:
+            running += sample.stage is Stage.RUNNING
+            if sample.stage in (Stage.SCORING, Stage.READY):
+                ends.setdefault(sample.tokens, Counter())["abandoned"] += 1
+        if not (tenths := by_tenth(ends)):
+            return None
+        longest = " ".join(str(tokens) for tokens, _ in tenths)
+        parts = [f"{end} {' '.join(f'{shares[end]:.0%}' for _, shares in tenths)}" for end in ENDS]
+        also = f'; {running} more were still being sampled (finish = "drain" trains what is in flight)'
+        return (
+            f"completions by length, in tenths of up to {longest} tokens: {'; '.join(parts)}{also if running else ''}"
+        )
+
 
 def deciles(ended: Iterable[EndedSample]) -> list[list[EndedSample]]:
     """Returns the samples in ten parts of rising length; empty for fewer than ten samples."""
@@ -105,25 +121,15 @@ def deciles(ended: Iterable[EndedSample]) -> list[list[EndedSample]]:
     return [by_length[ends[part] : ends[part + 1]] for part in range(DECILES)]
 
 
-def samples_trained(ended: Sequence[EndedSample]) -> float:
-    """Returns the share of samples with a trained token."""
-    return sum(sample.trained > 0 for sample in ended) / len(ended)
-
-
 def tokens_trained(ended: Sequence[EndedSample]) -> float:
     """Returns the share of the sampled tokens that trained."""
     return sum(sample.trained for sample in ended) / max(1, sum(sample.tokens for sample in ended))
 
 
-def _accepted(ended: Sequence[EndedSample]) -> float:
-    return sum(not sample.reason for sample in ended) / len(ended)
-
-
 def smallest_limit(ended: Iterable[EndedSample], config: GateConfig) -> int | None:
     """Returns the smallest limit over the present one under which the longest decile would train half of its tokens.
 
-    None when it does so already, or when age is not the cause. An estimate: tokens are taken as spread evenly over the
-    versions from first to last, and ages as they were under the present limit.
+    None when it does so already, or when age is not the cause. An estimate: ages are those under the present limit.
     """
     longest = (deciles(ended) or [[]])[-1]
     oldest = max((sample.version - sample.first for sample in longest), default=0)
@@ -146,36 +152,6 @@ def _live_share(ended: Sequence[EndedSample], limit: int, config: GateConfig) ->
     else:
         trained = sum(sample.tokens for sample in ended if live(sample.first, sample.version, limit))
     return trained / max(1, sum(sample.tokens for sample in ended))
-
-
-class LengthReport:
-    """Counts how samples ended, for each length: at most as many entries as a completion may have tokens."""
-
-    def __init__(self) -> None:
-        self._ends: dict[int, Counter[End]] = {}
-
-    def add(self, ended: Iterable[EndedSample]) -> None:
-        """Counts samples that ended. A sample that was dropped before it was sampled has no length yet."""
-        for sample in ended:
-            if sample.tokens:
-                self._ends.setdefault(sample.tokens, Counter())["dropped" if sample.reason else "trained"] += 1
-
-    def report(self, in_flight: Iterable[SampleState]) -> str | None:
-        """Returns the text for the end of a run, which abandons these samples; None for fewer than ten samples."""
-        ends = {tokens: Counter(counts) for tokens, counts in self._ends.items()}
-        running = 0
-        for sample in in_flight:
-            running += sample.stage is Stage.RUNNING
-            if sample.stage in (Stage.SCORING, Stage.READY):
-                ends.setdefault(sample.tokens, Counter())["abandoned"] += 1
-        if not (tenths := by_tenth(ends)):
-            return None
-        longest = " ".join(str(tokens) for tokens, _ in tenths)
-        parts = [f"{end} {' '.join(f'{shares[end]:.0%}' for _, shares in tenths)}" for end in ENDS]
-        also = f'; {running} more were still being sampled (finish = "drain" trains what is in flight)'
-        return (
-            f"completions by length, in tenths of up to {longest} tokens: {'; '.join(parts)}{also if running else ''}"
-        )
 
 
 def by_tenth(ends: dict[int, Counter[End]]) -> list[tuple[int, dict[End, float]]]:

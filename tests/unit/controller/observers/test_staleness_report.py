@@ -8,13 +8,11 @@ import pytest
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import EndedSample, SampleState, Stage
-from asyncrl.controller.gate.staleness_report import (
-    LengthReport,
+from asyncrl.controller.observers.staleness_report import (
     StalenessReport,
     by_tenth,
     deciles,
     live_tokens,
-    samples_trained,
     smallest_limit,
     tokens_trained,
 )
@@ -34,7 +32,7 @@ def short(count: int) -> list[EndedSample]:
 
 def test_shares_are_taken_by_decile_of_length() -> None:
     parts = deciles([*short(18), ended(100, 40, first=0), ended(300, 0, first=0)])
-    assert [samples_trained(part) for part in parts] == [1.0] * 9 + [0.5]
+    assert [sum(sample.trained > 0 for sample in part) for part in parts] == [2] * 9 + [1]
     assert tokens_trained(parts[-1]) == pytest.approx(40 / 400)
     assert parts[-1][-1].tokens == 300
 
@@ -118,18 +116,24 @@ def test_nothing_is_said_of_redone_samples_when_there_are_none() -> None:
     assert not [name for name in report.step(gate, []) if "redone" in name]
 
 
+def reported(samples: list[EndedSample]) -> StalenessReport:
+    gate, report = Gate(MASK), StalenessReport(MASK)
+    gate.ended.extend(samples)
+    report.step(gate, [])
+    return report
+
+
 def ending(tokens: int, reason: str = "") -> EndedSample:
     return EndedSample(0, 0, tokens, 0, 0, 0, reason)
 
 
 @pytest.mark.trap("short_first")
 def test_the_end_of_a_run_tells_by_length_what_was_trained_dropped_and_abandoned() -> None:
-    lengths = LengthReport()
-    lengths.add([ending(tokens) for tokens in range(1, 9) for _ in range(2)])
-    lengths.add([ending(9), ending(9, "stale"), ending(0, "poison")])
+    pairs = [ending(tokens) for tokens in range(1, 9) for _ in range(2)]
+    report = reported([*pairs, ending(9), ending(9, "stale"), ending(0, "poison")])
     running = [SampleState(Stage.RUNNING, tokens=0)] * 3
     waiting = [SampleState(Stage.READY, tokens=40), SampleState(Stage.SCORING, tokens=90)]
-    text = str(lengths.report([*running, *waiting, SampleState(Stage.TRAINED, tokens=1)]))
+    text = str(report.ends_by_length([*running, *waiting, SampleState(Stage.TRAINED, tokens=1)]))
     assert "up to 1 2 3 4 5 6 7 8 9 90 tokens" in text
     shares = {end: re.search(rf"{end} ([\d% ]+)", text)[1].split() for end in ("trained", "dropped", "abandoned")}  # type: ignore[index]
     assert shares["trained"] == ["100%"] * 8 + ["50%", "0%"]
@@ -139,11 +143,8 @@ def test_the_end_of_a_run_tells_by_length_what_was_trained_dropped_and_abandoned
 
 
 def test_a_run_that_leaves_nothing_says_nothing_of_it_and_a_tiny_one_nothing_at_all() -> None:
-    lengths = LengthReport()
-    lengths.add([ending(3)] * 9)
-    assert lengths.report([]) is None
-    lengths.add([ending(3)])
-    assert str(lengths.report([])).endswith("abandoned 0% 0% 0% 0% 0% 0% 0% 0% 0% 0%")
+    assert reported([ending(3)] * 9).ends_by_length([]) is None
+    assert str(reported([ending(3)] * 10).ends_by_length([])).endswith("abandoned 0% 0% 0% 0% 0% 0% 0% 0% 0% 0%")
 
 
 def test_samples_of_one_length_are_shared_out_over_tenths() -> None:

@@ -1,18 +1,19 @@
 """The trainer is asked to prefetch the next batch, and what trains does not depend on the prefetch."""
 
 import asyncio
+import sys
+from pathlib import Path
 
 import pytest
 
 from asyncrl.algorithms import grpo
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.controller.controller import Controller, Schedule
+from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.journal import Journal, Scan
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event, Warned
-from asyncrl.controller.rollouts import Sampling
 from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import group_baseline
@@ -21,6 +22,9 @@ from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from scene import settings
 
 CONFIG = GateConfig(groups=2, members=4, limit=2, policy="mask", slots=16, cut_at=2)
 STEPS = 6
@@ -71,9 +75,8 @@ def play(kind: type[Plain]) -> tuple[Plain, list[Trained], list[Event]]:
             Journal(store),
             Fleet(generation, FakeReward(0.1), trainer),
             lambda group: (f"prompt {group}", {}),
-            Sampling(1.0, 20, 600.0, seed=0, incarnation=0),
+            settings(STEPS),
             group_baseline,
-            Schedule(STEPS),
             between=nothing,
             observe=events.append,
         )

@@ -6,17 +6,17 @@ after the iteration the gate picks as it would have picked without, and the trai
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, replace
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
-from asyncrl.config.schema import MismatchConfig
+from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import refuse_other_cuts
 from asyncrl.controller.gate.group_state import Cut
-from asyncrl.controller.gate.staleness_report import StalenessReport
 from asyncrl.controller.observers.alarms import PolicyMismatchAlarm, SkippedSteps
 from asyncrl.controller.observers.events import StepBegan, StepDone, StepLost, Warned
+from asyncrl.controller.observers.staleness_report import StalenessReport
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.errors import AlgorithmError, AsyncrlError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.objectives.advantages import Advantages
@@ -24,58 +24,27 @@ from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import StepReport
 from asyncrl.protocols.service_contracts import Training
 
-
-@dataclass(frozen=True, slots=True)
-class Iteration:
-    """One iteration as an algorithm gets it: `with iteration as cuts`.
-
-    When rows are lost on the way to the trainer, the block ends without an error: nothing was trained, and the groups
-    roll out again. Raises FleetFailed when the trainer or a critic is lost, or does not answer in time.
-    """
-
-    cuts: Cuts
-    lost: Callable[[LostRows], None]
-
-    def __enter__(self) -> Cuts:
-        return self.cuts
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        if isinstance(error, LostRows):
-            self.lost(error)
-            return True
-        if isinstance(error, PeerLost | DeadlineExceeded):
-            raise FleetFailed(
-                f"the trainer or a critic was lost in the step from version {self.cuts.version}: {error}"
-            ) from error
-        return False
+Iteration: TypeAlias = AbstractContextManager[Cuts]
+"""One iteration as an algorithm gets it: `with iteration as cuts`."""
 
 
 @dataclass
-class BatchTraining:
-    """Begins and ends iterations, at most one at a time.
-
-    cuts: of the running iteration; None: no iteration runs. rows_lost: called with cuts that could not be trained
-    because some of their rows are gone, and with the reason. mask_truncated: whether completions without an end are in
-    no loss, and so in no denominator.
-    """
+class Iterations:
+    """Begins and ends iterations. cuts: of the running one. rows_lost: takes cuts with lost rows, and the reason."""
 
     tracker: SampleTracker
     advantages: Advantages
-    incarnation: int
+    config: Config
     rows_lost: Callable[[Cuts, str], None]
-    mask_truncated: bool
-    mismatch_bounds: InitVar[MismatchConfig]
     cuts: Cuts | None = None
 
-    def __post_init__(self, mismatch_bounds: MismatchConfig) -> None:
+    def __post_init__(self) -> None:
         self._gate = self.tracker.gate
         self.staleness = StalenessReport(self._gate.config)
-        self.mismatch = PolicyMismatchAlarm(mismatch_bounds)
+        self.mismatch = PolicyMismatchAlarm(self.config.mismatch)
         self._skipped_steps = SkippedSteps()
         self._picked: tuple[Cut, ...] = ()
-        self._ended = self._began = asyncio.get_running_loop().time()
+        self._began = 0.0
         self._changed = asyncio.Event()
         self._prefetched = True
 
@@ -89,16 +58,27 @@ class BatchTraining:
         ]
         counted = [row for row in rows if self._counts(row)]
         tokens = sum(row.tokens for row in counted)
-        self.cuts = Cuts(self.incarnation, self._gate.version, BatchRef(tuple(rows)), tokens, len(counted))
+        incarnation = self.tracker.journal.ledger.incarnation
+        self.cuts = Cuts(incarnation, self._gate.version, BatchRef(tuple(rows)), tokens, len(counted))
         self._picked = picked
         self._began = asyncio.get_running_loop().time()
         self.tracker.observe(StepBegan(self.cuts))
         self._prefetched = False
         self._changed.set()
-        return Iteration(self.cuts, self.lost)
+        return self._running(self.cuts)
+
+    @contextmanager
+    def _running(self, cuts: Cuts) -> Iterator[Cuts]:
+        """Ends without an error when rows are lost: the groups roll out again. Raises FleetFailed without a trainer."""
+        try:
+            yield cuts
+        except LostRows as error:
+            self.lost(error)
+        except (PeerLost, DeadlineExceeded) as error:
+            where = f"in the step from version {cuts.version}"
+            raise FleetFailed(f"the trainer or a critic was lost {where}: {error}") from error
 
     def credit(self, cuts: Cuts, advantages: Sequence[float]) -> Cuts:
-        """Does what `Controller.credit` says."""
         refuse_other_cuts("control.credit", cuts, self.cuts)
         if len(advantages) != len(cuts.batch) or not all(map(math.isfinite, advantages)):
             raise AlgorithmError(
@@ -112,10 +92,7 @@ class BatchTraining:
     def done(self, report: StepReport) -> None:
         """Ends the iteration: the version rises, or the samples of a skipped step are dropped.
 
-        Raises:
-            Refused: the report is of another incarnation, or led to an unexpected version.
-            NonFiniteLoss, OnlyTruncated, PolicyMismatch: as `SkippedSteps` and `PolicyMismatchAlarm` say.
-            JournalError: the trainer trained other samples than it was given.
+        Raises Refused for another incarnation or version, JournalError for other samples, and what the alarms raise.
         """
         cuts = self._end()
         expected = (cuts.incarnation, cuts.version + (not report.skipped))
@@ -130,10 +107,9 @@ class BatchTraining:
         else:
             advantages = tuple(row.advantage or 0.0 for row in cuts.batch)
             self.tracker.trained(self._picked, report.version, advantages, report.chain)
-        now = asyncio.get_running_loop().time()
+        seconds = asyncio.get_running_loop().time() - self._began
         staleness = self.staleness.step(self._gate, report.samples)
-        self.tracker.observe(StepDone(cuts, report, staleness, self._began - self._ended, now - self._began))
-        self._ended = now
+        self.tracker.observe(StepDone(cuts, report, staleness, seconds))
         self._skipped_steps.check(cuts, report.skipped)
         if warning := self.mismatch.check(report.metrics, report.version):
             self.tracker.observe(Warned(warning))
@@ -146,7 +122,8 @@ class BatchTraining:
         self.rows_lost(cuts, str(error))
 
     def _counts(self, row: RowRef) -> bool:
-        return not (self.mask_truncated and row.finish == "length")
+        """Returns whether the sample is in the loss, and so in its denominators."""
+        return not (self.config.algorithm.mask_truncated and row.finish == "length")
 
     def _end(self) -> Cuts:
         cuts = self.cuts
@@ -184,17 +161,17 @@ class BatchTraining:
                 return
 
 
+@dataclass(frozen=True, eq=False)
 class CheckedTraining:
     """The trainer as an algorithm sees it, whose `step` takes the cuts of the running iteration only."""
 
-    def __init__(self, training: Training, iterations: BatchTraining) -> None:
-        self._training = training
-        self._iterations = iterations
+    training: Training
+    iterations: Iterations
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._training, name)
+        return getattr(self.training, name)
 
     async def step(self, cuts: Cuts) -> StepReport:
         """Raises AlgorithmError for other cuts than those of the running iteration: the journal would lack them."""
-        refuse_other_cuts("fleet.training.step", cuts, self._iterations.cuts)
-        return await self._training.step(cuts)
+        refuse_other_cuts("fleet.training.step", cuts, self.iterations.cuts)
+        return await self.training.step(cuts)
