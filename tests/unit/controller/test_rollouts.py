@@ -35,7 +35,7 @@ def test_every_attempt_at_a_group_has_its_seed_and_its_prompt_and_other_groups_h
         if incarnation:
             scene.journal.resume(incarnation, 0)
             for service in (scene.generation, scene.training):
-                service.run_in(incarnation)
+                service.incarnation = incarnation
         scene.play()
         return found
 

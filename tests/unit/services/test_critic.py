@@ -86,7 +86,7 @@ def batch(service: CriticService, refs: BatchRef, values: list[np.ndarray], vers
         names = ("prompt_ids", "response_ids", "logprobs", "versions")
         columns = dict(zip(names, store.read(ref.places[0], names), strict=True))
         place = store.put({**columns, "values": judged, "valued_at": np.zeros(1, np.int64)})
-        rows.append(ref.stored_at((place,)).with_advantage(float(ref.member)))
+        rows.append(replace(ref, places=(place,), advantage=float(ref.member)))
     return Cuts(
         service.context.facts.incarnation, version, BatchRef(tuple(rows)), sum(r.tokens for r in rows), len(rows)
     )
