@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import AlgorithmError, AsyncrlError, root_cause
 from asyncrl.fleet.fleet import Fleet
-from asyncrl.protocols.batch import BatchRef, Cuts, RowRef, SampleName
+from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Score
 
 if TYPE_CHECKING:
@@ -67,15 +67,6 @@ class AttributedTo:
         frames = traceback.extract_tb(cause.__traceback__)
         own = [frame for frame in frames if code is not None and frame.filename == code.co_filename] or frames[-1:]
         return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-
-
-def refuse_other_cuts(function: str, cuts: Cuts, running: Cuts | None) -> None:
-    """Raises AlgorithmError unless these are the cuts of the running iteration."""
-    if cuts != running:
-        raise AlgorithmError(
-            f"{function} got other cuts than those of the iteration that runs: hand on `cuts` of `with iteration as "
-            "cuts`, or what `control.credit(cuts, advantages)` made of them"
-        )
 
 
 class AlgorithmChecks:

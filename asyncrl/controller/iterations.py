@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from asyncrl.config.schema import Config
-from asyncrl.controller.algorithm import refuse_other_cuts
 from asyncrl.controller.gate.group_state import Cut
 from asyncrl.controller.observers.alarms import PolicyMismatchAlarm, SkippedSteps
 from asyncrl.controller.observers.events import StepBegan, StepDone, StepLost, Warned
@@ -79,7 +78,7 @@ class Iterations:
             raise FleetFailed(f"the trainer or a critic was lost {where}: {error}") from error
 
     def credit(self, cuts: Cuts, advantages: Sequence[float]) -> Cuts:
-        refuse_other_cuts("control.credit", cuts, self.cuts)
+        _refuse_other_cuts("control.credit", cuts, self.cuts)
         if len(advantages) != len(cuts.batch) or not all(map(math.isfinite, advantages)):
             raise AlgorithmError(
                 f"control.credit got {len(advantages)} advantages for {len(cuts.batch)} samples: write a finite number "
@@ -173,5 +172,14 @@ class CheckedTraining:
 
     async def step(self, cuts: Cuts) -> StepReport:
         """Raises AlgorithmError for other cuts than those of the running iteration: the journal would lack them."""
-        refuse_other_cuts("fleet.training.step", cuts, self.iterations.cuts)
+        _refuse_other_cuts("fleet.training.step", cuts, self.iterations.cuts)
         return await self.training.step(cuts)
+
+
+def _refuse_other_cuts(function: str, cuts: Cuts, running: Cuts | None) -> None:
+    """Raises AlgorithmError unless these are the cuts of the running iteration."""
+    if cuts != running:
+        raise AlgorithmError(
+            f"{function} got other cuts than those of the iteration that runs: hand on `cuts` of `with iteration as "
+            "cuts`, or what `control.credit(cuts, advantages)` made of them"
+        )

@@ -17,15 +17,6 @@ Level = Literal["token", "sequence"]
 Rejection = Literal["geometric", "token_k2", "token_k3", "sequence_k2", "sequence_k3"]
 
 
-def log_ratio(current: Tensor, old: Tensor) -> Tensor:
-    """Returns log(current / old), the ratio that the loss clips; only `current` carries the gradient.
-
-    Sources: with `behaviour` as old policy PPO (arXiv 1707.06347, eq. 6); with `proximal` and a weight for proximal /
-    behaviour the decoupled objective (arXiv 2110.00641; for asynchronous training AReaL, arXiv 2505.24298).
-    """
-    return current - old.detach()
-
-
 def weight_at_level(log_weight: Tensor, level: Level, ragged: Ragged) -> Tensor:
     """Returns the log weight per token, or for level "sequence" the sum over the row on each of its tokens."""
     return log_weight if level == "token" else ragged.spread(ragged.sum(log_weight))

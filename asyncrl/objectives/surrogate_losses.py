@@ -49,6 +49,15 @@ def clipped_loss(
     return SurrogateLoss(terms, ratio.detach(), clipped)
 
 
+def log_ratio(current: Tensor, old: Tensor) -> Tensor:
+    """Returns log(current / old), the ratio that the loss clips; only `current` carries the gradient.
+
+    Sources: with `behaviour` as old policy PPO (arXiv 1707.06347, eq. 6); with `proximal` and a weight for proximal /
+    behaviour the decoupled objective (arXiv 2110.00641; for asynchronous training AReaL, arXiv 2505.24298).
+    """
+    return current - old.detach()
+
+
 def sequence_log_ratio(log_ratio: Tensor, ragged: Ragged) -> Tensor:
     """Computes log s_it, the mean of the row's log ratios with the gradient of the single token.
 

@@ -38,7 +38,7 @@ def policy_loss_terms(
     log_weight = proximal - batch.behaviour
     old = batch.behaviour if algorithm.old_logprobs == "engine" else proximal
     weight = _correction_weight(algorithm, log_weight, batch)
-    surrogate = _surrogate_loss(algorithm, second_moment, corrections.log_ratio(current, old), current, batch)
+    surrogate = _surrogate_loss(algorithm, second_moment, surrogate_losses.log_ratio(current, old), current, batch)
     bonus = torch.zeros_like(batch.weights)
     if algorithm.entropy_bonus != 0:  # Tokens that a correction leaves out get no bonus.
         bonus = torch.where(weight > 0, -algorithm.entropy_bonus * batch.weights * entropy, 0.0)
