@@ -12,7 +12,7 @@ from asyncrl.controller.algorithm import Algorithm
 from asyncrl.deploy.checks.machine import available_memory, size_text
 from asyncrl.deploy.checks.memory_needs import needs, shape_of
 from asyncrl.deploy.service_specs import worker_count
-from asyncrl.engines.models.folder_checks import context_of_folder, damages
+from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.rewards.functions import function_problems
 from asyncrl.telemetry.sinks import sink_problems
 

@@ -24,13 +24,13 @@ from asyncrl.controller.journal.checkpoints import ResumePlan, plan_resume, resu
 from asyncrl.controller.journal.journal import Journal, surviving
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
-from asyncrl.controller.observed_run import Questions, RunState, TrainingRun
+from asyncrl.controller.training_run import Questions, RunState, TrainingRun
 from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight
 from asyncrl.deploy.process.fork_client import Forks, forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.service_specs import service_specs, worker_count
-from asyncrl.engines.models.folder_checks import is_complete, scoring_model_folders
+from asyncrl.engines.models.model_folder import is_complete, scoring_model_folders
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError, errno_in
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet

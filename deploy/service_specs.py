@@ -4,7 +4,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config, Scorer
 from asyncrl.fleet.fleet import ServiceSpec
-from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Critic, Generation, Reference, Reward, Training
 
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from asyncrl.protocols.batch import is_divisible
-from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.rank_layout import Layout
 
 Rows = Sequence[int]
 

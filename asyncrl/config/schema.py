@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
 from asyncrl.config.problems import Problem
-from asyncrl.config.rules import Incoherent, rule_problems
+from asyncrl.config.rules_between_keys import Incoherent, rule_problems
 
 IN_MEMORY = "python:rows"
 """The value of `task.prompts` in a run whose prompts were given as Python objects."""

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from asyncrl.engines.models.folder_checks import HEADS, refuse_damaged
+from asyncrl.engines.models.model_folder import HEADS, refuse_damaged
 from asyncrl.errors import ConfigError
 
 _loading = threading.Lock()  # transformers patches global state of torch while it loads a model

@@ -29,7 +29,7 @@ from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import Wire, WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.shared_memory import unlink_run_segments
-from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Critic, Generation, Reference, Reward, Training
 from asyncrl.telemetry.run_directory import replace_text
 

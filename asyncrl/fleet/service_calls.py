@@ -25,8 +25,8 @@ from asyncrl.concurrency import gather
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, UnknownEndpoint
 from asyncrl.lanes.control.wire import Wakeup
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PromptGroup
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, EndpointSpec, Idempotent, Lane
 from asyncrl.protocols.transfer import fan_out
 

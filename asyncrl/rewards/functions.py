@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.config.problems import Problem
 from asyncrl.config.user_code import ONE_ARGUMENT, name_of, resolve, source_problem, suggestion
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.foreign_functions import from_trl, from_verl
 from asyncrl.rewards.sample import Function
 from asyncrl.rewards.templates import TEMPLATES
+from asyncrl.rewards.trl_verl_adapters import from_trl, from_verl
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config, Scorer  # not at run time: children do without pydantic

@@ -20,9 +20,10 @@ from asyncrl.controller.observers.events import Event, SampleScored, StepLost
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.staleness import live
 from asyncrl.simulation import virtual_loop
+from asyncrl.simulation.fakes.critic import FakeCritic
 from asyncrl.simulation.fakes.fake_service import FakeService
 from asyncrl.simulation.fakes.generation import FakeGeneration, Lengths, stragglers
-from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReference, FakeReward
+from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from asyncrl.simulation.resumable_run import ResumableRun, RunShape
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.deploy.checks.machine import size_text
-from asyncrl.engines.models.folder_checks import longest_row
+from asyncrl.engines.models.model_folder import longest_row
 
 FLOAT = 4
 ADAM_BYTES = 4 * FLOAT

@@ -56,7 +56,7 @@ def _algorithm_lines(config: "Config") -> Iterator[str]:
     """Yields the algorithm and the values of its keys; `*` marks values that the config overrides."""
     from asyncrl.algorithms.select import algorithm_of
     from asyncrl.config.algorithm_config import PRESETS, expanded
-    from asyncrl.config.rules import unread_algorithm_keys
+    from asyncrl.config.rules_between_keys import unread_algorithm_keys
     from asyncrl.config.toml_writer import value_text
 
     chosen = config.algorithm

@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE))
 from targets import RECORDS, TARGETS, framed, frames_of, joined  # noqa: E402
 
 from asyncrl.controller.journal.journal import FRAME, encode  # noqa: E402
-from asyncrl.lanes.data.row_reader import FETCH  # noqa: E402
+from asyncrl.lanes.data.row_server import FETCH  # noqa: E402
 from asyncrl.protocols.messages import Call  # noqa: E402
 from asyncrl.rewards.execution.child_server import packed  # noqa: E402
 

@@ -20,10 +20,10 @@ from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import SampleState, Stage
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.journal.journal import Journal
-from asyncrl.controller.observed_run import WorkerEvents
 from asyncrl.controller.rollouts import Rollouts
 from asyncrl.controller.row_releases import RowReleases
 from asyncrl.controller.sample_tracker import SampleTracker
+from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import PeerLost
 from asyncrl.fleet.lifecycle_events import WorkerStarted

@@ -19,7 +19,7 @@ from commit_faults import faulty_commit
 from watching import dead, pid_of, wait_until
 
 from asyncrl.config.schema import Config
-from asyncrl.controller import observed_run
+from asyncrl.controller import training_run
 from asyncrl.controller.journal.checkpoints import Manifest
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.deploy import cli, run_setup
@@ -73,7 +73,7 @@ def standin_specs(config: Config) -> list[ServiceSpec]:
 
 
 if __name__ == "__main__":
-    observed_run.commit = commit_until_the_fault
+    training_run.commit = commit_until_the_fault
     if FAULTS.get("standins"):
         run_setup.prepare, run_setup.service_specs = no_model, standin_specs
     sys.exit(cli.main())

@@ -28,7 +28,7 @@ from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.lanes.weights.arena import open_reader
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.hash_chain import GENESIS, chain
-from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Training
 
 pytestmark = pytest.mark.fleet

@@ -26,7 +26,7 @@ from asyncrl.engines.generation.running_batch import RunningBatch
 from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
 from asyncrl.engines.generation.sampling import sample
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
-from asyncrl.engines.models.folder_checks import context_of
+from asyncrl.engines.models.model_folder import context_of
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec, spec_of
 

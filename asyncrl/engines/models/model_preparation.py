@@ -21,7 +21,7 @@ from asyncrl.config.install_hints import PACKAGED, missing_model_packages
 from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.user_code import resolve, suggestion
-from asyncrl.engines.models.folder_checks import existing_folder, is_complete, refuse_damaged
+from asyncrl.engines.models.model_folder import existing_folder, is_complete, refuse_damaged
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, errno_in
 from asyncrl.tasks.builtin.words import Demonstrations
 

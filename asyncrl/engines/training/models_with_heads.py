@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier
-from asyncrl.engines.models.folder_checks import ANOTHER_TOKENIZER
+from asyncrl.engines.models.model_folder import ANOTHER_TOKENIZER
 from asyncrl.engines.training.batch.micro_batches import Ids, PaddedRows, pad_rows
 from asyncrl.errors import ConfigError
 

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from asyncrl import __version__
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import PROTOCOL, Hello
+from asyncrl.protocols.rank_layout import Layout
 
 if TYPE_CHECKING:
     from asyncrl.fleet.worker.service import Service, WorkerContext

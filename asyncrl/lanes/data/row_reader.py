@@ -13,16 +13,12 @@ import numpy as np
 
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, WireError
 from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.server import Dispatch
 from asyncrl.lanes.control.wire import Wire
-from asyncrl.lanes.data.row_store import MAX_COLUMNS, RowStore, RowTable
+from asyncrl.lanes.data.row_server import FETCH, ROWS_PER_FETCH
+from asyncrl.lanes.data.row_store import RowTable
 from asyncrl.lanes.shared_memory import SHARED_MEMORY, SHARED_SCHEME, Segment
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef, SampleName
-from asyncrl.protocols.messages import Call, Hello
-
-FETCH = "fetch_rows"
-ROWS_PER_FETCH = 32
-"""Rows in one message; with at most 2 MB each they stay well below its limit."""
+from asyncrl.protocols.messages import Hello
 
 FETCH_DEADLINE = 30.0
 """Seconds for one fetch: 64 MB over a slow network."""
@@ -32,31 +28,6 @@ OWNER_DEADLINE = 5.0
 
 MAX_OPEN_OWNERS = 64
 """Segments and connections kept open; a fleet has fewer owners, restarted ones included."""
-
-
-def serve_rows(store: RowStore) -> Dispatch:
-    """Returns the dispatch function for a Server on the owner's data lane."""
-
-    async def answer(call: Call) -> Batch:
-        if call.method != FETCH or len(call.args) != 4:
-            raise Refused(f"the data lane answers {FETCH}(slots, write_counts, stored, columns), not {call.method}")
-        slots, counts, stored, columns = call.args
-        numbers = _are_lists_of(int, ROWS_PER_FETCH, slots, counts) and len(slots) == len(counts)
-        if not (numbers and _are_lists_of(str, MAX_COLUMNS, stored, columns)):
-            raise Refused(f"{FETCH} takes two lists of at most {ROWS_PER_FETCH} numbers, and two of column names")
-        names = tuple(stored)
-        places = [Place(store.address, slot, count, names) for slot, count in zip(slots, counts, strict=True)]
-        rows = [store.views(place, columns) for place in places]
-        batch = Batch({name: Column.of([row[index] for row in rows]) for index, name in enumerate(columns)})
-        for place in places:
-            store.check(place)
-        return batch
-
-    return answer
-
-
-def _are_lists_of(kind: type, most: int, *lists: object) -> bool:
-    return all(type(each) is list and len(each) <= most and {*map(type, each)} <= {kind} for each in lists)
 
 
 _EMPTY: Array = np.empty(0, np.uint8)

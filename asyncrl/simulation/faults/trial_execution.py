@@ -13,8 +13,8 @@ from asyncrl.config.schema import Config, GenerationConfig, ModelConfig, TaskCon
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.journal import surviving
 from asyncrl.controller.journal.ledger import Drawn, Trained
-from asyncrl.controller.observed_run import WorkerEvents
 from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned
+from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
 from asyncrl.fleet.service_calls import RemoteWorker

@@ -12,7 +12,8 @@ from asyncrl.controller.observers.events import SampleScored, StepBegan, StepDon
 from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.messages import Score, ValueReport
-from asyncrl.simulation.fakes.scoring import FakeCritic, FakeReward
+from asyncrl.simulation.fakes.critic import FakeCritic
+from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -23,7 +23,7 @@ from asyncrl.deploy.run_setup import (
     settle_config,
 )
 from asyncrl.errors import ConfigError, RemoteError
-from asyncrl.tasks.prompts import drawn_row
+from asyncrl.tasks.prompt_draw import drawn_row
 from asyncrl.telemetry.display import open_display
 from asyncrl.telemetry.run_directory import RunDirectory, open_run_directory
 

@@ -19,8 +19,8 @@ from asyncrl.fleet.health import (
 )
 from asyncrl.fleet.lifecycle_events import WorkerHung
 from asyncrl.fleet.service_calls import RemoteWorker, Replicas
-from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Health
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Lane
 from asyncrl.simulation import virtual_loop
 

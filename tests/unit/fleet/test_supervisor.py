@@ -17,7 +17,7 @@ from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLo
 from asyncrl.fleet.service_calls import Replicas
 from asyncrl.fleet.supervisor import DeathCounter, Supervisor, WorkerConnection, WorkerSlot, end_process
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
-from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import EndpointSpec, Idempotent, Lane
 from asyncrl.protocols.transfer import ONE_OF
 from asyncrl.simulation import virtual_loop

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.objectives import corrections
+from asyncrl.objectives import corrections, surrogate_losses
 from asyncrl.objectives.corrections import Level, Rejection, effective_sample_share
 from asyncrl.objectives.ragged import Ragged
 

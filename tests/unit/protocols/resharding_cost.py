@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Literal, NamedTuple
 
-from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.rank_layout import Layout
 
 System = Literal["DeepSpeed-Chat", "vanilla", "zero-redundancy"]
 Cells = frozenset[tuple[int, int]]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, RowRef
-from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.transfer import (
     ALL_TO_ALL,
     DP_PROTO,

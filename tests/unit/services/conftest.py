@@ -19,7 +19,7 @@ from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column
-from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.telemetry.state_clock import StateClock
 from asyncrl.telemetry.trace import Tracer
 

@@ -16,8 +16,8 @@ from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
-from asyncrl.protocols.layout import Layout
 from asyncrl.protocols.messages import Checkpointed, StepReport
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Training
 from asyncrl.protocols.transfer import fan_out
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
-from asyncrl.engines.models.folder_checks import context_of, longest_row
+from asyncrl.engines.models.model_folder import context_of, longest_row
 from asyncrl.errors import TaskError
-from asyncrl.tasks.prompts import drawn_row
+from asyncrl.tasks.prompt_draw import drawn_row
 
 
 @dataclass(frozen=True, slots=True)

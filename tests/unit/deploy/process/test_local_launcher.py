@@ -13,7 +13,7 @@ from asyncrl.deploy.process.local_launcher import LocalLauncher, LocalWorker
 from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
 from asyncrl.lanes.shared_memory import Segment
-from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.rank_layout import Layout
 
 
 def config(**fleet: object) -> Config:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.folder_checks import is_complete
+from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer, completion_loss, train
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded

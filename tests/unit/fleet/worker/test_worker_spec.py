@@ -2,7 +2,7 @@ from pathlib import Path
 
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
-from asyncrl.protocols.layout import Layout
+from asyncrl.protocols.rank_layout import Layout
 
 
 def test_a_specification_survives_its_line_of_json() -> None:

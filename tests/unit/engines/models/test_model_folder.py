@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.folder_checks import (
+from asyncrl.engines.models.model_folder import (
     INDEX,
     WEIGHTS,
     context_of,

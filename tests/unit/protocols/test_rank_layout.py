@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.protocols.layout import Layout, Place3D
+from asyncrl.protocols.rank_layout import Layout, Place3D
 
 sys.path.insert(0, str(Path(__file__).parent))
 from resharding_cost import (

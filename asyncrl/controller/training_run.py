@@ -25,7 +25,7 @@ from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLo
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.tasks import Draw
-from asyncrl.tasks.prompts import drawn_row
+from asyncrl.tasks.prompt_draw import drawn_row
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.sinks import open_sinks
