@@ -15,7 +15,7 @@ import inspect
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -88,11 +88,11 @@ class RemoteWorker:
         self.answer_count = 0
         self.last_answer_at = _now()
         self.outstanding: dict[int, OutstandingCall] = {}
-        self._failed: deque[tuple[float, OutstandingCall]] = deque(maxlen=MAX_FAILED_CALLS)
-        self._numbers = itertools.count()
-        self._channels: Mapping[Lane, Channel] = {}
-        self._cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._cause.set_result("it is starting")
+        self.failed: deque[tuple[float, OutstandingCall]] = deque(maxlen=MAX_FAILED_CALLS)
+        self.numbers = itertools.count()
+        self.channels: Mapping[Lane, Channel] = {}
+        self.cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.cause.set_result("it is starting")
         self.restarting = True
         self._changed = changed
 
@@ -103,39 +103,39 @@ class RemoteWorker:
     @property
     def alive(self) -> bool:
         """Returns whether it takes calls."""
-        return bool(self._channels) and not any([channel.lost.is_set() for channel in self._channels.values()])
+        return bool(self.channels) and not any([channel.lost.is_set() for channel in self.channels.values()])
 
     @property
     def status(self) -> str:
         """One clause for errors and the watchdog."""
-        cause = self._cause.result() if self._cause.done() else "its connection broke"
+        cause = self.cause.result() if self.cause.done() else "its connection broke"
         return f"{self.name} is alive" if self.alive else f"{self.name} does not answer: {cause}"
 
     def connected(self, instance: str, channels: Mapping[Lane, Channel]) -> None:
         self.instance = instance
-        self._channels = channels
-        self._cause = asyncio.get_running_loop().create_future()
+        self.channels = channels
+        self.cause = asyncio.get_running_loop().create_future()
         self._changed.wake()
 
     def lost(self, cause: str, *, restarting: bool) -> None:
         """Fails calls from now on. restarting: whether another instance is being started."""
-        self._channels = {}
+        self.channels = {}
         self.restarting = restarting
-        if self._cause.done():
-            self._cause = asyncio.get_running_loop().create_future()
-        self._cause.set_result(cause)
+        if self.cause.done():
+            self.cause = asyncio.get_running_loop().create_future()
+        self.cause.set_result(cause)
         self._changed.wake()
 
     async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
         """Calls this worker alone; deadline in seconds. Raises PeerLost when it is dead or dies during the call."""
-        async with self._tracked(spec, args) as channel:
+        async with _TrackedCall(self, spec, args) as channel:
             answer = await channel.call(spec.name, args, deadline)
         self._note_answer(spec)
         return answer
 
     async def stream(self, spec: EndpointSpec, args: Arguments, deadline: float) -> AsyncIterator[Any]:
         """Yields the items of a call; closing the iterator cancels the call in the worker."""
-        async with self._tracked(spec, args) as channel:
+        async with _TrackedCall(self, spec, args) as channel:
             items = channel.stream(spec.name, args, deadline)
             async with aclosing(cast(Any, items)):
                 async for item in items:
@@ -150,34 +150,46 @@ class RemoteWorker:
         """Returns the groups of calls outstanding at this instance and of calls that failed there a moment ago: a call
         that reads rows of a dying worker may fail, and end calls there, before the death is known."""
         recent = _now() - 2 * DEATH_NOTICE
-        calls = [*self.outstanding.values(), *(call for failed_at, call in self._failed if failed_at >= recent)]
+        calls = [*self.outstanding.values(), *(call for failed_at, call in self.failed if failed_at >= recent)]
         return [group for call in calls if call.instance == instance for group in call.groups]
 
-    @asynccontextmanager
-    async def _tracked(self, spec: EndpointSpec, args: Arguments) -> AsyncIterator[Channel]:
-        """Notes a call as outstanding, and as failed if it fails. Raises PeerLost with the cause of a death."""
-        number, cause = next(self._numbers), self._cause
-        call = OutstandingCall(spec.name, _now(), self.instance, args)
-        self.outstanding[number] = call
-        answered = False
-        try:
-            if not self.alive:
-                raise PeerLost(self.status)
-            yield self._channels[spec.lane]
-            answered = True
-        except PeerLost as lost:
-            raise (explained := await self._explain(lost, call.instance, cause)) from explained.__cause__
-        finally:
-            del self.outstanding[number]
-            if not answered:
-                self._failed.append((_now(), call))
-
-    async def _explain(self, lost: PeerLost, instance: str, cause: asyncio.Future[str]) -> PeerLost:
+    async def explain(self, lost: PeerLost, instance: str, cause: asyncio.Future[str]) -> PeerLost:
         """Returns the error with the cause of the death once that is known; `lost` itself when no worker died."""
         if self.alive:
             return lost
         await asyncio.wait([cause], timeout=2 * DEATH_NOTICE)
         return PeerLost(f"{instance}: {cause.result()}") if cause.done() and instance else lost
+
+
+class _TrackedCall:
+    """Notes a call to one worker as outstanding during a block, which gets the channel, and as failed if it fails.
+
+    Raises PeerLost with the cause of a death.
+    """
+
+    __slots__ = ("_call", "_cause", "_number", "_spec", "_worker")
+
+    def __init__(self, worker: RemoteWorker, spec: EndpointSpec, args: Arguments) -> None:
+        self._worker = worker
+        self._spec = spec
+        self._number = next(worker.numbers)
+        self._cause = worker.cause
+        self._call = worker.outstanding[self._number] = OutstandingCall(spec.name, _now(), worker.instance, args)
+
+    async def __aenter__(self) -> Channel:
+        if self._worker.alive:
+            return self._worker.channels[self._spec.lane]
+        lost = PeerLost(self._worker.status)
+        await self.__aexit__(PeerLost, lost, None)
+        raise lost
+
+    async def __aexit__(self, kind: type[BaseException] | None, raised: BaseException | None, trace: object) -> None:
+        del self._worker.outstanding[self._number]
+        if raised is not None:
+            self._worker.failed.append((_now(), self._call))
+        if isinstance(raised, PeerLost):
+            explained = await self._worker.explain(raised, self._call.instance, self._cause)
+            raise explained from explained.__cause__
 
 
 @dataclass(slots=True, eq=False)

@@ -266,7 +266,7 @@ class ControllerLife(ResumableRun):
             waited = now - call.since
             assert waited <= self._run.faults.call_limit(), f"{call.method} has waited {waited:g} s for {worker.name}"
         for lane in Lane:
-            link = worker._channels.get(lane)
+            link = worker.channels.get(lane)
             if isinstance(link, Client):
                 waiting = len(link._pending) + len(link._abandoned)
                 assert waiting <= CREDIT, f"{waiting} calls wait for {link.peer}, more than its credit"
