@@ -15,6 +15,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 STANDARDIZING = ("group_mean", "gae")
 """Advantages that are divided by a standard deviation unless `normalize_std` is false."""
+WITHOUT_BOUNDS = ("m2po", "sapo")
+"""Losses that read clip_low and clip_high only for the weight of a KL."""
 DEFAULT_BOUNDS: Mapping[str, Mapping[str, float]] = {
     "cap": {"weight_cap": 2.0},
     "mask": {"weight_floor": 0.5, "weight_cap": 5.0},
@@ -140,6 +142,16 @@ class AlgorithmConfig(Section):
     def _preset_under_the_rest(cls, values: Any) -> Any:
         preset = values.get("preset", "grpo") if isinstance(values, dict) else None
         return expanded(values, preset) if isinstance(preset, str) and preset in PRESETS else values
+
+    @property
+    def unread_keys(self) -> set[str]:
+        """Returns the keys that nothing reads with the values of the other keys."""
+        reads_bounds = self.loss not in WITHOUT_BOUNDS or (self.kl > 0 and self.kl_in == "loss")
+        return {
+            *(("kl_in", "kl_estimator") if self.kl == 0 else ()),
+            *(() if reads_bounds else ("clip_low", "clip_high")),
+            *(("correction_level",) if self.correction == "none" else ()),
+        }
 
 
 def expanded(given: Mapping[str, Any], preset: str) -> dict[str, Any]:

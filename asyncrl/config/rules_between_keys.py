@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from asyncrl.config.algorithm_config import DEFAULT_BOUNDS, PRESETS, STANDARDIZING, AlgorithmConfig
+from asyncrl.config.algorithm_config import DEFAULT_BOUNDS, PRESETS, STANDARDIZING, WITHOUT_BOUNDS, AlgorithmConfig
 from asyncrl.config.problems import Problem
 from asyncrl.config.toml_writer import value_text
 
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 ROW_RATIOS = ("gspo", "gmpo")
 """Losses with one ratio a sequence, the mean over its tokens."""
-WITHOUT_BOUNDS = ("m2po", "sapo")
-"""Losses that read clip_low and clip_high only for the weight of a KL."""
 WEIGHT_EPSILON = 1e-9
 """Weights whose sum is smaller sum to 0, but for rounding."""
 TRIED_REJECTIONS = {("rejection_low", "geometric"): 0.9, ("rejection_high", "geometric"): 1.11}
@@ -291,23 +289,13 @@ def _removed_parts(a: AlgorithmConfig) -> Iterator[Problem]:
             yield _wrong(f"algorithm.{key} algorithm.preset", text)
 
 
-def unread_algorithm_keys(a: AlgorithmConfig) -> set[str]:
-    """Returns the keys of the section that nothing reads with the values of its other keys."""
-    reads_bounds = a.loss not in WITHOUT_BOUNDS or (a.kl > 0 and a.kl_in == "loss")
-    return {
-        *(("kl_in", "kl_estimator") if a.kl == 0 else ()),
-        *(() if reads_bounds else ("clip_low", "clip_high")),
-        *(("correction_level",) if a.correction == "none" else ()),
-    }
-
-
 def _unread_bounds(config: "Config") -> Iterator[Problem]:
     """Finds bounds without a reader, and bounds of a ratio that is always 1."""
     a = config.algorithm
     fields, parts = type(a).model_fields, PRESETS[a.preset].parts
     keys = ("clip_low", "clip_high", *(("dual_clip",) if a.loss == "clip" else ()))
     changed = [key for key in keys if getattr(a, key) not in (fields[key].default, parts.get(key))]
-    if "clip_low" in unread_algorithm_keys(a):
+    if "clip_low" in a.unread_keys:
         for key in changed:
             yield _unread(a.preset, key, getattr(a, key), "loss", f'loss = "{a.loss}" and no KL in the loss')
     # Another loss than the preset's has to have its own bounds.

@@ -56,7 +56,6 @@ def _algorithm_lines(config: "Config") -> Iterator[str]:
     """Yields the algorithm and the values of its keys; `*` marks values that the config overrides."""
     from asyncrl.algorithms.select import algorithm_of
     from asyncrl.config.algorithm_config import PRESETS, expanded
-    from asyncrl.config.rules_between_keys import unread_algorithm_keys
     from asyncrl.config.toml_writer import value_text
 
     chosen = config.algorithm
@@ -66,7 +65,7 @@ def _algorithm_lines(config: "Config") -> Iterator[str]:
     for key, expected in preset.parts.items():
         value = getattr(chosen, key)
         yield f"    {key} = {value_text(value)}" + ("" if value == expected else f"  * not {value_text(expected)}")
-    hidden = {*preset.parts, "preset", "custom", *unread_algorithm_keys(chosen)}
+    hidden = {*preset.parts, "preset", "custom", *chosen.unread_keys}
     for key, field in type(chosen).model_fields.items():
         value = getattr(chosen, key)
         is_off = value in OFF and value == field.default
