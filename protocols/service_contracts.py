@@ -10,6 +10,7 @@ from enum import Enum, StrEnum
 from typing import Any, ClassVar, Self, TypeVar
 
 from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
+from asyncrl.protocols.distribute_collect import DP_PROTO, ONE_OF, ONE_TO_ALL, THREE_D_PROTO, Transfer, balanced
 from asyncrl.protocols.messages import (
     Boundary,
     Checkpointed,
@@ -22,7 +23,6 @@ from asyncrl.protocols.messages import (
     Using,
     ValueReport,
 )
-from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL, THREE_D_PROTO, Transfer, balanced
 
 F = TypeVar("F", bound=Callable[..., Any])
 

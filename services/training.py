@@ -15,7 +15,7 @@ from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.trainer_checkpoint import file_digests
 from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
-from asyncrl.fleet.service_calls import DEATH_NOTICE
+from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_reader import RowPrefetch
 from asyncrl.lanes.weights.arena import Writer, open_writer

@@ -21,8 +21,9 @@ from asyncrl.fleet.lifecycle_events import (
     WorkerLost,
     WorkerSpawned,
 )
-from asyncrl.fleet.service_calls import DEATH_NOTICE, RemoteWorker, Replicas, make_handle
-from asyncrl.fleet.supervisor import STOP_STAGES, RunningInstance, Supervisor, WorkerConnection, WorkerSlot
+from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnection
+from asyncrl.fleet.service_calls import Replicas, make_handle
+from asyncrl.fleet.supervisor import STOP_STAGES, RunningInstance, Supervisor, WorkerSlot
 from asyncrl.fleet.worker.worker_spec import Implementation, Origin, RunFacts, WorkerSpec
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.inproc_wire import InprocWire

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from asyncrl.errors import AsyncrlError, DeadlineExceeded
 from asyncrl.fleet.lifecycle_events import FleetStalled, WorkerHung
-from asyncrl.fleet.service_calls import RemoteWorker, Replicas
+from asyncrl.fleet.remote_worker import RemoteWorker
+from asyncrl.fleet.service_calls import Replicas
 from asyncrl.protocols.messages import Health
 from asyncrl.protocols.service_contracts import Contract
 

@@ -1,9 +1,9 @@
 """Typed calls on a fleet: a handle on a contract has the contract's own type.
 
     fleet.reference.logprobs(samples)
-        Handle         distributes the rows to ranks, and joins the answers   protocols/transfer.py
+        Handle         distributes the rows to ranks, and joins the answers   protocols/distribute_collect.py
         Replicas       finds the replicas that are alive, or the freest one
-        RemoteWorker   sends one call on the endpoint's lane to the instance that is alive
+        RemoteWorker   sends one call on the endpoint's lane to the instance that is alive   remote_worker.py
 
 A call goes to all live replicas; their ranks count as data-parallel copies of one layout. `ONE_OF` calls go whole to
 the replica with the fewest calls. When no replica is alive a call waits for a restarted one. A call with the same
@@ -12,184 +12,26 @@ arguments for every rank leaves out a replica that dies meanwhile, because its s
 
 import asyncio
 import inspect
-import itertools
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from copy import copy
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from asyncrl.concurrency import gather
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, UnknownEndpoint
+from asyncrl.fleet.remote_worker import Arguments, RemoteWorker
 from asyncrl.lanes.control.wire import Wakeup
-from asyncrl.protocols.batch import BatchRef
+from asyncrl.protocols.distribute_collect import fan_out
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.rank_layout import Layout
-from asyncrl.protocols.service_contracts import Contract, EndpointSpec, Idempotent, Lane
-from asyncrl.protocols.transfer import fan_out
+from asyncrl.protocols.service_contracts import Contract, EndpointSpec, Idempotent
 
-Arguments = tuple[Any, ...]
 C = TypeVar("C", bound=Contract)
 
 GROUP_MARGIN = 10.0
 """Seconds after a group's own deadline, at which the engine ends its samples, for their arrival."""
-
-DEATH_NOTICE = 1.0
-"""Seconds after a connection broke in which the death of its process becomes known, if it died. The socket breaks
-before the kernel reports the death, but only the kernel knows the cause."""
-
-MAX_FAILED_CALLS = 256
-"""Failed calls that a worker remembers for a moment."""
-
-
-class Channel(Protocol):
-    """The part of a client that calls need. lost: set once no call can reach the worker any more."""
-
-    lost: asyncio.Event
-
-    async def call(self, method: str, args: Arguments, deadline: float) -> Any: ...
-
-    def stream(self, method: str, args: Arguments, deadline: float) -> AsyncIterator[Any]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class OutstandingCall:
-    """A call that an instance of a worker has not answered yet. since: loop time."""
-
-    method: str
-    since: float
-    instance: str
-    args: Arguments
-
-    @property
-    def groups(self) -> Iterator[int]:
-        """Yields the ids of the groups that the arguments belong to."""
-        for arg in self.args:
-            if isinstance(arg, PromptGroup):
-                yield arg.id
-            elif isinstance(arg, BatchRef):
-                yield from (row.group for row in arg)
-
-
-class RemoteWorker:
-    """One worker, whichever instance of it is alive at the moment.
-
-    answer_count: calls that were answered and items that came, health excluded. last_answer_at: loop time of the newest
-    answer to any call. restarting: whether another instance is started after a death.
-    """
-
-    def __init__(self, service: str, replica: int, rank: int, changed: Wakeup) -> None:
-        self.service = service
-        self.replica = replica
-        self.rank = rank
-        self.instance = ""
-        self.answer_count = 0
-        self.last_answer_at = _now()
-        self.outstanding: dict[int, OutstandingCall] = {}
-        self.failed: deque[tuple[float, OutstandingCall]] = deque(maxlen=MAX_FAILED_CALLS)
-        self.numbers = itertools.count()
-        self.channels: Mapping[Lane, Channel] = {}
-        self.cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.cause.set_result("it is starting")
-        self.restarting = True
-        self._changed = changed
-
-    @property
-    def name(self) -> str:
-        return f"{self.service}{self.replica}.{self.rank}"
-
-    @property
-    def alive(self) -> bool:
-        """Returns whether it takes calls."""
-        return bool(self.channels) and not any([channel.lost.is_set() for channel in self.channels.values()])
-
-    @property
-    def status(self) -> str:
-        """One clause for errors and the watchdog."""
-        cause = self.cause.result() if self.cause.done() else "its connection broke"
-        return f"{self.name} is alive" if self.alive else f"{self.name} does not answer: {cause}"
-
-    def connected(self, instance: str, channels: Mapping[Lane, Channel]) -> None:
-        self.instance = instance
-        self.channels = channels
-        self.cause = asyncio.get_running_loop().create_future()
-        self._changed.wake()
-
-    def lost(self, cause: str, *, restarting: bool) -> None:
-        """Fails calls from now on. restarting: whether another instance is being started."""
-        self.channels = {}
-        self.restarting = restarting
-        if self.cause.done():
-            self.cause = asyncio.get_running_loop().create_future()
-        self.cause.set_result(cause)
-        self._changed.wake()
-
-    async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
-        """Calls this worker alone; deadline in seconds. Raises PeerLost when it is dead or dies during the call."""
-        async with _TrackedCall(self, spec, args) as channel:
-            answer = await channel.call(spec.name, args, deadline)
-        self._note_answer(spec)
-        return answer
-
-    async def stream(self, spec: EndpointSpec, args: Arguments, deadline: float) -> AsyncIterator[Any]:
-        """Yields the items of a call; closing the iterator cancels the call in the worker."""
-        async with _TrackedCall(self, spec, args) as channel:
-            items = channel.stream(spec.name, args, deadline)
-            async with aclosing(cast(Any, items)):
-                async for item in items:
-                    self._note_answer(spec)
-                    yield item
-
-    def _note_answer(self, spec: EndpointSpec) -> None:
-        self.last_answer_at = _now()
-        self.answer_count += spec.name != "health"
-
-    def groups_at(self, instance: str) -> list[int]:
-        """Returns the groups of calls outstanding at this instance and of calls that failed there a moment ago: a call
-        that reads rows of a dying worker may fail, and end calls there, before the death is known."""
-        recent = _now() - 2 * DEATH_NOTICE
-        calls = [*self.outstanding.values(), *(call for failed_at, call in self.failed if failed_at >= recent)]
-        return [group for call in calls if call.instance == instance for group in call.groups]
-
-    async def explain(self, lost: PeerLost, instance: str, cause: asyncio.Future[str]) -> PeerLost:
-        """Returns the error with the cause of the death once that is known; `lost` itself when no worker died."""
-        if self.alive:
-            return lost
-        await asyncio.wait([cause], timeout=2 * DEATH_NOTICE)
-        return PeerLost(f"{instance}: {cause.result()}") if cause.done() and instance else lost
-
-
-class _TrackedCall:
-    """Notes a call to one worker as outstanding during a block, which gets the channel, and as failed if it fails.
-
-    Raises PeerLost with the cause of a death.
-    """
-
-    __slots__ = ("_call", "_cause", "_number", "_spec", "_worker")
-
-    def __init__(self, worker: RemoteWorker, spec: EndpointSpec, args: Arguments) -> None:
-        self._worker = worker
-        self._spec = spec
-        self._number = next(worker.numbers)
-        self._cause = worker.cause
-        self._call = worker.outstanding[self._number] = OutstandingCall(spec.name, _now(), worker.instance, args)
-
-    async def __aenter__(self) -> Channel:
-        if self._worker.alive:
-            return self._worker.channels[self._spec.lane]
-        lost = PeerLost(self._worker.status)
-        await self.__aexit__(PeerLost, lost, None)
-        raise lost
-
-    async def __aexit__(self, kind: type[BaseException] | None, raised: BaseException | None, trace: object) -> None:
-        del self._worker.outstanding[self._number]
-        if raised is not None:
-            self._worker.failed.append((_now(), self._call))
-        if isinstance(raised, PeerLost):
-            explained = await self._worker.explain(raised, self._call.instance, self._cause)
-            raise explained from explained.__cause__
 
 
 @dataclass(slots=True, eq=False)

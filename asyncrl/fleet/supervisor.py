@@ -8,21 +8,16 @@ Cancelling `run` stops all workers.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Self
 
 from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, unwrap
 from asyncrl.fleet.launcher import Launcher, WorkerProcess
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerSpawned, WorkerStarted
-from asyncrl.fleet.service_calls import DEATH_NOTICE, RemoteWorker
+from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnection
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
-from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.wire import Wire
-from asyncrl.protocols.messages import Hello
-from asyncrl.protocols.service_contracts import Lane
 
 MAX_DEATHS = 6
 """Deaths of one worker without a finished group in between that end the run, because the cause returns. One more than
@@ -69,62 +64,6 @@ class DeathCounter:
             return None
         doublings = min(self.in_a_row - 1, 10)
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**doublings)
-
-
-class WorkerConnection:
-    """The controller's connection to one instance: a client for each lane, which are lost together.
-
-    `async with connection:` greets the instance and waits until it takes calls, each for at most `start_deadline`
-    seconds. It raises PeerLost, Refused, DeadlineExceeded, and what the worker raised while it started.
-    lost: set when a client lost its connection, with the reason in `reason`.
-    """
-
-    def __init__(self, spec: WorkerSpec, wire: Wire, hello: Hello, start_deadline: float) -> None:
-        self.lost = asyncio.Event()
-        self.reason = ""
-        self.channels: Mapping[Lane, Client] = {
-            lane: Client(
-                wire.connect(getattr(spec.addresses, lane.value)),
-                hello,
-                f"{spec.service}{spec.replica}[{spec.rank}]",
-                instance=spec.instance,
-                heartbeat=spec.facts.heartbeat,
-            )
-            for lane in Lane
-        }
-        self._start_deadline = start_deadline
-        self._tasks = asyncio.TaskGroup()
-        self._watches: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> Self:
-        await self._tasks.__aenter__()
-        async with AsyncExitStack() as undo:
-            undo.push_async_callback(self.__aexit__)
-            for client in self.channels.values():
-                await client.open(self._tasks, self._start_deadline)
-                self._watches.append(self._tasks.create_task(self._watch(client), name=f"watch of {client.peer}"))
-            await self.channels[Lane.CONTROL].call("started", (), self._start_deadline)
-            undo.pop_all()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for watch in self._watches:
-            watch.cancel()
-        for client in self.channels.values():
-            client.close()
-        await self._tasks.__aexit__(None, None, None)
-
-    async def _watch(self, client: Client) -> None:
-        await client.lost.wait()
-        self.fail(client.reason)
-
-    def fail(self, reason: str) -> None:
-        """Makes every outstanding call on all lanes raise PeerLost now."""
-        if not self.lost.is_set():
-            self.reason = reason
-            self.lost.set()
-        for client in self.channels.values():
-            client.fail(reason)
 
 
 @dataclass(slots=True)

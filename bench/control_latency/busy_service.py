@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 
 from asyncrl.fleet.worker.service import Service
+from asyncrl.protocols.distribute_collect import ONE_OF, ONE_TO_ALL
 from asyncrl.protocols.messages import Boundary
 from asyncrl.protocols.service_contracts import Contract, Lane, endpoint
-from asyncrl.protocols.transfer import ONE_OF, ONE_TO_ALL
 
 ROWS, PROMPT, RESPONSE = 32, 16, 48
 """A training step of about a quarter of a second on one core with the quickstart's model."""

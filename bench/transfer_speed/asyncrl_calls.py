@@ -41,9 +41,9 @@ from asyncrl.lanes.data.row_reader import RowReader
 from asyncrl.lanes.data.row_store import RowStore, bytes_of_slot
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef
+from asyncrl.protocols.distribute_collect import DP_PROTO, ONE_OF, ONE_TO_ALL
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Idempotent, endpoint
-from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL
 
 RANKS = 4
 ROW = ("ids", "logp", "mask", "versions")

@@ -27,7 +27,8 @@ from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import PeerLost
 from asyncrl.fleet.lifecycle_events import WorkerStarted
-from asyncrl.fleet.service_calls import Handle, RemoteWorker
+from asyncrl.fleet.remote_worker import RemoteWorker
+from asyncrl.fleet.service_calls import Handle
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.message_codec import MessageSequence, decode

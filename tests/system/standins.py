@@ -15,9 +15,9 @@ from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.worker.service import Service
 from asyncrl.protocols.batch import Batch, BatchRef, Place, RowRef
+from asyncrl.protocols.distribute_collect import DP_PROTO, ONE_OF, ONE_TO_ALL
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.service_contracts import Contract, Idempotent, Lane, Training, endpoint
-from asyncrl.protocols.transfer import DP_PROTO, ONE_OF, ONE_TO_ALL
 
 
 class Echo(Contract):

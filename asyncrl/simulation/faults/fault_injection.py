@@ -7,7 +7,8 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, cast
 
 from asyncrl.config.schema import FleetConfig
-from asyncrl.fleet.service_calls import DEATH_NOTICE, GROUP_MARGIN
+from asyncrl.fleet.remote_worker import DEATH_NOTICE
+from asyncrl.fleet.service_calls import GROUP_MARGIN
 from asyncrl.simulation.fakes.fake_service import now
 from asyncrl.simulation.faults.trial_plan import Fault, Trial
 from asyncrl.simulation.faults.trial_services import GroundTruth

@@ -17,7 +17,7 @@ from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoiso
 from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
-from asyncrl.fleet.service_calls import RemoteWorker
+from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import CREDIT

@@ -12,9 +12,9 @@ from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.weights.leases import slot_of
 from asyncrl.protocols.batch import Batch, BatchRef
+from asyncrl.protocols.distribute_collect import ONE_OF
 from asyncrl.protocols.messages import PromptGroup, Published, Using
 from asyncrl.protocols.service_contracts import Reward, endpoint
-from asyncrl.protocols.transfer import ONE_OF
 from asyncrl.simulation.fakes.fake_service import FakeService
 from asyncrl.simulation.fakes.generation import FakeGeneration
 from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward

@@ -18,7 +18,8 @@ from asyncrl.fleet.health import (
     round_seconds,
 )
 from asyncrl.fleet.lifecycle_events import WorkerHung
-from asyncrl.fleet.service_calls import RemoteWorker, Replicas
+from asyncrl.fleet.remote_worker import RemoteWorker
+from asyncrl.fleet.service_calls import Replicas
 from asyncrl.protocols.messages import Health
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Lane

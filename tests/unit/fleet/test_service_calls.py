@@ -11,10 +11,10 @@ import pytest
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, UnknownEndpoint
 from asyncrl.fleet.service_calls import GROUP_MARGIN, Replicas, make_handle
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
+from asyncrl.protocols.distribute_collect import ONE_OF, ONE_TO_ALL, Rows, Transfer
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Idempotent, Lane, endpoint
-from asyncrl.protocols.transfer import ONE_OF, ONE_TO_ALL, Rows, Transfer
 
 
 def striped(weights: object, layout: Layout) -> list[Rows]:

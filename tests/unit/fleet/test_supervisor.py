@@ -14,12 +14,13 @@ from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost
 from asyncrl.fleet import supervisor
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
+from asyncrl.fleet.remote_worker import WorkerConnection
 from asyncrl.fleet.service_calls import Replicas
-from asyncrl.fleet.supervisor import DeathCounter, Supervisor, WorkerConnection, WorkerSlot, end_process
+from asyncrl.fleet.supervisor import DeathCounter, Supervisor, WorkerSlot, end_process
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
+from asyncrl.protocols.distribute_collect import ONE_OF
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import EndpointSpec, Idempotent, Lane
-from asyncrl.protocols.transfer import ONE_OF
 from asyncrl.simulation import virtual_loop
 
 FACTS = RunFacts(

@@ -15,11 +15,11 @@ from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, Cuts
+from asyncrl.protocols.distribute_collect import fan_out
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, StepReport
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Training
-from asyncrl.protocols.transfer import fan_out
 
 sys.path.insert(0, str(Path(__file__).parent))
 from counting import INCARNATION, CountingService, context_maker, cuts, published_weight, put

@@ -17,10 +17,10 @@ from asyncrl.fleet.worker.dispatcher import Dispatcher
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_store import RowStore
+from asyncrl.protocols.distribute_collect import ONE_OF
 from asyncrl.protocols.messages import Call, PromptGroup
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Lane, endpoint
-from asyncrl.protocols.transfer import ONE_OF
 from asyncrl.telemetry.state_clock import StateClock
 from asyncrl.telemetry.trace import Tracer
 

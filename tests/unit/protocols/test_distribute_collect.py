@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, RowRef
-from asyncrl.protocols.rank_layout import Layout
-from asyncrl.protocols.transfer import (
+from asyncrl.protocols.distribute_collect import (
     ALL_TO_ALL,
     DP_PROTO,
     ONE_OF,
@@ -25,6 +24,7 @@ from asyncrl.protocols.transfer import (
     even_parts,
     fan_out,
 )
+from asyncrl.protocols.rank_layout import Layout
 
 SPLITTING = [THREE_D_PROTO, THREE_D_ALL_MICRO_DP, DP_PROTO]
 EVERY_SPLIT = [*SPLITTING, *(balanced(transfer) for transfer in SPLITTING)]

@@ -1,0 +1,234 @@
+"""One worker as the controller sees it: the connection to its present instance, and the calls outstanding there."""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, cast
+
+from asyncrl.errors import PeerLost
+from asyncrl.fleet.worker.worker_spec import WorkerSpec
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.wire import Wakeup, Wire
+from asyncrl.protocols.batch import BatchRef
+from asyncrl.protocols.messages import Hello, PromptGroup
+from asyncrl.protocols.service_contracts import EndpointSpec, Lane
+
+Arguments = tuple[Any, ...]
+
+DEATH_NOTICE = 1.0
+"""Seconds after a connection broke in which the death of its process becomes known, if it died. The socket breaks
+before the kernel reports the death, but only the kernel knows the cause."""
+
+MAX_FAILED_CALLS = 256
+"""Failed calls that a worker remembers for a moment."""
+
+
+class WorkerConnection:
+    """The controller's connection to one instance: a client for each lane, which are lost together.
+
+    `async with connection:` greets the instance and waits until it takes calls, each for at most `start_deadline`
+    seconds. It raises PeerLost, Refused, DeadlineExceeded, and what the worker raised while it started.
+    lost: set when a client lost its connection, with the reason in `reason`.
+    """
+
+    def __init__(self, spec: WorkerSpec, wire: Wire, hello: Hello, start_deadline: float) -> None:
+        self.lost = asyncio.Event()
+        self.reason = ""
+        self.channels: Mapping[Lane, Client] = {
+            lane: Client(
+                wire.connect(getattr(spec.addresses, lane.value)),
+                hello,
+                f"{spec.service}{spec.replica}[{spec.rank}]",
+                instance=spec.instance,
+                heartbeat=spec.facts.heartbeat,
+            )
+            for lane in Lane
+        }
+        self._start_deadline = start_deadline
+        self._tasks = asyncio.TaskGroup()
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.__aexit__)
+            for client in self.channels.values():
+                await client.open(self._tasks, self._start_deadline)
+                self._watches.append(self._tasks.create_task(self._watch(client), name=f"watch of {client.peer}"))
+            await self.channels[Lane.CONTROL].call("started", (), self._start_deadline)
+            undo.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        for client in self.channels.values():
+            client.close()
+        await self._tasks.__aexit__(None, None, None)
+
+    async def _watch(self, client: Client) -> None:
+        await client.lost.wait()
+        self.fail(client.reason)
+
+    def fail(self, reason: str) -> None:
+        """Makes every outstanding call on all lanes raise PeerLost now."""
+        if not self.lost.is_set():
+            self.reason = reason
+            self.lost.set()
+        for client in self.channels.values():
+            client.fail(reason)
+
+
+class Channel(Protocol):
+    """The part of a client that calls need. lost: set once no call can reach the worker any more."""
+
+    lost: asyncio.Event
+
+    async def call(self, method: str, args: Arguments, deadline: float) -> Any: ...
+
+    def stream(self, method: str, args: Arguments, deadline: float) -> AsyncIterator[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OutstandingCall:
+    """A call that an instance of a worker has not answered yet. since: loop time."""
+
+    method: str
+    since: float
+    instance: str
+    args: Arguments
+
+    @property
+    def groups(self) -> Iterator[int]:
+        """Yields the ids of the groups that the arguments belong to."""
+        for arg in self.args:
+            if isinstance(arg, PromptGroup):
+                yield arg.id
+            elif isinstance(arg, BatchRef):
+                yield from (row.group for row in arg)
+
+
+class RemoteWorker:
+    """One worker, whichever instance of it is alive at the moment.
+
+    answer_count: calls that were answered and items that came, health excluded. last_answer_at: loop time of the newest
+    answer to any call. restarting: whether another instance is started after a death.
+    """
+
+    def __init__(self, service: str, replica: int, rank: int, changed: Wakeup) -> None:
+        self.service = service
+        self.replica = replica
+        self.rank = rank
+        self.instance = ""
+        self.answer_count = 0
+        self.last_answer_at = _now()
+        self.outstanding: dict[int, OutstandingCall] = {}
+        self.failed: deque[tuple[float, OutstandingCall]] = deque(maxlen=MAX_FAILED_CALLS)
+        self.numbers = itertools.count()
+        self.channels: Mapping[Lane, Channel] = {}
+        self.cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.cause.set_result("it is starting")
+        self.restarting = True
+        self._changed = changed
+
+    @property
+    def name(self) -> str:
+        return f"{self.service}{self.replica}.{self.rank}"
+
+    @property
+    def alive(self) -> bool:
+        """Returns whether it takes calls."""
+        return bool(self.channels) and not any([channel.lost.is_set() for channel in self.channels.values()])
+
+    @property
+    def status(self) -> str:
+        """One clause for errors and the watchdog."""
+        cause = self.cause.result() if self.cause.done() else "its connection broke"
+        return f"{self.name} is alive" if self.alive else f"{self.name} does not answer: {cause}"
+
+    def connected(self, instance: str, channels: Mapping[Lane, Channel]) -> None:
+        self.instance = instance
+        self.channels = channels
+        self.cause = asyncio.get_running_loop().create_future()
+        self._changed.wake()
+
+    def lost(self, cause: str, *, restarting: bool) -> None:
+        """Fails calls from now on. restarting: whether another instance is being started."""
+        self.channels = {}
+        self.restarting = restarting
+        if self.cause.done():
+            self.cause = asyncio.get_running_loop().create_future()
+        self.cause.set_result(cause)
+        self._changed.wake()
+
+    async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
+        """Calls this worker alone; deadline in seconds. Raises PeerLost when it is dead or dies during the call."""
+        async with _TrackedCall(self, spec, args) as channel:
+            answer = await channel.call(spec.name, args, deadline)
+        self._note_answer(spec)
+        return answer
+
+    async def stream(self, spec: EndpointSpec, args: Arguments, deadline: float) -> AsyncIterator[Any]:
+        """Yields the items of a call; closing the iterator cancels the call in the worker."""
+        async with _TrackedCall(self, spec, args) as channel:
+            items = channel.stream(spec.name, args, deadline)
+            async with aclosing(cast(Any, items)):
+                async for item in items:
+                    self._note_answer(spec)
+                    yield item
+
+    def _note_answer(self, spec: EndpointSpec) -> None:
+        self.last_answer_at = _now()
+        self.answer_count += spec.name != "health"
+
+    def groups_at(self, instance: str) -> list[int]:
+        """Returns the groups of calls outstanding at this instance and of calls that failed there a moment ago: a call
+        that reads rows of a dying worker may fail, and end calls there, before the death is known."""
+        recent = _now() - 2 * DEATH_NOTICE
+        calls = [*self.outstanding.values(), *(call for failed_at, call in self.failed if failed_at >= recent)]
+        return [group for call in calls if call.instance == instance for group in call.groups]
+
+    async def explain(self, lost: PeerLost, instance: str, cause: asyncio.Future[str]) -> PeerLost:
+        """Returns the error with the cause of the death once that is known; `lost` itself when no worker died."""
+        if self.alive:
+            return lost
+        await asyncio.wait([cause], timeout=2 * DEATH_NOTICE)
+        return PeerLost(f"{instance}: {cause.result()}") if cause.done() and instance else lost
+
+
+class _TrackedCall:
+    """Notes a call to one worker as outstanding during a block, which gets the channel, and as failed if it fails.
+
+    Raises PeerLost with the cause of a death.
+    """
+
+    __slots__ = ("_call", "_cause", "_number", "_spec", "_worker")
+
+    def __init__(self, worker: RemoteWorker, spec: EndpointSpec, args: Arguments) -> None:
+        self._worker = worker
+        self._spec = spec
+        self._number = next(worker.numbers)
+        self._cause = worker.cause
+        self._call = worker.outstanding[self._number] = OutstandingCall(spec.name, _now(), worker.instance, args)
+
+    async def __aenter__(self) -> Channel:
+        if self._worker.alive:
+            return self._worker.channels[self._spec.lane]
+        lost = PeerLost(self._worker.status)
+        await self.__aexit__(PeerLost, lost, None)
+        raise lost
+
+    async def __aexit__(self, kind: type[BaseException] | None, raised: BaseException | None, trace: object) -> None:
+        del self._worker.outstanding[self._number]
+        if raised is not None:
+            self._worker.failed.append((_now(), self._call))
+        if isinstance(raised, PeerLost):
+            explained = await self._worker.explain(raised, self._call.instance, self._cause)
+            raise explained from explained.__cause__
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
