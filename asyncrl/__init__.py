@@ -38,6 +38,8 @@ if not (Path(__file__).parent / "protocols").is_dir():
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Page":
+        raise AttributeError("asyncrl.Page is called asyncrl.Algorithm")
     if name not in _HOMES:
         raise AttributeError(f"asyncrl has no {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)

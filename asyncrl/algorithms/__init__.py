@@ -1,1 +1,1 @@
-"""The algorithms: each an algorithm of plain asyncio over the services of a fleet."""
+"""The algorithms: each is two async functions, `roll_out` and `train`, over the services of a fleet."""

@@ -79,7 +79,7 @@ class AlgorithmConfig(Section):
     pretrain_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the mean cross-entropy of the texts of task.pretrain in the policy's loss; 0: no such texts."""
     loss: Literal["clip", "gspo", "cispo", "gmpo", "m2po", "sapo"] = "clip"
-    """Policy loss. `clip` is the one of PPO and GRPO; docs/algorithms.md describes the others."""
+    """Policy loss. `clip` is the one of PPO and GRPO; docs/algorithms/presets.md describes the others."""
     clip_low: PositiveFloat = 0.2
     """Bounds the ratio from below by 1 - clip_low. gmpo bounds its logarithm by -clip_low. m2po and sapo read it only
     for the weight of a KL in the loss."""

@@ -13,7 +13,7 @@ import ray
 
 
 @ray.remote(num_cpus=0)
-class Sink:
+class RaySink:
     def echo(self, payload: bytes) -> bytes:
         return payload
 
@@ -23,7 +23,7 @@ class Sink:
 
 def main() -> None:
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=2**29)
-    sink, batch, large = Sink.remote(), call_timing.rollout(), {"data": np.ones(call_timing.LARGE, np.uint8)}
+    sink, batch, large = RaySink.remote(), call_timing.rollout(), {"data": np.ones(call_timing.LARGE, np.uint8)}
     payload = b"x" * 64
     ray.get([sink.echo.remote(payload), sink.take.remote(batch)])
     for _ in call_timing.rounds({"ray": ray.__version__}):

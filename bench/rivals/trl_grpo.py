@@ -31,7 +31,7 @@ BATCH: dict[str, Any] = {"tokens": 0, "reward": [], "generation": 0.0, "reward_s
 STEPS: list[dict[str, Any]] = []
 
 
-class PrescribedLengths:
+class PrescribedTrlLengths:
     """Ends row i after lengths[i] tokens: forbids the end token before, and every other token then."""
 
     def __init__(self, rows: int, prompt_tokens: int, eos: int) -> None:
@@ -82,7 +82,7 @@ def timed_generate(model: Any, eos: int) -> Callable[..., Any]:
     def prescribed(**inputs: Any) -> Any:
         began = time.perf_counter()
         rows, prompt_tokens = inputs["input_ids"].shape
-        processors = LogitsProcessorList([PrescribedLengths(rows, prompt_tokens, eos)])
+        processors = LogitsProcessorList([PrescribedTrlLengths(rows, prompt_tokens, eos)])
         result = generate(**inputs, logits_processor=processors)
         BATCH["generation"] += time.perf_counter() - began
         return result

@@ -6,14 +6,14 @@ from importlib.metadata import version
 import call_timing
 import numpy as np
 import xoscar
-from xoscar_calls_actor import Sink
+from xoscar_calls_actor import XoscarSink
 
 
 async def main() -> None:
     pool = await xoscar.create_actor_pool("127.0.0.1", n_process=1)
     async with pool:
         where = xoscar.allocate_strategy.ProcessIndex(1)
-        sink = await xoscar.create_actor(Sink, address=pool.external_address, allocate_strategy=where)
+        sink = await xoscar.create_actor(XoscarSink, address=pool.external_address, allocate_strategy=where)
         batch, large, payload = call_timing.rollout(), {"data": np.ones(call_timing.LARGE, np.uint8)}, b"x" * 64
         for _ in call_timing.rounds({"xoscar": version("xoscar")}):
             results = call_timing.percentiles(await call_timing.seconds_of_async(lambda: sink.echo(payload), 300))

@@ -4,7 +4,7 @@ import call_timing
 import xoscar
 
 
-class Sink(xoscar.Actor):
+class XoscarSink(xoscar.Actor):
     async def echo(self, payload: bytes) -> bytes:
         return payload
 

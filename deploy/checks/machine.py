@@ -36,7 +36,7 @@ class Check:
 
     def __str__(self) -> str:
         mark = {"ok": "ok  ", "bad": "BAD ", "note": "note"}[self.status]
-        line = f"{mark}  {self.name:<20}{self.found}"
+        line = f"{mark}  {self.name:<19} {self.found}"
         return f"{line}\n{'':26}-> {self.remedy}" if self.remedy else line
 
 

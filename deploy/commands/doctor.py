@@ -62,7 +62,7 @@ def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
 
     yield Check(target, "ok", f"{config.steps} steps of {config.task.prompts_per_step} prompts")
     for problem in preflight(config):  # `asyncrl run` refuses these or warns about them.
-        yield Check(problem.key or "machine", "note" if problem.is_warning else "bad", str(problem))
+        yield Check("config" if problem.key else "machine", "note" if problem.is_warning else "bad", str(problem))
     yield _workers_check(config)
     with_torch = [spec.name for spec in service_specs(config) if spec.origin != "plain" and spec.name != "evaluation"]
     yield from device_checks({f"{name}.device": getattr(config, name).device for name in with_torch})
@@ -95,5 +95,5 @@ def _memory_checks(config: "Config") -> Iterator[Check]:
     total, available = sum(need.bytes for need in found if need.device == "cpu"), available_memory()
     remedy = "lower training.micro_batch_tokens or generation.slots, or set training.gradient_checkpointing"
     text = f"about {size_text(total)} of {size_text(available)} available"
-    yield check("all services", total <= available, text, remedy)
+    yield check("services on the CPU", total <= available, text, remedy)
     yield shared_memory_check(shared_memory(config, shape))

@@ -38,7 +38,7 @@ def graph(config: "Config") -> Iterator[str]:
     from asyncrl.deploy.service_specs import service_specs, worker_count
 
     specs, workers = service_specs(config), worker_count(config)
-    processes = "one process" if config.fleet.wire == "inproc" else f"{workers + 1} processes"
+    processes = "in one process" if config.fleet.wire == "inproc" else "one process each"
     yield f"{config.name}: {config.algorithm.preset} on {len(specs)} services, {workers} workers, {processes}"
     yield from _algorithm_lines(config)
     for spec in specs:

@@ -192,3 +192,8 @@ def test_an_algorithm_without_a_name_is_said_to_be_one() -> None:
     assert said == []
     _algorithm_here(grpo.ALGORITHM, "python:algorithm", said.append)
     assert said == ["the algorithm has no importable name: only the same call resumes this run"]
+
+
+def test_an_old_name_of_the_package_names_the_new_one() -> None:
+    with pytest.raises(AttributeError, match="asyncrl.Page is called asyncrl.Algorithm"):
+        getattr(asyncrl, "Page")  # noqa: B009

@@ -67,7 +67,7 @@ def test_doctor_prints_the_same(
     problems = list(preflight(chosen))
     assert [problem.is_warning for problem in problems] == [True, False]
     assert all(str(problem) in printed for problem in problems)
-    assert f"note  algorithm.dual_clip {UNREAD}" in printed
+    assert f"note  config              {UNREAD}" in printed
 
 
 def test_a_run_that_takes_more_than_there_is_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,8 @@ from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import EndpointSpec, Idempotent, Lane
 from asyncrl.simulation import virtual_loop
 
-FACTS = RunFacts(
-    "feedbeef",
-    Path("/run"),
-    Path("/model"),
-    0,
-    "none",
-    Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p")),
-)
+CONFIG = Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p"))
+FACTS = RunFacts("feedbeef", Path("/run"), Path("/model"), 0, "none", CONFIG)
 
 
 class FakeProcess:

@@ -39,14 +39,14 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_good_experiment_gets_its_bytes_by_service(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", str(experiment)]) == 0
     text = capsys.readouterr().out
-    for expected in ("134.5M parameters", "generation", "training", "reward", "all services", "/dev/shm", "ready"):
+    for expected in ("134.5M parameters", "generation", "training", "reward", "services on the CPU", "/dev/shm", "ready"):
         assert expected in text
 
 
 def test_an_experiment_too_large_for_the_machine(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", str(experiment), "--generation.slots", "1000000"]) == 1
     text = capsys.readouterr().out
-    assert "BAD   all services" in text
+    assert "BAD   services on the CPU" in text
     assert "lower training.micro_batch_tokens or generation.slots" in text
     assert "to repair" in text
 
@@ -54,7 +54,7 @@ def test_an_experiment_too_large_for_the_machine(experiment: Path, capsys: pytes
 def test_a_model_that_is_not_whole(experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"hidden')
     assert cli.main(["doctor", str(experiment), "--model.name", str(tmp_path)]) == 1
-    assert f"BAD   model.name          model.name: {tmp_path / 'config.json'} is cut short" in capsys.readouterr().out
+    assert f"BAD   config              model.name: {tmp_path / 'config.json'} is cut short" in capsys.readouterr().out
 
 
 def test_a_device_that_is_not_there(
@@ -131,6 +131,6 @@ def test_packages_that_are_missing_are_bad(
     monkeypatch.setattr(install_hints, "find_spec", lambda module: None if module in away else ModuleSpec(module, None))
     assert cli.main(["doctor", str(experiment), "--task.prompts", "reasoning_gym:products"]) == 1
     text = capsys.readouterr().out
-    assert "BAD   task.prompts        task.prompts = reasoning_gym:products: reasoning_gym is not installed" in text
+    assert "BAD   config              task.prompts = reasoning_gym:products: reasoning_gym is not installed" in text
     assert "gguf and accelerate are not installed" in text
     assert "2 to repair" in text

@@ -83,7 +83,7 @@ def test_graph_shows_what_the_contracts_say(tmp_path: Path, capsys: pytest.Captu
     path.write_text(TOML)
     assert cli.main(["graph", str(path), "--generation.replicas", "2", "--evaluate.prompts", "h"]) == 0
     text = capsys.readouterr().out
-    assert "mine: grpo on 4 services, 5 workers, 6 processes" in text
+    assert "mine: grpo on 4 services, 5 workers, one process each" in text
     assert "generation1.0-<incarnation>-<id>.{control,work,data}" in text
     generate = next(line.split() for line in text.splitlines() if line.strip().startswith("generate "))
     assert generate[:3] == ["generate", "ONE_OF", "work"]
@@ -133,7 +133,7 @@ def test_graph_shows_a_critic(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     path.write_text(TOML)
     assert cli.main(["graph", str(path), "--algorithm.preset", "ppo"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "mine: ppo on 4 services, 4 workers, 5 processes" in lines
+    assert "mine: ppo on 4 services, 4 workers, one process each" in lines
     assert "algorithm  asyncrl.algorithms.ppo" in lines
     assert any(line.startswith("critic  (Critic: 1 x") for line in lines)
     assert {"values", "update"} <= {line.split()[0] for line in lines if line.startswith("    ")}
@@ -154,7 +154,7 @@ def test_graph_shows_costs_and_a_reward_model(tmp_path: Path, capsys: pytest.Cap
     ]
     assert cli.main(["graph", str(path), *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "mine: safe_rlhf on 6 services, 6 workers, 7 processes" in lines
+    assert "mine: safe_rlhf on 6 services, 6 workers, one process each" in lines
     assert "algorithm  asyncrl.algorithms.safe_rlhf" in lines
     assert '    constraint = "lagrangian"' in lines
     services = {line.split()[0]: line for line in lines if "asyncrl.services" in line}
