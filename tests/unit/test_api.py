@@ -195,5 +195,5 @@ def test_an_algorithm_without_a_name_is_said_to_be_one() -> None:
 
 
 def test_an_old_name_of_the_package_names_the_new_one() -> None:
-    with pytest.raises(AttributeError, match="asyncrl.Page is called asyncrl.Algorithm"):
+    with pytest.raises(AttributeError, match=r"asyncrl\.Page is called asyncrl\.Algorithm"):
         getattr(asyncrl, "Page")  # noqa: B009

@@ -39,7 +39,15 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_good_experiment_gets_its_bytes_by_service(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", str(experiment)]) == 0
     text = capsys.readouterr().out
-    for expected in ("134.5M parameters", "generation", "training", "reward", "services on the CPU", "/dev/shm", "ready"):
+    for expected in (
+        "134.5M parameters",
+        "generation",
+        "training",
+        "reward",
+        "services on the CPU",
+        "/dev/shm",
+        "ready",
+    ):
         assert expected in text
 
 
