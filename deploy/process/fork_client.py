@@ -42,6 +42,8 @@ NUMPY_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 ANSWER_BYTES = 4096
 ENDING = 5.0
 """Seconds that the kernel may take to end a process that was killed."""
+CANCELLED = 1.0
+"""Seconds that a cancelled request for a worker waits for its answer; a fork takes 0.05."""
 LAST_WORDS = 300
 LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
@@ -200,13 +202,25 @@ class Forks:
                     socket.send_fds(servers.channels[stage], [request], [reading, output.fileno()])
                 except (BrokenPipeError, ConnectionResetError):
                     raise self._gone(servers, stage) from None
-                answer = await self._answer(servers, stage)
+                answer = await self._answer_to_fork(servers, stage)
             if "refused" in answer:
                 raise CannotFork(answer["refused"])
             worker = ForkedWorker(answer["pid"], stdin)
             _as_this_process(worker.pid)
             unless_forked.pop_all()
             return worker
+
+    async def _answer_to_fork(self, servers: _Servers, stage: Stage) -> Any:
+        """Returns the answer to a request for a worker. When it is cancelled, it waits for the answer a moment longer
+        and kills the worker, which would remain as a child of this process with a pid that is not known."""
+        answering = asyncio.ensure_future(self._answer(servers, stage))
+        try:
+            return await asyncio.shield(answering)
+        except asyncio.CancelledError:
+            await asyncio.wait([answering], timeout=CANCELLED)
+            if not answering.cancel() and answering.exception() is None and "pid" in answering.result():
+                _kill(answering.result()["pid"])
+            raise
 
     async def _answer(self, servers: _Servers, stage: Stage) -> Any:
         try:
@@ -248,6 +262,11 @@ def forks_of(
     if begun is not None:
         begun.end()
     return Forks(environment, deadline=config.fleet.start_deadline, say=say) if forked else nullcontext()
+
+
+def _kill(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def _as_this_process(pid: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
-from asyncrl.deploy.process.fork_client import Forks
+from asyncrl.deploy.process.fork_client import ForkedWorker, Forks
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.errors import FleetFailed
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
@@ -215,3 +215,28 @@ async def test_cancelled_start_leaves_no_process(tmp_path: Path) -> None:
         with suppress(asyncio.CancelledError, FleetFailed):
             await task
     assert all(map(dead, started))
+
+
+async def test_a_request_for_a_worker_that_is_cancelled_leaves_no_child(tmp_path: Path) -> None:
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    with Forks(os.environ, ()) as forks, (tmp_path / "output").open("ab") as output:
+        first = await forks.fork("plain", "first", output)
+        request = asyncio.ensure_future(forks.fork("plain", "cancelled", output))
+        before = _words_of(children)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        wait_until(lambda: _words_of(children) > before, "the worker, whose pid was not read yet")
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        _end(first)
+
+
+def _words_of(path: Path) -> int:
+    return len(path.read_text().split())
+
+
+def _end(worker: ForkedWorker) -> None:
+    worker.kill()
+    os.waitpid(worker.pid, 0)
+    worker.stdin.close()
