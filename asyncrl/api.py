@@ -2,7 +2,6 @@
 
 import asyncio
 import shlex
-import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 from time import strftime
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from asyncrl.config.schema import IN_MEMORY, Config
+from asyncrl.config.schema import IN_MEMORY, Config, RewardConfig
 from asyncrl.config.sources import load
 from asyncrl.config.user_code import name_of
 from asyncrl.errors import ConfigError
@@ -146,7 +145,7 @@ async def train_async(
             accept_changes=accept_changes,
             prompts=None if isinstance(prompts, str) else prompts,
             algorithm=_algorithm_here(custom, config.algorithm.custom, display.say),
-            services=_reward_here(here, config.reward.model, display.say),
+            services=_reward_here(here, config.reward, display.say),
         )
         finished = await run(request)
     return Run(finished.path, config, request.services)
@@ -231,15 +230,22 @@ def _by_name(functions: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any
     return named, here
 
 
-def _reward_here(functions: Sequence[Function], model: str, say: Callable[[str], None]) -> "dict[str, ServiceSpec]":
-    """Returns a reward service of this process; empty without functions. model: `reward.model`."""
+def _reward_here(
+    functions: Sequence[Function], section: RewardConfig, say: Callable[[str], None]
+) -> "dict[str, ServiceSpec]":
+    """Returns a reward service of this process; empty without functions."""
     from asyncrl.fleet.fleet import ServiceSpec
     from asyncrl.protocols.service_contracts import Reward
     from asyncrl.services.reward import RewardService
 
     if not functions:
         return {}
-    if model:
+    if section.replicas > 1:
+        raise ConfigError(
+            f"reward.replicas = {section.replicas} needs functions that another process can import, and "
+            f"{name_of(functions[0])} has no importable name: put it into a module, or leave reward.replicas out"
+        )
+    if section.model:
         raise ConfigError(
             f"reward.model works beside functions that another process can import, and {name_of(functions[0])} has no "
             "importable name: put it into a module"
@@ -259,33 +265,50 @@ def _run_here_or_beside(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _run_beside(work: Coroutine[Any, Any, T]) -> T:
-    """Runs on another thread. A notebook interrupts only the waiting thread, which cancels the run and waits for it."""
-    interrupted = threading.Event()
+    """Runs on another thread. A notebook interrupts only the waiting thread, which passes the interrupt on and waits:
+    the first one ends a run in order, with a checkpoint."""
+    interrupts: list[KeyboardInterrupt] = []
     begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
 
-    async def cancellable() -> T:
+    async def interruptible() -> T:
         task = asyncio.current_task()
         assert task is not None
         begun.append((asyncio.get_running_loop(), task))
-        if interrupted.is_set():  # The interrupt came before the task existed.
+        if interrupts:  # The interrupt came before the task existed.
             task.cancel()
         return await work
 
-    supervised = cancellable()
+    supervised = interruptible()
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="asyncrl.train") as beside:
             beside.submit(int).result()  # The thread is there before its work: an executor joins those it has noted.
             try:
                 done = beside.submit(asyncio.run, supervised)
-                while not wait([done], INTERRUPTIBLE).done:
-                    pass
-                return done.result()
-            except KeyboardInterrupt:
-                interrupted.set()
-                for loop, task in begun:
-                    with suppress(RuntimeError):  # The loop is closed, because the run has ended.
-                        loop.call_soon_threadsafe(task.cancel)
+            except KeyboardInterrupt as pressed:  # It may be handed over already.
+                _pass_on(pressed, interrupts, begun)
                 raise
+            while not done.done():
+                try:
+                    wait([done], INTERRUPTIBLE)
+                except KeyboardInterrupt as pressed:
+                    _pass_on(pressed, interrupts, begun)
+            if interrupts:
+                raise interrupts[0] from done.exception()
+            return done.result()
     finally:
         for each in (supervised, work):  # A coroutine that never started is closed.
             each.close()
+
+
+def _pass_on(
+    pressed: KeyboardInterrupt,
+    interrupts: list[KeyboardInterrupt],
+    begun: Sequence[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]],
+) -> None:
+    """Passes an interrupt of this thread on to the task that has begun."""
+    from asyncrl.deploy.process.stop_signals import interrupt
+
+    interrupts.append(pressed)
+    for loop, task in begun:
+        with suppress(RuntimeError):  # The loop is closed, because the run has ended.
+            loop.call_soon_threadsafe(interrupt, task)

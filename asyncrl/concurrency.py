@@ -1,10 +1,11 @@
 """Runs several coroutines side by side, as one that can fail or be cancelled."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar, overload
 
-from asyncrl.errors import Retryable
+from asyncrl.errors import Retryable, root_cause
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -40,6 +41,22 @@ async def gather(*work: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:
     if errors:
         raise next((error for error in errors if not isinstance(error, Retryable)), errors[0])
     return tuple(task.result() for task in tasks)
+
+
+@asynccontextmanager
+async def running_beside(work: Mapping[str, Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Runs coroutines, by the names of their tasks, beside a block, and cancels them at its end.
+
+    Raises the root cause of all errors; the first error of the block or of a task ends the others.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(each, name=name) for name, each in work.items()]
+            yield
+            for task in running:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        raise (error := root_cause(errors)) from error.__cause__
 
 
 def _error(task: asyncio.Task[Any]) -> BaseException | None:

@@ -5,11 +5,11 @@ AsyncrlError
 ├── JournalError: IllegalTransition, TrainedTwice
 ├── mistakes of the user: ConfigError, TaskError, RewardError, AlgorithmError, UnknownEndpoint
 ├── trouble between processes: DeadlineExceeded, Refused, WireError, RemoteError, ArenaFull, WeightsError
-└── ends of a run: Interrupted, PolicyMismatch, NonFiniteLoss, OnlyTruncated, FleetFailed
+└── ends of a run: Interrupted, PolicyMismatch, TrainingStopped, NonFiniteLoss, OnlyTruncated, FleetFailed
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class AsyncrlError(Exception):
@@ -48,8 +48,19 @@ class PeerLost(Retryable):
     """Reports a broken connection to a worker; every call outstanding on it raises this at once."""
 
 
+ALL_SLOTS = -1
+"""In place of a slot: all rows of an owner."""
+
+
 class LostRows(Retryable):
-    """Reports that the rows behind a reference were freed or overwritten, or that their owner died."""
+    """Reports that the rows behind a reference were freed or overwritten, or that their owner died.
+
+    places: owner and slot of the lost rows, as far as they are known.
+    """
+
+    def __init__(self, message: str, places: Iterable[tuple[str, int]] = ()) -> None:
+        super().__init__(message)
+        self.places = tuple(places)
 
 
 class Refused(AsyncrlError):
@@ -101,6 +112,10 @@ class Interrupted(AsyncrlError):
 
 class PolicyMismatch(AsyncrlError):
     """Reports a crossed bound of the section `[mismatch]`; the message names metric, value and bound."""
+
+
+class TrainingStopped(AsyncrlError):
+    """Reports training that comes to nothing, where a key of `[guards]` is "stop"; the message says what was seen."""
 
 
 class NonFiniteLoss(AsyncrlError):

@@ -10,7 +10,8 @@ BENCHMARKS = {
     "generation": ("generation_speed.benchmark", "useful tokens per CPU-second, beside transformers.generate"),
     "overhead": ("overhead.benchmark", "runtime added to stages that only sleep, and the CPU time of tracing"),
     "learning": ("learning.benchmark", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),
-    "start": ("start_cost", "command to first step, a killed worker, memory; forked, spawned"),
+    "start": ("overhead.start_cost", "command to first step, a killed worker, memory; forked, spawned"),
+    "scale": ("scale.benchmark", "CPU time of the controller a sample, by samples in flight, workers and ranks"),
     "policies": ("staleness_policies", "policies on the virtual clock: live tokens, idle trainer, masked samples"),
 }
 """Each command name with its module and its line of help."""
@@ -20,6 +21,8 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHMARKS:
         listed = "\n".join(f"  {key:10} {help_text}" for key, (_, help_text) in BENCHMARKS.items())
+        if not name.startswith("-") and name:
+            print(f"asyncrl-bench: there is no benchmark {name!r}; these are there:\n")
         print(f"usage: asyncrl-bench NAME [flags]\n{listed}")
         sys.exit(0 if name in {"", "-h", "--help"} else 2)
     import_module(f"asyncrl.bench.{BENCHMARKS[name][0]}").main(sys.argv[2:])

@@ -3,6 +3,7 @@
 import difflib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from asyncrl import __version__
@@ -79,7 +80,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
     except FleetFailed as error:
         return _fail(str(error), error.exit_code)
     except AsyncrlError as error:
-        return _fail(f"{type(error).__name__}: {error}", 1)
+        return _fail(str(error), 1)
     except BrokenPipeError:
         # Whoever read our output has gone (`asyncrl keys | head`); Python must not try to flush it once more.
         sys.stdout = None
@@ -89,7 +90,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
 
 
 def _fail(text: str, code: int) -> int:
-    print(f"asyncrl: {text}", file=sys.stderr)
+    with suppress(OSError):  # The terminal may be gone.
+        print(f"asyncrl: {text}", file=sys.stderr)
     return code
 
 

@@ -9,10 +9,11 @@ from asyncrl.config.install_hints import missing_packages, program
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import Algorithm
-from asyncrl.deploy.checks.machine import available_memory, size_text
-from asyncrl.deploy.checks.memory_needs import needs, shape_of
+from asyncrl.deploy.checks.machine import available_memory, free_shared_memory, size_text
+from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_of, needs, shape_of, shared_memory
 from asyncrl.deploy.service_specs import worker_count
 from asyncrl.engines.models.model_folder import context_of_folder, damages
+from asyncrl.engines.models.row_length import rotation_by_longest_row
 from asyncrl.rewards.functions import function_problems
 from asyncrl.telemetry.sinks import sink_problems
 
@@ -49,6 +50,7 @@ def scoring_problems(config: Config, served: Collection[str] = ()) -> Iterator[P
 def model_problems(config: Config, model: Path) -> Iterator[Problem]:
     """Yields the problems of memory and context window; a model that is not on this machine has none yet."""
     yield from _memory_problems(config, str(model))
+    yield from _shared_memory_problems(config, str(model))
     yield from _context_problems(config, model)
 
 
@@ -77,8 +79,37 @@ def _memory_problems(config: Config, model: str) -> Iterator[Problem]:
         yield Problem("", "", text)
 
 
+def _shared_memory_need(config: Config, model: str) -> SharedMemoryNeed:
+    shape = shape_of(model)
+    return SharedMemoryNeed(0, 0, 0) if shape is None else shared_memory(config, shape, longest_token_of(model))
+
+
+def rows_fit(config: Config, model: Path) -> bool:
+    """Returns whether shared memory has room for the weights and for the rows of all samples in flight."""
+    need = _shared_memory_need(config, str(model))
+    return need.weights + need.rows <= free_shared_memory()
+
+
+def _shared_memory_problems(config: Config, model: str) -> Iterator[Problem]:
+    """Yields a problem when the weights do not fit into shared memory, and a warning when rows may not."""
+    need, free = _shared_memory_need(config, model), free_shared_memory()
+    found = f"{size_text(free)} of shared memory (/dev/shm) are free, and"
+    remedy = "give it more (docker: --shm-size, compose: shm_size), or lower generation.max_new_tokens, staleness.limit"
+    if need.weights > free:
+        text = f"{found} two versions of the weights take {size_text(need.weights)}: {remedy} or the size of the model"
+        yield Problem("", "", text)
+    elif need.weights + need.rows > free:
+        sizes = f"{size_text(need.weights)}, rows up to {size_text(need.rows)}"
+        text = f"{found} weights take {sizes}: rows are sent as frames, which is slower; {remedy}"
+        yield Problem("", "", text, is_warning=True)
+    elif need.weights + need.worst_rows > free:
+        sizes = f"{size_text(need.weights)}, rows up to {size_text(need.rows)} with usual text and"
+        worst = f"{size_text(need.worst_rows)} if every token were the longest one, which would end the run"
+        yield Problem("", "", f"{found} weights take {sizes} {worst}; {remedy}", is_warning=True)
+
+
 def _context_problems(config: Config, folder: Path) -> Iterator[Problem]:
-    """Yields a problem when the longest answer leaves no room for a prompt in the context of the model."""
+    """Yields problems of rows that are too long for the model, the longest answer without any prompt among them."""
     context, answer = context_of_folder(folder), config.generation.max_new_tokens
     if context is not None and answer >= context:
         text = (
@@ -86,6 +117,8 @@ def _context_problems(config: Config, folder: Path) -> Iterator[Problem]:
             f"(max_position_embeddings in its config.json); write fewer than {context}"
         )
         yield Problem("generation.max_new_tokens", "", text)
+    if found := rotation_by_longest_row(folder, config):
+        yield Problem("model.name", "", found)
 
 
 def _descriptor_problems(workers: int) -> Iterator[Problem]:

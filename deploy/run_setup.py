@@ -6,26 +6,31 @@ open or resume the directory ──> prompts, model ──> fleet ──> Contro
 import asyncio
 import errno
 import shutil
-from collections.abc import AsyncIterator, Iterator, Mapping
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from asyncrl.algorithms.select import advantages_of, algorithm_of
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.config.problems import refuse
+from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
+from asyncrl.config.source_files import source_files
 from asyncrl.config.sources import read
 from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import ResumePlan, plan_resume, resume, versions
-from asyncrl.controller.journal.journal import Journal, surviving
-from asyncrl.controller.journal.ledger import Trained
+from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
+from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.training_run import Questions, RunState, TrainingRun
-from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight
+from asyncrl.deploy.checks.memory_needs import shape_of
+from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, rows_fit
 from asyncrl.deploy.process.fork_client import Forks, forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.process.stop_signals import StopSignals
@@ -35,21 +40,26 @@ from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError, errno_in
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.leftover_cleanup import new_start
+from asyncrl.fleet.lifecycle_events import FleetEvent
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.tasks import Draw, held_out_prompts, training_prompts
 from asyncrl.tasks.prompt_lengths import write_longest
 from asyncrl.tasks.prompt_sources import Rows, write_texts
-from asyncrl.telemetry.display import Display
+from asyncrl.telemetry.display import Display, LoggedDisplay
 from asyncrl.telemetry.jsonl import read_lines
+from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.run_directory import DirectoryRollback, RunDirectory, open_run_directory, replace_text
+from asyncrl.telemetry.source_copies import SourceFile, changed, keep, kept, look_at, moved
 from asyncrl.telemetry.trace import merge_traces
 
 LONGEST = "longest_prompts.jsonl"
 """File in the run's logs with the prompts whose tokens are counted before anything is trained."""
 PRETRAIN = "pretrain.jsonl"
 """File in the run's logs with the texts that the trainer learns besides its samples."""
+CONTROLLER_LOG = "controller.jsonl"
+"""File in the run's logs with starts, losses and restarts of workers, and all that was said."""
 HEARTBEAT = 10.0
 """Seconds between heartbeats. Three missing ones mean that a worker's host is gone; loading a model takes less."""
 
@@ -89,20 +99,25 @@ async def run(request: RunRequest) -> RunDirectory:
     Raises ConfigError or TaskError for a mistake of the user, if possible before anything is started. The same request
     resumes after FleetFailed (the trainer or a critic died), RewardError, AlgorithmError and Interrupted (by a signal).
     """
-    _check(request)
+    warnings = _check(request)
     rollback = DirectoryRollback(request.run_dir)
     directory = open_run_directory(request.run_dir)
     try:
         with (
+            open_log(directory.logs / CONTROLLER_LOG, service="controller") as log,
             run_lock(directory.path),
             rollback.again_when_refused(),
             closing(FileStore(directory.path)) as store,
             StopSignals(request.display.say) as signals,
             _resume_advice(request, store, signals),
+            _noted_end(request := replace(request, display=LoggedDisplay(request.display, log))),
         ):
-            plan = plan_resume(store)
+            for warning in warnings:
+                request.display.say(f"warning: {warning}")
+            plan = await asyncio.to_thread(plan_resume, store)
             if not nothing_left(request, directory, plan):
-                await _train(request, directory, store, plan, rollback, signals)
+                async with progress_shown(request.display.progress) as progress:
+                    await _train(request, directory, store, plan, rollback, signals, progress)
         if request.config.telemetry.trace:
             await asyncio.to_thread(merge_traces, directory.path)
     except (OSError, RemoteError) as failed:
@@ -112,14 +127,32 @@ async def run(request: RunRequest) -> RunDirectory:
     return directory
 
 
-def _check(request: RunRequest) -> None:
-    """Prints warnings, and raises ConfigError with all problems that keep the run from starting."""
+@contextmanager
+def _noted_end(request: RunRequest) -> Iterator[None]:
+    """Notes in the controller's log that the run starts, and how it ends."""
+    request.display.note("run starts", command=request.command)
+    try:
+        yield
+    finally:
+        error = sys.exception()
+        request.display.note("run ends", **({"error": f"{type(error).__name__}: {error}"} if error else {}))
+
+
+def _check(request: RunRequest) -> list[Problem]:
+    """Returns warnings, and raises ConfigError with all problems that keep the run from starting."""
     made = is_complete(RunDirectory(request.run_dir).model)
     problems = list(preflight(request.config, algorithm=request.algorithm, served=request.services, model_is_made=made))
     refuse(problems)
-    for warning in problems:
-        request.display.say(f"warning: {warning}")
     allow_descriptors(worker_count(request.config))
+    return problems
+
+
+def _check_model(config: Config, model: Path, display: Display) -> None:
+    """Checks again what depends on the model, which may not have been on this machine when the run was checked."""
+    problems = list(model_problems(config, model))
+    refuse(problems)
+    for warning in problems if shape_of(config.model.name) is None else ():
+        display.say(f"warning: {warning}")
 
 
 def exhausted(error: Exception) -> str | None:
@@ -157,22 +190,33 @@ async def _train(
     plan: ResumePlan | None,
     rollback: DirectoryRollback,
     signals: StopSignals,
+    progress: RunProgress,
 ) -> None:
     config, display = request.config, request.display
+    progress.begin("reading the prompts and the model")
     with forks_of(config, request.forks, display.say) as forks:
-        settle_config(request, directory, store, plan)
+        await asyncio.to_thread(settle_config, request, directory, plan)
         questions = await asyncio.to_thread(load_questions, request, directory)
-        model = await prepare(config, directory.model, display.say)
-        refuse(model_problems(config, model))  # The model may not have been on this machine before.
+        model = await prepare(config, directory.model, progress.noting(display.say))
+        _check_model(config, model, display)
         scorers = await asyncio.to_thread(scoring_model_folders, config, model)
-        state = restore_run(config, directory, store, plan)
+        state = await asyncio.to_thread(restore_run, config, directory, store, plan)
         facts = facts_of(config, directory, model, state)
         algorithm, advantages = request.algorithm or algorithm_of(config), advantages_of(config)
+        progress.begin("starting the workers")
         async with _fleet(replace(request, forks=forks), questions, facts, signals, scorers) as running:
             rollback.begun = True
             with gc_frozen():
                 run = TrainingRun(
-                    state, questions, algorithm, advantages, running, display, signals.ending_in_order, signals.abandon
+                    state,
+                    questions,
+                    algorithm,
+                    advantages,
+                    running,
+                    display,
+                    signals.ending_in_order,
+                    signals.abandon,
+                    progress,
                 )
                 await run.run()
 
@@ -191,16 +235,15 @@ def nothing_left(request: RunRequest, directory: RunDirectory, plan: ResumePlan 
     return True
 
 
-def settle_config(request: RunRequest, directory: RunDirectory, store: FileStore, plan: ResumePlan | None) -> None:
-    """Refuses a changed config, prints what a resume takes over, and writes config.toml. At a first start it removes a
-    model that an earlier start made of another config."""
-    config = request.config
+def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan | None) -> None:
+    """Refuses changes of config and files, prints what a resume takes over, and writes config.toml and copies of files.
+    At a first start it removes a model that an earlier start made of another config."""
+    config, files = request.config, look_at(source_files(request.config))
     if plan is not None:
-        changes = check_resume(directory.path, config, request.accept_changes)
-        for line in (*plan.said, *(f"changed: {change}" for change in changes)):
+        for line in (*plan.said, *(f"changed: {change}" for change in _changes(request, directory, files))):
             request.display.say(line)
         request.display.say(
-            f"resuming {directory.path} at step {plan.version} of {config.steps}{_repeated_steps(store, plan)}: "
+            f"resuming {directory.path} at step {plan.version} of {config.steps}{_repeated_steps(plan)}: "
             f"model, optimizer and journal are taken over, {len(plan.ledger.groups)} groups in flight start again"
         )
     elif directory.config.exists():
@@ -208,15 +251,24 @@ def settle_config(request: RunRequest, directory: RunDirectory, store: FileStore
         if (then.model.name, then.seed) != (config.model.name, config.seed):
             shutil.rmtree(directory.model, ignore_errors=True)
     replace_text(directory.config, dump(config))
+    keep(directory.sources, files)
 
 
-def _repeated_steps(store: FileStore, plan: ResumePlan) -> str:
+def _changes(request: RunRequest, directory: RunDirectory, files: Sequence[SourceFile]) -> list[str]:
+    """Returns what changed in config and files since the run began; raises ConfigError for what is not accepted."""
+    before = kept(directory.sources)
+    by_key: dict[str, list[str]] = {}
+    for change in changed(before, files, directory.sources):
+        by_key.setdefault(change.key, []).append(str(change))
+    return check_resume(directory.path, request.config, request.accept_changes, by_key, moved(before, files))
+
+
+def _repeated_steps(plan: ResumePlan) -> str:
     """Returns which steps were trained after the checkpoint and are trained again."""
-    beyond = (framed.record for framed in surviving(store) if framed.start >= plan.offset)
-    last = max((record.version for record in beyond if isinstance(record, Trained)), default=plan.version)
-    if last == plan.version:
+    if plan.last_version == plan.version:
         return ""
-    steps = f"steps {plan.version + 1} to {last} are" if last > plan.version + 1 else f"step {last} is"
+    several = plan.last_version > plan.version + 1
+    steps = f"steps {plan.version + 1} to {plan.last_version} are" if several else f"step {plan.last_version} is"
     return f"; {steps} done again"
 
 
@@ -242,7 +294,7 @@ def restore_run(config: Config, directory: RunDirectory, store: FileStore, plan:
         return RunState(directory, Journal(store), Gate(gate_config), None)
     journal = resume(store, plan)
     gate = Gate(gate_config, plan.version, plan.ledger.next_group)
-    for group in plan.ledger.groups.values():
+    for group in journal.ledger.groups.values():
         gate.restore(group)
     return RunState(directory, journal, gate, plan)
 
@@ -260,6 +312,7 @@ def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunSta
         checkpoint_dir=Path(state.plan.directory) if state.plan else None,
         curve=(keys.public, keys.secret),
         heartbeat=HEARTBEAT if config.fleet.wire == "tcp" else None,
+        shared_rows=rows_fit(config, model),
     )
 
 
@@ -282,6 +335,15 @@ async def _fleet(
         given = [request.services.get(spec.name, spec) for spec in wanted]
         specs = [replace(spec, options={**spec.options, **options.get(spec.name, {})}) for spec in given]
         request.display.say(f"starting {', '.join(spec.name for spec in specs)}")
-        yield await scope.enter_async_context(
+        running = await scope.enter_async_context(
             running_fleet(specs, facts, launcher=launcher, report=request.display.say, resume=request.command)
         )
+        for worker in chain.from_iterable(running.workers.values()):
+            request.display.note("WorkerStarted", instance=worker.instance)
+        running.subscribers.append(partial(_note_worker, request.display))
+        yield running
+
+
+def _note_worker(display: Display, event: FleetEvent) -> None:
+    """Notes what happens to workers in the controller's log."""
+    display.note(type(event).__name__, **{name: str(value) for name, value in asdict(event).items()})

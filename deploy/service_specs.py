@@ -5,7 +5,7 @@ from typing import Any
 from asyncrl.config.schema import Config, Scorer
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.rank_layout import Layout
-from asyncrl.protocols.service_contracts import Critic, Generation, Reference, Reward, Training
+from asyncrl.protocols.service_contracts import Critic, Generation, GroupReward, Reference, Reward, Training
 
 
 def service_specs(config: Config) -> list[ServiceSpec]:
@@ -24,7 +24,7 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     if config.algorithm.constraint == "lagrangian":
         specs += [reward_spec(config, "cost"), _critic_spec("cost_critic")]
     if config.evaluate.prompts:
-        specs.append(generation_spec("evaluation"))
+        specs.append(generation_spec("evaluation", replicas=config.evaluate.replicas))
     return specs
 
 
@@ -34,9 +34,12 @@ def generation_spec(name: str, **fields: Any) -> ServiceSpec:
 
 def reward_spec(config: Config, service: Scorer) -> ServiceSpec:
     """Returns the spec of a scoring service; a service without a model does not load torch."""
-    if config.scorers[service].model:
-        return ServiceSpec(service, Reward, "asyncrl.services.reward_model:RewardModelService", origin="torch")
-    return ServiceSpec(service, Reward, "asyncrl.services.reward:RewardService")
+    section = config.scorers[service]
+    contract = GroupReward if any(function.group for function in section.functions) else Reward
+    if section.model:
+        implementation = "asyncrl.services.reward_model:RewardModelService"
+        return ServiceSpec(service, contract, implementation, replicas=section.replicas, origin="torch")
+    return ServiceSpec(service, contract, "asyncrl.services.reward:RewardService", replicas=section.replicas)
 
 
 def _critic_spec(name: str) -> ServiceSpec:

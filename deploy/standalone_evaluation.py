@@ -82,7 +82,7 @@ async def evaluate_model(
     """Evaluates a model folder with workers of its own, or with `services`: generation, reward and, if any, cost."""
     refuse(scoring_problems(config, services))
     model = await asyncio.to_thread(model.absolute)
-    specs = [generation_spec("evaluation", options={"own_version": VERSION})]
+    specs = [generation_spec("evaluation", replicas=config.evaluate.replicas, options={"own_version": VERSION})]
     for name in config.scorers:
         if name in services:
             specs.append(services[name])

@@ -158,6 +158,9 @@ class RowRef:
         known = tuple(dict.fromkeys(self.places + places))
         return self._with(known, self.reward, self.advantage, self.cost)
 
+    def with_places(self, places: tuple[Place, ...]) -> "RowRef":
+        return self._with(places, self.reward, self.advantage, self.cost)
+
     def with_reward(self, reward: float | None, cost: float | None = None) -> "RowRef":
         return self._with(self.places, reward, self.advantage, cost)
 
@@ -194,7 +197,7 @@ class BatchRef:
         return [row.prompt_tokens + row.tokens for row in self.rows]
 
     def take(self, rows: Sequence[int]) -> "BatchRef":
-        return BatchRef(tuple(self.rows[row] for row in rows))
+        return BatchRef(tuple([self.rows[row] for row in rows]))
 
     @classmethod
     def join(cls, parts: Sequence["BatchRef"]) -> "BatchRef":
@@ -230,7 +233,7 @@ class Cuts:
         return self.batch.row_weights()
 
     def take(self, rows: Sequence[int]) -> "Cuts":
-        return replace(self, batch=self.batch.take(rows))
+        return Cuts(self.incarnation, self.version, self.batch.take(rows), self.tokens, self.samples)
 
     @classmethod
     def join(cls, parts: Sequence["Cuts"]) -> "Cuts":

@@ -17,6 +17,7 @@ it so:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import heapreplace
 from itertools import pairwise
 from typing import Any
 
@@ -30,14 +31,17 @@ Rows = Sequence[int]
 class Transfer:
     """distribute(row weights, layout) -> rows of each rank; collect(layout) -> ranks whose answers are kept, in order.
 
-    one_of: the whole call goes to a single replica, which the runtime chooses. per_rank: the caller passes one value
-    for each rank in every argument, and gets the list of all answers.
+    one_of: the whole call goes to a single replica, which the runtime chooses; by_group: to the same one as the running
+    calls of its group. to_holders: it goes to the replicas that hold rows of the samples in its first argument.
+    per_rank: the caller passes one value for each rank in every argument, and gets the list of all answers.
     """
 
     name: str
     distribute: Callable[[Sequence[int], Layout], list[Rows]]
     collect: Callable[[Layout], list[int]]
     one_of: bool = False
+    by_group: bool = False
+    to_holders: bool = False
     per_rank: bool = False
 
 
@@ -107,7 +111,8 @@ def fan_out(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fa
         return _undivided(transfer, layout), [tuple(args)] * layout.size
     weights = divisible[0].row_weights()
     fan = _fan(transfer, weights, layout, len(weights))
-    return fan, [tuple([_part(argument, part) for argument in args]) for part in fan.rows]
+    taken: dict[tuple[int, ...], tuple[Any, ...]] = {}  # Ranks that share their rows share one copy of the arguments.
+    return fan, [taken.get(part) or taken.setdefault(part, _taken(args, part)) for part in fan.rows]
 
 
 def _fan(transfer: Transfer, weights: Sequence[int], layout: Layout, count: int | None) -> Fan:
@@ -122,9 +127,13 @@ def _undivided(transfer: Transfer, layout: Layout) -> Fan:
     return _fan(transfer, (), layout, None)
 
 
+def _taken(args: Sequence[Any], rows: Rows) -> tuple[Any, ...]:
+    return tuple([_part(argument, rows) for argument in args])
+
+
 def _part(argument: Any, rows: Rows) -> Any:
     """Takes rows of an argument; all rows in order are the argument itself, without a copy."""
-    if not is_divisible(argument) or list(rows) == list(range(len(argument))):
+    if not is_divisible(argument) or (len(rows) == len(argument) and list(rows) == list(range(len(argument)))):
         return argument
     return argument.take(rows)
 
@@ -143,23 +152,30 @@ def balanced_parts(weights: Sequence[int], parts: int) -> list[Rows]:
     """Returns parts of about equal weight, rows rising in each: heaviest row first, to the lightest part. The heaviest
     is at most 4/3 of the best possible (Graham 1969); with as many rows as parts or more none is empty."""
     rows: list[list[int]] = [[] for _ in range(parts)]
-    load = [0] * parts
-    for row in sorted(range(len(weights)), key=lambda row: (-weights[row], row)):
-        lightest = min(range(parts), key=lambda part: (load[part], len(rows[part]), part))
-        rows[lightest].append(row)
-        load[lightest] += weights[row]
+    # A heap of (load, number of rows, part), each as one number, because a heap of numbers is twice as fast.
+    lightest_first = list(range(parts))
+    one_token = (len(weights) + 1) * parts
+    for row in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):  # Equal weights keep their order.
+        lightest = lightest_first[0]
+        rows[lightest % parts].append(row)
+        heapreplace(lightest_first, lightest + weights[row] * one_token + parts)
     return [sorted(part) for part in rows]
 
 
 def balanced(transfer: Transfer) -> Transfer:
     """Returns the same protocol, with rows split by weight (tokens) instead of by number."""
 
-    def distribute(weights: Sequence[int], layout: Layout) -> list[Rows]:
-        # The protocol itself tells which ranks share a part, from one row for each rank.
+    @lru_cache(maxsize=256)
+    def part_numbers(layout: Layout) -> tuple[int, ...]:
+        """Returns the part of each rank. The protocol itself tells which ranks share one, from a row for each rank."""
         probe = [tuple(rows) for rows in transfer.distribute([1] * layout.size, layout)]
-        parts = list(dict.fromkeys(probe))
-        split = balanced_parts(weights, len(parts))
-        return [split[parts.index(rows)] for rows in probe]
+        numbers = {rows: number for number, rows in enumerate(dict.fromkeys(probe))}
+        return tuple(numbers[rows] for rows in probe)
+
+    def distribute(weights: Sequence[int], layout: Layout) -> list[Rows]:
+        numbers = part_numbers(layout)
+        split = balanced_parts(weights, max(numbers) + 1)
+        return [split[number] for number in numbers]
 
     return replace(transfer, name=f"balanced {transfer.name}", distribute=distribute)
 
@@ -192,6 +208,14 @@ ONE_TO_ALL = Transfer("ONE_TO_ALL", _to_everyone, _all_ranks)
 
 ONE_OF = Transfer("ONE_OF", _to_everyone, lambda layout: [layout.rank(pp=-1)], one_of=True)
 """The whole call to one replica, the answer of its last pipeline stage. Not in Table 3."""
+
+ONE_OF_BY_GROUP = replace(ONE_OF, name="ONE_OF_BY_GROUP", by_group=True)
+"""The whole call to the replica that runs other calls of its group, so that its samples meet; else as ONE_OF. Not in
+Table 3."""
+
+TO_HOLDERS = Transfer("TO_HOLDERS", _to_everyone, _all_ranks, to_holders=True)
+"""Each replica gets the samples whose rows it may hold; the answers of all, those without rows are not called. Not in
+Table 3."""
 
 THREE_D_PROTO = Transfer(
     "THREE_D_PROTO", _by_data_index, lambda layout: [layout.rank(pp=-1, dp=index) for index in range(layout.dp)]

@@ -1,7 +1,7 @@
 """The chain that controller and trainer compute separately over what was trained.
 
 h_v = SHA-256(h_{v-1}, the sorted (group, member, attempt) of iteration v). The trainer takes the keys of the rows that
-it was given for the iteration, the journal those that it recorded; equal chains mean equal histories.
+entered the loss of an update that it took, the journal those that it recorded; equal chains mean equal histories.
 """
 
 import struct

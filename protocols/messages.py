@@ -6,7 +6,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, Place, RowRef
+from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, Place, RowRef, SampleName
+from asyncrl.protocols.prompt_row import PackedRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Caller -> worker: a call. deadline: seconds the caller will wait, counted from arrival."""
+    """Caller -> worker: a call. deadline: seconds the caller will wait, from arrival or the worker's last answer."""
 
     call: int
     method: str
@@ -73,7 +74,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Worker -> caller: the call raised."""
+    """Worker -> caller: the call raised. lost: owner and slot of rows that it found lost."""
 
     call: int
     kind: str
@@ -81,6 +82,7 @@ class Failure:
     service: str
     rank: int
     traceback: str
+    lost: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,14 @@ class Ping:
     """Either way, when a link was silent for a heartbeat; any traffic counts as a sign of life."""
 
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Worker -> caller: the worker has finished a further part of its work, and so makes progress with calls that wait.
+    finished: parts so far."""
+
+    finished: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +124,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Where a pause, resume or abort takes effect. kind: "decode step" | "micro-batch" | "call"."""
+    """Names where a pause, resume or abort takes effect. kind: "decode step" | "micro-batch" | "call"."""
 
     kind: str
     at: int
@@ -127,7 +137,8 @@ class Boundary:
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
     """A group to sample. prompt: text, or chat messages ({"role", "content"}); members: which samples of the group are
-    wanted; seed: the group's, a member's is derived from it; not_before: start no sequence with older weights."""
+    wanted; seed: the group's, a member's is derived from it; not_before: start no sequence with older weights;
+    deadline: seconds that a sample may hold a slot."""
 
     id: int
     attempt: int
@@ -216,10 +227,15 @@ class Using:
         return cls(readers, version, max((part.canary for part in parts if part.canary is not None), default=None))
 
 
+LEFT_OUT = "left out"
+"""The reason of a sample that a step was given and that no mask, rejection or update accounts for."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainedSample:
-    """The trainer's account of one sample. trained, masked: response tokens in the loss, and left out, with the reason
-    ("stale", "truncated"). rejected: tokens within the limit that the correction gave no weight."""
+    """The trainer's account of one sample. trained: response tokens in the loss of an update that was taken. masked:
+    those left out, with the reason ("stale", "truncated", "not finite", LEFT_OUT). rejected: tokens within the limit
+    that the correction gave no weight."""
 
     group: int
     member: int
@@ -229,13 +245,24 @@ class TrainedSample:
     reason: str = ""
     rejected: int = 0
 
+    @property
+    def name(self) -> SampleName:
+        return (self.group, self.member, self.attempt)
+
+    @property
+    def untrained_because(self) -> str:
+        """Returns why no token of the sample entered the loss; "" when one did."""
+        if self.trained:
+            return ""
+        return "rejected" if self.rejected else self.reason or LEFT_OUT
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """The report of the trainer on one iteration. version: the trainer's after it. updates: optimizer steps taken; 0
-    means that nothing was trained: `skipped` says why ("" | "stale" | "not finite") and the version stayed. chain: hex
-    of the trainer's own hash chain. metrics: `loss/...`, `policy/...`, `grad_norm`, `staleness/...` of tokens in the
-    loss."""
+    means that nothing was trained: `skipped` says why ("" | "stale" | "truncated" | "rejected" | "not finite") and the
+    version stayed. chain: hex of the trainer's own hash chain, over the samples that entered the loss. metrics:
+    `loss/...`, `policy/...`, `grad_norm`, `staleness/...` of tokens in the loss."""
 
     incarnation: int
     version: int
@@ -282,10 +309,10 @@ class Checkpointed:
         return cls(parts[0].version, parts[0].chain, {k: v for part in parts for k, v in part.files.items()})
 
 
-PROTOCOL = 8
-_CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping)
+PROTOCOL = 11
+_CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)
-_ROWS = (Place, RowRef, BatchRef, Cuts, Column, Batch)
+_ROWS = (Place, RowRef, BatchRef, Cuts, Column, Batch, PackedRow)
 WIRE_TYPES: tuple[type, ...] = (*_CONNECTION, *_SERVICES, *_TRAINING, *_ROWS)
 """The place of a type in this list is its tag on the wire."""

@@ -10,7 +10,15 @@ from enum import Enum, StrEnum
 from typing import Any, ClassVar, Self, TypeVar
 
 from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
-from asyncrl.protocols.distribute_collect import DP_PROTO, ONE_OF, ONE_TO_ALL, THREE_D_PROTO, Transfer, balanced
+from asyncrl.protocols.distribute_collect import (
+    ONE_OF,
+    ONE_OF_BY_GROUP,
+    ONE_TO_ALL,
+    THREE_D_PROTO,
+    TO_HOLDERS,
+    Transfer,
+    balanced,
+)
 from asyncrl.protocols.messages import (
     Boundary,
     Checkpointed,
@@ -23,6 +31,7 @@ from asyncrl.protocols.messages import (
     Using,
     ValueReport,
 )
+from asyncrl.protocols.prompt_row import PackedRow
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,22 +53,34 @@ class Idempotent(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EndpointSpec:
-    """The declaration made by `@endpoint`. stream: whether the call yields items as they are ready."""
+    """The declaration made by `@endpoint`.
+
+    stream: whether the call yields items as they are ready. stores: whether it makes rows, which lie with the replica
+    until they are released; frees: whether it releases them.
+    """
 
     name: str
     transfer: Transfer
     lane: Lane
     idempotent: Idempotent
     stream: bool
+    stores: bool = False
+    frees: bool = False
 
 
 def endpoint(
-    transfer: Transfer, *, lane: Lane = Lane.WORK, idempotent: Idempotent = Idempotent.NO, stream: bool = False
+    transfer: Transfer,
+    *,
+    lane: Lane = Lane.WORK,
+    idempotent: Idempotent = Idempotent.NO,
+    stream: bool = False,
+    stores: bool = False,
+    frees: bool = False,
 ) -> Callable[[F], F]:
     """Declares a contract method as a message, without changing its type."""
 
     def declare(method: F) -> F:
-        spec = EndpointSpec(method.__name__, transfer, lane, idempotent, stream)
+        spec = EndpointSpec(method.__name__, transfer, lane, idempotent, stream, stores, frees)
         method.__endpoint__ = spec  # type: ignore[attr-defined]
         return method
 
@@ -91,7 +112,7 @@ class Contract:
         """Returns for each worker what it is doing now, and how its time was spent so far."""
         raise NotImplementedError
 
-    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    @endpoint(TO_HOLDERS, lane=Lane.CONTROL, idempotent=Idempotent.PURE, frees=True)
     async def release(self, samples: list[SampleName], oldest: int) -> None:
         """Frees the rows of these samples in these attempts and earlier ones, and of all groups before `oldest`, the
         first group in flight. Rows that are stored elsewhere, or were freed before, are ignored."""
@@ -111,7 +132,7 @@ Contract.endpoints = {
 class Generation(Contract):
     """Samples completions; keeps sampling while new weights arrive."""
 
-    @endpoint(ONE_OF, idempotent=Idempotent.PURE, stream=True)
+    @endpoint(ONE_OF, idempotent=Idempotent.PURE, stream=True, stores=True)
     def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         """Yields the samples of a group as they finish: each item holds those finished since the item before. Closing
         the stream aborts the samples that still run."""
@@ -132,7 +153,7 @@ class Generation(Contract):
     async def resume(self) -> Boundary:
         raise NotImplementedError
 
-    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    @endpoint(TO_HOLDERS, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
     async def texts(self, refs: BatchRef) -> list[SampleText]:
         """Returns prompt, completion and decoded text of the samples that this worker holds; others are left out."""
         raise NotImplementedError
@@ -142,16 +163,24 @@ class Reward(Contract):
     """Scores samples with the user's functions, in children that can be killed."""
 
     @endpoint(ONE_OF, idempotent=Idempotent.PURE)
-    async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
+    async def score(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Score]:
         """Returns the scores of samples of one group, in order. row: the row of their prompt. A group function is
         called when all members have arrived."""
+        raise NotImplementedError
+
+
+class GroupReward(Reward):
+    """Rewards with functions of whole groups: the samples of a group have to meet in one replica."""
+
+    @endpoint(ONE_OF_BY_GROUP, idempotent=Idempotent.PURE)
+    async def score(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Score]:
         raise NotImplementedError
 
 
 class Reference(Contract):
     """Log-probabilities of a frozen model."""
 
-    @endpoint(DP_PROTO, idempotent=Idempotent.PURE)
+    @endpoint(ONE_OF, idempotent=Idempotent.PURE, stores=True)
     async def logprobs(self, samples: BatchRef) -> BatchRef:
         """Returns the references with one more place each: column `reference_logprobs`, float32 [tokens]."""
         raise NotImplementedError
@@ -160,7 +189,7 @@ class Reference(Contract):
 class Critic(Contract):
     """Values of tokens, by a model that learns from the batches which train the policy. There is one worker of it."""
 
-    @endpoint(ONE_OF, idempotent=Idempotent.PURE)
+    @endpoint(ONE_OF, idempotent=Idempotent.PURE, stores=True)
     async def values(self, samples: BatchRef) -> BatchRef:
         """Returns the references with one more place each: column `values` float32 [tokens], of the states before each
         token was sampled, and `valued_at` int64 [1], updates taken until then. Asked again, newer values."""

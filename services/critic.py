@@ -15,9 +15,10 @@ from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
 from asyncrl.engines.training.trainer_checkpoint import file_digests
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.lanes.data.row_store import bytes_of_slot
+from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Cuts, SampleName
 from asyncrl.protocols.messages import Checkpointed, ValueReport
+from asyncrl.protocols.row_columns import value_columns
 from asyncrl.protocols.service_contracts import Critic
 from asyncrl.services.reference import results_of_forward_passes
 
@@ -27,8 +28,8 @@ class CriticService(Service, Critic):
     options: `model`: the initial model folder. The service `cost_critic` predicts costs, in columns `cost_values` and
     `cost_valued_at`.
 
-    A sample enters the loss of the critic once, even if the step of the policy is lost and another batch of the same
-    version holds the sample again. A batch with lost rows is skipped.
+    A sample enters the loss of the critic once, even if the step of the policy is lost and a batch of this version or a
+    later one, or of a resumed run, holds the sample again. A batch with lost rows is skipped.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -39,14 +40,13 @@ class CriticService(Service, Critic):
         self._last_digest = ""
         self._last_update: asyncio.Task[ValueReport] | None = None  # requested last, running or finished
         self._version = 0
-        self._used: dict[SampleName, None] = {}
+        self._used: dict[SampleName, None] = {}  # samples in flight that were learnt: as many as there are row slots
 
     async def start(self) -> None:
-        """Loads the model, or the checkpoint of a resumed run, and reserves memory for every sample in flight."""
+        """Loads the model, or the checkpoint of a resumed run, and opens rows for every sample in flight."""
         config = self.context.config
-        values, valued_at = (np.dtype(np.float32), config.generation.max_new_tokens), (np.dtype(np.int64), 1)
-        slot_bytes = bytes_of_slot({self._target.values: values, self._target.valued_at: valued_at})
-        self.rows = self.context.open_rows(GateConfig.of(config).row_slots, slot_bytes)
+        columns = value_columns(self._target.values, self._target.valued_at, config.generation.max_new_tokens)
+        self.rows = self.context.open_rows(GateConfig.of(config).row_slots, bytes_of_row(columns))
         self._engine = await self.context.compute.run(self._load)
 
     async def values(self, samples: BatchRef) -> BatchRef:
@@ -56,6 +56,12 @@ class CriticService(Service, Critic):
             columns: dict[str, Array] = {target.values: values, target.valued_at: np.array([updates], np.int64)}
             places.append(self.keep(row.name, columns))
         return samples.with_places(places)
+
+    async def release(self, samples: list[SampleName], oldest: int) -> None:
+        await super().release(samples, oldest)
+        last = {(group, member): attempt for group, member, attempt in sorted(samples)}
+        in_flight = (n for n in self._used if not 0 <= n[0] < oldest and n[2] > last.get(n[:2], -1))
+        self._used = dict.fromkeys(in_flight)
 
     async def update(self, cuts: Cuts) -> ValueReport:
         digest = batch_digest(cuts)
@@ -90,9 +96,7 @@ class CriticService(Service, Critic):
             )
 
     async def _learn(self, cuts: Cuts) -> ValueReport:
-        if cuts.version > self._version:
-            self._version = cuts.version
-            self._used = {}
+        self._version = max(self._version, cuts.version)
         fresh = BatchRef(tuple(row for row in cuts.batch if row.name not in self._used))
         if not fresh.rows:
             return self._skipped(cuts, "learnt before")
@@ -123,6 +127,7 @@ class CriticService(Service, Critic):
         else:
             engine, extra = CriticTrainer.resume(context.config, context.facts.checkpoint_dir / target.critic, target)
             self._version = extra["version"]
+            self._used = dict.fromkeys((group, member, attempt) for group, member, attempt in extra.get("learnt", ()))
         return engine
 
     def _forward(self, rows: Batch) -> list[tuple[NDArray[np.float32], int]]:
@@ -131,5 +136,5 @@ class CriticService(Service, Critic):
 
     def _save(self, directory: Path, version: int) -> dict[str, str]:
         directory.mkdir(parents=True, exist_ok=True)
-        self._engine.save(directory, {"version": version})
+        self._engine.save(directory, {"version": version, "learnt": [list(name) for name in self._used]})
         return {f"{self._target.critic}/{name}": digest for name, digest in file_digests(directory).items()}

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,19 +21,23 @@ from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.errors import DeadlineExceeded, LostRows, Refused, TaskError
+from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, TaskError
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.lanes.data.row_store import bytes_of_slot
+from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.weights.arena import Reader, open_reader
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.protocols.batch import Array, BatchRef, RowRef
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
+from asyncrl.protocols.row_columns import sample_columns
 from asyncrl.protocols.seeds import member_seed
 from asyncrl.protocols.service_contracts import Generation
 from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
 
 EVALUATION = "evaluation"  # samples held-out prompts: copies the version under evaluation and holds no lease
 SLICE_SECONDS = 0.02  # longest wait of another call for the compute thread, plus one decode step
+
+SLACK_SHARE, SLACK = 1.5, 5.0
+"""How late the end of a sample at its deadline may be, as a share of that and in seconds: less than its call waits."""
 
 CompletionQueue = asyncio.Queue[Completion]
 
@@ -54,6 +57,7 @@ class GenerationService(Service, Generation):
         self._step_lock = threading.Lock()  # guards the two below, which loop and compute thread share
         self._paused = False
         self._steps_begun = 0
+        self._delivered_at = 0.0
         self._published: Published | None = None
         self._reader: Reader | None = None
         self._canary_distance: float | None = None
@@ -65,16 +69,13 @@ class GenerationService(Service, Generation):
         config, generation, tokenizer = context.config, context.config.generation, self._engine.tokenizer
         prompt, response = config.task.max_prompt_tokens, generation.max_new_tokens
         self._token_budget = TokenBudget(prompt, response, self._engine.context)
-        if longest := context.spec.options.get("longest_prompts"):
-            await context.compute.run(refuse_what_has_no_room, Path(longest), tokenizer.prompt_ids, self._token_budget)
+        if prompts := context.spec.options.get("longest_prompts"):
+            await context.compute.run(refuse_what_has_no_room, Path(prompts), tokenizer.prompt_ids, self._token_budget)
         # One group of the run at least, and as many groups as an evaluation samples at a time.
         evaluation_slots = max(generation.slots, config.evaluate.samples)
         slots = evaluation_slots if self._evaluates else GateConfig.of(config).row_slots
-        ids, numbers = (np.dtype(np.int32), response), (np.dtype(np.float32), response)
-        columns: dict[str, tuple[np.dtype[Any], int]] = {"response_ids": ids, "logprobs": numbers, "versions": ids}
-        columns["prompt_ids"] = (np.dtype(np.int32), prompt)
-        columns["text"] = (np.dtype(np.uint8), response * tokenizer.longest_token_bytes())
-        self.rows = context.open_rows(slots, bytes_of_slot(columns))
+        longest = sample_columns(prompt, response, response * tokenizer.longest_token_bytes())
+        self.rows = context.open_rows(slots, bytes_of_row(longest))
         context.tasks.create_task(self._decode(), name="decode loop")
 
     async def stop(self) -> None:
@@ -84,13 +85,19 @@ class GenerationService(Service, Generation):
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         """Yields samples as they finish, one row each: columns prompt_ids, response_ids, versions (int32), logprobs
-        (float32) and text (uint8, UTF-8, cut before a stop string). At the deadline, running samples end as `length`.
+        (float32) and text (uint8, UTF-8, cut before a stop string). A sample that holds a slot for the deadline of the
+        group ends as `length`.
 
         Raises Refused for a group of another incarnation, TaskError for a prompt without tokens, with too many, or that
-        cannot be rendered, and DeadlineExceeded when some members had not begun at the deadline.
+        cannot be rendered, and DeadlineExceeded when no sample of any group finishes in that time.
         """
         self._check_incarnation(prompts.incarnation, f"group {prompts.id}")
-        deadline = asyncio.get_running_loop().time() + prompts.deadline
+        if self._evaluates and self._engine.version < prompts.not_before:
+            raise PeerLost(
+                f"{self.context.spec.instance} was started after the weights of version {prompts.not_before} were "
+                "copied, and has none to evaluate"
+            )
+        began = asyncio.get_running_loop().time()
         stream = CompletionQueue()
         requests = await self.context.compute.run(self._requests, prompts)
         keys = [request.key for request in requests]
@@ -100,7 +107,7 @@ class GenerationService(Service, Generation):
             self._wakeup.set()
             left = len(keys)
             while left:
-                finished = await self._next_completions(stream, keys, deadline)
+                finished = await self._next_completions(stream, keys, began, prompts.deadline)
                 left -= len(finished)
                 yield BatchRef(tuple(self._store(completion) for completion in finished))
         finally:
@@ -143,30 +150,27 @@ class GenerationService(Service, Generation):
         ids = self._engine.tokenizer.prompt_ids(prompts.prompt)
         if mistake := self._token_budget.mistake(len(ids)):
             raise TaskError(mistake)
-        settings = (prompts.temperature, prompts.max_new_tokens, prompts.not_before)
+        settings = (prompts.temperature, prompts.max_new_tokens, prompts.not_before, prompts.deadline)
         return [
             SampleRequest((prompts.id, member, prompts.attempt), ids, member_seed(prompts.seed, member), *settings)
             for member in prompts.members
         ]
 
     async def _next_completions(
-        self, stream: CompletionQueue, keys: Sequence[Key], deadline: float
+        self, stream: CompletionQueue, keys: Sequence[Key], began: float, deadline: float
     ) -> list[Completion]:
-        """Waits for finished samples of these keys; at the deadline, running samples finish."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                return [await stream.get(), *_drain(stream)]
-        except TimeoutError:
-            open_keys = [key for key in keys if key in self._streams]
-            self._deliver(await self.context.compute.run(self._engine.end, open_keys, "length"))
-        if not stream.empty():
-            return _drain(stream)
+        """Waits for finished samples of these keys, as long as samples finish: each does by its deadline."""
+        loop, timeout = asyncio.get_running_loop(), min(SLACK_SHARE * deadline, deadline + SLACK)
+        while (until := max(began, self._delivered_at) + timeout) > loop.time():
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    return [await stream.get(), *_drain(stream)]
         engine, own = self._engine, self.context.spec.instance
         members = ", ".join(str(key[1]) for key in keys if key in self._streams)
         version = "none yet" if engine.version == NO_WEIGHTS else engine.version
         raise DeadlineExceeded(
-            f"members {members} of group {keys[0][0]} had not begun at their deadline: {own} runs "
-            f"{engine.running} samples, {engine.waiting} samples wait, and its weights have version {version}"
+            f"no sample of {own} finished within {timeout:g} s: it runs {engine.running} samples, {engine.waiting} "
+            f"wait, among them members {members} of group {keys[0][0]}, and its weights have version {version}"
         )
 
     def _store(self, completion: Completion) -> RowRef:
@@ -229,7 +233,9 @@ class GenerationService(Service, Generation):
             self._paused = paused
             return Boundary("decode step", self._steps_begun)
 
-    def _deliver(self, completions: Iterable[Completion]) -> None:
+    def _deliver(self, completions: Sequence[Completion]) -> None:
+        if completions:
+            self._delivered_at = asyncio.get_running_loop().time()
         for completion in completions:
             if (stream := self._streams.pop(completion.request.key, None)) is not None:
                 stream.put_nowait(completion)

@@ -8,12 +8,14 @@ from numpy.typing import NDArray
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
+from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.training.batch.micro_batches import forward_passes, token_ids
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.lanes.data.row_store import bytes_of_slot
+from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.protocols.batch import Batch, BatchRef
+from asyncrl.protocols.row_columns import reference_columns
 from asyncrl.protocols.service_contracts import Reference
 
 COLUMN = "reference_logprobs"
@@ -28,10 +30,10 @@ class ReferenceService(Service, Reference):
         self._model: CausalModel
 
     async def start(self) -> None:
-        """Loads the initial model of the run, and reserves memory for every sample that can be in flight."""
+        """Loads the initial model of the run, and opens rows for every sample that can be in flight."""
         config = self.context.config
-        slot_bytes = bytes_of_slot({COLUMN: (np.dtype(np.float32), config.generation.max_new_tokens)})
-        self.rows = self.context.open_rows(GateConfig.of(config).row_slots, slot_bytes)
+        row_bytes = bytes_of_row(reference_columns(config.generation.max_new_tokens))
+        self.rows = self.context.open_rows(GateConfig.of(config).row_slots, row_bytes)
         self._model = await self.context.compute.run(self._load)
 
     async def logprobs(self, samples: BatchRef) -> BatchRef:
@@ -42,6 +44,7 @@ class ReferenceService(Service, Reference):
     def _load(self) -> CausalModel:
         config, device = self.context.config, self.context.config.reference.device
         refuse_unusable("reference.device", device)
+        refuse_rotation_by_longest_row(self.context.facts.model_dir, config)
         precision, exact = config.training.precision, config.model.float32_head
         return load_causal_model(self.context.facts.model_dir, device, precision, float32_head=exact)
 

@@ -8,11 +8,13 @@ from asyncrl.config.schema import Scorer
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Score
+from asyncrl.protocols.prompt_row import PackedRow
 from asyncrl.protocols.service_contracts import Reward
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.execution.thread_pool import InProcessPool, named
 from asyncrl.rewards.functions import FunctionSpec, function_specs, load, overlong_specs
 from asyncrl.rewards.group_barrier import GroupBarrier
+from asyncrl.rewards.row_cache import RowCache
 from asyncrl.rewards.sample import Function, FunctionResult, Sample
 from asyncrl.rewards.scoring import score_of
 
@@ -43,6 +45,7 @@ class RewardService(Service, Reward):
         self._specs: tuple[FunctionSpec, ...] = self._pool.specs
         group_deadline = SHARE_OF_CALL * min(config.generation.deadline, config.fleet.call_deadline)
         self._barrier = GroupBarrier(self._score_group, group_deadline, context.tasks)
+        self._rows = RowCache()
         self._single = [number for number, spec in enumerate(self._pool.specs) if not spec.group]
         self._grouped = [number for number, spec in enumerate(self._pool.specs) if spec.group]
 
@@ -57,13 +60,18 @@ class RewardService(Service, Reward):
     def queued(self) -> int:
         return self._pool.queued
 
-    async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
+    @property
+    def finished(self) -> int:
+        return super().finished + self._pool.finished
+
+    async def score(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Score]:
         """Scores samples that share the prompt row `row`. Raises RewardError when a function failed under on_error =
         "fail", and LostRows when a sample is gone."""
         async with self.context.reader.views(samples, [TEXT]) as found:
             texts = [bytes(text).decode("utf-8", errors="replace") for text in found[TEXT]]
+        columns = await self._rows.row(row)
         scored = [
-            Sample(row["prompt"], text, row, ref.group, ref.member, ref.finish, ref.tokens)
+            Sample(columns["prompt"], text, columns, ref.group, ref.member, ref.finish, ref.tokens)
             for ref, text in zip(samples, texts, strict=True)
         ]
         scores = []

@@ -7,6 +7,7 @@ import torch
 from asyncrl.concurrency import gather
 from asyncrl.config.schema import MODEL_TERM
 from asyncrl.engines.devices import refuse_unusable
+from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.training.batch.micro_batches import token_ids
 from asyncrl.engines.training.models_with_heads import ValueModel, load_score_model, refuse_another_tokenizer
 from asyncrl.fleet.worker.service import WorkerContext
@@ -42,7 +43,9 @@ class RewardModelService(RewardService):
     def _load(self) -> ValueModel:
         context, device, key = self.context, self._section.device, f"{self.context.spec.service}.model"
         refuse_unusable(f"{context.spec.service}.device", device)
-        model = load_score_model(Path(context.spec.options["model"]), device, context.config.training.precision)
+        folder = Path(context.spec.options["model"])
+        refuse_rotation_by_longest_row(folder, context.config, key)
+        model = load_score_model(folder, device, context.config.training.precision)
         refuse_another_tokenizer(model, context.facts.model_dir, key)
         return model
 

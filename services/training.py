@@ -17,7 +17,7 @@ from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.lanes.data.row_reader import RowPrefetch
+from asyncrl.lanes.data.row_prefetch import RowPrefetch
 from asyncrl.lanes.weights.arena import Writer, open_writer
 from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.protocols.batch import BatchRef, Cuts
@@ -136,7 +136,7 @@ class TrainingService(Service, Training):
         try:
             found = await context.compute.run(self._ranks.largest, torch.tensor([float(step.lost is not None)]))
             if found.item():
-                step.lost = step.lost or LostRows("another rank of the trainer lost rows of its share")
+                step.lost = await context.compute.run(self._lost_on_any_rank, step.lost)
                 return None
             step.rows_checked.set()
             rows = train_rows(cuts.batch, columns, context.config.generation.temperature)
@@ -151,6 +151,14 @@ class TrainingService(Service, Training):
             raise
         finally:
             step.rows_checked.set()
+
+    def _lost_on_any_rank(self, own: LostRows | None) -> LostRows:
+        """Returns an error that names what all ranks lost, because the caller sees that of one rank."""
+        text = "".join(f"\n{owner} {slot}" for owner, slot in (own.places if own is not None else ()))
+        letters = torch.tensor(list((text or "\n").encode()), dtype=torch.uint8).reshape(-1, 1)
+        lines = bytes(self._ranks.gather(letters).flatten().tolist()).decode().split("\n")
+        places = [(owner, int(slot)) for owner, _, slot in (line.rpartition(" ") for line in lines if line)]
+        return LostRows(str(own or "another rank of the trainer lost rows of its share"), places)
 
     async def _complete(self, step: StepInProgress) -> StepReport:
         """Waits for the step and publishes the new version; raises LostRows, without a change, if a rank lost rows."""
@@ -168,7 +176,7 @@ class TrainingService(Service, Training):
             await self._wait_for_slot(self._writer.leases, version)
         self._published = await self.context.compute.run(self._write, version)
         self._version = version
-        self._chain = chain(self._chain, outcome.batch)
+        self._chain = chain(self._chain, outcome.trained)
         report = self._report(outcome)
         self._step = None
         self._last_report = {step.digest: report}

@@ -1,6 +1,7 @@
 """Every test leaves nothing behind: no pending asyncio task, no child process, no shared memory."""
 
 import asyncio
+import gc
 import inspect
 import os
 import re
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The word of a trap can be asked for with -k."""
     for item in items:
         item.extra_keyword_matches.update(mark.args[0] for mark in item.iter_markers("trap"))
+
+
+def pytest_collection_finish() -> None:
+    """Modules that are imported now stay; a collector that passes over torch takes a twentieth less of all time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -17,6 +17,9 @@ STANDARDIZING = ("group_mean", "gae")
 """Advantages that are divided by a standard deviation unless `normalize_std` is false."""
 WITHOUT_BOUNDS = ("m2po", "sapo")
 """Losses that read clip_low and clip_high only for the weight of a KL."""
+DUAL_CLIP = 3.0
+"""Default of `dual_clip` in the preset grpo: the constant of dual-clip PPO (arXiv 1912.09729) and of verl. Other
+presets have the objective of their paper."""
 DEFAULT_BOUNDS: Mapping[str, Mapping[str, float]] = {
     "cap": {"weight_cap": 2.0},
     "mask": {"weight_floor": 0.5, "weight_cap": 5.0},
@@ -87,7 +90,8 @@ class AlgorithmConfig(Section):
     """Bounds the ratio from above by 1 + clip_high. gmpo bounds its logarithm by clip_high. m2po and sapo read it only
     for the weight of a KL in the loss."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Largest ratio with a negative advantage that still has a gradient. Only `loss = "clip"` reads it."""
+    """Largest ratio with a negative advantage that still has a gradient; default: 3 with `preset = "grpo"`, none with
+    other presets. 1e9 bounds nothing, which is the objective of GRPO's paper. Only `loss = "clip"` reads it."""
     second_moment: PositiveFloat | None = None
     """Budget of the mean squared log ratio. Only `loss = "m2po"` reads it."""
     gate_temperatures: tuple[PositiveFloat, PositiveFloat] | None = None
@@ -154,11 +158,22 @@ class AlgorithmConfig(Section):
         }
 
 
+def has_dual_clip(preset: str, loss: str, clip_high: Any) -> bool:
+    """Returns whether `dual_clip` has a default: in GRPO, where it lies beyond the upper bound of the ratio. clip_high:
+    a number, or the text of one, as a flag has it."""
+    try:
+        return preset == "grpo" and loss == "clip" and 1 + float(clip_high) < DUAL_CLIP
+    except (TypeError, ValueError):
+        return False  # The config says what is wrong with it.
+
+
 def expanded(given: Mapping[str, Any], preset: str) -> dict[str, Any]:
     """Adds the values of the preset, and defaults that depend on other values, to those that were given."""
     values = {**PRESETS[preset].parts, **given}
     if values.get("old_logprobs") == "recomputed":
         values.setdefault("correction", "cap")
+    if has_dual_clip(preset, values["loss"], values.get("clip_high", 0.2)):
+        values.setdefault("dual_clip", DUAL_CLIP)
     if values["advantage"] in STANDARDIZING:
         values.setdefault("normalize_std", True)
     return {**DEFAULT_BOUNDS.get(str(values.get("correction")), {}), **values}

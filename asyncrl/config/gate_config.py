@@ -1,7 +1,7 @@
 """Numbers of the staleness gate of an experiment: batch, credits, cap, and the rows that a worker must hold."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from asyncrl.config.schema import Config
 from asyncrl.protocols.staleness import Policy
@@ -16,7 +16,8 @@ class GateConfig:
     eta, in versions. slots: sequences that all replicas together decode at one time. cut_at: members that must be
     scored before a part of a group may train; None: only whole groups train. baseline: fewest rewards of a group from
     which advantages can be computed. need_signal: groups whose rewards are all equal are not trained. greedy: each
-    group waits for the reward of a greedy answer beside its members."""
+    group waits for the reward of a greedy answer beside its members. admission: "full" draws as
+    far ahead of the trainer as the limit allows, "adaptive" as far as keeps the trainer busy."""
 
     groups: int
     members: int
@@ -27,6 +28,7 @@ class GateConfig:
     baseline: int = 2
     need_signal: bool = False
     greedy: bool = False
+    admission: Literal["adaptive", "full"] = "adaptive"
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -43,6 +45,7 @@ class GateConfig:
             baseline=1 if config.algorithm.advantage in ("batch", "gae", "greedy") else 2,
             need_signal=config.algorithm.dynamic_sampling,
             greedy=config.algorithm.advantage == "greedy",
+            admission=config.staleness.admission,
         )
 
     @property

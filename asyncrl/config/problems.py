@@ -25,8 +25,9 @@ class Problem:
         return cls(key, "", str(error).removeprefix(f"{key}: "))
 
     def __str__(self) -> str:
-        keys = ", ".join((self.key, *self.others))
-        place = self.where if self.key in self.where else f"{self.where}: {keys}".removeprefix(": ")
+        keys = [key for key in (self.key, *self.others) if key not in self.where]
+        some_are_named = len(keys) < 1 + len(self.others)  # A place may name keys: "steps (--steps)".
+        place = (", " if some_are_named else ": ").join(filter(None, [self.where, ", ".join(keys)]))
         return f"{place}: {self.text}".removeprefix(": ")
 
 

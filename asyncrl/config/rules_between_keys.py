@@ -3,7 +3,15 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from asyncrl.config.algorithm_config import DEFAULT_BOUNDS, PRESETS, STANDARDIZING, WITHOUT_BOUNDS, AlgorithmConfig
+from asyncrl.config.algorithm_config import (
+    DEFAULT_BOUNDS,
+    DUAL_CLIP,
+    PRESETS,
+    STANDARDIZING,
+    WITHOUT_BOUNDS,
+    AlgorithmConfig,
+    has_dual_clip,
+)
 from asyncrl.config.problems import Problem
 from asyncrl.config.toml_writer import value_text
 
@@ -17,6 +25,9 @@ WEIGHT_EPSILON = 1e-9
 TRIED_REJECTIONS = {("rejection_low", "geometric"): 0.9, ("rejection_high", "geometric"): 1.11}
 TRIED_DIVERGENCE = 0.05
 """Bounds of the rejections in docs/learning.md; those on a divergence are in nats."""
+
+HIGHEST_LEARNING_RATE = 0.03
+"""Five times the rate at which tiny models learn to write in engines/models/warmed_up_model.py."""
 
 
 class Incoherent(ValueError):
@@ -35,7 +46,7 @@ def rule_problems(config: "Config") -> Iterator[Problem]:
         yield from (*_scored_weight_rules(name, section), *_term_rules(config, name, section))
     yield from (*_deadline_rules(config), *_unread_values(config), *_optional_keys(config.algorithm))
     yield from (*_removed_parts(config.algorithm), *_unread_bounds(config), *_inherited_bounds(config.algorithm))
-    yield from _unread_sections(config)
+    yield from (*_unread_sections(config), *_learning_rate_rules(config))
 
 
 def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:
@@ -166,6 +177,10 @@ def _loss_rules(a: AlgorithmConfig) -> Iterator[Problem]:
 def _step_rules(config: "Config") -> Iterator[Problem]:
     training, evaluate = config.training, config.evaluate
     batch = config.task.prompts_per_step * config.task.samples_per_prompt
+    if batch == 1 and config.algorithm.advantage == "batch":
+        text = """a step has one sample, whose reward is the mean of its batch, so every advantage would be exactly 0:
+            write more prompts or samples a step, or advantage = "greedy" or "gae" """
+        yield _wrong("task.prompts_per_step task.samples_per_prompt algorithm.advantage", text)
     if training.updates > batch:
         text = f"a step has {batch} samples, which cannot be split over {training.updates} updates"
         yield _wrong("training.updates task.prompts_per_step task.samples_per_prompt", text)
@@ -211,9 +226,8 @@ def _term_rules(config: "Config", name: str, section: "RewardConfig") -> Iterato
 
 
 def _deadline_rules(config: "Config") -> Iterator[Problem]:
-    scored = {f"{name}.deadline": section.deadline for name, section in config.scorers.items()}
     limit = config.fleet.call_deadline
-    for key, seconds in {"generation.deadline": config.generation.deadline, **scored}.items():
+    for key, seconds in {f"{name}.deadline": section.deadline for name, section in config.scorers.items()}.items():
         if seconds > limit:
             text = f"a call is given up after {limit:g} s, so {seconds:g} s are never reached; write {limit:g} or less"
             yield _wrong(f"{key} fleet.call_deadline", text)
@@ -231,7 +245,7 @@ def _unread_values(config: "Config") -> Iterator[Problem]:
     if config.model.float32_head and config.model.dtype == config.training.precision == "float32":
         text = "it changes nothing, because everything is computed in float32 already: remove float32_head"
         yield _wrong("model.float32_head model.dtype training.precision", text, is_warning=True)
-    if (mismatch.warn_kl or 0) >= (mismatch.stop_kl or float("inf")):
+    if "warn_kl" in mismatch.model_fields_set and (mismatch.warn_kl or 0) >= (mismatch.stop_kl or float("inf")):
         text = "the run would end before it warns; write a smaller warn_kl"
         yield _wrong("mismatch.warn_kl mismatch.stop_kl", text, is_warning=True)
     if (mismatch.warn_ess or 1) <= (mismatch.stop_ess or 0):
@@ -287,6 +301,10 @@ def _removed_parts(a: AlgorithmConfig) -> Iterator[Problem]:
             text = f"""preset = "{a.preset}" is {key} = {value_text(value)}, which cannot be taken back: write another
                 preset under your values, or remove the line"""
             yield _wrong(f"algorithm.{key} algorithm.preset", text)
+    if a.dual_clip is None and has_dual_clip(a.preset, a.loss, a.clip_high):
+        text = f"""preset = "{a.preset}" is dual_clip = {DUAL_CLIP:g}, which cannot be taken back: write
+            dual_clip = 1e9, which bounds nothing"""
+        yield _wrong("algorithm.dual_clip algorithm.preset", text)
 
 
 def _unread_bounds(config: "Config") -> Iterator[Problem]:
@@ -294,7 +312,8 @@ def _unread_bounds(config: "Config") -> Iterator[Problem]:
     a = config.algorithm
     fields, parts = type(a).model_fields, PRESETS[a.preset].parts
     keys = ("clip_low", "clip_high", *(("dual_clip",) if a.loss == "clip" else ()))
-    changed = [key for key in keys if getattr(a, key) not in (fields[key].default, parts.get(key))]
+    default = {"dual_clip": DUAL_CLIP} if has_dual_clip(a.preset, a.loss, a.clip_high) else {}
+    changed = [key for key in keys if getattr(a, key) not in (fields[key].default, parts.get(key), default.get(key))]
     if "clip_low" in a.unread_keys:
         for key in changed:
             yield _unread(a.preset, key, getattr(a, key), "loss", f'loss = "{a.loss}" and no KL in the loss')
@@ -333,6 +352,14 @@ def _unread_sections(config: "Config") -> Iterator[Problem]:
         if not section.model and section.weight != type(section).model_fields["weight"].default:
             text = "nothing reads it without a model: remove it; a function has a weight of its own"
             yield _wrong(f"{name}.weight {name}.model", text, is_warning=True)
+
+
+def _learning_rate_rules(config: "Config") -> Iterator[Problem]:
+    rate, reaction = config.training.learning_rate, config.guards.learning_rate
+    if rate > HIGHEST_LEARNING_RATE and reaction != "off":
+        text = f"""AdamW moves every weight by about {rate:g} in an update, and a rate over {HIGHEST_LEARNING_RATE:g}
+            breaks a model: write a smaller one (experiments have 1e-6 to 1e-3), or guards.learning_rate = "off" """
+        yield _wrong("training.learning_rate guards.learning_rate", text, is_warning=reaction == "warn")
 
 
 def _given(config: "Config", section: str) -> str:

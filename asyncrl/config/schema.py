@@ -77,7 +77,8 @@ class GenerationConfig(Section):
     device: str = "cpu"
     """Device of the generation workers, e.g. cpu or cuda:0."""
     deadline: PositiveFloat = 600.0
-    """Seconds that a group may take. A sample that is not finished then ends with the reason `length`."""
+    """Seconds that one sample may be sampled, from the moment it holds a slot. It then ends with the reason `length`.
+    Waiting for a slot does not count."""
 
 
 MODEL_TERM = "model"
@@ -123,8 +124,10 @@ class RewardConfig(Section):
     """Factor of the model's score in the sum."""
     device: str = "cpu"
     """Device of the reward model or cost model."""
+    replicas: Positive = 1
+    """Number of workers that score, each with its own copy of the model and its own child processes."""
     workers: Positive = 1
-    """Number of child processes that run the functions in parallel."""
+    """Number of child processes of each replica that run the functions in parallel."""
     deadline: PositiveFloat = 10.0
     """Seconds that one call of a function may take."""
     on_error: Literal["fail", "zero", "ignore"] = "fail"
@@ -221,6 +224,9 @@ class StalenessConfig(Section):
     cut_at: Annotated[int, Field(gt=0)] | Literal["never"] | None = None
     """Number of members of a group that must have a reward before a part of the group may train; default:
     max(2, samples_per_prompt // 2). Only `policy = "mask"` reads it."""
+    admission: Literal["adaptive", "full"] = "full"
+    """Number of samples that are drawn ahead of the trainer. adaptive: as many as keep it busy, learned from how often
+    it waits. full: as many as the limit allows."""
     publish_deadline: PositiveFloat = 10.0
     """Seconds that generation workers have to take over new weights. A slower worker is killed and started again."""
 
@@ -228,8 +234,8 @@ class StalenessConfig(Section):
 class MismatchConfig(Section):
     """Bounds of the difference between sampling and training policy, and between the two engines."""
 
-    warn_kl: PositiveFloat | None = None
-    """Prints a warning when `mismatch/kl` of a step is larger; in nats per token."""
+    warn_kl: PositiveFloat | None = 1.0
+    """Prints a warning when `mismatch/kl` of a step is larger; in nats per token. Good runs stay under 0.1."""
     stop_kl: PositiveFloat | None = None
     """Ends the run when `mismatch/kl` of a step is larger; in nats per token."""
     warn_ess: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -240,6 +246,29 @@ class MismatchConfig(Section):
     """Warns when `mismatch/canary`, the difference of engine and trainer with the same weights, is larger; in nats."""
     stop_canary: PositiveFloat | None = None
     """Ends the run when `mismatch/canary` is larger; in nats."""
+
+
+Reaction = Literal["warn", "stop", "off"]
+"""The answer of a guard that sees trouble."""
+
+
+class GuardsConfig(Section):
+    """Guards against training that goes on and comes to nothing: each warns once, stops the run, or is off."""
+
+    no_signal: Reaction = "warn"
+    """Reaction to 128 groups in a row (or four batches) with equal rewards, all dropped by dynamic sampling."""
+    no_variance: Reaction = "warn"
+    """Reaction to a start in which every sample of 5 steps, at least 64, got the same reward."""
+    reward_errors: Reaction = "warn"
+    """Reaction to a failed reward on each of the last samples, twice as many as can be in flight, where
+    `on_error = "zero"` hides it. With "ignore" the run always ends then."""
+    collapse: Reaction = "warn"
+    """Reaction to a mean reward that lost half of its best, with a gradient of 0 or hardly any entropy left."""
+    truncation: Reaction = "warn"
+    """Reaction to 5 steps in which over half of the answers ended at generation.max_new_tokens."""
+    learning_rate: Reaction = "warn"
+    """Reaction to a training.learning_rate over 0.03, five times that of the warm-up of `warmed:` models. It is checked
+    before the run starts."""
 
 
 class EvaluateConfig(Section):
@@ -257,6 +286,8 @@ class EvaluateConfig(Section):
     """Sampling temperature; 0 is greedy."""
     size: Positive = 64
     """Number of prompts."""
+    replicas: Positive = 1
+    """Number of generation workers of the evaluation, each with its own copy of the model."""
 
 
 class TelemetryConfig(Section):
@@ -277,7 +308,8 @@ class FleetConfig(Section):
     """Connection of the workers. ipc: one process for each worker, rows in shared memory. tcp: rows as frames over
     loopback. inproc: everything in one process, for tests."""
     call_deadline: PositiveFloat = 600.0
-    """Seconds that one call of a service may take."""
+    """Seconds without any answer or progress of a worker after which its calls are given up and it is started again.
+    Calls that wait for their turn at a worker that makes progress are not late."""
     start_deadline: PositiveFloat = 120.0
     """Seconds that a worker may take to start and load its model."""
     watchdog: PositiveFloat = 120.0
@@ -317,6 +349,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     staleness: StalenessConfig = StalenessConfig()
     mismatch: MismatchConfig = MismatchConfig()
+    guards: GuardsConfig = GuardsConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     fleet: FleetConfig = FleetConfig()

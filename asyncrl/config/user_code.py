@@ -174,6 +174,15 @@ def _path_of(source: str, key: str) -> Path | None:
     return Path(str(found.origin)) if found is not None and (found.origin or "").endswith(".py") else None
 
 
+def file_of_module(module: str) -> Path | None:
+    """Returns the file of a module without importing it; None when there is none."""
+    try:
+        found = _find(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(str(found.origin)).resolve() if found is not None and (found.origin or "").endswith(".py") else None
+
+
 def _find(module: str) -> ModuleSpec | None:
     """Finds a module as importlib does, but imports no parent package; None if a parent does not show where it is."""
     first, *rest = module.split(".")

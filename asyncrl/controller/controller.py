@@ -21,7 +21,7 @@ fleet reports when nothing moves. The controller is the only writer of gate and 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import cast
@@ -81,7 +81,7 @@ class Controller:
         self._releases = RowReleases(fleet, lambda: gate.oldest, self._drawable.set)
         self._tracker = tracker = SampleTracker(gate, journal, observe, self._releases.release, self._state_changed)
         self._checks = AlgorithmChecks(fleet)
-        self._rollouts = Rollouts(tracker, prompts, config, self._roll_out)
+        self._rollouts = Rollouts(tracker, prompts, config, self._roll_out, fleet.fault_domains)
         self._publisher = WeightPublisher(fleet, config.staleness.publish_deadline, self._handed_over, kill)
         self._iterations = Iterations(tracker, advantages, config, self._rollouts.rows_lost)
         self.staleness = self._iterations.staleness
@@ -108,7 +108,7 @@ class Controller:
                 await self._run(algorithm, tasks)
         except BaseExceptionGroup as errors:
             raise (error := root_cause(errors)) from error.__cause__
-        self._tracker.close()
+        await self._tracker.close()
 
     async def _run(self, algorithm: Algorithm, tasks: asyncio.TaskGroup) -> None:
         self._algorithm = algorithm
@@ -121,8 +121,10 @@ class Controller:
             tasks.create_task(self._iterations.prefetch(self._fleet.training), name="prefetch"),
             tasks.create_task(self._draw(), name="draw groups"),
         ]
-        await self._train()
-        self._rollouts.stop()
+        try:
+            await self._train()
+        finally:
+            self._rollouts.stop()
         for task in beside:
             task.cancel()
         with suppress(TimeoutError):
@@ -188,7 +190,7 @@ class Controller:
     def _may_draw(self) -> bool:
         gate = self._gate
         rows = gate.in_flight + gate.awaited + self._releases.unreleased  # Rows count until their release is answered.
-        return gate.may_draw() and rows + gate.config.rows <= gate.config.kept
+        return self._tracker.may_draw() and rows + gate.config.rows <= gate.config.kept
 
     def _state_changed(self) -> None:
         self._drawable.set()
@@ -315,10 +317,13 @@ class Controller:
 
     # ---- workers come and go -----------------------------------------------------------------------------
 
-    def worker_lost(self, instance: str, why: str, running: Iterable[int] = ()) -> None:
-        """Restarts the groups that had rows at a worker that died. running: the groups that it worked for."""
+    def worker_lost(
+        self, instance: str, why: str, running: Iterable[int] = (), host: str = "", alive: Collection[str] = ()
+    ) -> None:
+        """Restarts the groups that had rows at a worker that died. running: the groups that it worked for. host: where
+        it ran. alive: names of the workers that live there."""
         self._publisher.forget(instance)
-        self._rollouts.worker_lost(instance, why, running)
+        self._rollouts.worker_lost(instance, why, running, host, alive)
 
     def worker_lives(self, service: str, instance: str) -> None:
         """Adds a worker that takes calls; a generator joins the readers of weights."""

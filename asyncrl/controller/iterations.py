@@ -6,8 +6,8 @@ after the iteration the gate picks as it would have picked without, and the trai
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -17,14 +17,18 @@ from asyncrl.controller.observers.alarms import PolicyMismatchAlarm, SkippedStep
 from asyncrl.controller.observers.events import StepBegan, StepDone, StepLost, Warned
 from asyncrl.controller.observers.staleness_report import StalenessReport
 from asyncrl.controller.sample_tracker import SampleTracker
-from asyncrl.errors import AlgorithmError, AsyncrlError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
+from asyncrl.errors import AlgorithmError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
-from asyncrl.protocols.messages import StepReport
+from asyncrl.protocols.messages import LEFT_OUT, StepReport
 from asyncrl.protocols.service_contracts import Training
 
 Iteration: TypeAlias = AbstractContextManager[Cuts]
 """One iteration as an algorithm gets it: `with iteration as cuts`."""
+
+
+MOST_LOST_STEPS = 20
+"""Steps in a row that may lose rows: each time the groups concerned begin again, so that more have a lasting cause."""
 
 
 @dataclass
@@ -34,7 +38,7 @@ class Iterations:
     tracker: SampleTracker
     advantages: Advantages
     config: Config
-    rows_lost: Callable[[Cuts, str], None]
+    rows_lost: Callable[[Cuts, LostRows], None]
     cuts: Cuts | None = None
 
     def __post_init__(self) -> None:
@@ -46,6 +50,7 @@ class Iterations:
         self._began = 0.0
         self._changed = asyncio.Event()
         self._prefetched = True
+        self._lost_in_a_row = 0
 
     def begin(self, picked: tuple[Cut, ...]) -> Iteration:
         """Begins an iteration on the picked samples with their advantages, sorted by (group, member)."""
@@ -68,14 +73,14 @@ class Iterations:
 
     @contextmanager
     def _running(self, cuts: Cuts) -> Iterator[Cuts]:
-        """Ends without an error when rows are lost: the groups roll out again. Raises FleetFailed without a trainer."""
+        """Ends without an error when rows are lost: their groups roll out again. Raises FleetFailed, with the name of
+        the worker, when another call of the iteration failed: what the trainer has learnt is not known then."""
         try:
             yield cuts
         except LostRows as error:
             self.lost(error)
         except (PeerLost, DeadlineExceeded) as error:
-            where = f"in the step from version {cuts.version}"
-            raise FleetFailed(f"the trainer or a critic was lost {where}: {error}") from error
+            raise FleetFailed(f"a call failed in the step from version {cuts.version}: {error}") from error
 
     def credit(self, cuts: Cuts, advantages: Sequence[float]) -> Cuts:
         _refuse_other_cuts("control.credit", cuts, self.cuts)
@@ -89,7 +94,7 @@ class Iterations:
         return self.cuts
 
     def done(self, report: StepReport) -> None:
-        """Ends the iteration: the version rises, or the samples of a skipped step are dropped.
+        """Ends the iteration: samples that entered the loss are trained, the others are dropped.
 
         Raises Refused for another incarnation or version, JournalError for other samples, and what the alarms raise.
         """
@@ -101,13 +106,10 @@ class Iterations:
                 f"should have led to incarnation {expected[0]}, version {expected[1]}"
             )
         report = replace(report, metrics=report.metrics | self.mismatch.take_canary())
-        if report.skipped:
-            self._drop(self._picked, report.skipped)
-        else:
-            advantages = tuple(row.advantage or 0.0 for row in cuts.batch)
-            self.tracker.trained(self._picked, report.version, advantages, report.chain)
+        self._lost_in_a_row = 0
+        self._settle(cuts, report)
         seconds = asyncio.get_running_loop().time() - self._began
-        staleness = self.staleness.step(self._gate, report.samples)
+        staleness = self.staleness.step(self._gate, report.samples) | self.tracker.admission_metrics()
         self.tracker.observe(StepDone(cuts, report, staleness, seconds))
         self._skipped_steps.check(cuts, report.skipped)
         if warning := self.mismatch.check(report.metrics, report.version):
@@ -118,7 +120,13 @@ class Iterations:
         cuts = self._end()
         self.tracker.observe(StepLost(cuts, str(error)))
         self.tracker.requeue(self._picked)
-        self.rows_lost(cuts, str(error))
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= MOST_LOST_STEPS:
+            raise FleetFailed(
+                f"{self._lost_in_a_row} steps in a row from version {cuts.version} lost rows before they were trained. "
+                f"The last one: {error}. Look into the logs/ of the worker that is named, and at its network"
+            ) from error
+        self.rows_lost(cuts, error)
 
     def _counts(self, row: RowRef) -> bool:
         """Returns whether the sample is in the loss, and so in its denominators."""
@@ -130,9 +138,26 @@ class Iterations:
         self.cuts = None
         return cuts
 
-    def _drop(self, picked: tuple[Cut, ...], reason: str) -> None:
-        self.tracker.requeue(picked)
-        for group, members in picked:
+    def _settle(self, cuts: Cuts, report: StepReport) -> None:
+        """Takes as trained what entered the loss by the trainer's account, and drops every other sample with the reason
+        why it did not. Raises Refused for an account that contradicts itself."""
+        accounts = {sample.name: sample.untrained_because for sample in report.samples}
+        untrained = {row.key: accounts.get(row.name, LEFT_OUT) for row in cuts.batch}
+        if bool(report.skipped) == ("" in untrained.values()):
+            raise Refused(
+                f"the trainer reports {report.updates} updates, skipped as {report.skipped!r}, and "
+                f"{sum(not why for why in untrained.values())} of {len(untrained)} samples in their loss"
+            )
+        for why in dict.fromkeys(filter(None, untrained.values())):
+            self._drop(_part_of(self._picked, untrained, why), why)
+        if not report.skipped:
+            trained = _part_of(self._picked, untrained, "")
+            advantages = tuple(row.advantage or 0.0 for row in cuts.batch if not untrained[row.key])
+            self.tracker.trained(trained, report.version, advantages, report.chain)
+
+    def _drop(self, cuts: tuple[Cut, ...], reason: str) -> None:
+        self.tracker.requeue(cuts)
+        for group, members in cuts:
             self.tracker.drop(group, members, reason)
 
     def state_changed(self) -> None:
@@ -142,22 +167,25 @@ class Iterations:
     async def prefetch(self, training: Training) -> None:
         """Has the trainer prefetch once in an iteration, as soon as the samples of the next batch are ready.
 
-        Runs until cancelled, or until the trainer fails to prefetch, which never ends the run.
+        Runs until cancelled, or until something fails: a run can do without, so no error of it ends the run. This is a
+        supervised boundary.
         """
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            if self._prefetched or self.cuts is None or not (rows := self.tracker.preview()):
-                continue
-            self._prefetched = True
-            try:
-                await training.prefetch(BatchRef(tuple(rows)))
-            except (PeerLost, DeadlineExceeded):
-                continue  # The loss of the trainer ends the run elsewhere; a slow trainer reads the rows in its step.
-            except AsyncrlError as error:
-                warning = f"the trainer could not prefetch rows, and reads them in its steps now: {error}"
-                self.tracker.observe(Warned(warning))
-                return
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                await self._prefetch_once(training)
+        except Exception as error:  # an optimisation may be left out, whatever it raises
+            warning = f"the trainer could not prefetch rows, and reads them in its steps now: {error}"
+            self.tracker.observe(Warned(warning))
+
+    async def _prefetch_once(self, training: Training) -> None:
+        if self._prefetched or self.cuts is None or not (rows := self.tracker.preview()):
+            return
+        self._prefetched = True
+        # The loss of the trainer ends the run elsewhere; a slow trainer reads the rows in its step.
+        with suppress(PeerLost, DeadlineExceeded, FleetFailed):
+            await training.prefetch(BatchRef(tuple(rows)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +202,12 @@ class CheckedTraining:
         """Raises AlgorithmError for other cuts than those of the running iteration: the journal would lack them."""
         _refuse_other_cuts("fleet.training.step", cuts, self.iterations.cuts)
         return await self.training.step(cuts)
+
+
+def _part_of(cuts: Iterable[Cut], untrained: Mapping[tuple[int, int], str], why: str) -> tuple[Cut, ...]:
+    """Returns the members that were left out for this reason, by group; "": that were trained."""
+    parts = ((group, tuple(member for member in members if untrained[group, member] == why)) for group, members in cuts)
+    return tuple((group, members) for group, members in parts if members)
 
 
 def _refuse_other_cuts(function: str, cuts: Cuts, running: Cuts | None) -> None:

@@ -1,15 +1,17 @@
 """Keeps gate, journal and observers in step: every change of a sample's state is made here, in all three or in none."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from sys import intern
 
+from asyncrl.controller.gate.admission import Admission
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import DROPPABLE, Cut, GroupState, Stage
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import GroupFinished, Observe, SampleScored
 from asyncrl.objectives.advantages import RewardedCut
-from asyncrl.protocols.batch import GREEDY, RowRef, SampleName
+from asyncrl.protocols.batch import GREEDY, Place, RowRef, SampleName
 from asyncrl.protocols.messages import Score
 
 POISON = "poison"
@@ -32,6 +34,24 @@ class SampleTracker:
     observe: Observe
     release: Callable[[Iterable[SampleName]], None]
     changed: Callable[[], None]
+    _columns: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.admission = Admission(self.gate.config)
+        self._groups_by_owner: dict[str, set[int]] = {}
+        self._owners: dict[int, set[str]] = {}
+        """Both of the groups in flight: whose rows have lain at which owners."""
+
+    def may_draw(self) -> bool:
+        """Returns whether the gate has room for a further group and the trainer will need it in time."""
+        return self.gate.may_draw() and self.admission.allows(self._waiting)
+
+    @property
+    def _waiting(self) -> int:
+        return self.gate.held() - self.gate.counts[Stage.TRAINING]
+
+    def admission_metrics(self) -> dict[str, float]:
+        return {"staleness/admitted": float(self._waiting), "staleness/admission_bound": float(self.admission.bound)}
 
     def rows(self, group: int, members: Iterable[int]) -> list[RowRef]:
         samples = self.gate.group(group).samples
@@ -39,8 +59,25 @@ class SampleTracker:
 
     def groups_at(self, instance: str) -> list[int]:
         """Returns the groups with members that wait for scores or training and have rows at this worker."""
-        waiting = [(group, self.gate.members(group, Stage.SCORING, Stage.READY)) for group in self.gate.groups()]
+        owners = [owner for owner in self._groups_by_owner if instance in owner]
+        groups = sorted(group for owner in owners for group in self._groups_by_owner[owner])
+        waiting = [(group, self.gate.members(group, Stage.SCORING, Stage.READY)) for group in dict.fromkeys(groups)]
         return [cut[0] for cut in waiting if any(stored_by(row, instance) for row in self.rows(*cut))]
+
+    def _keep(self, state: GroupState, row: RowRef) -> None:
+        """Keeps the reference of a sample in flight, and notes the owners of its columns."""
+        state.samples[row.member].row = row
+        owners = self._owners.setdefault(row.group, set())
+        for place in row.places:
+            if place.owner not in owners:
+                owners.add(place.owner)
+                self._groups_by_owner.setdefault(place.owner, set()).add(row.group)
+
+    def _forget_owners(self, group: int) -> None:
+        for owner in self._owners.pop(group, ()):
+            self._groups_by_owner[owner].remove(group)
+            if not self._groups_by_owner[owner]:
+                del self._groups_by_owner[owner]
 
     def draw(self) -> int:
         drawn = ledger.Drawn(self.gate.draw(), self.gate.version, self.gate.config.members)
@@ -64,9 +101,11 @@ class SampleTracker:
             return
         group, attempt = accepted[0].group, accepted[0].attempt
         stamps = tuple((row.member, row.first, row.last, row.tokens) for row in accepted)
-        self.journal.append(ledger.Generated(group, attempt, stamps))
+        generated = ledger.Generated(group, attempt, stamps)
+        self.journal.append(generated)
         for row in accepted:
-            self.gate.group(group).samples[row.member].row = row
+            self._keep(self.gate.group(group), self._compact(row))
+        self.observe(generated)
 
     def _accepts(self, row: RowRef) -> bool:
         assert row.member != GREEDY, f"the greedy answer of group {row.group} is no sample: hand it to `compared`"
@@ -86,7 +125,7 @@ class SampleTracker:
         """Takes columns that another service made of a generated sample; those of an old attempt are freed."""
         known = self._row(row)
         if known is not None and known.attempt == row.attempt:
-            self.gate.group(row.group).samples[row.member].row = row
+            self._keep(self.gate.group(row.group), self._compact(row))
         else:
             self.release([row.name])
 
@@ -96,7 +135,8 @@ class SampleTracker:
         state = None if self.gate.finished(row.group) else self.gate.group(row.group)
         if not self.gate.scored(row.group, row.member, row.attempt, reward) or state is None:
             return
-        state.samples[row.member].row = scored = row.with_reward(reward, cost)
+        scored = self._compact(row).with_reward(reward, cost)
+        self._keep(state, scored)
         if reward is not None:
             self.journal.append(ledger.Scored(row.group, row.member, reward))
         self.observe(SampleScored(scored, score))
@@ -105,6 +145,15 @@ class SampleTracker:
             self._close(state)
         if reward is None or self.gate.worth_picking:
             self.changed()
+
+    def _compact(self, row: RowRef) -> RowRef:
+        """Returns the row with texts that all rows share; those of its message take half of the memory of a sample."""
+        columns = self._columns
+        places = [
+            Place(intern(place.owner), place.slot, place.write_count, columns.setdefault(place.columns, place.columns))
+            for place in row.places
+        ]
+        return row.with_places(tuple(places))
 
     def compared(self, row: RowRef, score: Score) -> None:
         """Takes the first score of a group's greedy answer and frees its row; without a reward the group is dropped."""
@@ -127,6 +176,7 @@ class SampleTracker:
 
     def pick(self) -> tuple[Cut, ...] | None:
         pick = self.gate.pick()
+        self.admission.observe(pick, self.gate.offered)
         for drop in pick.dropped:
             self._dropped(drop.group, drop.members, drop.reason)
         for state in {drop.group.id: drop.group for drop in pick.dropped}.values():
@@ -164,10 +214,10 @@ class SampleTracker:
         self.gate.requeue(cuts)
         self.changed()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Writes down what is in flight, at a clean exit."""
         self.journal.append(ledger.InFlight(self.journal.ledger.in_flight()))
-        self.journal.sync()
+        await self.journal.store.run(self.journal.sync)
 
     def _dropped(self, state: GroupState, members: tuple[int, ...], reason: str) -> None:
         dropped = ledger.Dropped(state.id, members, reason)
@@ -188,6 +238,7 @@ class SampleTracker:
             return
         if state.awaits:
             self._free(state, (GREEDY,))
+        self._forget_owners(state.id)
         self.observe(GroupFinished(state.id, poison))
 
 

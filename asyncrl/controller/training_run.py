@@ -10,16 +10,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 
+from asyncrl.concurrency import running_beside
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.journal.checkpoints import ResumePlan, commit
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.alarms import AlgorithmDrops, PoisonedGroups, RewardFailures
 from asyncrl.controller.observers.events import Event, GroupFinished, StepDone, Warned
 from asyncrl.controller.observers.held_out_evaluation import Evaluation, EvaluationSchedule, Evaluator, Question
+from asyncrl.controller.observers.progress import RunProgress
 from asyncrl.controller.observers.recorder import Recorder
-from asyncrl.errors import DeadlineExceeded, FleetFailed, root_cause
+from asyncrl.controller.observers.training_guards import TrainingGuards
+from asyncrl.errors import DeadlineExceeded, FleetFailed
 from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
 from asyncrl.objectives.advantages import Advantages
@@ -85,7 +89,8 @@ class WorkerEvents:
                 self.controller.worker_lives(service, instance)
                 self._queue.put_nowait(event)
             case WorkerLost(service, instance, reason):
-                self.controller.worker_lost(instance, reason, self.running.workers[service].groups_at(instance))
+                groups, host = self.running.workers[service].groups_at(instance), self.running.host_of(instance)
+                self.controller.worker_lost(instance, reason, groups, host, self.running.alive_on(host))
             case WorkerCleanedUp("generation"):
                 self._queue.put_nowait(event)
 
@@ -104,7 +109,7 @@ class TrainingRun:
     """Runs one controller on one running fleet, with recorder, alarms, evaluation and checkpoints.
 
     ending_in_order: returns a scope in which the first interrupt calls its argument, and does not abandon the run.
-    abandon: cancels the run, and says why.
+    abandon: cancels the run, and says why. progress: shows what the run does while no step ends.
     """
 
     state: RunState
@@ -115,6 +120,7 @@ class TrainingRun:
     display: Display
     ending_in_order: Callable[[Callable[[], None]], AbstractContextManager[None]]
     abandon: Callable[[str], None]
+    progress: RunProgress
 
     def __post_init__(self) -> None:
         self.config = self.running.facts.config
@@ -129,7 +135,10 @@ class TrainingRun:
             RewardFailures(limit, self.display.say),
             AlgorithmDrops(limit, gate.config.baseline, gate.version),
             PoisonedGroups(self.display.say),
+            TrainingGuards.of(self.config, limit, self.display.say),
+            self.progress,
         )
+        self.progress.in_flight = lambda: gate.in_flight
         self._evaluations = self._evaluation_schedule() if self.questions.held_out else None
         self._recorder = self._open_recorder()
         self._controller = self._make_controller()
@@ -170,6 +179,7 @@ class TrainingRun:
         )
 
     async def _train(self) -> None:
+        self.progress.begin("")
         try:
             await self._controller.run(self.algorithm)
         finally:
@@ -205,12 +215,15 @@ class TrainingRun:
 
     async def _finish(self) -> None:
         if self._controller.version > self._last_commit:
+            self.progress.begin("writing the last checkpoint")
             await self._commit(self._controller.version)
         if self._evaluations is not None and not self._stopping:
+            self.progress.begin("evaluating the last version")
             await self._evaluations.finish(await self._fleet.training.published())
         await self._recorder.drain()
-        staleness = self._controller.staleness
-        for text in (staleness.ends_by_length(self.state.gate.samples()), staleness.advice()):
+        staleness, gate = self._controller.staleness, self.state.gate
+        drops = self.progress.drops(gate.counts[Stage.TRAINED], gate.in_flight)
+        for text in (drops, staleness.length_bias(gate.samples()), staleness.advice()):
             if text:
                 self.display.say(text)
 
@@ -236,14 +249,8 @@ class TrainingRun:
         if self._evaluations is not None:
             self._evaluations.ask(await self._fleet.training.published())
             beside["evaluation"] = self._evaluations.run()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(work, name=name) for name, work in beside.items()]
-                yield
-                for task in running:
-                    task.cancel()
-        except BaseExceptionGroup as errors:
-            raise (error := root_cause(errors)) from error.__cause__
+        async with running_beside(beside):
+            yield
 
     def _observe(self, event: Event) -> None:
         self._recorder.observe(event)

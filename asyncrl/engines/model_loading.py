@@ -17,6 +17,11 @@ from asyncrl.errors import ConfigError
 _loading = threading.Lock()  # transformers patches global state of torch while it loads a model
 
 
+def vocabulary_size(tokenizer: Any) -> int:
+    """Returns one more than the largest token id; ids below it may name no token, so the count of tokens is less."""
+    return 1 + int(max(tokenizer.get_vocab().values()))
+
+
 @contextmanager
 def _exclusive_and_quiet() -> Iterator[None]:
     """Serialises loading and silences transformers, whose advice to train a head without weights is what we do."""

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +21,11 @@ from asyncrl.fleet.lifecycle_events import (
     WorkerHung,
     WorkerLost,
     WorkerSpawned,
+    WorkerStuck,
 )
 from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnection
-from asyncrl.fleet.service_calls import Replicas, make_handle
+from asyncrl.fleet.replicas import Replicas
+from asyncrl.fleet.service_calls import make_handle
 from asyncrl.fleet.supervisor import STOP_STAGES, RunningInstance, Supervisor, WorkerSlot
 from asyncrl.fleet.worker.worker_spec import Implementation, Origin, RunFacts, WorkerSpec
 from asyncrl.lanes.control.auth import CurveKeys
@@ -36,8 +39,26 @@ from asyncrl.telemetry.run_directory import replace_text
 
 C = TypeVar("C", bound=Contract)
 
+NOTICE_HEARTBEATS = 5
+"""Heartbeats after which the deaths of all workers of a remote host are known: some are missed first, some are late."""
+
+REMEMBERED_STUCK = 64
+"""Killed instances of which no second call is reported: far more than are being killed at one time."""
+
 FAILURE_NOTICE = DEATH_NOTICE + sum(seconds for _, seconds in STOP_STAGES) + 1.0
 """Seconds in which the supervisor, after a connection broke, finds the cause and raises when the fleet cannot go on."""
+
+
+@dataclass(slots=True)
+class FaultDomains:
+    """Tells the calls of a fleet which groups may kill workers, and the controller how long a host takes to be lost.
+
+    isolated: groups whose calls have replicas for themselves, and the hosts that they avoid; the controller sets it.
+    notice_seconds: time in which the deaths of all workers of one host become known.
+    """
+
+    isolated: dict[int, frozenset[str]] = field(default_factory=dict)
+    notice_seconds: float = 2 * DEATH_NOTICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +66,7 @@ class Fleet:
     """The services of a training run: handles typed by contracts, or the services themselves.
 
     reference: None without a KL term. evaluation: None without held-out prompts. critic, cost, cost_critic: None when
-    the algorithm has none.
+    the algorithm has none. fault_domains: what the controller and the calls know of hosts that fail.
     """
 
     generation: Generation
@@ -56,6 +77,7 @@ class Fleet:
     critic: Critic | None = None
     cost: Reward | None = None
     cost_critic: Critic | None = None
+    fault_domains: FaultDomains = field(default_factory=FaultDomains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +109,15 @@ class Platform:
     """The machine that a fleet runs on, real or simulated.
 
     launcher: of the workers of a service. unique_id: returns 8 new hex digits at each call. record: takes the running
-    instances, by the worker's name, whenever they change.
+    instances, by the worker's name, whenever they change. host: names the host that a worker runs on, a fault domain:
+    what fails there may take all workers of the host with it.
     """
 
     wire: Wire
     launcher: Callable[[ServiceSpec], Launcher]
     unique_id: Callable[[], str]
     record: Callable[[Mapping[str, RunningInstance]], None]
+    host: Callable[[RemoteWorker], str] = lambda worker: ""
 
 
 class RunningFleet:
@@ -117,14 +141,25 @@ class RunningFleet:
         self.facts = facts
         self.restarted = [spec.name for spec in specs if spec.restart]
         self.workers = {spec.name: Replicas(spec.name, spec.replicas, spec.layout) for spec in specs}
+        self.fault_domains = FaultDomains()
+        if facts.heartbeat is not None:
+            self.fault_domains.notice_seconds = NOTICE_HEARTBEATS * facts.heartbeat
+        for replicas in self.workers.values():
+            replicas.isolated = self.fault_domains.isolated
+        for worker in self._all_workers():
+            worker.host = platform.host(worker)
         self.subscribers: list[Callable[[FleetEvent], None]] = []
         self.describe_algorithm: Callable[[], Sequence[str]] = tuple
         self._platform = platform
         self._report = report
+        self._stuck_instances: deque[str] = deque(maxlen=REMEMBERED_STUCK)
         config = facts.config.fleet
         self._handles: dict[str, Any] = {
             spec.name: make_handle(spec.contract, self.workers[spec.name], config.call_deadline) for spec in specs
         }
+        for service in self.restarted:
+            for worker in self.workers[service]:
+                worker.on_stuck = partial(self._stuck, service)
         slots = [
             WorkerSlot(
                 worker, partial(_next_instance, spec, worker, facts, platform), platform.launcher(spec), spec.restart
@@ -143,7 +178,20 @@ class RunningFleet:
     @property
     def fleet(self) -> Fleet:
         """The services of a training run, which has generation, reward and training."""
-        return Fleet(**{name: handle for name, handle in self._handles.items() if name in Fleet.__annotations__})
+        handles = {name: handle for name, handle in self._handles.items() if name in Fleet.__annotations__}
+        return Fleet(**handles, fault_domains=self.fault_domains)
+
+    def host_of(self, instance: str) -> str:
+        """Returns the host of the worker with this instance, or with an earlier one."""
+        name = instance.partition("-")[0]
+        return next((worker.host for worker in self._all_workers() if worker.name == name), "")
+
+    def alive_on(self, host: str) -> list[str]:
+        """Returns the names of the workers that are alive on a host."""
+        return [worker.name for worker in self._all_workers() if worker.host == host and worker.alive]
+
+    def _all_workers(self) -> Iterator[RemoteWorker]:
+        return (worker for replicas in self.workers.values() for worker in replicas)
 
     def emit(self, event: FleetEvent) -> None:
         """Acts on an event, reports what a person should read, and passes the event to all subscribers."""
@@ -156,10 +204,20 @@ class RunningFleet:
                 effect = "it is killed and started again" if service in self.restarted else "it is killed: the run ends"
                 self._report(f"{instance} has answered no call for {seconds:.0f} s, not even for its health; {effect}")
                 self.supervisor.kill(instance)
+            case WorkerStuck(service, instance, reason):
+                self._report(f"{reason}; {instance} is killed and started again")
+                self.supervisor.kill(instance)
             case FleetStalled(description):
                 self._report(description)
         for notify in self.subscribers:
             notify(event)
+
+    def _stuck(self, service: str, instance: str, reason: str) -> None:
+        """Reports an instance that holds calls without progress, once: the calls that follow say the same."""
+        running = any(each.spec.instance == instance for each in self.supervisor.instances.values())
+        if running and instance not in self._stuck_instances:
+            self._stuck_instances.append(instance)
+            self.emit(WorkerStuck(service, instance, reason))
 
 
 def write_fleet_file(path: Path, instances: Mapping[str, RunningInstance]) -> None:

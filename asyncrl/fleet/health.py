@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from asyncrl.errors import AsyncrlError, DeadlineExceeded
 from asyncrl.fleet.lifecycle_events import FleetStalled, WorkerHung
 from asyncrl.fleet.remote_worker import RemoteWorker
-from asyncrl.fleet.service_calls import Replicas
+from asyncrl.fleet.replicas import Replicas
 from asyncrl.protocols.messages import Health
 from asyncrl.protocols.service_contracts import Contract
 

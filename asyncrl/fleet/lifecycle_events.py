@@ -37,10 +37,17 @@ class WorkerHung(_WorkerEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerStuck(_WorkerEvent):
+    """The instance answers about its health, but it has made no progress with its calls for the deadline of one."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class FleetStalled:
     """No worker has answered a call for a while. description: what each worker does, as text of several lines."""
 
     description: str
 
 
-FleetEvent = WorkerSpawned | WorkerStarted | WorkerLost | WorkerCleanedUp | WorkerHung | FleetStalled
+FleetEvent = WorkerSpawned | WorkerStarted | WorkerLost | WorkerCleanedUp | WorkerHung | WorkerStuck | FleetStalled

@@ -3,15 +3,15 @@
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
 
-from asyncrl.errors import PeerLost
+from asyncrl.errors import DeadlineExceeded, PeerLost
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.wire import Wakeup, Wire
+from asyncrl.lanes.control.wire import Wire
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Hello, PromptGroup
 from asyncrl.protocols.service_contracts import EndpointSpec, Lane
@@ -43,6 +43,7 @@ class WorkerConnection:
                 hello,
                 f"{spec.service}{spec.replica}[{spec.rank}]",
                 instance=spec.instance,
+                queued=lane is Lane.WORK,
                 heartbeat=spec.facts.heartbeat,
             )
             for lane in Lane
@@ -105,24 +106,32 @@ class OutstandingCall:
     def groups(self) -> Iterator[int]:
         """Yields the ids of the groups that the arguments belong to."""
         for arg in self.args:
-            if isinstance(arg, PromptGroup):
-                yield arg.id
-            elif isinstance(arg, BatchRef):
-                yield from (row.group for row in arg)
+            yield from groups_of(arg)
+
+
+def groups_of(argument: Any) -> Iterator[int]:
+    """Yields the group of each part of an argument that belongs to a group."""
+    if isinstance(argument, PromptGroup):
+        yield argument.id
+    elif isinstance(argument, BatchRef):
+        yield from (row.group for row in argument)
 
 
 class RemoteWorker:
     """One worker, whichever instance of it is alive at the moment.
 
-    answer_count: calls that were answered and items that came, health excluded. last_answer_at: loop time of the newest
-    answer to any call. restarting: whether another instance is started after a death.
+    host: names the machine that it runs on. on_stuck: takes an instance that made no progress for the deadline of a
+    call, and what the caller says of it. answer_count: calls that were answered and items that came, health excluded.
+    last_answer_at: loop time of the newest answer to any call. restarting: whether another instance is started after a
+    death. changed: called whenever the worker was connected or lost.
     """
 
-    def __init__(self, service: str, replica: int, rank: int, changed: Wakeup) -> None:
+    def __init__(self, service: str, replica: int, rank: int, changed: Callable[[], None]) -> None:
         self.service = service
         self.replica = replica
         self.rank = rank
         self.instance = ""
+        self.host = ""
         self.answer_count = 0
         self.last_answer_at = _now()
         self.outstanding: dict[int, OutstandingCall] = {}
@@ -132,6 +141,7 @@ class RemoteWorker:
         self.cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.cause.set_result("it is starting")
         self.restarting = True
+        self.on_stuck: Callable[[str, str], None] = lambda instance, why: None
         self._changed = changed
 
     @property
@@ -153,7 +163,7 @@ class RemoteWorker:
         self.instance = instance
         self.channels = channels
         self.cause = asyncio.get_running_loop().create_future()
-        self._changed.wake()
+        self._changed()
 
     def lost(self, cause: str, *, restarting: bool) -> None:
         """Fails calls from now on. restarting: whether another instance is being started."""
@@ -162,10 +172,11 @@ class RemoteWorker:
         if self.cause.done():
             self.cause = asyncio.get_running_loop().create_future()
         self.cause.set_result(cause)
-        self._changed.wake()
+        self._changed()
 
     async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
-        """Calls this worker alone; deadline in seconds. Raises PeerLost when it is dead or dies during the call."""
+        """Calls this worker alone; deadline in seconds, as in `Client.call`. Raises PeerLost when it is dead or dies
+        during the call."""
         async with _TrackedCall(self, spec, args) as channel:
             answer = await channel.call(spec.name, args, deadline)
         self._note_answer(spec)
@@ -225,6 +236,8 @@ class _TrackedCall:
         del self._worker.outstanding[self._number]
         if raised is not None:
             self._worker.failed.append((_now(), self._call))
+        if isinstance(raised, DeadlineExceeded) and self._spec.lane is Lane.WORK:
+            self._worker.on_stuck(self._call.instance, str(raised))
         if isinstance(raised, PeerLost):
             explained = await self._worker.explain(raised, self._call.instance, self._cause)
             raise explained from explained.__cause__

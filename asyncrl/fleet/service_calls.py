@@ -2,27 +2,28 @@
 
     fleet.reference.logprobs(samples)
         Handle         distributes the rows to ranks, and joins the answers   protocols/distribute_collect.py
-        Replicas       finds the replicas that are alive, or the freest one
+        Replicas       finds the replicas that are alive, the freest one, or those that hold rows   replicas.py
         RemoteWorker   sends one call on the endpoint's lane to the instance that is alive   remote_worker.py
 
 A call goes to all live replicas; their ranks count as data-parallel copies of one layout. `ONE_OF` calls go whole to
-the replica with the fewest calls. When no replica is alive a call waits for a restarted one. A call with the same
-arguments for every rank leaves out a replica that dies meanwhile, because its successor starts afresh.
+the replica with the fewest calls, `ONE_OF_BY_GROUP` calls to the one that works for the group. `TO_HOLDERS` calls go
+to the replicas that hold rows of these samples. When no replica is alive a call waits for a restarted one. A call with
+the same arguments for every rank leaves out a replica that dies meanwhile, because its successor starts afresh.
 """
 
-import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, Self, TypeVar, cast
+from functools import cache
+from typing import Any, TypeVar, cast
 
 from asyncrl.concurrency import gather
-from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, UnknownEndpoint
-from asyncrl.fleet.remote_worker import Arguments, RemoteWorker
-from asyncrl.lanes.control.wire import Wakeup
+from asyncrl.errors import AsyncrlError, PeerLost, UnknownEndpoint
+from asyncrl.fleet.remote_worker import Arguments, RemoteWorker, groups_of
+from asyncrl.fleet.replicas import Replica, Replicas
+from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.distribute_collect import fan_out
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.rank_layout import Layout
@@ -31,94 +32,14 @@ from asyncrl.protocols.service_contracts import Contract, EndpointSpec, Idempote
 C = TypeVar("C", bound=Contract)
 
 GROUP_MARGIN = 10.0
-"""Seconds after a group's own deadline, at which the engine ends its samples, for their arrival."""
-
-
-@dataclass(slots=True, eq=False)
-class Replica:
-    """One copy of a service, with a worker for each rank of its layout. load: calls that chose this replica."""
-
-    workers: tuple[RemoteWorker, ...]
-    load: int = 0
-
-    @property
-    def alive(self) -> bool:
-        return all([worker.alive for worker in self.workers])
-
-    def __enter__(self) -> None:
-        """Counts a call in `load` as soon as it chose this replica, because others choose before it is sent."""
-        self.load += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.load -= 1
-
-
-class Replicas:
-    """All workers of one service."""
-
-    def __init__(self, service: str, replicas: int, layout: Layout) -> None:
-        self.service = service
-        self.layout = layout
-        self._changed = Wakeup()
-        self.replicas = tuple(
-            Replica(tuple(RemoteWorker(service, replica, rank, self._changed) for rank in range(layout.size)))
-            for replica in range(replicas)
-        )
-
-    def __iter__(self) -> Iterator[RemoteWorker]:
-        return (worker for replica in self.replicas for worker in replica.workers)
-
-    def replica_of(self, instance: str) -> Self:
-        """Returns these replicas reduced to the one of this instance. Raises PeerLost when it was replaced."""
-        found = tuple(each for each in self.replicas if any(worker.instance == instance for worker in each.workers))
-        if not found:
-            raise PeerLost(f"{instance} is no worker of {self.service} any more")
-        only = copy(self)
-        only.replicas = found
-        return only
-
-    def worker(self, replica: int, rank: int) -> RemoteWorker:
-        return self.replicas[replica].workers[rank]
-
-    def groups_at(self, instance: str) -> list[int]:
-        return [group for worker in self for group in worker.groups_at(instance)]
-
-    async def wait_for_live(self, until: float) -> list[Replica]:
-        """Returns the live replicas; waits for a restart when there is none, until this loop time.
-
-        Raises:
-            FleetFailed: no replica can come back. It is no PeerLost, which callers would retry until the supervisor
-                ends the run.
-            DeadlineExceeded: none came back in time.
-        """
-        if live := [replica for replica in self.replicas if replica.alive]:
-            return live
-        try:
-            async with asyncio.timeout_at(until):
-                while not (live := [replica for replica in self.replicas if replica.alive]):
-                    if all(
-                        any(not each.alive and not each.restarting for each in replica.workers)
-                        for replica in self.replicas
-                    ):
-                        raise FleetFailed(self._dead_workers())
-                    await self._changed.wait()
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no worker of {self.service} came back in time: {self._dead_workers()}") from error
-        return live
-
-    async def least_loaded(self, until: float) -> Replica:
-        """Returns the first live replica that the fewest calls chose. Raises what `wait_for_live` raises."""
-        live = await self.wait_for_live(until)
-        return live[0] if len(live) == 1 else min(live, key=lambda replica: replica.load)
-
-    def _dead_workers(self) -> str:
-        return "; ".join(worker.status for worker in self if not worker.alive)
+"""Seconds after the deadline of a sample, at which the engine ends it, for its arrival."""
 
 
 def make_handle(contract: type[C], service: Replicas, call_deadline: float) -> C:
     """Returns a handle: `await handle.endpoint(...)`, or `async for item in handle.endpoint(...)` for a stream.
 
-    call_deadline: seconds for a call; a call with a group has the group's own deadline and GROUP_MARGIN.
+    call_deadline: seconds without an answer of the worker after which a call is given up; a call with a group has the
+    deadline of a sample and GROUP_MARGIN. Waiting for a live replica has as many seconds of its own.
     Calls raise the worker's own errors, RemoteError for classes that asyncrl.errors lacks, DeadlineExceeded, and
     PeerLost when a worker died and the endpoint must not be repeated, or the repeated call died too.
     """
@@ -149,11 +70,11 @@ class Handle:
             listed = ", ".join(sorted(known))
             raise UnknownEndpoint(f"{self._contract.__name__} has no endpoint {name!r}{meant} It has: {listed}")
         endpoint = self._endpoint(self._contract.endpoints[name])
-        setattr(self, name, endpoint)  # Later calls find the attribute: reading a signature costs as much as a call.
+        setattr(self, name, endpoint)  # Later calls find the attribute.
         return endpoint
 
     def _endpoint(self, spec: EndpointSpec) -> Callable[..., Any]:
-        signature = inspect.signature(getattr(self._contract, spec.name))
+        signature = _signature(getattr(self._contract, spec.name))
         count = len(signature.parameters) - 1
         send = self._stream if spec.stream else self._call
 
@@ -167,32 +88,79 @@ class Handle:
         return endpoint
 
     async def _call(self, spec: EndpointSpec, args: Arguments) -> Any:
-        until = self._until(args)
+        seconds = self._deadline(args)
         try:
-            return await self._try_call(spec, args, until)
+            return await self._try_call(spec, args, seconds)
         except PeerLost:
             if spec.idempotent is Idempotent.NO:
                 raise
-            return await self._try_call(spec, args, until)
+            return await self._try_call(spec, args, seconds)
 
-    async def _try_call(self, spec: EndpointSpec, args: Arguments, until: float) -> Any:
+    async def _try_call(self, spec: EndpointSpec, args: Arguments, seconds: float) -> Any:
+        if spec.transfer.to_holders:
+            return await self._call_holders(spec, args, seconds)
         if not spec.transfer.one_of:
-            return await self._call_replicas(await self._service.wait_for_live(until), spec, args, until)
-        replica = await self._service.least_loaded(until)
+            return await self._call_replicas(await self._service.wait_for_live(seconds), spec, args, seconds)
+        if (group := self._isolated(args)) is not None:
+            async with self._service.reserved(group, seconds) as replica:
+                return await self._call_replicas([replica], spec, args, seconds)
+        if spec.transfer.by_group:
+            return await self._call_by_group(spec, args, seconds)
+        replica = await self._service.least_loaded(seconds)
         with replica:
-            return await self._call_replicas([replica], spec, args, until)
+            return await self._call_replicas([replica], spec, args, seconds)
 
-    async def _call_replicas(self, replicas: list[Replica], spec: EndpointSpec, args: Arguments, until: float) -> Any:
+    async def _call_by_group(self, spec: EndpointSpec, args: Arguments, seconds: float) -> Any:
+        """Calls the replica that works for the group of these samples, or the freest one when none does."""
+        service, group = self._service, next(group for arg in args for group in groups_of(arg))
+        replica = service.affinity.replica(group) or await service.least_loaded(seconds)
+        replica = service.affinity.replica(group) or replica  # Another call may have chosen one during a wait.
+        with replica, service.affinity.working(group, replica):
+            return await self._call_replicas([replica], spec, args, seconds)
+
+    async def _call_holders(self, spec: EndpointSpec, args: Arguments, seconds: float) -> Any:
+        """Calls each live replica that may hold rows of the samples in the first argument, with its samples.
+
+        The rows of a replica that dies are gone with it. Raises what one replica raises once all have ended.
+        """
+        samples, *rest = args
+        holders = self._service.holders
+
+        async def call(replica: Replica, rows: list[int]) -> Any:
+            held = samples.take(rows) if isinstance(samples, BatchRef) else [samples[row] for row in rows]
+            try:
+                if replica.alive:
+                    answer = await self._call_replicas([replica], spec, (held, *rest), seconds)
+                else:
+                    answer = None
+            except PeerLost:
+                answer = None
+            except AsyncrlError as error:
+                return error
+            if spec.frees:
+                holders.forget(replica, held)
+            return answer
+
+        parts = holders.split(samples)
+        answers = await gather(*(call(replica, rows) for replica, rows in parts.items()))
+        for answer in answers:
+            if isinstance(answer, AsyncrlError):
+                raise answer
+        return None if spec.frees else [item for answer in answers for item in answer or ()]
+
+    async def _call_replicas(self, replicas: list[Replica], spec: EndpointSpec, args: Arguments, seconds: float) -> Any:
+        if spec.stores:
+            self._note_holders(replicas, args)
         fan, calls = fan_out(spec.transfer, args, self._layout(len(replicas)))
         workers = [worker for replica in replicas for worker in replica.workers]
         if len(workers) == 1:
-            return fan.join([await workers[0].call(spec, calls[0], until - _now())])
+            return fan.join([await workers[0].call(spec, calls[0], seconds)])
         # Every rank of a broadcast gets the same arguments.
         broadcast = not fan.gather and all(len(rows) == (fan.count or 0) for rows in fan.rows)
 
         async def call(worker: RemoteWorker, args: Arguments) -> Any:
             try:
-                return await worker.call(spec, args, until - _now())
+                return await worker.call(spec, args, seconds)
             except PeerLost as lost:
                 if not broadcast:
                     raise
@@ -215,24 +183,56 @@ class Handle:
         return fan.join([answered[rank] for rank in fan.kept])
 
     async def _stream(self, spec: EndpointSpec, args: Arguments) -> AsyncIterator[Any]:
-        until = self._until(args)
-        replica = await self._service.least_loaded(until)
-        lead, *_ = spec.transfer.collect(self._service.layout)
-        with replica:
-            items = replica.workers[lead].stream(spec, args, until - _now())
-            async with aclosing(cast(Any, items)):
+        seconds = self._deadline(args)
+        if (group := self._isolated(args)) is not None:
+            async with (
+                self._service.reserved(group, seconds) as replica,
+                aclosing(self._items(replica, spec, args, seconds)) as items,
+            ):
                 async for item in items:
                     yield item
+            return
+        replica = await self._service.least_loaded(seconds)
+        async with aclosing(self._items(replica, spec, args, seconds)) as items:
+            with replica:
+                async for item in items:
+                    yield item
+
+    async def _items(
+        self, replica: Replica, spec: EndpointSpec, args: Arguments, seconds: float
+    ) -> AsyncGenerator[Any, None]:
+        lead, *_ = spec.transfer.collect(self._service.layout)
+        if spec.stores:
+            self._note_holders([replica], args)
+        items = replica.workers[lead].stream(spec, args, seconds)
+        async with aclosing(cast(Any, items)):
+            async for item in items:
+                yield item
+
+    def _isolated(self, args: Arguments) -> int | None:
+        """Returns the group of this call that runs alone, if there is one."""
+        isolated = self._service.isolated
+        return (
+            next((group for arg in args for group in groups_of(arg) if group in isolated), None) if isolated else None
+        )
+
+    def _note_holders(self, replicas: list[Replica], args: Arguments) -> None:
+        """Notes before the call that these replicas make rows, because an answer can be lost after its row was made."""
+        for replica in replicas:
+            for arg in args:
+                self._service.holders.add(replica, arg)
 
     def _layout(self, replicas: int) -> Layout:
         if replicas == 1:
             return self._service.layout
         return replace(self._service.layout, dp=self._service.layout.dp * replicas)
 
-    def _until(self, args: Arguments) -> float:
+    def _deadline(self, args: Arguments) -> float:
         seconds = [arg.deadline + GROUP_MARGIN for arg in args if isinstance(arg, PromptGroup)]
-        return _now() + (max(seconds) if seconds else self._call_deadline)
+        return max(seconds) if seconds else self._call_deadline
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+@cache
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    """Returns the signature of an endpoint; reading it takes longer than a call."""
+    return inspect.signature(method)

@@ -106,14 +106,16 @@ class Supervisor:
         self.instances: dict[str, RunningInstance] = {}
         self.all_started = asyncio.Event()
         self._slots = slots
+        self._died_since_progress: dict[str, WorkerSlot] = {}
         self._connect = connect
         self._emit = emit
         self._resume = resume
 
     def progressed(self) -> None:
         """Notes a finished group: the earlier deaths do not keep the run from going on."""
-        for slot in self._slots:
+        for slot in self._died_since_progress.values():
             slot.deaths.since_progress = 0
+        self._died_since_progress.clear()
 
     def kill(self, instance: str) -> None:
         """Kills this instance if it still runs; its worker is restarted."""
@@ -180,7 +182,7 @@ class Supervisor:
                 slot.worker.connected(spec.instance, connection.channels)
                 self._emit(WorkerStarted(spec.service, spec.instance))
                 slot.was_started = True
-                if all(each.was_started for each in self._slots):
+                if not self.all_started.is_set() and all(each.was_started for each in self._slots):
                     self.all_started.set()
                 await connection.lost.wait()
                 raise PeerLost(connection.reason)
@@ -194,6 +196,7 @@ class Supervisor:
         """Keeps new calls from this instance, before its outstanding calls fail and are repeated elsewhere."""
         slot, spec = running.slot, running.spec
         if slot.deaths.count(spec.instance, asyncio.get_running_loop().time()):
+            self._died_since_progress[slot.worker.name] = slot
             slot.worker.lost(reason, restarting=slot.restart and slot.deaths.pause is not None)
             self._emit(WorkerLost(spec.service, spec.instance, reason))
 

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,8 +22,12 @@ SHARED_MEMORY = Path("/dev/shm")
 SHARED_SCHEME = "shm://"
 """Begins the address of a segment, before its name."""
 
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
-"""The owner maps all pages at once where the kernel can; else the first write of a page costs five times a copy."""
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE: maps pages for writing at once, since Linux 5.14; else each is mapped at its first write, which
+costs five times a copy."""
+
+_NO_RESERVE = 0x4000
+"""MAP_NORESERVE of Linux: addresses of private memory take no memory before they are written."""
 
 TWO_THREAD_BYTES = 8 * 2**20
 """Size from which copying in two threads pays: less is copied faster than another thread wakes up."""
@@ -50,38 +54,63 @@ def _checked(name: str) -> str:
 
 
 class Segment:
-    """Mapped memory of fixed size: the file at `path`, or, without a path, memory of this process alone."""
+    """Mapped memory: the file at `path`, or, without a path, memory of this process alone.
 
-    def __init__(self, path: Path | None, descriptor: int, size: int, writable: bool) -> None:
+    size: bytes that can be addressed. allocated: bytes of them that exist and may be touched; only the process that
+    made the segment can `grow` it. It goes with its last view, even if it is not closed.
+    """
+
+    def __init__(
+        self, path: Path | None, mapped: mmap.mmap, descriptor: int = -1, allocated: int | None = None
+    ) -> None:
         self.path = path
-        self.size = size
+        self.size = len(mapped)
+        self.allocated = self.size if allocated is None else allocated
+        self._map = mapped
         self._descriptor = descriptor
-        flags = mmap.MAP_SHARED | (_POPULATE if writable and path else 0)
-        self._map = mmap.mmap(descriptor, size, flags, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
 
     @classmethod
     def private(cls, size: int) -> Self:
         """Makes memory of this process alone: the twin of a file. Pages are allocated when they are first written."""
-        return cls(None, -1, size, writable=True)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        return cls(None, mmap.mmap(-1, size, flags), allocated=size)
 
     @classmethod
-    def create(cls, name: str, size: int, directory: Path = SHARED_MEMORY) -> Self:
-        """Makes a segment of `size` bytes, readable by this user only, writable here. All its memory is allocated at
-        once, because a lack of memory later is a SIGBUS. Raises ArenaFull when there is too little, FileExistsError
-        when the name exists."""
+    def create(cls, name: str, size: int, directory: Path = SHARED_MEMORY, *, allocated: int | None = None) -> Self:
+        """Makes a segment of `size` bytes, readable by this user only, writable here. The first `allocated` bytes, all
+        by default, are allocated now, because a lack of memory later is a SIGBUS; `grow` allocates more. Raises
+        ArenaFull when there is too little, FileExistsError when the name exists."""
         path = directory / _checked(name)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with ExitStack() as undo:
+            undo.callback(path.unlink)
+            undo.callback(os.close, descriptor)
+            # All addresses are mapped now, and the file ends at what is allocated: nothing moves when it grows.
+            try:
+                os.ftruncate(descriptor, size)
+                segment = cls(path, mmap.mmap(descriptor, size), descriptor, allocated=0)
+                os.ftruncate(descriptor, 0)
+            except OSError as error:
+                raise _too_little(directory, size, error) from error
+            segment.grow(size if allocated is None else allocated)
+            undo.pop_all()
+        return segment
+
+    def grow(self, end: int) -> None:
+        """Allocates the bytes up to `end`. Raises ArenaFull when there is too little memory; then all is as before."""
+        assert end <= self.size
+        if self.path is None or end <= self.allocated:
+            return
+        start = self.allocated
         try:
-            os.posix_fallocate(descriptor, 0, size)
-            return cls(path, descriptor, size, writable=True)
+            os.posix_fallocate(self._descriptor, start, end - start)
         except OSError as error:
-            os.close(descriptor)
-            path.unlink()
-            free = shutil.disk_usage(directory).free
-            raise ArenaFull(
-                f"{directory} has no room for {size / 2**20:.1f} MB ({free / 2**20:.1f} MB are free): "
-                f"{error.strerror}. In docker, give it more with --shm-size"
-            ) from error
+            os.ftruncate(self._descriptor, start)
+            raise _too_little(self.path.parent, end - start, error) from error
+        self.allocated = end
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        with suppress(OSError, ValueError):
+            self._map.madvise(_POPULATE_WRITE, first, end - first)
 
     @classmethod
     def open(cls, name: str, *, directory: Path = SHARED_MEMORY) -> Self:
@@ -89,15 +118,19 @@ class Segment:
         path = directory / _checked(name)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            return cls(path, descriptor, os.fstat(descriptor).st_size, writable=False)
-        except (OSError, ValueError):
+            return cls(path, mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ))
+        finally:
             os.close(descriptor)
-            raise
+
+    def remapped(self) -> "Segment":
+        """Maps the same file again, as long as it is now. Raises FileNotFoundError when it is gone."""
+        assert self.path is not None, "memory of this process does not grow"
+        return Segment.open(self.path.name, directory=self.path.parent)
 
     @property
     def unlinked(self) -> bool:
         """Returns whether its name is gone: the owner has closed it, or died and was cleaned up."""
-        return os.fstat(self._descriptor).st_nlink == 0
+        return self.path is not None and not self.path.exists()
 
     @property
     def buffer(self) -> memoryview:
@@ -105,17 +138,25 @@ class Segment:
 
     def close(self) -> None:
         """Unmaps the file; memory with views, and memory of this process alone, goes with its last view."""
-        if self._descriptor < 0:
-            return
-        os.close(self._descriptor)
-        self._descriptor = -1
-        with suppress(BufferError):
-            self._map.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self.path is not None:
+            with suppress(BufferError):
+                self._map.close()
 
     def unlink(self) -> None:
         """Removes the name; processes that have it mapped keep the memory."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+
+
+def _too_little(directory: Path, size: int, error: OSError) -> ArenaFull:
+    free = shutil.disk_usage(directory).free
+    return ArenaFull(
+        f"{directory} has no room for {size / 2**20:.1f} MB more ({free / 2**20:.1f} MB are free): {error.strerror}. "
+        "In docker, give it more with --shm-size"
+    )
 
 
 def copy_in_two_threads(target: NDArray[Any], source: NDArray[Any]) -> None:

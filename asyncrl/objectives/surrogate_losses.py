@@ -15,6 +15,9 @@ from asyncrl.objectives.ragged import Ragged
 Aggregation = Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"]
 Reduce = Callable[[Tensor], Tensor]
 """An element-wise reduction over all ranks."""
+FURTHEST = 20.0
+"""Bound of log ratios, in nats, on both sides: a ratio of 5e8 is far beyond every bound of a loss, while float32
+overflows at 88, and one such token would leave the whole update without a finite loss. verl has the same bound."""
 HALVINGS = 60
 """Bisection steps: 60 halvings reach the resolution of float64."""
 
@@ -38,7 +41,9 @@ def clipped_loss(
 
     Sources: the group-relative objective of DeepSeekMath (arXiv 2402.03300, eq. 3) over PPO's clipped surrogate
     (arXiv 1707.06347, eq. 7), with separate bounds below and above (DAPO, arXiv 2503.14476, section 3.1).
-    dual_clip: c > 1; for A < 0 the objective is max(min(r A, clip(r) A), c A) (dual-clip PPO, arXiv 1912.09729).
+    dual_clip: c > 1; for A < 0 the objective is max(min(r A, clip(r) A), c A) (dual-clip PPO, Ye et al. 2020, arXiv
+    1912.09729, eq. 5, with c = 3). Without it the term of one stale token that has become likelier grows with its ratio
+    and no bound holds it: min takes r A, not the clipped part.
     """
     ratio = log_ratio.exp()
     terms = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -50,12 +55,12 @@ def clipped_loss(
 
 
 def log_ratio(current: Tensor, old: Tensor) -> Tensor:
-    """Returns log(current / old), the ratio that the loss clips; only `current` carries the gradient.
+    """Returns log(current / old), held within FURTHEST: the ratio that the loss clips. Only `current` has a gradient.
 
     Sources: with `behaviour` as old policy PPO (arXiv 1707.06347, eq. 6); with `proximal` and a weight for proximal /
     behaviour the decoupled objective (arXiv 2110.00641; for asynchronous training AReaL, arXiv 2505.24298).
     """
-    return current - old.detach()
+    return (current - old.detach()).clamp(-FURTHEST, FURTHEST)
 
 
 def sequence_log_ratio(log_ratio: Tensor, ragged: Ragged) -> Tensor:

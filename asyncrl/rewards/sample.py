@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Awaitable, Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,8 +43,8 @@ class MissingColumn(KeyError):
 
 
 def with_columns(sample: Sample) -> Sample:
-    """Returns a copy of the sample whose row is `Columns`."""
-    return replace(sample, row=Columns(sample.row))
+    """Returns a copy of the sample whose row is `Columns`, of which a function may change any part."""
+    return replace(sample, row=Columns(deepcopy(dict(sample.row))))
 
 
 def missing_column(name: str, row: Mapping[str, Any]) -> str:

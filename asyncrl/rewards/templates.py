@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from asyncrl.config.user_code import suggestion
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.number_parser import last_number
 from asyncrl.rewards.sample import OfSample, Sample, missing_column
-
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def exact_match(column: str = "answer", ignore_case: bool = False) -> OfSample:
@@ -30,12 +29,27 @@ def regex_format(pattern: str) -> OfSample:
 
 
 def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
-    """Gives 1 if the last number of the completion is the row's `column`, within `tolerance` (relative above 1)."""
+    """Gives 1 if the last number of the completion is the row's `column`, within `tolerance` (relative above 1).
+
+    What may mean several things is no number and gives 0, whatever stands before it; in the row it is an error.
+    The number is what the last `\\boxed{}` holds, if there is one, else the last word with a digit.
+
+    - A point is the decimal mark. Groups of three are thousands: 1,234.5, 1'234, 1_234, 1\\,234, and 1 234 with a thin
+      or non-breaking space. 1.234,5 has both marks and is 1234.5; 1,2 and 0,5 and 1.234.567 are no numbers.
+    - A sign stands directly before a number, or with a space behind `=`. Minus signs of Unicode are minus signs.
+    - 3/4, \\frac{3}{4}, ¾ and 1 3/4 are fractions. 1e3, 1.5E-4, 2 x 10^3 and 10^3 are powers of ten; 2^3 is no number.
+    - Percent, currencies and units leave the number what it is: 50%, $50, 50 km and 50km are 50. Words from `hundred`
+      to `trillion` and `dozen` multiply it; 50k and 50M are no numbers.
+    - Ranges, lists, tuples, choices (3 or 4), expressions (7-3, x + 1), bounds (> 5), dates, times, versions, names
+      with digits (GPT-4) and numbers of items in a list are no numbers.
+    """
 
     def reward(sample: Sample) -> float:
         wanted, given = last_number(str(_column(sample, column))), last_number(sample.text)
         if wanted is None:
-            raise RewardError(f"the row's {column} holds no number: {_column(sample, column)!r}")
+            raise RewardError(
+                f"the row's {column} holds no number, or one that may mean several things: {_column(sample, column)!r}"
+            )
         return float(given is not None and abs(given - wanted) <= tolerance * max(1.0, abs(wanted)))
 
     return reward
@@ -89,12 +103,6 @@ def reasoning_gym(pattern: str = "") -> OfSample:
 TEMPLATES: dict[str, Callable[..., OfSample]] = {
     made.__name__: made for made in (exact_match, regex_format, numeric, length, repetition, reasoning_gym)
 }
-
-
-def last_number(text: str) -> float | None:
-    """Returns the last number in a text; commas between digits are ignored."""
-    found = NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
 
 
 def _column(sample: Sample, name: str) -> Any:

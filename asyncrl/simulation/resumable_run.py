@@ -1,13 +1,13 @@
 """The parts that both simulators share: the sizes of a run, and a controller that resumes its newest checkpoint."""
 
-import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
+from asyncrl.concurrency import running_beside
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.config.schema import Config, FleetConfig, GenerationConfig, ModelConfig, TaskConfig
+from asyncrl.config.schema import Config, GenerationConfig, ModelConfig, TaskConfig
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
@@ -15,7 +15,6 @@ from asyncrl.controller.journal.checkpoints import commit, plan_resume, resume
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event
-from asyncrl.errors import root_cause
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, greedy_baseline, group_baseline, plain_rewards
 from asyncrl.protocols.service_contracts import Training
@@ -47,6 +46,7 @@ class RunShape:
     checkpoint_every: int = 1
     need_signal: bool = False
     greedy: bool = False
+    admission: Literal["adaptive", "full"] = "adaptive"
     max_new_tokens: int = 4096
 
     @property
@@ -57,7 +57,7 @@ class RunShape:
     @property
     def gate(self) -> GateConfig:
         sizes = self.groups, self.members, self.limit, self.policy, self.all_slots, self.cut_at
-        return GateConfig(*sizes, 1 if self.greedy else 2, self.need_signal, self.greedy)
+        return GateConfig(*sizes, 1 if self.greedy else 2, self.need_signal, self.greedy, self.admission)
 
     @property
     def enforced_limit(self) -> int | None:
@@ -87,7 +87,7 @@ class ResumableRun:
         self.incarnation = plan.incarnation if plan else 0
         self.journal = resume(store, plan) if plan else Journal(store)
         self.gate = gate_class(shape.gate, plan.version, plan.ledger.next_group) if plan else gate_class(shape.gate)
-        for group in plan.ledger.groups.values() if plan else ():
+        for group in self.journal.ledger.groups.values():
             self.gate.restore(group)
         self.committed = plan.version if plan else -1
         self.invariants = Invariants(self.gate, self.journal, check_trainer, thorough=thorough)
@@ -100,7 +100,7 @@ class ResumableRun:
         observe: Callable[[Event], None],
         kill: Callable[[str], None] = lambda instance: None,
     ) -> None:
-        """Makes the controller. deadline: of a group, in seconds. kill: kills a reader that holds on to weights."""
+        """Makes the controller. deadline: of a sample, in seconds. kill: kills a reader that holds on to weights."""
         shape = self._shape
         self._algorithm, advantages = _algorithm(fleet, shape.greedy)
         self.training = fleet.training
@@ -116,7 +116,6 @@ class ResumableRun:
                 model=ModelConfig(name="none"),
                 task=TaskConfig(prompts="none"),
                 generation=GenerationConfig(max_new_tokens=shape.max_new_tokens, deadline=deadline),
-                fleet=FleetConfig(call_deadline=deadline),
             ),
             advantages=advantages,
             between=self._between,
@@ -129,16 +128,10 @@ class ResumableRun:
 
         Raises the first error of the controller or of a watch, and AssertionError when an invariant does not hold.
         """
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                beside = [tasks.create_task(watch, name=name) for name, watch in watches.items()]
-                await self.controller.run(self._algorithm)
-                if self.gate.version > self.committed:
-                    await self.commit(self.gate.version)
-                for task in beside:
-                    task.cancel()
-        except BaseExceptionGroup as errors:
-            raise root_cause(errors) from None
+        async with running_beside(watches):
+            await self.controller.run(self._algorithm)
+            if self.gate.version > self.committed:
+                await self.commit(self.gate.version)
         self.invariants.check()
 
     async def _between(self, version: int) -> None:

@@ -7,23 +7,25 @@
 
 import asyncio
 import random
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
+
+import numpy as np
 
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.ledger import AttemptStarted, Dropped
 from asyncrl.controller.journal.run_storage import MemoryStore
-from asyncrl.controller.observers.events import Event, SampleScored, StepLost
+from asyncrl.controller.observers.events import Event, SampleScored, StepBegan, StepLost
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.staleness import live
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.critic import FakeCritic
-from asyncrl.simulation.fakes.fake_service import FakeService
+from asyncrl.simulation.fakes.fake_service import FakeService, Pace, steady
 from asyncrl.simulation.fakes.generation import FakeGeneration, Lengths, stragglers
-from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
+from asyncrl.simulation.fakes.scoring import MANY, FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from asyncrl.simulation.resumable_run import ResumableRun, RunShape
 
@@ -52,7 +54,8 @@ class Scenario(RunShape):
 
     reference, critic: delay of a call, None without the service. The algorithm is GRPO; ReMax with `greedy`; PPO with a
     critic; Safe RLHF if it is also `constrained`, with a cost service and a cost critic as slow as reward and critic.
-    thorough: compare gate and journal after every event instead of after every step.
+    reward_calls: calls that the reward service works on at one time. pace: by how much longer the work of a service
+    takes, by its name. thorough: compare gate and journal after every event instead of after every step.
     """
 
     groups: int = 8
@@ -66,6 +69,7 @@ class Scenario(RunShape):
     token_time: float = 0.1
     cost: StepCost = field(default_factory=lambda: StepCost(4.0))
     reward_delay: float = 0.1
+    reward_calls: int = MANY
     reference: float | None = None
     critic: float | None = None
     constrained: bool = False
@@ -73,6 +77,7 @@ class Scenario(RunShape):
     deadline: float = 1e6
     thorough: bool = True
     gate_class: type[Gate] = Gate
+    pace: Mapping[str, Pace] = field(default_factory=dict)
 
 
 @dataclass
@@ -82,7 +87,8 @@ class SimulationResult:
     digest: hash of every event with its time, and of the journal. idle: share of the time in which the trainer had no
     batch to train. generating: seconds of all generation slots. lengths: tokens of each (group, member) that left the
     engine. live: tokens within the limit of each sample that was trained; in_loss: tokens in the loss, older ones
-    included. dropped: reason of each dropped sample. deaths: how often the run was resumed.
+    included. dropped: reason of each dropped sample. deaths: how often the run was resumed. staleness: mean
+    of the tokens in the loss, by version of the trainer. in_flight: samples when each step begins.
     """
 
     seconds: float = 0.0
@@ -97,6 +103,8 @@ class SimulationResult:
     dropped: dict[tuple[int, int], str] = field(default_factory=dict)
     attempts_failed: int = 0
     deaths: int = 0
+    staleness: dict[int, float] = field(default_factory=dict)
+    in_flight: list[int] = field(default_factory=list)
 
     @property
     def live_tokens(self) -> int:
@@ -121,13 +129,14 @@ class SimulatedRun(ResumableRun):
         self.life = life
         self.result = SimulationResult(deaths=life)
         self._events = sha256()
+        self._trained_before = self.journal.ledger.trained
         self.make_controller(self._make_services(), scenario.deadline, self._observe)
         self.controller.worker_lives("generation", self.generation.instance)
 
     def _make_services(self) -> Fleet:
         scenario = self.scenario
         self.generation = FakeGeneration(scenario.slots, scenario.token_time, scenario.lengths, scenario.flip_time)
-        self.reward = FakeReward(scenario.reward_delay, scenario.unscorable)
+        self.reward = FakeReward(scenario.reward_delay, scenario.unscorable, at_once=scenario.reward_calls)
         self.reference = cost = None
         self.owners: list[FakeService] = [self.generation]
         if scenario.reference is not None:
@@ -143,6 +152,9 @@ class SimulatedRun(ResumableRun):
         for critic in critics:
             critic.read_from(self.owners)
         training = FakeTraining(scenario.cost, scenario.enforced_limit, self.owners, scenario.seed)
+        paced: tuple[FakeService, ...] = (self.generation, self.reward, training)
+        for service in paced:
+            service.pace = scenario.pace.get(service.service, steady)
         if self.plan is not None:
             for service in (*self.owners, training):
                 service.incarnation = self.plan.incarnation
@@ -166,6 +178,8 @@ class SimulatedRun(ResumableRun):
                 result.attempts_failed += 1
             case StepLost():
                 result.steps_lost += 1
+            case StepBegan():
+                result.in_flight.append(self.gate.in_flight)
         self.invariants.observe(event)
 
     async def run(self) -> SimulationResult:
@@ -215,6 +229,8 @@ class SimulatedRun(ResumableRun):
     def _check_training(self) -> None:
         training = self.training
         assert len(training.trained) == training.samples_trained, "a sample was trained twice"
+        journaled = self.journal.ledger.trained - self._trained_before
+        assert journaled == training.samples_trained, "the journal's `trained` is not what entered the loss"
         if self.scenario.policy != "admit":
             assert training.oldest <= self.scenario.limit, "a token over the limit is in the loss"
 
@@ -236,11 +252,20 @@ class SimulatedRun(ResumableRun):
         result.idle = 1.0 - (training.busy + training.blocked) / result.seconds
         result.generating = self.generation.busy
         result.in_loss = training.in_loss
+        result.staleness = {version: float(np.mean(ages)) for version, ages in self._ages_in_loss().items()}
         result.live = {
             key: int(live(stamps, version, self.scenario.limit).sum())
             for key, (stamps, version) in training.trained.items()
         }
         return result
+
+    def _ages_in_loss(self) -> dict[int, list[int]]:
+        """Returns the staleness of each token in the loss, by version of the trainer."""
+        ages: dict[int, list[int]] = {}
+        for stamps, version in self.training.trained.values():
+            limit = version if self.scenario.enforced_limit is None else self.scenario.limit
+            ages.setdefault(version, []).extend((version - stamps[live(stamps, version, limit)]).tolist())
+        return {version: known for version, known in ages.items() if known}
 
 
 def simulate(scenario: Scenario) -> SimulationResult:

@@ -1,8 +1,8 @@
 """An asyncio event loop on virtual time: when nothing is ready, its clock jumps to the next timer.
 
 `asyncio.sleep`, `asyncio.timeout` and `loop.time()` work unchanged. Hours of a fleet pass in milliseconds, in the same
-way each time. The code must use no threads, processes or remote sockets: a loop that only they could wake looks like a
-deadlock.
+way each time. What runs in a thread elsewhere runs here at once, in no time. The code must use no other threads, no
+processes and no remote sockets: a loop that only they could wake looks like a deadlock.
 """
 
 import asyncio
@@ -74,6 +74,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now
 
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, function: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        """Calls the function in a task of this loop, so that no thread decides what happens when."""
+
+        async def call() -> T:
+            return function(*args)
+
+        return self.create_task(call(), name="thread")
+
     def skip(self, seconds: float) -> None:
         """Lets time pass while nothing runs, as when the clock jumps or a slow disk blocks the thread."""
         self._now += seconds
@@ -99,8 +109,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return ", ".join(sorted(found)) or "no task"
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[Any, Any, T], loop_factory: Callable[[], VirtualLoop] = VirtualLoop) -> T:
     """Runs `main` on a new virtual loop, as `asyncio.run` does on a real one. Raises Deadlock when nothing can run any
     more before `main` is done, and Livelock."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(main)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncrl.errors import TaskError
+from asyncrl.protocols.prompt_row import PromptRow
 
 Messages = str | list[dict[str, Any]]
 OTHER_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "messages", "text")
@@ -21,7 +22,7 @@ class Row(NamedTuple):
     """One row. prompt: text or chat messages. columns: the row in plain values; rewards get it as `sample.row`."""
 
     prompt: Messages
-    columns: dict[str, Any]
+    columns: PromptRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +57,7 @@ class Prompts:
                 f'{where}: a prompt is text that is not empty, or a list of {{"role": ..., "content": ...}}, not all '
                 f"empty; this is {repr(columns['prompt'])[:200]}"
             )
-        return Row(self._with_system(columns["prompt"], where), columns)
+        return Row(self._with_system(columns["prompt"], where), PromptRow(columns))
 
     def first(self, count: int) -> list[tuple[Messages, dict[str, Any]]]:
         """Returns up to `count` rows from the beginning."""

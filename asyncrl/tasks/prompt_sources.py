@@ -4,9 +4,11 @@ import csv
 import inspect
 import io
 import json
+import re
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
@@ -41,7 +43,19 @@ def held_out_prompts(config: Config, given: str | Rows | None = None) -> Prompts
         return None
     options = {"size": config.evaluate.size, "seed": HELD_OUT_SEED, **config.evaluate.options}
     spec = config.evaluate.prompts if given is None else given
-    return load_prompts(spec, options, config.task.system, held_out=True)
+    with _mistakes_of("evaluate"):
+        return load_prompts(spec, options, config.task.system, held_out=True)
+
+
+@contextmanager
+def _mistakes_of(section: str) -> Iterator[None]:
+    """Names the keys of this section in mistakes, where readers name those of the section `task`."""
+    try:
+        yield
+    except (TaskError, ConfigError) as error:
+        text = re.sub(r"\btask\.(prompts|options)\b", rf"{section}.\1", str(error))
+        key = f"{section}.prompts"
+        raise TaskError(text if text.startswith(f"{section}.") else f"{key}: {text}") from error.__cause__
 
 
 def load_prompts(

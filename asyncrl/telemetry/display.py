@@ -1,18 +1,20 @@
 """Shows a running run: a live view on a terminal, one line per step when the output is piped."""
 
 import sys
+import termios
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Self, TextIO
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+from structlog.typing import FilteringBoundLogger
 
 from asyncrl.telemetry.samples_file import SampleRecord
 
@@ -30,7 +32,8 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("staleness/mean", "staleness", ".2f"),
     ("staleness/max", "oldest", ".0f"),
     ("mask/stale_fraction", "masked", ".1%"),
-    ("policy/kl_rollout_train", "kl", ".2g"),
+    ("policy/kl_rollout_train", "kl to engine", ".2g"),
+    ("policy/kl_reference", "kl to reference", ".2g"),
     ("policy/clip_frac", "clipped", ".1%"),
     ("grad_norm", "gradient", ".2g"),
 )
@@ -51,12 +54,44 @@ class Display(AbstractContextManager["Display", None]):
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
         """Shows a finished step; `sample` is one of those it trained."""
 
+    @abstractmethod
+    def progress(self, text: str) -> None:
+        """Shows what the run does between two steps."""
+
+    def note(self, event: str, **fields: str) -> None:
+        """Takes what happened for a log; nothing of it is shown."""
+
 
 def open_display(steps: int, stream: TextIO | None = None) -> Display:
     """Returns the live view if `stream` (standard output) is a terminal, else lines. steps: of the whole run."""
     stream = stream or sys.stdout
     console = Console(file=stream)
     return LiveDisplay(console, steps) if console.is_terminal else LineDisplay(stream, steps)
+
+
+class LoggedDisplay(Display):
+    """Shows everything on another display, and writes what stays into the controller's log."""
+
+    def __init__(self, display: Display, log: FilteringBoundLogger) -> None:
+        self._display = display
+        self._log = log
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves the other display as it is."""
+
+    def say(self, text: str) -> None:
+        self._display.say(text)
+        self.note("said", text=text)
+
+    def note(self, event: str, **fields: str) -> None:
+        with suppress(OSError):  # A full disk ends the run where data is written; its message comes through here.
+            self._log.info(event, **fields)
+
+    def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
+        self._display.step(metrics, sample)
+
+    def progress(self, text: str) -> None:
+        self._display.progress(text)
 
 
 class LineDisplay(Display):
@@ -77,7 +112,7 @@ class LineDisplay(Display):
             return
         try:
             print(text, file=self._stream, flush=True)
-        except BrokenPipeError:  # The reader, e.g. `| head`, has ended; the run goes on without output.
+        except OSError:  # The reader, e.g. `| head` or a terminal, has gone; the run goes on without output.
             self._reader_gone = True
 
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
@@ -85,6 +120,9 @@ class LineDisplay(Display):
             numbers = "  ".join(f"{name} {number}" for name, number in shown(metrics))
             text = f"{numbers}{self._left(int(metrics['step']))}"
         self.say(f"step {metrics['step']}/{self._steps}  {text}")
+
+    def progress(self, text: str) -> None:
+        self.say(text)
 
     def _left(self, step: int) -> str:
         """Estimates the time left from the pace since the first step shown, which in a resumed run is not step 1."""
@@ -112,17 +150,34 @@ class LiveDisplay(Display):
             expand=True,
         )
         self._bar = self._progress.add_task("steps", total=steps)
+        self._last_step: list[RenderableType] = []
+        self._terminal_is_gone = False
+        self._echo: list[Any] | None = None
         self._live = Live(self._progress, console=console, refresh_per_second=4)
 
     def __enter__(self) -> Self:
+        self._echo = _hide_control_characters()
         self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live.stop()
+        with self._while_there_is_a_terminal():
+            self._live.stop()
+        _set_terminal(self._echo)
+
+    @contextmanager
+    def _while_there_is_a_terminal(self) -> Iterator[None]:
+        """Ends the output when the terminal was closed; the run ends in order."""
+        try:
+            yield
+        except OSError:
+            self._terminal_is_gone = True
 
     def say(self, text: str) -> None:
-        self._live.console.print(Text(text))
+        if self._terminal_is_gone:
+            return
+        with self._while_there_is_a_terminal():
+            self._live.console.print(Text(text), soft_wrap=True)  # A command that is printed can be copied.
 
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
         self._progress.update(self._bar, completed=int(metrics["version"]))
@@ -133,7 +188,32 @@ class LiveDisplay(Display):
         for start in range(0, len(pairs), 4):
             table.add_row(*pairs[start : start + 4])
         panels = [] if sample is None else [sample_panel(sample, SHOWN_CHARACTERS)]
-        self._live.update(Group(self._progress, table, *panels))
+        self._last_step = [table, *panels]
+        self.progress("")
+
+    def progress(self, text: str) -> None:
+        if self._terminal_is_gone:
+            return
+        between = [Text(text, "dim")] if text else []
+        with self._while_there_is_a_terminal():
+            self._live.update(Group(self._progress, *between, *self._last_step))
+
+
+def _hide_control_characters() -> list[Any] | None:
+    """Keeps the terminal from echoing ^C, which would shift the live view by a line and leave a part of it behind.
+    Returns the settings before; None where the input is no terminal."""
+    try:
+        before = termios.tcgetattr(sys.stdin)
+    except (termios.error, ValueError, OSError, AttributeError):  # A pipe, a closed or a replaced input.
+        return None
+    _set_terminal([*before[:3], before[3] & ~termios.ECHOCTL, *before[4:]])
+    return before
+
+
+def _set_terminal(settings: list[Any] | None) -> None:
+    if settings is not None:
+        with suppress(termios.error, OSError):  # The terminal was closed.
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, settings)
 
 
 def skipped(metrics: Metrics) -> str:

@@ -22,8 +22,9 @@ class RunDirectory:
     """Paths of one run.
 
     config.toml: as used; journal; checkpoints/V/; model/: what the run starts from; metrics.jsonl, samples.jsonl,
-    evaluations.jsonl; fleet.json; logs/; trace.json.gz; run.lock; run.id: 8 hex digits, which copies of the directory
-    keep; run.start: name of the last start (fleet/leftover_cleanup.py).
+    evaluations.jsonl; fleet.json; logs/; sources/: copies of prompts and code (source_copies.py); trace.json.gz;
+    run.lock; run.id: 8 hex digits, which copies of the directory keep; run.start: name of the
+    last start (fleet/leftover_cleanup.py).
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,6 +38,7 @@ class RunDirectory:
         self.evaluations = path / "evaluations.jsonl"
         self.start = path / "run.start"
         self.logs = path / "logs"
+        self.sources = path / "sources"
 
     @property
     def started_before(self) -> bool:

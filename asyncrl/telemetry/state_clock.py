@@ -1,4 +1,10 @@
-"""Books a worker's time under exclusive states, whose seconds add up to wall clock."""
+"""Books a worker's time under exclusive states, and measures what is left over.
+
+    | busy ......... | gap | starved .... | gap | busy ...        a state ends when a switch is asked for, and the next
+                                                                  one begins when the switch is made
+
+The gaps, in which a thread waits for a lock or the interpreter or is descheduled, belong to no state.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,8 +19,9 @@ class StateClock:
     """Books every second of one thread of work (a worker's compute thread) under exactly one state.
 
     busy: computing; starved: no input; blocked: held back by the gate; sync: exchanging weights or gradients, the wait
-    for other workers included; overhead: bookkeeping. Time before the first `enter` is `unaccounted`. Methods may be
-    called from any thread. now: a monotonic clock in seconds.
+    for other workers included; overhead: bookkeeping. What is left of the wall clock is `unaccounted`: the gaps at
+    switches, and the time before the first `enter`. Methods may be called from any thread. now: a monotonic clock in
+    seconds.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -27,49 +34,63 @@ class StateClock:
         self._idle_state: State = "starved"
         self._idle = False
 
-    def enter(self, state: State) -> None:
-        """Books time from now on as `state`."""
+    def time(self) -> float:
+        return self._now()
+
+    def enter(self, state: State, left: float | None = None) -> None:
+        """Books time from now on as `state`. left: when the state before ended; default: at this call."""
+        left = self._now() if left is None else left
         with self._lock:
-            self._switch(state, idle=False)
+            self._switch(state, left, idle=False)
 
     @contextmanager
     def state(self, state: State) -> Iterator[None]:
         """Books the block as `state`, and time after it as the state before."""
+        left = self._now()
         with self._lock:
             before = self.current
             was_idle = self._idle
-            self._switch(state, idle=False)
+            self._switch(state, left, idle=False)
         try:
             yield
         finally:
+            left = self._now()
             with self._lock:
-                self._switch(self._idle_state if was_idle else before, idle=was_idle)
+                self._switch(self._idle_state if was_idle else before, left, idle=was_idle)
 
-    def idle(self) -> None:
-        """Books time from now on as idle: `starved` or `blocked`, whichever `idle_because` named last."""
+    def idle(self, left: float | None = None) -> None:
+        """Books time from now on as idle: `starved` or `blocked`, whichever `idle_because` named last. left: as in
+        `enter`."""
+        left = self._now() if left is None else left
         with self._lock:
-            self._switch(self._idle_state, idle=True)
+            self._switch(self._idle_state, left, idle=True)
 
     def idle_because(self, state: State) -> None:
         """Books idle time from now on, the present idle time included, as `starved` or `blocked`."""
+        left = self._now()
         with self._lock:
             self._idle_state = state
             if self._idle:
-                self._switch(state, idle=True)
+                self._switch(state, left, idle=True)
 
     def spent(self) -> tuple[float, dict[str, float]]:
         """Returns the seconds since the clock was made, and those by state, the present state included, all read
         at the same instant: a thread that is descheduled in between would appear as unaccounted time."""
         with self._lock:
-            self._switch(self.current, idle=self._idle)
+            now = self._now()
+            self._book(now)
+            self._since = now
             return self._since - self._started, {str(state): seconds for state, seconds in self._seconds.items()}
 
-    def _switch(self, state: State | None, *, idle: bool) -> None:
+    def _switch(self, state: State | None, left: float, *, idle: bool) -> None:
         if state is not None and state not in self._seconds:
             raise ValueError(f"{state!r} is no state of a worker's time; the states are {', '.join(STATES)}")
-        now = self._now()
-        if self.current is not None:
-            self._seconds[self.current] += now - self._since
-        self._since = now
+        self._book(left)
         self.current = state
         self._idle = idle
+        self._since = self._now()
+
+    def _book(self, until: float) -> None:
+        """Adds the time of the present state; nothing, if another thread has begun it after `until`."""
+        if self.current is not None:
+            self._seconds[self.current] += max(0.0, until - self._since)

@@ -38,7 +38,7 @@ from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data.row_reader import RowReader
-from asyncrl.lanes.data.row_store import RowStore, bytes_of_slot
+from asyncrl.lanes.data.row_store import RowStore, bytes_of_row
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef
 from asyncrl.protocols.distribute_collect import DP_PROTO, ONE_OF, ONE_TO_ALL
@@ -50,7 +50,8 @@ ROW = ("ids", "logp", "mask", "versions")
 """Columns of a rollout batch that hold a value per token; the others hold a value per sample."""
 SMALL = 2**20
 SLOT = 1024
-"""Bytes of a slot in the store of a worker that makes no rows."""
+"""Bytes of a row in the store of a worker that makes none."""
+PART = bytes_of_row({"data": (np.dtype(np.uint8), LARGE // RANKS)})
 
 
 # ---- worker processes ------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ class EchoService(Service, Echo):
         self._last: list[Place] = []
 
     async def start(self) -> None:
-        self.rows = self.context.open_rows(2, self.context.spec.options["slot_bytes"])
+        self.rows = self.context.open_rows(2, self.context.spec.options["row_bytes"])
 
     async def echo(self, payload: bytes) -> bytes:
         return payload
@@ -164,8 +165,14 @@ async def _echo_fleet(folder: Path) -> AsyncIterator[RunningFleet]:
     facts = RunFacts(secrets.token_hex(4), run_dir, run_dir, 0, "none", config)
     service = f"{__name__}:EchoService"
     specs = [
-        ServiceSpec("one", Echo, service, options={"slot_bytes": SLOT}),
-        ServiceSpec("all", Echo, service, layout=Layout(dp=RANKS), options={"slot_bytes": LARGE // RANKS}),
+        ServiceSpec("one", Echo, service, options={"row_bytes": SLOT}),
+        ServiceSpec(
+            "all",
+            Echo,
+            service,
+            layout=Layout(dp=RANKS),
+            options={"row_bytes": bytes_of_row({"data": (np.dtype(np.uint8), LARGE // RANKS)})},
+        ),
     ]
     with LocalLauncher(run=facts.run) as launcher:
         async with running_fleet(specs, facts, launcher=launcher) as running:
@@ -185,7 +192,7 @@ class AsyncrlCalls:
         self._large = np.ones(LARGE, np.uint8)
 
         def store(name: str, slots: int, row: dict[str, Array]) -> RowStore:
-            size = bytes_of_slot({column: (values.dtype, len(values)) for column, values in row.items()})
+            size = bytes_of_row({column: (values.dtype, len(values)) for column, values in row.items()})
             made = RowStore.shared(segment_name(shared.facts.run, shared.facts.incarnation, name, "rows"), slots, size)
             scope.callback(made.close)
             return made

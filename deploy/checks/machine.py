@@ -95,10 +95,18 @@ def shared_memory_check(need: int = 0, folder: Path = SHARED_MEMORY) -> Check:
         remedy = "mount a tmpfs there; without it rows travel as frames and weights cannot be shared"
         return Check(str(folder), "bad", "is not there", remedy)
     state = os.statvfs(folder)
-    free, size = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
+    free, size = free_shared_memory(folder), state.f_blocks * state.f_frsize
     needed = f", about {size_text(need)} needed" if need else ""
     more = "give it more (docker: --shm-size, compose: shm_size), or lower generation.slots or max_prompt_tokens"
     return check(str(folder), free >= need, f"{size_text(free)} free of {size_text(size)}{needed}", more)
+
+
+def free_shared_memory(folder: Path = SHARED_MEMORY) -> int:
+    """Returns the bytes of shared memory that nobody uses; 0 without any."""
+    if not folder.is_dir():
+        return 0
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize
 
 
 def sockets_check(folder: str) -> Check:

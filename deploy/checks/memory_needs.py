@@ -10,6 +10,8 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.engines.models.model_folder import longest_row
+from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
+from asyncrl.protocols.row_columns import reference_columns, sample_columns, value_columns
 
 FLOAT = 4
 ADAM_BYTES = 4 * FLOAT
@@ -17,9 +19,8 @@ ADAM_BYTES = 4 * FLOAT
 ACTIVATION_BYTES_PER_UNIT = 68
 """Bytes of one token, layer and hidden unit without checkpointing, in float32: 34 bytes in 16 bit
 (Korthikanti et al. 2022, equation 2, without the attention scores)."""
-ROW_BYTES_PER_TOKEN = 16
-"""Token id, log-prob, version and reference log-prob."""
-VALUE_BYTES_PER_TOKEN = 4
+TEXT_BYTES_PER_TOKEN = 4
+"""Text of a sampled token, in bytes: usual tokenizers need 3 to 5 bytes of code, English or Chinese for one."""
 PROCESS_BYTES = 500 * 2**20
 """Python with torch and transformers loaded."""
 CHUNK, FIRST_CHUNKS = 32, 2
@@ -109,7 +110,7 @@ def needs(config: Config, shape: Shape) -> list[MemoryNeed]:
     if config.algorithm.constraint == "lagrangian":
         found += [_scorer("cost", config.cost, shape), _critic("cost_critic", config, config.cost_critic, shape)]
     if config.evaluate.prompts:
-        found.append(_generation(config, shape, "evaluation", 1))
+        found.append(_generation(config, shape, "evaluation", config.evaluate.replicas))
     return found
 
 
@@ -146,11 +147,12 @@ def _critic(name: str, config: Config, critic: CriticConfig, policy: Shape) -> M
 def _scorer(name: str, scorer: RewardConfig, policy: Shape) -> MemoryNeed:
     """Estimates a scoring service. policy: shape that a model counts as when its own is unknown."""
     doc = "without the memory of your functions, which run in processes of their own"
+    replicas = scorer.replicas
     if not scorer.model:
-        return MemoryNeed(name, PROCESS_BYTES, 0, doc)
+        return MemoryNeed(name, replicas * PROCESS_BYTES, 0, doc)
     weights = (shape_of(scorer.model) or policy).parameters * FLOAT
-    doc = f"frozen weights {size_text(weights)}, {doc}"
-    return MemoryNeed(name, PROCESS_BYTES + weights, weights, doc, scorer.device)
+    doc = f"frozen weights {size_text(weights)} a replica, {doc}"
+    return MemoryNeed(name, replicas * (PROCESS_BYTES + weights), replicas * weights, doc, scorer.device)
 
 
 def _micro_batch(config: Config) -> int:
@@ -159,12 +161,47 @@ def _micro_batch(config: Config) -> int:
     return min(config.training.micro_batch_tokens, samples * longest_row(config))
 
 
-def shared_memory(config: Config, shape: Shape) -> int:
-    """Returns the bytes in /dev/shm: two versions of the weights, and the rows of all groups that may be in flight."""
-    gate, critics = GateConfig.of(config), critic_count(config)
-    a_token = ROW_BYTES_PER_TOKEN + critics * VALUE_BYTES_PER_TOKEN
-    rows = gate.cap * gate.members * longest_row(config) * a_token
-    return 2 * shape.parameters * BYTES[config.model.dtype] + (rows if config.fleet.wire == "ipc" else 0)
+@dataclass(frozen=True, slots=True)
+class SharedMemoryNeed:
+    """Bytes in /dev/shm. weights: two versions, taken at the start. rows: of all samples that may be in flight, each as
+    long as allowed; memory is taken as they come. worst_rows: the same if each token of text were the longest one."""
+
+    weights: int
+    rows: int
+    worst_rows: int
+
+
+def shared_memory(config: Config, shape: Shape, longest_token: int = TEXT_BYTES_PER_TOKEN) -> SharedMemoryNeed:
+    """Returns what a run takes of shared memory. longest_token: bytes of text."""
+    weights = 2 * shape.parameters * BYTES[config.model.dtype] if config.fleet.wire != "inproc" else 0
+    if config.fleet.wire != "ipc":
+        return SharedMemoryNeed(weights, 0, 0)
+    rows, worst_rows = (_rows(config, text) for text in (TEXT_BYTES_PER_TOKEN, longest_token))
+    return SharedMemoryNeed(weights, rows, max(rows, worst_rows))
+
+
+def _rows(config: Config, text: int) -> int:
+    """Returns the bytes of all rows in flight, with so many bytes of text for each sampled token."""
+    gate, response = GateConfig.of(config), config.generation.max_new_tokens
+    sample = bytes_of_row(sample_columns(config.task.max_prompt_tokens, response, text * response))
+    total = bytes_of_rows(gate.kept, sample, config.generation.replicas)
+    if config.algorithm.kl > 0:
+        total += bytes_of_rows(gate.kept, bytes_of_row(reference_columns(response)), config.reference.replicas)
+    total += critic_count(config) * bytes_of_rows(gate.kept, bytes_of_row(value_columns("values", "at", response)))
+    if config.evaluate.prompts:
+        total += bytes_of_rows(max(config.generation.slots, config.evaluate.samples), sample)
+    return total
+
+
+def longest_token_of(model: str) -> int:
+    """Returns the most bytes of text that a token of the model may have, as its tokenizer.json says, or the usual
+    number where there is none."""
+    path = Path(model).expanduser() / "tokenizer.json"
+    try:
+        vocabulary = json.loads(path.read_text())["model"]["vocab"]
+        return 1 + max(len((token if isinstance(token, str) else token[0]).encode()) for token in vocabulary)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return TEXT_BYTES_PER_TOKEN
 
 
 def critic_count(config: Config) -> int:

@@ -81,7 +81,7 @@ def _workers_check(config: "Config") -> Check:
 
 
 def _memory_checks(config: "Config") -> Iterator[Check]:
-    from asyncrl.deploy.checks.memory_needs import needs, shape_of, shared_memory
+    from asyncrl.deploy.checks.memory_needs import longest_token_of, needs, shape_of, shared_memory
 
     shape = shape_of(config.model.name)
     if shape is None:
@@ -96,4 +96,7 @@ def _memory_checks(config: "Config") -> Iterator[Check]:
     remedy = "lower training.micro_batch_tokens or generation.slots, or set training.gradient_checkpointing"
     text = f"about {size_text(total)} of {size_text(available)} available"
     yield check("services on the CPU", total <= available, text, remedy)
-    yield shared_memory_check(shared_memory(config, shape))
+    shared = shared_memory(config, shape, longest_token_of(config.model.name))
+    rows = f"rows up to {size_text(shared.rows)}, {size_text(shared.worst_rows)} at worst"
+    yield Check("shared memory", "ok", f"weights {size_text(shared.weights)}, {rows}")
+    yield shared_memory_check(shared.weights + shared.rows)

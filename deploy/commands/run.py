@@ -34,8 +34,8 @@ usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.k
   --section.key value  any key; a list takes the flag several times or a TOML list
 
 command line > environment (ASYNCRL_SECTION__KEY) > file > default
-Ctrl-C ends a run within ten seconds, with a checkpoint; a second Ctrl-C ends it at once. `asyncrl --help` lists the
-exit codes."""
+Ctrl-C, SIGTERM or the end of the terminal ends a run within ten seconds, with a checkpoint; a second Ctrl-C ends it
+at once. `asyncrl --help` lists the exit codes."""
 
 RESUMABLE = 75
 Start = Callable[[Sequence[str]], "subprocess.Popen[bytes]"]
@@ -99,6 +99,8 @@ def parse(arguments: Sequence[str]) -> RunCommand:
     run_dir = None if asked.run_dir is None else Path(asked.run_dir)
     target = named[0] if named or run_dir is None else run_dir / "config.toml"
     if isinstance(target, Path) and not target.is_file():
+        if (target.parent / "journal").exists():
+            raise ConfigError(f"{target} is gone: name the experiment too, `{program()} run NAME --run-dir {run_dir}`")
         raise ConfigError(f"{run_dir} holds no run to resume; name an experiment to start one there")
     restarts = [f"--fleet.restarts={number}" if number else "--fleet.restarts" for number in asked.restarts]
     return RunCommand(target, run_dir, asked.accept_changes, asked.print_config, flags, restarts)
@@ -179,11 +181,13 @@ def run_with_restarts(arguments: Sequence[str], restarts: int, start: Start = st
 
 def _run_once(arguments: Sequence[str], start: Start) -> int:
     child = start(arguments)
-    # A terminal sends Ctrl-C to both of us; the child decides how to end. SIGTERM reaches only this process.
+    # A terminal sends Ctrl-C to both of us; the child decides how to end. Other signals may reach only this process.
     before = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: child.send_signal(number)),
     }
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, for the child too.
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda number, frame: child.send_signal(number))
     try:
         return child.wait()
     finally:

@@ -131,6 +131,12 @@ class Forks:
         self.end()
         self._files.close()
 
+    def serve(self, deadline: float, say: Callable[[str], None]) -> None:
+        """Serves another run from now on, which may have another event loop; the run before it has ended."""
+        self.deadline = deadline
+        self.say = say
+        self._turn = {}
+
     def begin(self) -> None:
         """Starts both processes, which import while this one goes on."""
         pairs = {stage: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for stage in STAGES}
@@ -257,7 +263,7 @@ def forks_of(
     environment = worker_environment(os.environ, config.fleet.threads, config.fleet.wire)
     forked = config.fleet.start == "fork" and config.fleet.wire != "inproc" and sys.platform == "linux"
     if begun is not None and forked and begun.environment == environment:
-        begun.say, begun.deadline = say, config.fleet.start_deadline
+        begun.serve(config.fleet.start_deadline, say)
         return nullcontext(begun)
     if begun is not None:
         begun.end()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl.deploy.process import worker_main
-from asyncrl.deploy.process.lean_imports import import_less
+from asyncrl.engines.models.lean_imports import import_less
 
 REQUEST_BYTES = 4096
 FAILED = 70

@@ -1,15 +1,18 @@
-"""Ctrl-C and SIGTERM while a run goes on: the first one ends it in order, the second one does not wait for workers."""
+"""Ctrl-C, SIGTERM and the end of a terminal (SIGHUP) while a run goes on: the first one ends it in order, the second
+one does not wait for workers."""
 
 import asyncio
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Self
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO = 1.0
-"""Seconds in which a SIGTERM repeats the signal before it: `timeout`, service managers and job schedulers send it to a
-process and to its whole group."""
+"""Seconds in which another signal than Ctrl-C repeats the one before it: `timeout`, service managers and job
+schedulers send it to a process and to its whole group."""
+_RECEIVERS: "WeakKeyDictionary[asyncio.Task[Any], StopSignals]" = WeakKeyDictionary()
 STOPPING = "stopping: workers get up to ten seconds to end; Ctrl-C once more does not wait for them"
 
 
@@ -32,12 +35,15 @@ class StopSignals:
         self.abandoned = ""
 
     def __enter__(self) -> Self:
+        _RECEIVERS[self._work] = self
         with suppress(ValueError, RuntimeError):  # This is not the main thread.
             for number in SIGNALS:
-                self._loop.add_signal_handler(number, self._receive, number)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP, and shall.
+                    self._loop.add_signal_handler(number, self.receive, number)
         return self
 
     def __exit__(self, *_: object) -> None:
+        del _RECEIVERS[self._work]
         for number in SIGNALS:
             self._loop.remove_signal_handler(number)
 
@@ -50,7 +56,8 @@ class StopSignals:
         finally:
             self._end_in_order = None
 
-    def _receive(self, number: signal.Signals) -> None:
+    def receive(self, number: signal.Signals) -> None:
+        """Acts on a signal; runs on the loop of the work."""
         if self._first_at is None:
             self._first_at = self._loop.time()
             if self._end_in_order is not None:
@@ -58,7 +65,7 @@ class StopSignals:
             else:
                 self._say(STOPPING)
                 self.abandon("interrupted")
-        elif number != signal.SIGTERM or self._loop.time() - self._first_at >= ECHO:
+        elif number == signal.SIGINT or self._loop.time() - self._first_at >= ECHO:
             if self.hurry is not None:
                 self.hurry()
             self.abandon("interrupted a second time")
@@ -68,3 +75,11 @@ class StopSignals:
         if not self.abandoned:
             self.abandoned = why
             self._work.cancel()
+
+
+def interrupt(work: "asyncio.Task[Any]") -> None:
+    """Does to a task what Ctrl-C does where signals reach it; cancels it where it handles none. Runs on its loop."""
+    if (receiver := _RECEIVERS.get(work)) is not None:
+        receiver.receive(signal.SIGINT)
+    else:
+        work.cancel()

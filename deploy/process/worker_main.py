@@ -14,7 +14,7 @@ import threading
 import traceback
 from typing import NoReturn
 
-from asyncrl.deploy.process.lean_imports import import_less
+from asyncrl.engines.models.lean_imports import import_less
 from asyncrl.errors import unwrap
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
 from asyncrl.fleet.worker.worker_runtime import run_worker

@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncrl.controller.journal import ledger as records
 from asyncrl.controller.journal.checkpoints import MANIFEST, Manifest, plan_resume
-from asyncrl.controller.journal.journal import FRAME, encode, replay
+from asyncrl.controller.journal.journal import FRAME, Scan, encode
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.errors import AsyncrlError, JournalError, PeerLost, WireError
 from asyncrl.lanes.control import message_codec
@@ -357,8 +357,12 @@ class JournalRecords(Pure):
         _read_back(journal_of(framed([payload for frames in split(data) for payload in frames])))
 
 
+def _replay(store: MemoryStore) -> None:
+    Scan(store).replay()
+
+
 def _read_back(store: MemoryStore) -> None:
-    for read in (replay, plan_resume):
+    for read in (_replay, plan_resume):
         try:
             read(store)
         except JournalError:
@@ -370,7 +374,7 @@ class ManifestBytes(Pure):
 
     def __init__(self) -> None:
         journal = b"".join(encode(record) for record in RECORDS[:2])
-        chain = replay(journal_of(journal)).chain.hex()
+        chain = Scan(journal_of(journal)).replay().chain.hex()
         self._journal = journal
         good = Manifest(0, 0, len(journal), zlib.crc32(journal), chain, {"model/weights": "ab"})
         self.seeds = [good.encode(), replace(good, files={}).encode()]

@@ -38,6 +38,7 @@ def _scenario(seed: int) -> Scenario:
             fixed=chance.choice([0.0, 0.5, 4.0]),
             token=chance.choice([0.0, 0.002]),
             not_finite=chance.choice([0.0, 0.0, 0.05]),
+            rejected=random.Random(f"rejected {seed}").choice([0.0, 0.0, 0.1]),
         ),
         reward_delay=chance.choice([0.0, 0.1, 3.0]),
         unscorable=chance.choice([0.0, 0.0, 0.1, 0.4]),

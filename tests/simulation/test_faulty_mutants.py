@@ -39,7 +39,13 @@ from asyncrl.simulation.faults.trial_execution import TrialRun
 from asyncrl.simulation.faults.trial_plan import draw_trial
 
 sys.path.insert(0, str(Path(__file__).parent))
-from broken_tracker import a_drop_is_not_journaled, trained_is_told_before_it_is_written_down
+from broken_tracker import (
+    a_drop_is_not_journaled,
+    all_that_was_sent_counts_as_trained,
+    neither_looks_at_the_loss,
+    the_chain_holds_all_that_was_given,
+    trained_is_told_before_it_is_written_down,
+)
 
 SEEDS = 500
 Patch = pytest.MonkeyPatch
@@ -62,7 +68,7 @@ def heartbeats_never_fire(patch: Patch) -> None:
 
 
 def deadlines_are_not_enforced(patch: Patch) -> None:
-    patch.setattr(Client, "_until", lambda link, end, method, seconds: nullcontext())
+    patch.setattr(Client, "_within", lambda link, seconds, method: nullcontext())
 
 
 def a_broken_link_fails_no_call(patch: Patch) -> None:
@@ -85,11 +91,11 @@ def a_late_answer_is_given_to_another_call(patch: Patch) -> None:
 
 def a_call_that_may_not_be_repeated_is(patch: Patch) -> None:
     async def call(handle: Handle, spec: Any, args: tuple[Any, ...]) -> Any:
-        until = handle._until(args)
+        seconds = handle._deadline(args)
         try:
-            return await handle._try_call(spec, args, until)
+            return await handle._try_call(spec, args, seconds)
         except PeerLost:
-            return await handle._try_call(spec, args, until)
+            return await handle._try_call(spec, args, seconds)
 
     patch.setattr(Handle, "_call", call)
 
@@ -143,7 +149,8 @@ def answers_of_an_overtaken_attempt_are_accepted(patch: Patch) -> None:
         return sample if sample is not None and sample.stage is stage else None
 
     def lost(rolling: Rollouts, group: int, reason: str) -> None:
-        rolling._failed(group, reason)
+        if rolling._open(group):
+            rolling.tracker.restart(group, reason)
         rolling._again[group] = None
 
     patch.setattr(Rollouts, "lost", lost)
@@ -199,7 +206,7 @@ def an_attempt_keeps_its_number(patch: Patch) -> None:
 
 
 MUTANTS: Mapping[Callable[[Patch], None], int] = {
-    a_gap_in_the_numbers_is_ignored: 155,
+    a_gap_in_the_numbers_is_ignored: 23,
     heartbeats_never_fire: 54,
     deadlines_are_not_enforced: 12,
     a_broken_link_fails_no_call: 0,
@@ -208,13 +215,16 @@ MUTANTS: Mapping[Callable[[Patch], None], int] = {
     a_restarted_worker_has_the_name_of_the_dead_one: 229,
     a_dead_reader_keeps_its_lease: 172,
     readers_are_not_attached_before_they_are_told: 734,
-    a_reader_that_holds_on_is_not_evicted: 1,
+    a_reader_that_holds_on_is_not_evicted: 1810,
     rows_are_never_released: 8,
     answers_of_an_overtaken_attempt_are_accepted: 2,
     off_by_one_in_the_limit: 0,
     a_step_runs_twice: 0,
     a_checkpoint_is_acknowledged_before_the_journal_is_on_disk: 32,
     trained_is_told_before_it_is_written_down: 0,
+    all_that_was_sent_counts_as_trained: 0,
+    the_chain_holds_all_that_was_given: 0,
+    neither_looks_at_the_loss: 0,
     what_was_resumed_over_still_counts: 12,
     a_drop_is_not_journaled: 3,
     an_attempt_keeps_its_number: 1,

@@ -11,6 +11,7 @@ import asyncrl.controller.gate.gate
 from asyncrl.algorithms import grpo
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
+from asyncrl.controller.gate.admission import Admission
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import SampleState, Stage
 from asyncrl.controller.iterations import Iterations
@@ -22,7 +23,13 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.simulation.scenarios import Scenario, simulate
 
 sys.path.insert(0, str(Path(__file__).parent))
-from broken_tracker import a_drop_is_not_journaled, trained_is_told_before_it_is_written_down
+from broken_tracker import (
+    a_drop_is_not_journaled,
+    all_that_was_sent_counts_as_trained,
+    neither_looks_at_the_loss,
+    the_chain_holds_all_that_was_given,
+    trained_is_told_before_it_is_written_down,
+)
 
 SEEDS = 500
 Patch = pytest.MonkeyPatch
@@ -46,14 +53,15 @@ def one_group_too_many(patch: Patch) -> None:
 
 
 def block_looks_at_the_present_only(patch: Patch) -> None:
-    patch.setattr(Gate, "fits_deadlines", lambda gate, cuts: True)
+    patch.setattr(Gate, "fits_deadlines", lambda gate: True)
 
 
 def answers_of_an_overtaken_attempt_are_accepted(patch: Patch) -> None:
     """The gate's fence is the second one: it is needed when the attempt is not ended first."""
 
     def lost(rolling: Rollouts, group: int, reason: str) -> None:
-        rolling._failed(group, reason)
+        if rolling._open(group):
+            rolling.tracker.restart(group, reason)
         if group not in rolling.running and rolling._gate.members(group, Stage.RUNNING):
             rolling.start(group)
 
@@ -93,7 +101,7 @@ def a_lost_step_counts_as_trained(patch: Patch) -> None:
 
 
 def lost_rows_are_not_made_again(patch: Patch) -> None:
-    patch.setattr(Rollouts, "rows_lost", lambda rollouts, cuts, why: None)
+    patch.setattr(Rollouts, "rows_lost", lambda rollouts, cuts, error: None)
 
 
 def a_skipped_step_raises_the_version(patch: Patch) -> None:
@@ -130,6 +138,10 @@ def a_late_joiner_gets_no_weights(patch: Patch) -> None:
     patch.setattr(Controller, "worker_started", worker_started)
 
 
+def admission_stops_below_a_batch(patch: Patch) -> None:
+    patch.setattr(Admission, "allows", lambda admission, waiting: waiting < admission._config.batch // 2)
+
+
 def a_change_wakes_nobody(patch: Patch) -> None:
     patch.setattr(Controller, "_state_changed", lambda controller: controller._drawable.set())
 
@@ -144,6 +156,9 @@ MUTANTS: Sequence[Callable[[Patch], None]] = (
     rows_of_a_failed_attempt_are_not_released,
     a_drop_is_not_journaled,
     trained_is_told_before_it_is_written_down,
+    all_that_was_sent_counts_as_trained,
+    the_chain_holds_all_that_was_given,
+    neither_looks_at_the_loss,
     a_step_runs_twice,
     a_lost_step_counts_as_trained,
     lost_rows_are_not_made_again,
@@ -151,6 +166,7 @@ MUTANTS: Sequence[Callable[[Patch], None]] = (
     batches_in_order_of_arrival,
     leases_are_not_relayed,
     a_late_joiner_gets_no_weights,
+    admission_stops_below_a_batch,
     a_change_wakes_nobody,
 )
 

@@ -15,7 +15,7 @@ from asyncrl.simulation.scenarios import FaultRates, Scenario, simulate
 @pytest.mark.parametrize("generators", [1, 2])
 @pytest.mark.parametrize("poison", [0, 1, 3])
 def test_a_group_that_kills_its_worker_each_time_is_dropped_and_no_other(poison: int, generators: int) -> None:
-    outcome = run_trial(Trial(poison=poison, generators=generators, groups=2, steps=4))
+    outcome = run_trial(Trial(poison=(poison,), generators=generators, groups=2, steps=4))
     assert outcome.poisoned == [poison]
     assert (outcome.version, outcome.lives) == (4, 1)
 
@@ -34,7 +34,7 @@ def test_a_group_that_is_found_guilty_while_it_waits_for_its_turn_ends_there() -
             unscorable=0.2,
             finish="drain",
             checkpoint_every=2,
-            poison=1,
+            poison=(1,),
             faults=(jump, delay),
             greedy=True,
             **shape,
@@ -45,13 +45,13 @@ def test_a_group_that_is_found_guilty_while_it_waits_for_its_turn_ends_there() -
 
 
 def test_a_group_that_is_alone_in_flight_is_dropped_before_the_fleet_gives_up() -> None:
-    outcome = run_trial(Trial(poison=0, groups=1, limit=0, cut_at=None))
+    outcome = run_trial(Trial(poison=(0,), groups=1, limit=0, cut_at=None))
     assert (outcome.poisoned, outcome.lives) == ([0], 1)
 
 
 def test_a_group_that_kills_its_worker_is_found_among_other_deaths() -> None:
     kills = tuple(Fault("kill", at, service) for at in (80, 400) for service in ("generation", "reward"))
-    outcome = run_trial(Trial(poison=1, generators=2, groups=2, steps=6, faults=kills))
+    outcome = run_trial(Trial(poison=(1,), generators=2, groups=2, steps=6, faults=kills))
     assert outcome.faults.injected
     assert outcome.poisoned == [1]
 
@@ -70,7 +70,7 @@ def test_a_group_whose_rows_fail_to_be_read_as_its_worker_dies_was_there() -> No
             step_time=2.0,
             reward_time=0.0,
             checkpoint_every=2,
-            poison=1,
+            poison=(1,),
             faults=faults,
         )
     )
@@ -78,10 +78,10 @@ def test_a_group_whose_rows_fail_to_be_read_as_its_worker_dies_was_there() -> No
 
 
 def test_the_trials_know_poison() -> None:
-    poisonous = [trial for trial in map(draw_trial, range(500)) if trial.poison is not None]
+    poisonous = [trial for trial in map(draw_trial, range(500)) if trial.poison]
     assert 20 < len(poisonous) < 80
     for trial in poisonous[:5]:
-        healthy = run_trial(replace(trial, poison=None, faults=()))
+        healthy = run_trial(replace(trial, poison=(), faults=()))
         assert healthy.poisoned == []
 
 

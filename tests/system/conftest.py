@@ -3,15 +3,33 @@
 import asyncio
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.sources import load
+from asyncrl.deploy.process.fork_client import Forks
+from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.engines.models.model_preparation import prepare
 
 PREPARATION = 180.0
 """Seconds that making the quickstart's model may take."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deals the longest tests out to the processes in which tests run side by side: each begins with some of them, so
+    that they run beside tests that wait, and the last test to end is short."""
+    processes: int = getattr(config, "workerinput", {}).get("workercount", 1)
+    longest = [item for item in items if item.get_closest_marker("slow")]
+    others = [item for item in items if not item.get_closest_marker("slow")]
+    items[:] = [
+        item
+        for process in range(processes)
+        for part in (longest, others)
+        for item in part[len(part) * process // processes : len(part) * (process + 1) // processes]
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +43,18 @@ def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not target.exists():
             asyncio.run(prepare(load("quickstart").config, target, print, PREPARATION))
     return target
+
+
+class _AnyTest(dict[str, str]):
+    """The environment of a test; pytest's variable that names the test makes no difference."""
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, dict)
+        return {**self, "PYTEST_CURRENT_TEST": ""} == {**other, "PYTEST_CURRENT_TEST": ""}
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Workers of all runs in this process are forked from these, so that torch is imported once for all of them."""
+    with Forks(_AnyTest(worker_environment(os.environ))) as forks:
+        yield forks

@@ -71,7 +71,7 @@ class Echo(Contract):
 
 class EchoService(Service, Echo):
     def _begin_rows(self) -> None:
-        self.rows = self.context.open_rows(8, 64)
+        self.rows = self.context.open_rows(8, 128)
         self.streams_closed = 0
 
     async def start(self) -> None:

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from asyncrl.concurrency import gather
 from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
-from asyncrl.deploy.process.fork_client import ForkedWorker, Forks
+from asyncrl.deploy.process.fork_client import ForkedWorker, Forks, forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
+from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.errors import FleetFailed
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerStarted
@@ -230,6 +232,23 @@ async def test_a_request_for_a_worker_that_is_cancelled_leaves_no_child(tmp_path
         with pytest.raises(asyncio.CancelledError):
             await request
         _end(first)
+
+
+def test_runs_one_after_the_other_are_forked_from_the_same_processes(tmp_path: Path) -> None:
+    """Each run has an event loop of its own, and starts several workers at once."""
+    config = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"))
+    with Forks(worker_environment(os.environ), ()) as begun, (tmp_path / "output").open("ab") as output:
+
+        async def workers() -> None:
+            with forks_of(config, begun) as forks:
+                assert forks is begun
+                for worker in await gather(*(forks.fork("plain", f"{number}", output) for number in range(3))):
+                    _end(worker)
+
+        asyncio.run(workers())
+        pids = begun.pids
+        asyncio.run(workers())
+        assert begun.pids == pids
 
 
 def _words_of(path: Path) -> int:

@@ -11,6 +11,7 @@ import pytest
 from asyncrl.algorithms.select import advantages_of
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
+from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.engines.generation.sample_requests import Completion, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
@@ -33,8 +34,9 @@ COSTS = {"cost.functions": ["exact_match"], "cost.limit": 0.1, "cost.multiplier_
 
 
 @pytest.fixture(scope="module", params=["grpo", "ppo", "safe_rlhf"])
-def config(request: pytest.FixtureRequest) -> Config:
+def config(request: pytest.FixtureRequest, quickstart_model: Path) -> Config:
     values = {
+        "model.name": str(quickstart_model),
         "algorithm.preset": request.param,
         "steps": STEPS,
         "task.prompts_per_step": 4,
@@ -122,18 +124,18 @@ def train_row(done: Completion, advantage: float) -> TrainRow:
 @pytest.mark.fleet
 @pytest.mark.timeout(300)
 async def test_at_limit_zero_the_fleet_equals_a_plain_loop_bit_for_bit(
-    config: Config, tmp_path: Path, unknown_metrics: Callable[[Mapping[str, object]], list[str]]
+    config: Config, forks: Forks, tmp_path: Path, unknown_metrics: Callable[[Mapping[str, object]], list[str]]
 ) -> None:
     import sys
 
-    order = RunRequest(config, tmp_path / "run", LineDisplay(sys.stdout, STEPS), "again")
+    order = RunRequest(config, tmp_path / "run", LineDisplay(sys.stdout, STEPS), "again", forks=forks)
     directory = await run(order)
     fleet: list[dict[str, Any]] = [dict(line) for line in read_metrics(directory.metrics)]
 
     import torch
 
     torch.set_num_threads(1)
-    plain = plain_loop(config, directory.model)
+    plain = plain_loop(config, Path(config.model.name))
 
     assert len(fleet) == len(plain) == STEPS
     compared = (*COMPARED, *OF_A_CRITIC) if config.algorithm.advantage == "gae" else COMPARED

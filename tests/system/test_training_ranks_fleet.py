@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
+from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
@@ -98,10 +99,10 @@ def reference(row: TrainRow, store: RowStore) -> RowRef:
 async def trainer(ranks: int, model: Path, run_dir: Path) -> AsyncIterator[tuple[RunningFleet, Training]]:
     run = secrets.token_hex(4)
     facts = RunFacts(run, run_dir, model, 0, f"asyncrl-{run}-0-weights", config(ranks))
-    with LocalLauncher(run) as launcher:
+    with forks_of(facts.config) as forks, LocalLauncher(run, forks=forks) as launcher:
         options = {"meeting": str(launcher.sockets / "training.meeting")}
         layout, service = Layout(dp=ranks), "asyncrl.services.training:TrainingService"
-        spec = ServiceSpec("training", Training, service, layout=layout, options=options)
+        spec = ServiceSpec("training", Training, service, layout=layout, options=options, origin="torch")
         async with running_fleet([spec], facts, launcher=launcher, resume="asyncrl run x") as running:
             yield running, running.handle("training", Training)
     assert left_of(run) == []
@@ -146,7 +147,7 @@ async def trains(training: Training, expected: list[StepOutcome], store: RowStor
         assert (report.version, report.updates, report.skipped) == (version + 1, 2, "")
         assert report.metrics == pytest.approx(outcome.metrics, rel=1e-3, abs=1e-5)
         assert tuple(report.samples) == outcome.samples
-        link = chain(link, outcome.batch)
+        link = chain(link, outcome.trained)
         assert report.chain == link.hex()
     return link
 

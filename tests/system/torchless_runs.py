@@ -17,7 +17,7 @@ from typing import Any
 from watching import PATIENCE, pid_of, wait_until, workers_of
 
 from asyncrl.controller.journal.audit import audit
-from asyncrl.controller.journal.journal import surviving
+from asyncrl.controller.journal.journal import Scan
 from asyncrl.controller.journal.ledger import AttemptStarted, Scored, Trained
 from asyncrl.controller.journal.run_storage import FileStore
 
@@ -131,7 +131,7 @@ class Run:
         rewards: dict[tuple[int, int], float] = {}
         trained = {}
         try:
-            for framed in surviving(store):
+            for framed in Scan(store).surviving():
                 match framed.record:
                     case AttemptStarted(group=group, members=members):
                         for member in members:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from types import UnionType
 from typing import Any
 
 from asyncrl.algorithms import grpo
@@ -82,6 +83,6 @@ class Scene:
     def told(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def records(self, kind: type[ledger.Record]) -> list[Any]:
+    def records(self, kind: type[ledger.Record] | UnionType) -> list[Any]:
         scan = Scan(self.store)
         return [framed.record for framed in scan if isinstance(framed.record, kind)]

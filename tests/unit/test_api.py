@@ -16,6 +16,7 @@ import pytest
 import asyncrl.api
 from asyncrl.algorithms import grpo
 from asyncrl.api import _algorithm, _algorithm_here, _by_name, _reward, _reward_here, _run_here_or_beside, _section
+from asyncrl.config.schema import RewardConfig
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.errors import ConfigError
@@ -107,9 +108,11 @@ def test_a_reward_without_a_name_of_its_own_is_called_by_that_of_its_function() 
     said: list[str] = []
     named, here = _by_name([{"use": partial(scaled, by=2.0)}])
     assert not named
-    assert list(_reward_here(here, "", said.append)) == ["reward"]
+    assert list(_reward_here(here, RewardConfig(), said.append)) == ["reward"]
     with pytest.raises(ConfigError, match=r"reward\.model works beside .* scaled has no importable name"):
-        _reward_here(here, "folder", said.append)
+        _reward_here(here, RewardConfig(model="folder"), said.append)
+    with pytest.raises(ConfigError, match=r"reward\.replicas = 2 needs .* scaled has no importable name"):
+        _reward_here(here, RewardConfig(replicas=2), said.append)
     assert said == ["reward scaled has no importable name: it is called in this process"]
 
 

@@ -3,13 +3,17 @@ from typing import NoReturn
 
 import pytest
 
-from asyncrl.concurrency import gather
+from asyncrl.concurrency import gather, running_beside
 from asyncrl.errors import LostRows
 
 
 async def value(number: int) -> int:
     await asyncio.sleep(0)
     return number
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
 
 
 async def fail(error: Exception) -> NoReturn:
@@ -46,7 +50,7 @@ async def test_the_first_error_ends_the_others() -> None:
 
 async def test_what_went_wrong_matters_more_than_what_was_lost() -> None:
     with pytest.raises(KeyError):
-        await gather(fail(LostRows()), fail(KeyError()))
+        await gather(fail(LostRows("rows were freed")), fail(KeyError()))
 
 
 async def test_being_cancelled_wins_over_errors_while_ending() -> None:
@@ -64,3 +68,29 @@ async def test_being_cancelled_wins_over_errors_while_ending() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_what_runs_beside_a_block_ends_with_it() -> None:
+    ended = asyncio.Event()
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with running_beside({"waits": waits()}):
+        await asyncio.sleep(0)
+    assert ended.is_set()
+
+
+async def test_an_error_beside_a_block_ends_the_block_and_comes_bare() -> None:
+    with pytest.raises(KeyError):
+        async with running_beside({"fails": fail(KeyError())}):
+            await asyncio.Event().wait()
+
+
+async def test_an_error_of_the_block_comes_bare() -> None:
+    with pytest.raises(LostRows, match="gone"):
+        async with running_beside({"waits": forever()}):
+            raise LostRows("gone")

@@ -5,9 +5,11 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config.problems import Problem
+from asyncrl.config.source_files import anchored
 from asyncrl.config.sources.keys import Key, advice, all_keys, sections
 
 PREFIX = "ASYNCRL_"
@@ -17,17 +19,19 @@ PREFIX = "ASYNCRL_"
 @dataclass(slots=True)
 class ConfigLayer:
     """The keys of one source. entries: dotted key -> (value, place). problems: what could not be read as an entry.
-    readable: False when nothing could be read, so that the keys are unknown. written: how this source writes a key."""
+    readable: False when nothing could be read, so that the keys are unknown. written: how this source writes a key.
+    folder: where relative paths of this source begin; None: it has none."""
 
     entries: dict[str, tuple[Any, str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     readable: bool = True
     written: Callable[[str], str] = str
+    folder: Path | None = None
 
     def add(self, name: str, value: Any, place: str) -> None:
         """Adds an entry of a known key, or the problem of an unknown one."""
         if name in all_keys():
-            self.entries[name] = (value, place)
+            self.entries[name] = (anchored(name, value, self.folder) if self.folder else value, place)
         else:
             wrong = "" if name in sections() else "there is no such key; "
             self.problems.append(Problem(name, place, wrong + advice(name, self.written)))
@@ -47,19 +51,19 @@ class ConfigLayer:
 
 def values_layer(values: Mapping[str, Any]) -> ConfigLayer:
     """Reads keys given in Python, nested or dotted."""
-    layer = ConfigLayer()
+    layer = ConfigLayer(folder=Path.cwd())
     for name, value in _leaves(values):
         layer.add(name, value, "argument")
     return layer
 
 
-def file_layer(text: str, named: str) -> ConfigLayer:
-    """Reads the keys of a TOML text. named: name of the text in messages."""
+def file_layer(text: str, named: str, folder: Path | None = None) -> ConfigLayer:
+    """Reads the keys of a TOML text. named: name of the text in messages. folder: where its relative paths begin."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         return ConfigLayer(problems=[Problem("", named, f"this is not valid TOML: {error}")], readable=False)
-    layer, lines = ConfigLayer(), _lines_of_keys(text)
+    layer, lines = ConfigLayer(folder=folder), _lines_of_keys(text)
     for name, value in _leaves(tables):
         layer.add(name, value, f"{named}:{lines[name]}" if name in lines else named)
     return layer
@@ -94,7 +98,7 @@ def _lines_of_keys(text: str) -> dict[str, int]:
 
 def environment_layer(environ: Mapping[str, str]) -> ConfigLayer:
     """Reads keys from the variables ASYNCRL_SECTION__KEY and ASYNCRL_KEY."""
-    layer = ConfigLayer(written=lambda key: PREFIX + key.upper().replace(".", "__"))
+    layer = ConfigLayer(written=lambda key: PREFIX + key.upper().replace(".", "__"), folder=Path.cwd())
     for name, text in sorted(environ.items()):
         if name.startswith(PREFIX):
             key = name.removeprefix(PREFIX).lower().replace("__", ".")
@@ -105,7 +109,7 @@ def environment_layer(environ: Mapping[str, str]) -> ConfigLayer:
 def flags_layer(arguments: Sequence[str]) -> ConfigLayer:
     """Reads `--section.key value` and `--section.key=value`; a list may be given in several flags, a switch alone."""
     given: dict[str, list[str]] = {}
-    layer = ConfigLayer()
+    layer = ConfigLayer(folder=Path.cwd())
     waiting = list(arguments)
     while waiting:
         argument = waiting.pop(0)

@@ -59,16 +59,23 @@ def _target_layers(target: str | Path) -> list[ConfigLayer]:
     if isinstance(target, str) and not target.endswith(SUFFIX) and os.sep not in target:
         if target not in experiments() and (path.is_dir() or _closest_files(path)):
             raise ConfigError(_no_file(path, f"there is no experiment {target!r}"))
-        name, place, text = target, f"experiment {target}", experiment_text(target)
+        name, place, text, folder = target, f"experiment {target}", experiment_text(target), None
     elif not path.is_file():
         raise ConfigError(_no_file(path, f"there is no file {path}"))
     else:
-        name, place = path.stem, str(path)
+        name, place, folder = path.stem, str(path), _folder_of_paths(path)
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    return [ConfigLayer({"name": (name, "the name of the experiment")}), file_layer(text, place)]
+    return [ConfigLayer({"name": (name, "the name of the experiment")}), file_layer(text, place, folder)]
+
+
+def _folder_of_paths(path: Path) -> Path:
+    """Returns where the relative paths of a file begin: its folder. Those in the config.toml of a run directory come
+    from an older version, which read them from the current folder."""
+    is_of_a_run = path.name == "config.toml" and (path.parent / "journal").exists()
+    return Path.cwd() if is_of_a_run else path.absolute().parent
 
 
 def _no_file(path: Path, missing: str) -> str:

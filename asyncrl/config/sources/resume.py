@@ -1,6 +1,7 @@
 """Compares the config of a resumed run with the one it began with, and refuses changes of what the run learns."""
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ from asyncrl.config.toml_writer import value_text
 from asyncrl.errors import ConfigError
 
 MAY_CHANGE = (
-    *("name", "steps", "finish", "reference.", "evaluate.", "telemetry.", "fleet."),
+    *("name", "steps", "finish", "reference.", "evaluate.", "telemetry.", "fleet.", "guards.", "mismatch."),
     *("generation.replicas", "generation.slots", "generation.device", "generation.deadline"),
-    *("reward.workers", "reward.deadline", "reward.device", "cost.workers", "cost.deadline", "cost.device"),
+    *("reward.replicas", "reward.workers", "reward.deadline", "reward.device"),
+    *("cost.replicas", "cost.workers", "cost.deadline", "cost.device"),
     *("training.micro_batch_tokens", "training.gradient_checkpointing", "training.logits_chunk", "training.device"),
     *("training.checkpoint_every", "training.keep_checkpoints", "training.layout_dp"),
     *("critic.device", "cost_critic.device", "staleness.publish_deadline"),
 )
 """Keys (sections end with a dot) that change place, speed, length or output of a run, but not what a step learns."""
+NO_FILES: Mapping[str, Sequence[str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +52,21 @@ def _why_not(name: str, new: Config) -> str:
     return "" if harmless else "it changes what the run learns"
 
 
-def check_resume(run_dir: Path, new: Config, accept: bool) -> list[Change]:
-    """Returns the differences from `RUN_DIR/config.toml`; unless `accept`, raises ConfigError for those not allowed."""
-    changes = compare(read(run_dir / "config.toml"), new)
-    refused = [f"  {change}\n" for change in changes if change.why_not]
+def check_resume(
+    run_dir: Path, new: Config, accept: bool, files: Mapping[str, Sequence[str]] = NO_FILES, same: Collection[str] = ()
+) -> list[str]:
+    """Returns the differences from `RUN_DIR/config.toml`, and of files; unless `accept`, raises ConfigError for those
+    that are not allowed. files: by config key, what changed in them. same: keys whose files hold the same as before."""
+    changes = [
+        replace(change, why_not="") if change.key in same else change
+        for change in compare(read(run_dir / "config.toml"), new)
+    ]
+    refused = [str(change) for change in changes if change.why_not]
+    refused += [text for key, texts in files.items() if _why_not(key, new) for text in texts]
     if refused and not accept:
+        listed = "".join(f"  {each}\n" for each in refused)
         raise ConfigError(
-            f"the run in {run_dir} began with another config:\n{''.join(refused)}"
-            "write the old values, start anew with another --run-dir, or take the change over with --accept-changes"
+            f"the run in {run_dir} began with other values or files:\n{listed}"
+            "write back the old ones, start anew with another --run-dir, or take the change over with --accept-changes"
         )
-    return changes
+    return [*map(str, changes), *(text for texts in files.values() for text in texts)]

@@ -3,11 +3,13 @@
 A sample moves RUNNING -> SCORING -> READY -> TRAINING -> TRAINED, and from any of the first three to DROPPED. Under
 `mask`, `drop` and `block` no token older than the limit enters the loss. Samples, not groups, hold credits and are
 trained, so a straggler does not expire its siblings: a *cut* is the part of a group that trains together, usually all
-of it. Ids of groups come from `draw`; asking about another id is an error of the caller.
+of it. Ids of groups come from `draw`; asking about another id is an error of the caller. Every answer takes an
+amortised time independent of what is in flight: a change of a group calls `_reconsider`, which keeps the indexes.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from asyncrl.config.gate_config import GateConfig
@@ -23,6 +25,8 @@ from asyncrl.controller.gate.group_state import (
     SampleState,
     Stage,
 )
+from asyncrl.controller.gate.ready_index import CutQueue, StampIndex, Urgency
+from asyncrl.controller.gate.sample_counts import SampleCounts
 from asyncrl.errors import IllegalTransition
 from asyncrl.protocols.staleness import live
 
@@ -30,8 +34,9 @@ from asyncrl.protocols.staleness import live
 class Gate:
     """Keeps the groups in flight and applies the rules to them. Finished groups are forgotten at once.
 
-    counts: samples by stage since this gate was made. The staleness report takes each step abandoned_tokens, sampled in
-    attempts that were given up; ended samples; and gaps, the baseline at an early cut minus that of the whole group.
+    counts: samples by stage since this gate was made. awaited: groups without the reward of their greedy answer. The
+    staleness report takes each step abandoned_tokens, sampled in attempts that were given up; ended samples; and gaps,
+    the baseline at an early cut minus that of the whole group.
     """
 
     def __init__(self, config: GateConfig, version: int = 0, next_group: int = 0) -> None:
@@ -42,9 +47,14 @@ class Gate:
         # Four times what can be in flight: when nothing is trained for that long, only the newest are reported.
         self.ended: deque[EndedSample] = deque(maxlen=4 * config.cap * config.members)
         self.gaps: deque[float] = deque(maxlen=4 * config.cap)
+        self.awaited = 0
         self._groups: dict[int, GroupState] = {}
-        self.counts = Counter[Stage]()
-        self._running_since = Counter[int]()
+        self._counts = SampleCounts(self.too_old)
+        self.counts = self._counts.stages
+        self._oldest = next_group
+        self._offers = CutQueue()
+        self._stamps = StampIndex()
+        self._unusable: dict[int, None] = {}
         self._stopped = False
         self._early: dict[int, float] = {}
 
@@ -52,9 +62,7 @@ class Gate:
 
     def held(self) -> int:
         """Returns how many samples hold a credit: all in flight, except those that `mask` lets run past the limit."""
-        began = self._running_since.items() if self.config.policy == "mask" else ()
-        past = sum(count for version, count in began if not live(version, self.version, self.config.limit))
-        return self.in_flight - past
+        return self.in_flight - (self._counts.overdue if self.config.policy == "mask" else 0)
 
     def may_draw(self) -> bool:
         new = self.config.members
@@ -71,15 +79,16 @@ class Gate:
         return group
 
     def restore(self, drawn: GroupState) -> None:
-        """Puts a group in flight that a resumed run had drawn, in a new attempt; its members begin at this version."""
+        """Puts a group in flight as the journal of a resumed run has it; READY members keep the deadline of it."""
         assert drawn.id < self.next_group, "a restored group was drawn before"
         assert drawn.id not in self._groups, f"group {drawn.id} is in flight already"
-        attempt, awaits = drawn.attempt + 1, self.config.greedy and drawn.greedy is None
-        samples = [
-            SampleState(since=self.version, attempt=attempt) if sample.stage in IN_FLIGHT else sample
-            for sample in drawn.samples
-        ]
-        self._add(GroupState(drawn.id, self.version, samples, attempt, awaits=awaits, greedy=drawn.greedy))
+        awaits = self.config.greedy and drawn.greedy is None
+        samples = [replace(sample, since=self.version) for sample in drawn.samples]
+        drawn_at = drawn.drawn_at if drawn.members(Stage.READY) else self.version
+        self._add(GroupState(drawn.id, drawn_at, samples, drawn.attempt, awaits=awaits, greedy=drawn.greedy))
+        for member in drawn.members(Stage.READY):
+            self._stamps.add(self.expiry_stamp(samples[member]), drawn.id)
+        self._reconsider(drawn.id)
 
     def stop_drawing(self) -> None:
         """The groups in flight still train, at last in a short batch."""
@@ -88,7 +97,9 @@ class Gate:
     @property
     def oldest(self) -> int:
         """Id of the first group in flight, or of the next draw."""
-        return min(self._groups, default=self.next_group)
+        while self._oldest < self.next_group and self._oldest not in self._groups:
+            self._oldest += 1
+        return self._oldest
 
     def not_before(self, group: int) -> int:
         """Returns the oldest version that the engine may start a sequence of this group with."""
@@ -107,7 +118,7 @@ class Gate:
         sample.first = first
         sample.last = last
         sample.tokens = tokens
-        self._move(sample, Stage.SCORING)
+        self._counts.move(sample, Stage.SCORING)
         return True
 
     def scored(self, group: int, member: int, attempt: int, reward: float | None) -> bool:
@@ -116,17 +127,23 @@ class Gate:
         if sample is None:
             return False
         sample.reward = reward
-        self._move(sample, Stage.READY)
+        self._counts.move(sample, Stage.READY)
         if reward is None:
             self.drop(group, [member], "unscorable")
+        else:
+            self._stamps.add(self.expiry_stamp(sample), group)
+            self._reconsider(group)
         return True
 
     def compared(self, group: int, attempt: int, reward: float | None) -> bool:
         """Takes the reward of a group's greedy answer; later attempts keep it. Returns False as `generated` does."""
         if not self.awaits(group) or self._groups[group].attempt != attempt:
             return False
-        self._groups[group].awaits = reward is None
-        self._groups[group].greedy = reward
+        entry = self._groups[group]
+        entry.awaits = reward is None
+        entry.greedy = reward
+        self.awaited -= not entry.awaits
+        self._reconsider(group)
         return True
 
     def restart(self, group: int, members: Sequence[int]) -> int:
@@ -136,9 +153,13 @@ class Gate:
         for member in members:
             sample = self._expect(group, member, IN_FLIGHT, "restarted")
             self.abandoned_tokens += sample.tokens
-            self._count(sample, -1)
+            self._counts.count(sample, -1)
+            self._stamps.discard(self.expiry_stamp(sample), group)
             entry.samples[member] = SampleState(attempt=entry.attempt, since=self.version)
-            self._count(entry.samples[member], +1)
+            self._counts.count(entry.samples[member], +1)
+        for member in entry.members(Stage.READY):
+            self._stamps.add(self.expiry_stamp(entry.samples[member]), group)
+        self._reconsider(group)
         return entry.attempt
 
     def drop(self, group: int, members: Iterable[int], reason: str) -> None:
@@ -147,7 +168,7 @@ class Gate:
             sample = self._expect(group, member, DROPPABLE, "dropped")
             sample.reason = reason
             self._end(self._groups[group], member, Stage.DROPPED)
-        self._forget(group)
+        self._reconsider(group)
 
     # ---- training ----------------------------------------------------------------------------------------
 
@@ -155,16 +176,17 @@ class Gate:
         """Drops what cannot train, then picks what to train next and moves it to TRAINING; between iterations only."""
         assert not self.counts[Stage.TRAINING], "pick() is for when no iteration is running"
         dropped = self._drop_unusable()
-        cuts, full = self._urgent_cuts()
-        waits = not full or (self.config.policy == "block" and not self.fits_deadlines(cuts))
-        if not cuts or (waits and not self.exhausted):
+        waits = not self._offers_full_batch or (self.config.policy == "block" and not self.fits_deadlines())
+        if not self._offers.samples or (waits and not self.exhausted):
             return Pick(None, dropped)
+        cuts = self._urgent_cuts()
         for group, members in cuts:
             for member in members:
-                self._move(self._groups[group].samples[member], Stage.TRAINING)
+                self._counts.move(self._groups[group].samples[member], Stage.TRAINING)
+            self._reconsider(group)
         open_groups = [self._groups[group] for group, _ in cuts if self._groups[group].members(*OPEN)]
         self._early = {group.id: fmean(group.rewards().values()) for group in open_groups}
-        return Pick(tuple(sorted(cuts)), dropped)
+        return Pick(tuple(cuts), dropped)
 
     def requeue(self, cuts: Iterable[Cut]) -> None:
         """TRAINING -> READY after a failed step; members restarted or dropped meanwhile keep their stage."""
@@ -172,7 +194,10 @@ class Gate:
             for member in members:
                 sample = self._groups[group].samples[member] if group in self._groups else None
                 if sample is not None and sample.stage is Stage.TRAINING:
-                    self._move(sample, Stage.READY)
+                    self._counts.move(sample, Stage.READY)
+                    self._stamps.add(self.expiry_stamp(sample), group)
+            if group in self._groups:
+                self._reconsider(group)
 
     def trained(self, cuts: Iterable[Cut], version: int) -> None:
         assert version >= self.version, f"the trainer went back from version {self.version} to {version}"
@@ -182,34 +207,29 @@ class Gate:
                 self._end(self._groups[group], member, Stage.TRAINED)
             if group in self._early:
                 self._groups[group].baselines.append(self._early[group])
-            self._forget(group)
-        self.version = version
+            self._reconsider(group)
+        while self.version < version:
+            self._raise_version()
 
     def preview(self) -> tuple[Cut, ...]:
         """Returns what `pick` would take if no iteration were running; () while that is no full batch."""
-        if self.counts[Stage.READY] < self.config.batch:
-            return ()
-        cuts, full = self._urgent_cuts()
-        return tuple(sorted(cuts)) if full else ()
+        return tuple(self._urgent_cuts()) if self._offers_full_batch else ()
 
     # ---- the rules ---------------------------------------------------------------------------------------
 
-    def expired(self, sample: SampleState) -> bool:
-        """Returns whether the sample has no live token left."""
-        return not live(sample.last, self.version, self.config.limit)
+    def too_old(self, stamp: int) -> bool:
+        """Returns whether tokens sampled at version `stamp` may not enter the loss any more."""
+        return not live(stamp, self.version, self.config.limit)
 
-    def stale(self, sample: SampleState) -> bool:
-        """Returns whether some token of the sample is over the limit."""
-        return not live(sample.first, self.version, self.config.limit)
+    def expiry_stamp(self, sample: SampleState) -> int | None:
+        """Returns the version stamp that must not be too old: under `mask` of the last token, so that one token is
+        live, under `drop` of the first, so that all are. None: the policy drops no sample for its age."""
+        return {"mask": sample.last, "drop": sample.first}.get(self.config.policy)
 
     def due(self, group: GroupState) -> bool:
         """Returns whether some READY sample has its last chance: after one more version none of its tokens is live."""
         ready = (sample for sample in group.samples if sample.stage is Stage.READY)
         return any(not live(sample.last, self.version + 1, self.config.limit) for sample in ready)
-
-    def cuts(self) -> list[Cut]:
-        ready = [group for group in self._groups.values() if group.members(Stage.READY) and self.may_cut(group)]
-        return [(group.id, group.members(Stage.READY)) for group in sorted(ready, key=self._urgency)]
 
     def may_cut(self, group: GroupState) -> bool:
         """Returns whether the READY members of this group may train without waiting for the others."""
@@ -220,27 +240,37 @@ class Gate:
         enough = self.config.members if self.config.cut_at is None else self.config.cut_at
         return len(group.rewards()) >= (self.config.baseline if self.due(group) else enough)
 
-    def fits_deadlines(self, cuts: Sequence[Cut]) -> bool:
-        """Returns whether, under `block`, what these cuts leave fits into the iterations before its deadline.
+    def usable(self, group: GroupState) -> bool:
+        """Returns whether the READY members of a group can train once none is open: with a baseline and a signal."""
+        has_signal = group.has_signal or not self.config.need_signal
+        return has_signal and len(group.rewards()) >= self.config.baseline
+
+    def fits_deadlines(self) -> bool:
+        """Returns whether, under `block`, what the most urgent cuts leave fits into the iterations before its deadline.
 
         For every k in 0..eta, not only 0, at most k x B x G samples may be left of those drawn at version + k - eta or
-        before.
+        before. Whole cuts hold at most G - 1 samples more than a batch, which decides most answers without the cuts.
         """
-        taken = dict(cuts)
-        left = Counter[int]()
-        for group in self._groups.values():
-            left[group.drawn_at] += len(group.members(*IN_FLIGHT)) - len(taken.get(group.id, ()))
-        limit, batch = self.config.limit, self.config.batch
-        return all(
-            sum(count for drawn_at, count in left.items() if drawn_at <= self.version + k - limit) <= k * batch
-            for k in range(limit + 1)
-        )
+        most = self.config.batch + self.config.members - 1
+        if not self._counts.leaves(self._offers.by_version, most, self._may_leave):
+            return False
+        taken = Counter[int]()
+        for group, members in self._urgent_cuts():
+            taken[self._groups[group].drawn_at] += len(members)
+        return self._counts.leaves(taken, most, self._may_leave)
+
+    def _may_leave(self, drawn_at: int) -> int:
+        return max(0, drawn_at - self.version + self.config.limit) * self.config.batch
 
     # ---- looking -----------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
         return sum(self.counts[stage] for stage in IN_FLIGHT)
+
+    @property
+    def offered(self) -> int:
+        return self._offers.samples
 
     @property
     def worth_picking(self) -> bool:
@@ -257,10 +287,6 @@ class Gate:
 
     def awaits(self, group: int) -> bool:
         return group in self._groups and self._groups[group].awaits
-
-    @property
-    def awaited(self) -> int:
-        return sum(group.awaits for group in self._groups.values()) if self.config.greedy else 0
 
     def group(self, group: int) -> GroupState:
         return self._groups[group]
@@ -279,20 +305,34 @@ class Gate:
 
     def _add(self, group: GroupState) -> None:
         self._groups[group.id] = group
-        for member in group.members(Stage.RUNNING):
-            self._count(group.samples[member], +1)
+        self._oldest = min(self._oldest, group.id)
+        self.awaited += group.awaits
+        self._counts.add(group)
 
-    def _count(self, sample: SampleState, change: int) -> None:
-        self.counts[sample.stage] += change
-        if sample.stage is Stage.RUNNING:
-            self._running_since[sample.since] += change
-            if not self._running_since[sample.since]:
-                del self._running_since[sample.since]
+    def _raise_version(self) -> None:
+        self.version += 1
+        self._counts.version_rose()
+        if self.config.policy == "mask":
+            for group in self._stamps.at(self.version - self.config.limit):
+                self._reconsider(group)
 
-    def _move(self, sample: SampleState, stage: Stage) -> None:
-        self._count(sample, -1)
-        sample.stage = stage
-        self._count(sample, +1)
+    def _reconsider(self, number: int) -> None:
+        """Keeps the indexes up to date after a change of this group, and forgets the group with its last sample."""
+        group = self._groups[number]
+        if group.finished:
+            self._offers.remove(number)
+            self._unusable.pop(number, None)
+            self._forget(number)
+            return
+        ready = group.members(Stage.READY)
+        if ready and self.may_cut(group):
+            self._offers.put(number, self._urgency(group), len(ready))
+        else:
+            self._offers.remove(number)
+        if ready and not group.awaits and not group.members(*OPEN) and not self.usable(group):
+            self._unusable[number] = None
+        else:
+            self._unusable.pop(number, None)
 
     def _current(self, group: int, member: int, attempt: int, stage: Stage) -> SampleState | None:
         sample = self._groups[group].samples[member] if group in self._groups else None
@@ -307,48 +347,54 @@ class Gate:
 
     def _end(self, group: GroupState, member: int, stage: Stage) -> None:
         sample = group.samples[member]
-        self._move(sample, stage)
+        self._counts.move(sample, stage)
+        self._counts.ended(group)
         early = stage is Stage.TRAINED and group.id in self._early
         known = (sample.tokens, sample.first, sample.last, self.version, sample.reason, early, sample.attempt)
         self.ended.append(EndedSample(group.id, member, *known))
 
-    def _forget(self, group: int) -> None:
-        entry = self._groups[group]
-        if entry.finished:
-            self.gaps.extend(baseline - fmean(entry.rewards().values()) for baseline in entry.baselines)
-            del self._groups[group]
+    def _forget(self, number: int) -> None:
+        group = self._groups.pop(number)
+        self.gaps.extend(baseline - fmean(group.rewards().values()) for baseline in group.baselines)
+        self.awaited -= group.awaits
+        for sample in group.samples:
+            self._stamps.discard(self.expiry_stamp(sample), number)
 
     def _drop_unusable(self) -> tuple[Drop, ...]:
         """Drops what is too old, and what cannot train although no member of its group is open any more."""
-        too_old = {"mask": self.expired, "drop": self.stale}.get(self.config.policy, lambda _: False)
-        old = self._drop_ready("stale", list(self._groups.values()), too_old)
-        complete = [group for group in self._groups.values() if not group.members(*OPEN) and not group.awaits]
-        lacking = [group for group in complete if len(group.rewards()) < self.config.baseline]
-        equal = [group for group in complete if self.config.need_signal and not group.has_signal]
+        aged = sorted(group for group in dict.fromkeys(self._stamps.take(self.too_old)) if group in self._groups)
+        old = self._drop_ready("stale", aged, self._is_stale)
+        complete = sorted(self._unusable)
+        rewards = {group: len(self._groups[group].rewards()) for group in complete}
+        lacking = [group for group in complete if rewards[group] < self.config.baseline]
+        equal = [group for group in complete if rewards[group] >= self.config.baseline]
         return (*old, *self._drop_ready("no_baseline", lacking), *self._drop_ready("no_signal", equal))
 
+    def _is_stale(self, sample: SampleState) -> bool:
+        stamp = self.expiry_stamp(sample)
+        return stamp is not None and self.too_old(stamp)
+
     def _drop_ready(
-        self, reason: str, groups: Iterable[GroupState], condition: Callable[[SampleState], bool] = lambda _: True
+        self, reason: str, groups: Iterable[int], condition: Callable[[SampleState], bool] = lambda _: True
     ) -> list[Drop]:
         drops = []
-        for group in groups:
+        for group in map(self._groups.__getitem__, groups):
             members = tuple(member for member in group.members(Stage.READY) if condition(group.samples[member]))
             if members:
                 self.drop(group.id, members, reason)
                 drops.append(Drop(group, members, reason))
         return drops
 
-    def _urgent_cuts(self) -> tuple[list[Cut], bool]:
-        """Returns the most urgent cuts, as many as make a full batch, and whether they make one."""
-        taken, samples = list[Cut](), 0
-        for cut in self.cuts():
-            if samples >= self.config.batch:
-                break
-            taken.append(cut)
-            samples += len(cut[1])
-        return taken, samples >= self.config.batch
+    @property
+    def _offers_full_batch(self) -> bool:
+        return self._offers.samples >= self.config.batch
 
-    def _urgency(self, group: GroupState) -> tuple[int, int]:
+    def _urgent_cuts(self) -> list[Cut]:
+        """Returns the most urgent cuts, as many as make a full batch, or all; sorted by group."""
+        groups = sorted(self._offers.most_urgent(self.config.batch))
+        return [(group, self._groups[group].members(Stage.READY)) for group in groups]
+
+    def _urgency(self, group: GroupState) -> Urgency:
         if self.config.policy == "block":
             return (group.drawn_at, group.id)
         return (min(group.samples[member].last for member in group.members(Stage.READY)), group.id)

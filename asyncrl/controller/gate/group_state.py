@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from asyncrl.protocols.batch import RowRef
+from asyncrl.protocols.messages import LEFT_OUT
 
 Cut = tuple[int, tuple[int, ...]]
 """A group and those of its members that train together."""
@@ -21,7 +22,7 @@ class Stage(StrEnum):
 OPEN = (Stage.RUNNING, Stage.SCORING)
 DROPPABLE = (*OPEN, Stage.READY)
 IN_FLIGHT = (*DROPPABLE, Stage.TRAINING)
-STILL_COMPARED = ("stale", "truncated", "no_signal")
+STILL_COMPARED = ("stale", "truncated", "no_signal", "rejected", "not finite", LEFT_OUT)
 """Reasons of a drop that leave the sample's reward in the baseline of its siblings."""
 
 

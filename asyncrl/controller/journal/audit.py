@@ -4,14 +4,16 @@ The number of samples in flight as a remainder proves nothing. So the samples in
 each sample and compared with the lists written at checkpoints, and the trained samples with the trainer's own chain.
 """
 
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.config.install_hints import program
-from asyncrl.controller.journal.checkpoints import Manifest, prefix_crc, read_manifest, versions
-from asyncrl.controller.journal.journal import Framed, Scan, surviving
-from asyncrl.controller.journal.ledger import InFlight, Ledger, Trained, difference
+from asyncrl.controller.gate.group_state import IN_FLIGHT
+from asyncrl.controller.journal.checkpoints import Manifest, read_manifest, versions
+from asyncrl.controller.journal.journal import Framed, Scan
+from asyncrl.controller.journal.ledger import CheckpointMade, InFlight, Ledger, Record, Resumed, Trained, difference
 from asyncrl.controller.journal.run_storage import FileStore, Store
 from asyncrl.errors import ConfigError, JournalError
 
@@ -24,10 +26,10 @@ class Witness:
     checked: int = 0
     failures: list[str] = field(default_factory=list)
 
-    def see(self, agrees: bool, failure: str) -> None:
+    def see(self, agrees: bool, failure: Callable[[], str]) -> None:
         self.checked += 1
         if not agrees:
-            self.failures.append(failure)
+            self.failures.append(failure())
 
     def __str__(self) -> str:
         state = "holds" if not self.failures else f"FAILS, {len(self.failures)} times; first: {self.failures[0]}"
@@ -52,13 +54,16 @@ class Audit:
         self._lists = Witness("in-flight lists equal what the records imply")
         self._chains = Witness("the trainer's chain equals that of the records")
         self.witnesses = (self._ways, self._lists, self._chains)
-        self._manifests = self._read_manifests(store)
-        self._check_tail(store)
+        self._open: dict[int, int] = {}
+        self._in_flight = 0
+        scan = Scan(store)
+        self._manifests = self._read_manifests(store, scan)
+        self._check_tail(scan)
         try:
-            for framed in surviving(store):
+            for framed in scan.surviving():
                 self._take(framed)
         except JournalError as error:
-            self._ways.see(False, str(error))
+            self._ways.see(False, error.__str__)
         self._chains.failures += [
             f"checkpoint {manifest.version} was made after byte {offset}, where no record that counts ends"
             for offset, manifest in sorted(self._manifests.items())
@@ -75,7 +80,7 @@ class Audit:
         return "\n".join(
             [
                 f"version {ledger.version}, incarnation {ledger.incarnation}",
-                f"samples: {ledger.drawn} drawn = {ended} + {ledger.samples_in_flight} in flight",
+                f"samples: {ledger.drawn} drawn = {ended} + {self._in_flight} in flight",
                 *map(str, self.witnesses),
                 *self.notes,
                 "the audit holds" if self.ok else "the audit FAILS",
@@ -83,26 +88,43 @@ class Audit:
         )
 
     def _take(self, framed: Framed) -> None:
-        record, where = framed.record, f"byte {framed.start}"
+        record = framed.record
         if isinstance(record, InFlight):
             derived = self.ledger.in_flight()
-            self._lists.see(record.groups == derived, f"{where}: {difference(record.groups, derived)}")
+            self._lists.see(
+                record.groups == derived, lambda: f"byte {framed.start}: {difference(record.groups, derived)}"
+            )
         else:
             try:
                 self.ledger.apply(record)
             except JournalError as error:
-                raise JournalError(f"{where}: {error}") from error
-            self._ways.see(self.ledger.balanced(), f"{where}: drawn is not trained + dropped + in flight")
+                raise JournalError(f"byte {framed.start}: {error}") from error
+            self._ways.see(
+                self._balanced(record), lambda: f"byte {framed.start}: drawn is not trained + dropped + in flight"
+            )
         if isinstance(record, Trained):
-            self._compare_chain(record.chain, f"{where}, version {record.version}")
+            self._compare_chain(record.chain, f"byte {framed.start}, version {record.version}")
         if (manifest := self._manifests.pop(framed.end, None)) is not None:
             self._compare_chain(manifest.chain, f"checkpoint {manifest.version}")
 
+    def _balanced(self, record: Record) -> bool:
+        """Returns whether drawn = trained + dropped + in flight. What is in flight is counted by stage, and only in the
+        groups that the record names, so that the audit takes time in proportion to the records."""
+        for group in _groups_of(record):
+            state = self.ledger.groups.get(group)
+            now = len([sample for sample in state.samples if sample.stage in IN_FLIGHT]) if state else 0
+            self._in_flight += now - self._open.pop(group, 0)
+            if now:
+                self._open[group] = now
+        return self.ledger.drawn == self.ledger.trained + self.ledger.dropped.total() + self._in_flight
+
     def _compare_chain(self, chain: str, where: str) -> None:
         own = self.ledger.chain.hex()
-        self._chains.see(chain == own, f"{where}: the trainer's chain is {chain[:16]}, by the records {own[:16]}")
+        self._chains.see(
+            chain == own, lambda: f"{where}: the trainer's chain is {chain[:16]}, by the records {own[:16]}"
+        )
 
-    def _read_manifests(self, store: Store) -> dict[int, Manifest]:
+    def _read_manifests(self, store: Store, scan: Scan) -> dict[int, Manifest]:
         manifests = {}
         for version in versions(store):
             try:
@@ -110,17 +132,25 @@ class Audit:
             except JournalError as error:
                 self.notes.append(f"checkpoint {version} cannot be used: {error}")
                 continue
-            if prefix_crc(store, manifest.offset) != manifest.crc:
-                self._ways.see(False, f"the journal no longer begins with what checkpoint {version} was made after")
+            if scan.crc(manifest.offset) != manifest.crc:
+                failure = f"the journal no longer begins with what checkpoint {version} was made after"
+                self._ways.see(False, failure.__str__)
             manifests[manifest.offset] = manifest
         return manifests
 
-    def _check_tail(self, store: Store) -> None:
-        scan = Scan(store)
-        for _ in scan:
-            pass
-        left = store.size - scan.end
-        if scan.damaged:
-            self._ways.see(False, f"byte {scan.end}: a damaged record, with {left} bytes from it on unread")
-        elif left:
+    def _check_tail(self, scan: Scan) -> None:
+        if damage := scan.damage():
+            self._ways.see(False, damage.__str__)
+        elif left := scan.size - scan.end:
             self.notes.append(f"the last {left} bytes are an unfinished record; the next start cuts them off")
+
+
+def _groups_of(record: Record) -> Iterable[int]:
+    """Returns the groups whose samples a record may move."""
+    match record:
+        case Trained(cuts=cuts):
+            return [group for group, _ in cuts]
+        case InFlight() | CheckpointMade() | Resumed():
+            return ()
+        case _:
+            return (record.group,)

@@ -7,14 +7,13 @@ files match their digests and the journal still begins with the bytes that the c
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import file_digest, sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
-from zlib import crc32
 
-from asyncrl.controller.journal.journal import Journal, Scan, replay, resumes, void_ranges
-from asyncrl.controller.journal.ledger import CheckpointMade, Drawn, InFlight, Ledger
+from asyncrl.controller.journal.journal import Journal, Scan, void_ranges
+from asyncrl.controller.journal.ledger import CheckpointMade, Drawn, InFlight, Ledger, Trained
 from asyncrl.controller.journal.run_storage import FileStore, Store
 from asyncrl.errors import ConfigError, JournalError, RemoteError, WireError
 from asyncrl.lanes.control.field_checks import field_checks
@@ -23,7 +22,6 @@ from asyncrl.protocols.messages import Checkpointed
 MANIFEST = "manifest.json"
 UNFINISHED = "tmp-"
 REFUSED = "refused-"
-BLOCK = 1 << 20
 
 WriteFiles = Callable[[str], Awaitable[Checkpointed]]
 """Lets the trainer write its files, fsynced, into a directory."""
@@ -51,7 +49,8 @@ MANIFEST_FIELDS = dict(field_checks(Manifest))
 class ResumePlan:
     """The checkpoint from which a run is resumed. incarnation: the new one. ledger: at the checkpoint.
 
-    directory: folder of its files. said: a line for the user about each newer checkpoint that cannot be used.
+    directory: folder of its files. last_version: that of the last step, which may have come after the checkpoint. said:
+    a line for the user about each newer checkpoint that cannot be used. scan: of the journal, until it is resumed.
     """
 
     incarnation: int
@@ -59,36 +58,40 @@ class ResumePlan:
     offset: int
     directory: str
     ledger: Ledger
-    said: tuple[str, ...] = ()
+    last_version: int
+    said: tuple[str, ...]
+    scan: Scan = field(compare=False, repr=False)
 
 
 async def commit(journal: Journal, write: WriteFiles, keep: int) -> Manifest:
     """Makes the checkpoint of the journal's version, while no iteration runs, and leaves the newest `keep`.
 
-    Raises JournalError when the trainer is at another version, or trained other samples, than the journal says.
+    What waits for the disk does not hold up the event loop; records that are appended meanwhile lie behind the
+    checkpoint. Raises JournalError when the trainer is at another version, or trained other samples, than the journal
+    says.
     """
     store, ledger = journal.store, journal.ledger
     journal.append(InFlight(ledger.in_flight()))
-    journal.sync()
-    if ledger.version in versions(store):
-        return read_manifest(store, ledger.version)
     after = Manifest(ledger.incarnation, ledger.version, journal.offset, journal.crc, ledger.chain.hex(), {})
-    unfinished = f"{UNFINISHED}{ledger.version}"
+    await store.run(journal.sync)
+    if after.version in versions(store):
+        return read_manifest(store, after.version)
+    unfinished = f"{UNFINISHED}{after.version}"
     try:
         manifest = await _write_files(store, unfinished, after, write)
     except (OSError, RemoteError):
         with suppress(OSError):  # Another rank may be writing there: then a resume removes it.
-            store.remove(unfinished)  # On a full disk it is in the way of all that follows.
+            await store.run(store.remove, unfinished)  # On a full disk it is in the way of all that follows.
         raise
-    store.rename(unfinished, str(manifest.version))
+    await store.run(store.rename, unfinished, str(manifest.version))
     journal.append(CheckpointMade(manifest.version, sha256(manifest.encode()).hexdigest()))
     for old in versions(store)[:-keep]:
-        store.remove(str(old))
+        await store.run(store.remove, str(old))
     return manifest
 
 
 async def _write_files(store: Store, unfinished: str, after: Manifest, write: WriteFiles) -> Manifest:
-    store.create(unfinished)
+    await store.run(store.create, unfinished)
     made = await write(store.path(unfinished))
     if (made.version, made.chain) != (after.version, after.chain):
         raise JournalError(
@@ -96,7 +99,7 @@ async def _write_files(store: Store, unfinished: str, after: Manifest, write: Wr
             f"by the journal it is version {after.version} with chain {after.chain[:16]}"
         )
     manifest = replace(after, files=made.files)
-    store.put(unfinished, MANIFEST, manifest.encode())
+    await store.run(store.put, unfinished, MANIFEST, manifest.encode())
     return manifest
 
 
@@ -134,7 +137,7 @@ def _lies_within(file: str) -> bool:
     return "\0" not in file and file.isprintable() and not path.is_absolute() and ".." not in path.parts
 
 
-def _check(store: Store, manifest: Manifest) -> Ledger:
+def _check(store: Store, scan: Scan, manifest: Manifest) -> Ledger:
     """Returns the ledger at a checkpoint. Raises JournalError with the reason when the checkpoint is not good."""
     for file, digest in sorted(manifest.files.items()):
         try:
@@ -146,14 +149,14 @@ def _check(store: Store, manifest: Manifest) -> Ledger:
             raise JournalError(f"{file} cannot be read: {error}") from error
         if found != digest:
             raise JournalError(f"{file} was changed or damaged: its digest is {found[:16]}, not {digest[:16]}")
-    if manifest.offset > store.size:
-        raise JournalError(f"the journal has {store.size} bytes; the checkpoint was made after {manifest.offset}")
-    if prefix_crc(store, manifest.offset) != manifest.crc:
+    if manifest.offset > scan.size:
+        raise JournalError(f"the journal has {scan.size} bytes; the checkpoint was made after {manifest.offset}")
+    if scan.crc(manifest.offset) != manifest.crc:
         raise JournalError(f"the first {manifest.offset} bytes of the journal are not those it was made after")
-    for low, high in void_ranges(resumes(store)):
+    for low, high in void_ranges(scan.resumes):
         if low < manifest.offset <= high:
             raise JournalError(f"the run was taken up again from an earlier point (byte {low} of the journal)")
-    ledger = replay(store, manifest.offset)
+    ledger = scan.replay(manifest.offset)
     if (ledger.version, ledger.chain.hex()) != (manifest.version, manifest.chain):
         raise JournalError(
             f"its trainer was at version {manifest.version} with chain {manifest.chain[:16]}; "
@@ -162,39 +165,42 @@ def _check(store: Store, manifest: Manifest) -> Ledger:
     return ledger
 
 
-def prefix_crc(store: Store, size: int) -> int:
-    crc = 0
-    for start in range(0, size, BLOCK):
-        crc = crc32(store.read(start, min(BLOCK, size - start)), crc)
-    return crc
-
-
 def plan_resume(store: Store) -> ResumePlan | None:
     """Plans, without writing, to resume from the newest good checkpoint.
 
-    None when the run has no checkpoint yet and drew nothing. Raises JournalError when no checkpoint is good.
+    It reads the journal once, and every file of that checkpoint, which may take minutes. None when the run has no
+    checkpoint yet and drew nothing. Raises JournalError when the journal is damaged, or no checkpoint is good.
     """
+    scan = Scan(store)
+    if damage := scan.damage():
+        raise JournalError(damage)
     said: list[str] = []
     for version in reversed(versions(store)):
         try:
             manifest = read_manifest(store, version)
-            ledger = _check(store, manifest)
+            ledger = _check(store, scan, manifest)
         except JournalError as error:
             said.append(f"checkpoint {version} cannot be used: {error}")
         else:
-            incarnations = [resumed.incarnation for _, resumed in resumes(store)]
-            return ResumePlan(
-                incarnation=max([manifest.incarnation, *incarnations]) + 1,
-                version=version,
-                offset=manifest.offset,
-                directory=store.path(str(version)),
-                ledger=ledger,
-                said=tuple(said),
-            )
-    if not said and not any(isinstance(framed.record, Drawn) for framed in Scan(store)):
+            return _plan(store, scan, manifest, ledger, tuple(said))
+    if not said and not any(isinstance(framed.record, Drawn) for framed in scan):
         return None
     reasons = "; ".join(said) or "there is none"
     raise JournalError(f"this run cannot go on from any checkpoint ({reasons}); start it anew with another --run-dir")
+
+
+def _plan(store: Store, scan: Scan, manifest: Manifest, ledger: Ledger, said: tuple[str, ...]) -> ResumePlan:
+    beyond = [framed.record for framed in scan.surviving(since=manifest.offset)]
+    return ResumePlan(
+        incarnation=max([manifest.incarnation, *(resumed.incarnation for _, resumed in scan.resumes)]) + 1,
+        version=manifest.version,
+        offset=manifest.offset,
+        directory=store.path(str(manifest.version)),
+        ledger=ledger,
+        last_version=max([manifest.version, *(record.version for record in beyond if isinstance(record, Trained))]),
+        said=said,
+        scan=scan,
+    )
 
 
 def resume(store: Store, plan: ResumePlan) -> Journal:
@@ -205,8 +211,8 @@ def resume(store: Store, plan: ResumePlan) -> Journal:
         elif folder.isdecimal() and int(folder) > plan.version:
             store.remove(f"{REFUSED}{folder}")
             store.rename(folder, f"{REFUSED}{folder}")
-    journal = Journal(store)
-    journal.resume(plan.incarnation, plan.offset)
+    journal = Journal(store, plan.scan, plan.ledger)
+    journal.resume(plan.incarnation, plan.offset, plan.ledger)
     return journal
 
 

@@ -2,9 +2,11 @@
 
 A record is framed as length u32 | crc32 u32 | MessagePack [kind, field, ...]. No record is flushed by itself: a write
 survives the death of its process, and a power cut loses only records after the last checkpoint, where a resumed run
-begins.
+begins. An unfinished record at the end is a torn tail and is cut off. A damaged record with valid ones behind it is
+none: the journal is refused, and stays as it is.
 """
 
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -21,9 +23,21 @@ RECORD_LIMIT = 1 << 26
 """Bytes of one record: a step of a million samples fits; a longer length is no record of asyncrl."""
 
 FRAME = struct.Struct(">II")
+LENGTH = struct.Struct(">I")
 
 NAMES = {kind: name for name, kind in KINDS.items()}
 CHECKS = {name: field_checks(kind) for name, kind in KINDS.items()}
+
+
+def _first_bytes(kind: str) -> bytes:
+    """Returns how the payload of every record of a kind begins: its number of values and its name."""
+    packer = msgpack.Packer()
+    return bytes(packer.pack_array_header(1 + len(CHECKS[kind])) + packer.pack(kind))
+
+
+FIRST_BYTES = {kind: _first_bytes(kind) for kind in KINDS}
+KIND_OF = {first: kind for kind, first in FIRST_BYTES.items()}
+_ANY_PAYLOAD = re.compile(b"|".join(re.escape(first) for first in FIRST_BYTES.values()))
 
 
 def encode(record: Record) -> bytes:
@@ -33,7 +47,7 @@ def encode(record: Record) -> bytes:
     return FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
-def decode(payload: bytes) -> Record:
+def decode(payload: bytes | memoryview) -> Record:
     """Returns the record of a frame's payload. Raises JournalError for an unknown kind or shape."""
     try:
         top = msgpack.unpackb(payload, use_list=False)
@@ -48,7 +62,7 @@ def decode(payload: bytes) -> Record:
     if len(values) != len(checks):
         raise JournalError(f"a {kind} record with {len(values)} values instead of {len(checks)}")
     try:
-        return KINDS[kind](*(check(value) for (_, check), value in zip(checks, values, strict=True)))
+        return KINDS[kind](*[check(value) for (_, check), value in zip(checks, values, strict=True)])
     except WireError as error:
         raise JournalError(f"a {kind} record: {error}") from error
 
@@ -63,49 +77,105 @@ class Framed:
 
 
 class Scan:
-    """Iterates over the records in the first `until` bytes of a journal, up to the first bytes that are no record.
+    """Reads a journal once, up to the first bytes that are no record; decodes the records that are asked for.
 
-    end, crc: length and crc32 of the whole records, after iteration.
+    size: bytes of the journal. end, count: bytes and number of the whole records. resumes: (byte, record) of every
+    resume, void ones included.
     """
 
-    def __init__(self, store: Store, until: int | None = None) -> None:
+    def __init__(self, store: Store) -> None:
+        self._bytes = store.contents()
+        self.size = len(self._bytes)
         self.end = 0
-        self.crc = 0
-        self._store = store
-        self._size = store.size if until is None else until
+        self.count = 0
+        self.resumes: list[tuple[int, Resumed]] = []
+        self._crcs = {0: 0}
+        while end := self._frame_end(self.end):
+            payload = self.end + FRAME.size
+            if self._bytes[payload : payload + len(FIRST_BYTES["resumed"])] == FIRST_BYTES["resumed"]:
+                record = self._record(self.end, end)
+                assert isinstance(record, Resumed)
+                self.resumes.append((self.end, record))
+            self.end = end
+            self.count += 1
+
+    def close(self) -> None:
+        """Unmaps the journal; nothing can be decoded any more."""
+        self._bytes.release()
 
     def __iter__(self) -> Iterator[Framed]:
-        while (frame := self._frame()) is not None:
-            start = self.end
-            self.end += len(frame)
-            self.crc = zlib.crc32(frame, self.crc)
+        """Yields every record, void ones included. Raises JournalError, with the byte, for one that is none of ours."""
+        return self._between(0, self.end)
+
+    def surviving(self, until: int | None = None, since: int = 0) -> Iterator[Framed]:
+        """Yields the records that no resume made void, in order, of those between these bytes, which end records.
+
+        Resumes after `until` do not count.
+        """
+        until = self.end if until is None else min(until, self.end)
+        start = since
+        for low, high in [*void_ranges([each for each in self.resumes if each[0] < until]), (until, until)]:
+            for framed in self._between(start, low):
+                start = framed.end
+                yield framed
+            start = max(start, high)
+
+    def replay(self, until: int | None = None) -> Ledger:
+        """Returns the ledger after the surviving records of the first `until` bytes. Raises JournalError with the
+        byte."""
+        ledger = Ledger()
+        for framed in self.surviving(until):
             try:
-                record = decode(frame[FRAME.size :])
+                ledger.apply(framed.record)
             except JournalError as error:
-                raise JournalError(f"journal, byte {start}: {error}") from error
-            yield Framed(start, self.end, record)
+                raise type(error)(f"journal, byte {framed.start}: {error}") from error
+        return ledger
 
-    @property
-    def damaged(self) -> bool:
-        """Returns whether a whole frame with a wrong checksum, and with bytes after it, ended the iteration."""
-        length = self._frame_length()
-        return length > 0 and self.end + length < self._size
+    def crc(self, size: int) -> int:
+        """Returns the crc32 of the first `size` bytes. Bytes before an earlier answer are not read again."""
+        known = max(each for each in self._crcs if each <= size)
+        self._crcs[size] = zlib.crc32(self._bytes[known:size], self._crcs[known])
+        return self._crcs[size]
 
-    def _frame(self) -> bytes | None:
-        length = self._frame_length()
-        if not length or self.end + length > self._size:
-            return None
-        frame = self._store.read(self.end, length)
-        _, crc = FRAME.unpack_from(frame)
-        return frame if zlib.crc32(frame[FRAME.size :]) == crc else None
+    def damage(self) -> str:
+        """Describes damage after which valid records follow; "" when what follows is at most a torn tail."""
+        for found in _ANY_PAYLOAD.finditer(self._bytes, self.end + FRAME.size + 1):
+            start = found.start() - FRAME.size
+            if self._frame_end(start):
+                return (
+                    f"record {self.count + 1} of the journal, at byte {self.end}, is damaged, and valid records follow "
+                    f"it (from byte {start} on, first {KIND_OF[found.group()]!r}), so it is no unfinished end. The "
+                    "file is left as it is. Put an undamaged copy of `journal` in its place; or, to give up its last "
+                    f"{self.size - self.end} bytes, keep a copy, run `truncate -s {self.end} journal` and resume, "
+                    "which goes on from the newest checkpoint made before"
+                )
+        return ""
 
-    def _frame_length(self) -> int:
-        """Returns the length that the next frame should have; 0: no frame begins here."""
-        head = self._store.read(self.end, FRAME.size)
-        if len(head) < FRAME.size:
+    def _between(self, start: int, until: int) -> Iterator[Framed]:
+        while start < until:
+            (length,) = LENGTH.unpack_from(self._bytes, start)
+            end = start + FRAME.size + length
+            if end > until:
+                return
+            yield Framed(start, end, self._record(start, end))
+            start = end
+
+    def _record(self, start: int, end: int) -> Record:
+        try:
+            return decode(self._bytes[start + FRAME.size : end])
+        except JournalError as error:
+            raise JournalError(f"journal, byte {start}: {error}") from error
+
+    def _frame_end(self, start: int) -> int:
+        """Returns where the whole frame ends that begins here; 0: none does. An empty record is none: after a power
+        cut, zeros may stand where nothing was written yet."""
+        if self.size - start < FRAME.size:
             return 0
-        length, _ = FRAME.unpack(head)
-        return FRAME.size + int(length) if length <= RECORD_LIMIT else 0
+        length, crc = FRAME.unpack_from(self._bytes, start)
+        end = start + FRAME.size + int(length)
+        if not 0 < length <= RECORD_LIMIT or end > self.size:
+            return 0
+        return end if zlib.crc32(self._bytes[start + FRAME.size : end]) == crc else 0
 
 
 def void_ranges(resumes: list[tuple[int, Resumed]]) -> list[tuple[int, int]]:
@@ -115,53 +185,33 @@ def void_ranges(resumes: list[tuple[int, Resumed]]) -> list[tuple[int, int]]:
         if resumed.offset > start:
             raise JournalError(f"journal, byte {start}: resumed from byte {resumed.offset}, which lies behind it")
         ranges = [(low, high) for low, high in ranges if low < resumed.offset]
-        if ranges and resumed.offset < ranges[-1][1]:
+        if ranges and resumed.offset <= ranges[-1][1]:  # The end is void too: it is before the resume that began there.
             raise JournalError(f"journal, byte {start}: resumed from byte {resumed.offset}, which had become void")
         ranges.append((resumed.offset, start))
     return ranges
 
 
-def resumes(store: Store, until: int | None = None) -> list[tuple[int, Resumed]]:
-    """Returns (byte, record) of every resume in the first `until` bytes, void ones included."""
-    return [(framed.start, framed.record) for framed in Scan(store, until) if isinstance(framed.record, Resumed)]
-
-
-def surviving(store: Store, until: int | None = None) -> Iterator[Framed]:
-    """Iterates over the records in the first `until` bytes that no resume made void, in order."""
-    void = void_ranges(resumes(store, until))
-    for framed in Scan(store, until):
-        if not any(low <= framed.start < high for low, high in void):
-            yield framed
-
-
-def replay(store: Store, until: int | None = None) -> Ledger:
-    """Returns the ledger after the surviving records of the first `until` bytes. Raises JournalError with the byte."""
-    ledger = Ledger()
-    for framed in surviving(store, until):
-        try:
-            ledger.apply(framed.record)
-        except JournalError as error:
-            raise type(error)(f"journal, byte {framed.start}: {error}") from error
-    return ledger
-
-
 class Journal:
     """Appends records to a store, through the ledger, which refuses illegal records before they are written.
 
-    torn: bytes of an unfinished last record that were cut off. offset, crc: length and crc32 of the journal.
+    scan, ledger: of this store, where they are known already. torn: bytes of an unfinished last record that were cut
+    off. offset, crc: length and crc32 of the journal. Raises JournalError for a damaged journal.
     """
 
-    def __init__(self, store: Store) -> None:
-        scan = Scan(store)
-        for _ in scan:
-            pass
+    def __init__(self, store: Store, scan: Scan | None = None, ledger: Ledger | None = None) -> None:
+        scan = scan or Scan(store)
+        if damage := scan.damage():
+            raise JournalError(damage)
+        assert store.size == scan.size, "another process wrote to the journal, although this one holds the run's lock"
         self.store = store
-        self.torn = store.size - scan.end
-        if self.torn:
-            store.truncate(scan.end)
+        self.torn = scan.size - scan.end
         self.offset = scan.end
-        self.crc = scan.crc
-        self.ledger = replay(store)
+        self.crc = scan.crc(scan.end)
+        self.ledger = ledger or scan.replay()
+        self._resumes = scan.resumes
+        scan.close()  # Before the file becomes shorter than what is mapped of it.
+        if self.torn:
+            store.truncate(self.offset)
 
     def append(self, record: Record) -> None:
         """Appends a record. Raises JournalError, with nothing written, if it contradicts the records before it."""
@@ -179,14 +229,16 @@ class Journal:
     def sync(self) -> None:
         self.store.sync()
 
-    def resume(self, incarnation: int, offset: int) -> None:
+    def resume(self, incarnation: int, offset: int, ledger: Ledger | None = None) -> None:
         """Goes back to where the journal was `offset` bytes long; the records after it are void.
 
-        The groups in flight there begin a new attempt. Raises JournalError when that point is void itself.
+        The groups in flight there begin a new attempt. ledger: at that point, if it is known already. Raises
+        JournalError when that point is void itself.
         """
-        ledger = replay(self.store, offset)
+        ledger = ledger or Scan(self.store).replay(offset)
         resumed = Resumed(incarnation, ledger.version, offset)
-        void_ranges([*resumes(self.store), (self.offset, resumed)])
+        void_ranges([*self._resumes, (self.offset, resumed)])
+        self._resumes.append((self.offset, resumed))
         self.ledger = ledger
         self.append(resumed)
         for group, members in ledger.in_flight():

@@ -5,8 +5,9 @@ The ledger checks the gate without using the gate's rules: samples move along le
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import singledispatchmethod
+from typing import Any
 
 from asyncrl.controller.gate.group_state import DROPPABLE, IN_FLIGHT, Cut, GroupState, SampleState, Stage
 from asyncrl.errors import IllegalTransition, JournalError, TrainedTwice
@@ -63,7 +64,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """An iteration took these cuts and led to `version`.
+    """An iteration led to `version`; samples of these cuts, and no others, entered its loss.
 
     advantages: of each sample, in the order of the cuts. chain: hex, as the trainer computed it.
     """
@@ -78,8 +79,8 @@ class Trained:
 class Dropped:
     """These members leave without training.
 
-    reason: "stale", "unscorable", "no_baseline", "no_signal", "greedy_unscorable", "truncated", "not finite", "poison",
-    or a word of the user's algorithm.
+    reason: "stale", "unscorable", "no_baseline", "no_signal", "greedy_unscorable", "poison" or a word of the user's
+    algorithm; of samples that a step was given, "stale", "truncated", "rejected", "not finite" or "left out".
     """
 
     group: int
@@ -146,13 +147,11 @@ class Ledger:
     dropped: Counter[str] = field(default_factory=Counter)
     groups: dict[int, GroupState] = field(default_factory=dict)
 
-    @singledispatchmethod
     def apply(self, record: Record) -> None:
         """Takes in a record. Raises IllegalTransition or TrainedTwice, with nothing changed, for an illegal one."""
-        raise AssertionError(f"no record: {record!r}")
+        _APPLY[type(record)](self, record)
 
-    @apply.register
-    def _(self, record: Drawn) -> None:
+    def _drawn(self, record: Drawn) -> None:
         if record.group != self.next_group:
             raise IllegalTransition(f"group {record.group} was drawn; the next one is {self.next_group}")
         if record.version != self.version:
@@ -164,8 +163,7 @@ class Ledger:
         self.next_group += 1
         self.drawn += record.members
 
-    @apply.register
-    def _(self, record: AttemptStarted) -> None:
+    def _attempt_started(self, record: AttemptStarted) -> None:
         group = self._group(record.group, "restarted")
         if record.number <= group.attempt:
             raise IllegalTransition(
@@ -178,8 +176,7 @@ class Ledger:
             sample.attempt = record.number
             sample.reward = None
 
-    @apply.register
-    def _(self, record: Generated) -> None:
+    def _generated(self, record: Generated) -> None:
         for member, *_ in record.samples:
             sample = self._sample(record.group, member, (Stage.RUNNING,), "generated")
             if sample.attempt != record.attempt:
@@ -194,21 +191,18 @@ class Ledger:
             sample.last = last
             sample.tokens = tokens
 
-    @apply.register
-    def _(self, record: Scored) -> None:
+    def _scored(self, record: Scored) -> None:
         sample = self._sample(record.group, record.member, (Stage.SCORING,), "scored")
         sample.stage = Stage.READY
         sample.reward = record.reward
 
-    @apply.register
-    def _(self, record: Compared) -> None:
+    def _compared(self, record: Compared) -> None:
         group = self._group(record.group, "compared")
         if group.greedy is not None:
             raise IllegalTransition(f"group {record.group} cannot be compared: its greedy answer had its reward before")
         group.greedy = record.reward
 
-    @apply.register
-    def _(self, record: Trained) -> None:
+    def _trained(self, record: Trained) -> None:
         if record.version != self.version + 1:
             raise IllegalTransition(f"an iteration led from version {self.version} to {record.version}")
         keys = [(group, member) for group, members in record.cuts for member in members]
@@ -221,8 +215,7 @@ class Ledger:
         for group, _ in record.cuts:
             self._forget(group)
 
-    @apply.register
-    def _(self, record: Dropped) -> None:
+    def _dropped(self, record: Dropped) -> None:
         samples = [self._sample(record.group, member, DROPPABLE, "dropped") for member in record.members]
         for sample in samples:
             sample.stage = Stage.DROPPED
@@ -230,18 +223,15 @@ class Ledger:
         self.dropped[record.reason] += len(samples)
         self._forget(record.group)
 
-    @apply.register
-    def _(self, record: InFlight) -> None:
+    def _listed(self, record: InFlight) -> None:
         if record.groups != self.in_flight():
             raise JournalError(difference(record.groups, self.in_flight()))
 
-    @apply.register
-    def _(self, record: CheckpointMade) -> None:
+    def _checkpoint_made(self, record: CheckpointMade) -> None:
         if record.version > self.version:
             raise IllegalTransition(f"a checkpoint of version {record.version}, while the run is at {self.version}")
 
-    @apply.register
-    def _(self, record: Resumed) -> None:
+    def _resumed(self, record: Resumed) -> None:
         if record.incarnation <= self.incarnation or record.version != self.version:
             raise IllegalTransition(
                 f"resumed as incarnation {record.incarnation}, version {record.version}; "
@@ -285,8 +275,23 @@ class Ledger:
             del self.groups[group]
 
 
+_APPLY: dict[type[Record], Callable[[Ledger, Any], None]] = {
+    Drawn: Ledger._drawn,
+    AttemptStarted: Ledger._attempt_started,
+    Generated: Ledger._generated,
+    Scored: Ledger._scored,
+    Compared: Ledger._compared,
+    Trained: Ledger._trained,
+    Dropped: Ledger._dropped,
+    InFlight: Ledger._listed,
+    CheckpointMade: Ledger._checkpoint_made,
+    Resumed: Ledger._resumed,
+}
+
+
 def difference(listed: tuple[Cut, ...], derived: tuple[Cut, ...]) -> str:
     """Describes where an in-flight list differs from the derived one."""
-    surplus = [cut for cut in listed if cut not in derived][:5]
-    missing = [cut for cut in derived if cut not in listed][:5]
+    here, there = frozenset(listed), frozenset(derived)
+    surplus = [cut for cut in listed if cut not in there][:5]
+    missing = [cut for cut in derived if cut not in here][:5]
     return f"the in-flight list holds {surplus} and lacks {missing}, by the records before it"

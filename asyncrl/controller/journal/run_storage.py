@@ -1,15 +1,24 @@
-"""Stores the bytes of a run, which are its journal and its checkpoints: in a run directory, or in memory."""
+"""Stores the bytes of a run, which are its journal and its checkpoints: in a run directory, or in memory.
 
+A call that waits for the disk goes through `run` where an event loop must not wait: in a thread for a run directory,
+inline for the store in memory.
+"""
+
+import asyncio
 import fcntl
+import mmap
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase, BytesIO
 from pathlib import Path
-from typing import Self, TypeAlias
+from typing import ParamSpec, Self, TypeAlias, TypeVar
 
 from asyncrl.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class FileStore:
@@ -24,6 +33,8 @@ class FileStore:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         how = os.O_RDWR | os.O_CREAT | os.O_APPEND if writable else os.O_RDONLY
         self._journal = os.open(run_dir / "journal", how | os.O_CLOEXEC, 0o644)
+        if writable:
+            _sync_directory(run_dir)  # Without it, a power cut may forget the names of what was just made.
 
     def close(self) -> None:
         os.close(self._journal)
@@ -32,18 +43,34 @@ class FileStore:
     def size(self) -> int:
         return os.fstat(self._journal).st_size
 
+    async def run(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs work on the disk in a thread of its own. A caller that is cancelled waits for its end, so that nothing
+        is renamed or removed any more once the run has let go of its lock."""
+        running = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs), name="write to the disk")
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
     def append(self, data: bytes) -> None:
-        """Appends to the journal; the bytes survive the death of this process."""
+        """Appends to the journal; the bytes survive the death of this process. Takes back what a full disk took."""
         view = memoryview(data)
-        while view:
-            view = view[os.write(self._journal, view) :]
+        try:
+            while view:
+                view = view[os.write(self._journal, view) :]
+        except OSError:
+            self.truncate(self.size - len(data) + len(view))
+            raise
 
     def sync(self) -> None:
         """Makes what was appended survive a power cut."""
         os.fdatasync(self._journal)
 
-    def read(self, offset: int, size: int) -> bytes:
-        return os.pread(self._journal, size, offset)
+    def contents(self) -> memoryview:
+        """Returns the bytes of the journal, mapped: they take no memory of their own, and are read when looked at."""
+        size = self.size
+        return memoryview(mmap.mmap(self._journal, size, access=mmap.ACCESS_READ) if size else b"")
 
     def truncate(self, size: int) -> None:
         os.ftruncate(self._journal, size)
@@ -135,6 +162,9 @@ class MemoryStore:
         found._folders = {name: dict(files) for name, files in self._folders.items()}
         return found
 
+    async def run(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return work(*args, **kwargs)
+
     @property
     def size(self) -> int:
         return len(self._journal)
@@ -147,8 +177,8 @@ class MemoryStore:
         if not self._frozen:
             self.synced = len(self._journal)
 
-    def read(self, offset: int, size: int) -> bytes:
-        return bytes(self._journal[offset : offset + size])
+    def contents(self) -> memoryview:
+        return memoryview(bytes(self._journal))
 
     def truncate(self, size: int) -> None:
         if not self._frozen:

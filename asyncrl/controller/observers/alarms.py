@@ -17,6 +17,8 @@ EXCERPT = 200
 """Characters of a prompt that are shown."""
 NAMED = 3
 """Reasons of drops that the error names; an algorithm may give a new reason for each sample."""
+LISTED = 8
+"""Samples of broken steps that are listed; samples.jsonl has more."""
 SKIPPED_IN_A_ROW = 3
 """Skipped steps in a row, all for one reason, that end the run: a rare batch causes one, the run's settings three."""
 POISON_ADVICE = (
@@ -122,7 +124,8 @@ class SkippedSteps:
     samples: deque[list[tuple[int, int]]] = field(default_factory=lambda: deque(maxlen=SKIPPED_IN_A_ROW))
 
     def check(self, cuts: Cuts, reason: str) -> None:
-        """Counts a step. Raises OnlyTruncated or NonFiniteLoss when the last steps were all skipped for this reason."""
+        """Counts a step. Raises OnlyTruncated, PolicyMismatch or NonFiniteLoss when the last steps were all skipped for
+        this reason."""
         if reason != self.reason:
             self.samples.clear()
         self.reason = reason
@@ -136,10 +139,17 @@ class SkippedSteps:
                 f"{where} had no answer that came to its end, so algorithm.mask_truncated left nothing to train: write "
                 "a larger generation.max_new_tokens, or mask_truncated = false"
             )
+        if reason == "rejected":
+            raise PolicyMismatch(
+                f"{where} trained nothing: the rejection or correction of [algorithm] gave every token the weight 0; "
+                f"{STALE}, or write wider bounds, such as algorithm.rejection_high"
+            )
         if reason == "not finite":
+            keys = [key for keys in self.samples for key in keys]
+            more = f" and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
             raise NonFiniteLoss(
                 f"{where} had a loss or gradient that is not finite; their samples (group, member) were "
-                f"{[key for keys in self.samples for key in keys]}. Try a smaller learning rate or max_grad_norm"
+                f"{', '.join(map(str, keys[:LISTED]))}{more}. Try a smaller learning rate or max_grad_norm"
             )
 
 

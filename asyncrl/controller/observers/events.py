@@ -1,13 +1,13 @@
 """The events of a run, which the controller passes to its observers. An observer must not block.
 
-Observers also get the records of the journal about draws, new attempts and drops.
+Observers also get the records of the journal about draws, new attempts, generated samples and drops.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Dropped
+from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Dropped, Generated
 from asyncrl.protocols.batch import Cuts, RowRef
 from asyncrl.protocols.messages import Score, StepReport
 
@@ -94,6 +94,7 @@ class WeightsHandedOver:
 Event: TypeAlias = (
     Drawn
     | AttemptStarted
+    | Generated
     | Dropped
     | SampleScored
     | DroppedByAlgorithm

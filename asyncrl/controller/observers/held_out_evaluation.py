@@ -57,8 +57,9 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._scorers = [self.reward] if self.cost is None else [self.reward, self.cost]
-        # At most as many groups as the engine has slots for: more would only wait in its queue.
-        self._places = asyncio.Semaphore(max(1, self.config.generation.slots // self.config.evaluate.samples))
+        # At most as many groups as the engines have slots for: more would only wait in their queues.
+        slots = self.config.generation.slots * self.config.evaluate.replicas
+        self._places = asyncio.Semaphore(max(1, slots // self.config.evaluate.samples))
 
     async def evaluate(self, version: int, incarnation: int) -> Evaluation:
         """Evaluates one version. Raises errors of reward and cost, and Retryable when a worker died meanwhile."""

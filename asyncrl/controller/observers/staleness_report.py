@@ -16,7 +16,7 @@ import numpy as np
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import EndedSample, SampleState, Stage
-from asyncrl.protocols.messages import TrainedSample
+from asyncrl.protocols.messages import LEFT_OUT, TrainedSample
 from asyncrl.protocols.staleness import live
 
 WINDOW = 1024
@@ -24,6 +24,10 @@ WINDOW = 1024
 DECILES = 10
 FAIR_SHARE = 0.5
 """When the longest completions train a smaller share of their tokens, the report names a larger limit."""
+NEWS = 0.2
+"""Difference of two shares by length that is worth a sentence: ten samples of a hundred differ by chance."""
+UNTRAINED = ("truncated", "rejected", "not finite", LEFT_OUT)
+"""Reasons that only a step gives: the gate had accepted these samples."""
 
 End = Literal["trained", "dropped", "abandoned"]
 ENDS: tuple[End, ...] = ("trained", "dropped", "abandoned")
@@ -63,9 +67,9 @@ class StalenessReport:
         for sample in ended:
             if sample.tokens:  # A sample that was dropped before it was sampled has no length yet.
                 self._ends.setdefault(sample.tokens, Counter())["dropped" if sample.reason else "trained"] += 1
-        self._window.extend(sample for sample in ended if sample.reason in ("", "stale"))
+        self._window.extend(sample for sample in ended if sample.reason in ("", "stale", *UNTRAINED))
         if self._config.need_signal:
-            self._tested.extend(sample for sample in ended if sample.reason in ("", "no_signal"))
+            self._tested.extend(sample for sample in ended if sample.reason in ("", "no_signal", *UNTRAINED))
         return metrics | self._by_length()
 
     def _by_length(self) -> dict[str, float]:
@@ -77,9 +81,9 @@ class StalenessReport:
             if redone:
                 metrics[f"staleness/redone/d{number}"] = fmean(sample.attempt > 0 for sample in part)
         if self._tested:
-            metrics["sampling/accepted"] = fmean(not sample.reason for sample in self._tested)
+            metrics["sampling/accepted"] = fmean(sample.reason != "no_signal" for sample in self._tested)
         for number, part in enumerate(deciles(self._tested), 1):
-            metrics[f"sampling/accepted/d{number}"] = fmean(not sample.reason for sample in part)
+            metrics[f"sampling/accepted/d{number}"] = fmean(sample.reason != "no_signal" for sample in part)
         return metrics
 
     def advice(self) -> str | None:
@@ -94,21 +98,23 @@ class StalenessReport:
             f"staleness.limit = {larger} is the smallest under which half of them would be young enough to train"
         )
 
-    def ends_by_length(self, in_flight: Iterable[SampleState]) -> str | None:
-        """Returns the text for the end of a run, which abandons these samples; None for fewer than ten samples."""
+    def length_bias(self, in_flight: Iterable[SampleState]) -> str | None:
+        """Returns a sentence for the end of a run, which abandons these samples, if long completions trained less often
+        than short ones; None otherwise, and for fewer than ten samples."""
         ends = {tokens: Counter(counts) for tokens, counts in self._ends.items()}
-        running = 0
         for sample in in_flight:
-            running += sample.stage is Stage.RUNNING
             if sample.stage in (Stage.SCORING, Stage.READY):
                 ends.setdefault(sample.tokens, Counter())["abandoned"] += 1
         if not (tenths := by_tenth(ends)):
             return None
-        longest = " ".join(str(tokens) for tokens, _ in tenths)
-        parts = [f"{end} {' '.join(f'{shares[end]:.0%}' for _, shares in tenths)}" for end in ENDS]
-        also = f'; {running} more were still being sampled (finish = "drain" trains what is in flight)'
+        (shortest, of_short), (below, _), (longest, of_long) = tenths[0], tenths[-2], tenths[-1]
+        if of_short["trained"] - of_long["trained"] < NEWS:
+            return None
+        drain = '; finish = "drain" trains what is in flight at the end' if of_long["abandoned"] >= NEWS else ""
         return (
-            f"completions by length, in tenths of up to {longest} tokens: {'; '.join(parts)}{also if running else ''}"
+            f"of the longest tenth of the completions ({below} to {longest} tokens) {of_long['trained']:.0%} were "
+            f"trained, {of_long['dropped']:.0%} dropped and {of_long['abandoned']:.0%} abandoned at the end; of the "
+            f"shortest tenth (up to {shortest} tokens) {of_short['trained']:.0%} were trained{drain}"
         )
 
 

@@ -20,13 +20,16 @@ class RunningBatch:
         self.tokens = np.zeros((slots, max_new_tokens), np.int32)
         self.logprobs = np.zeros((slots, max_new_tokens), np.float32)
         self.versions = np.zeros((slots, max_new_tokens), np.int32)
+        self.ends_at = np.zeros(slots, np.float64)
 
     @property
     def decoding(self) -> int:
         """Counts the cached rows. They come first: new rows are appended, and new weights uncache all rows."""
         return int(np.count_nonzero(self.cached[: len(self.requests)]))
 
-    def add(self, request: SampleRequest) -> None:
+    def add(self, request: SampleRequest, now: float) -> None:
+        """Gives a request a row, from which on its deadline runs. now: in seconds of any clock."""
+        self.ends_at[len(self.requests)] = now + request.deadline
         self.sampled[len(self.requests)] = 0
         self.cached[len(self.requests)] = False
         self.requests.append(request)
@@ -34,7 +37,7 @@ class RunningBatch:
     def remove(self, row: int) -> None:
         """Removes a row; the last row takes its place."""
         last = len(self.requests) - 1
-        columns: list[list[Any] | NDArray[Any]] = [self.requests, self.sampled, self.cached]
+        columns: list[list[Any] | NDArray[Any]] = [self.requests, self.sampled, self.cached, self.ends_at]
         for column in (*columns, self.tokens, self.logprobs, self.versions):
             column[row] = column[last]
         self.requests.pop()

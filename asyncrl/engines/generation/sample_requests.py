@@ -1,5 +1,6 @@
 """The samples that a generation engine is asked for, and those that it returns."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +18,7 @@ class SampleRequest:
 
     prompt: int32 [prompt tokens]; requests that share the array share its prefill. seed: of the member; draw i of the
     sample is `draws(seed, i)`. temperature: 0 takes the likeliest token. not_before: oldest weight version that may
-    start the sample.
+    start the sample. deadline: seconds in a slot after which the sample ends as `length`; waiting for a slot is free.
     """
 
     key: Key
@@ -26,6 +27,7 @@ class SampleRequest:
     temperature: float
     max_new_tokens: int
     not_before: int = 0
+    deadline: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ The deterministic mode fixes every shape that a sample can see: all slots decode
 each prompt has a forward of its own. Other rows and masked positions then do not change the bits of a sample.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -26,7 +27,9 @@ from asyncrl.engines.generation.running_batch import RunningBatch
 from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
 from asyncrl.engines.generation.sampling import sample
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
-from asyncrl.engines.models.model_folder import context_of
+from asyncrl.engines.model_loading import vocabulary_size
+from asyncrl.engines.models.model_folder import context_of, longest_row
+from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec, spec_of
 
@@ -49,14 +52,15 @@ class TorchEngine:
 
     def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS) -> None:
         generation = config.generation
+        refuse_rotation_by_longest_row(folder, config)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = load_model(folder, DTYPES[config.model.dtype], generation.device)
-        probe = probe_tokens(tokenizer)
+        limit = longest_row(config)
+        probe = probe_tokens(tokenizer, model.config, limit)
         expected = probe_logprobs(model, probe)
         fixed, exact = generation.deterministic, config.model.float32_head
         slots = max(generation.slots, FIXED_ROWS) if fixed else generation.slots
-        limit = config.task.max_prompt_tokens + generation.max_new_tokens
-        self._flat = FlatModel(model, slots, limit, len(tokenizer), fixed=fixed, float32_head=exact)
+        self._flat = FlatModel(model, slots, limit, vocabulary_size(tokenizer), fixed=fixed, float32_head=exact)
         self._flat.verify(probe, expected)
         self._config = config
         self.tokenizer = TokenizerWithStops(tokenizer, generation.stop)
@@ -143,7 +147,7 @@ class TorchEngine:
         early: deque[SampleRequest] = deque()
         for request in self._waiting:
             if self.running < self._config.generation.slots and self._may_start(request):
-                self._batch.add(request)
+                self._batch.add(request, time.monotonic())
             else:
                 early.append(request)
         self._waiting = early
@@ -199,12 +203,13 @@ class TorchEngine:
     def _finished(self) -> Iterator[tuple[int, Finish]]:
         batch, count = self._batch, self.running
         ended = np.isin(batch.newest(count), self._end_ids)
+        overdue = batch.ends_at[:count] <= time.monotonic()
         for row in range(count):
             if ended[row]:
                 yield row, "stop"
             elif self.tokenizer.stops(batch.tokens[row, : batch.sampled[row]]):
                 yield row, "stop_string"
-            elif batch.sampled[row] >= batch.requests[row].max_new_tokens:
+            elif batch.sampled[row] >= batch.requests[row].max_new_tokens or overdue[row]:
                 yield row, "length"
 
     def _finish(self, row: int, finish: Finish) -> Completion:

@@ -21,7 +21,9 @@ from asyncrl.config.install_hints import PACKAGED, missing_model_packages
 from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.user_code import resolve, suggestion
+from asyncrl.engines.models.lean_imports import import_less
 from asyncrl.engines.models.model_folder import existing_folder, is_complete, refuse_damaged
+from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, errno_in
 from asyncrl.tasks.builtin.words import Demonstrations
 
@@ -47,6 +49,7 @@ async def prepare(config: Config, target: Path, show: Show, deadline: float = 36
     name = config.model.name
     if folder := existing_folder(name) or (target if is_complete(target) else None):
         await asyncio.to_thread(refuse_damaged, folder)
+        refuse_rotation_by_longest_row(folder, config)
         return folder
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_path and not name.startswith(("warmed:", "pypi:")):
@@ -65,6 +68,7 @@ async def prepare(config: Config, target: Path, show: Show, deadline: float = 36
         if child.returncode is None:
             child.kill()
             await child.wait()
+    refuse_rotation_by_longest_row(target, config)
     return target
 
 
@@ -195,4 +199,6 @@ def main(name: str, seed: str, target: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1].startswith("warmed:"):  # What else is asked for may need more of transformers.
+        import_less()
     main(*sys.argv[1:])

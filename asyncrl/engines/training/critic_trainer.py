@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.micro_batches import Ids, live_rows, live_values, pad_rows, split_by_row
 from asyncrl.engines.training.batch.train_rows import REWARD, TrainRow, ValueTarget
@@ -37,6 +38,7 @@ class CriticTrainer(Trainer):
     def __init__(self, config: Config, folder: Path, target: ValueTarget = REWARD) -> None:
         """Loads the model from `folder`, in the layout of `save_pretrained`, with a value head or without."""
         own = target.settings(config)
+        refuse_rotation_by_longest_row(folder, config, f"{target.critic}.model" if own.model else "model.name")
         rate = CRITIC_RATE * config.training.learning_rate if own.learning_rate is None else own.learning_rate
         settings = config.training.model_copy(update={"learning_rate": rate})
         self.config = config
@@ -111,6 +113,8 @@ class CriticStep(TrainingStep):
         if not math.isfinite(loss.item()):
             return False
         torch.autograd.backward(loss)
+        for item in rows:
+            item.in_loss = item.live_tokens
         ages = [float(self._optimizer.updates - valued_at) for _, _, valued_at in samples]
         values, errors = values.detach(), returns - values.detach()
         of_values = (torch.ones_like(values), weight * terms.detach(), clipped, values)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier
+from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier, vocabulary_size
 from asyncrl.engines.models.model_folder import ANOTHER_TOKENIZER
 from asyncrl.engines.training.batch.micro_batches import Ids, PaddedRows, pad_rows
 from asyncrl.errors import ConfigError
@@ -61,13 +61,13 @@ class LoadedModel:
 
 
 class CausalModel(LoadedModel):
-    """A language model. vocabulary: number of ids of the tokenizer; head rows beyond it get probability 0.
+    """A language model. vocabulary: 1 + the largest id of the tokenizer; head rows beyond it get probability 0.
     float32_head: the head computes in float32 even where the body computes in bfloat16."""
 
     def __init__(self, whole: Any, folder: Path, precision: Precision, *, float32_head: bool) -> None:
         head = whole.get_output_embeddings()
         super().__init__(whole, head, AutoConfig.from_pretrained(folder), folder, precision)
-        self.vocabulary = min(len(self.tokenizer), head.weight.shape[0])
+        self.vocabulary = min(vocabulary_size(self.tokenizer), head.weight.shape[0])
         self.float32_head = float32_head
 
     def logits(self, hidden: Tensor) -> Tensor:

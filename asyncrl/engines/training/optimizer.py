@@ -46,8 +46,12 @@ class Optimizer:
                 group["lr"] = self.rate
             self.adamw.step()
             self.updates += 1
-        self.adamw.zero_grad(set_to_none=True)
+        self.discard()
         return norm if math.isfinite(norm) else None
+
+    def discard(self) -> None:
+        """Drops the accumulated gradients."""
+        self.adamw.zero_grad(set_to_none=True)
 
 
 def learning_rate(settings: TrainingConfig, update: int, total: int) -> float:

@@ -87,8 +87,8 @@ def _surrogate_loss(
         case "gmpo":
             return surrogate_losses.geometric_mean_loss(log_ratio, advantages, ragged, low, high)
         case "m2po":
-            away = pushed_away(log_ratio.detach(), advantages)
-            kept = ~away | (log_ratio.detach().double().square() <= second_moment)
+            moved = (current - batch.behaviour).detach()  # Unbounded, as those that `second_moment` was found from.
+            kept = ~pushed_away(moved, advantages) | (moved.double().square() <= second_moment)
             return surrogate_losses.kept_ratio_loss(log_ratio, advantages, kept)
         case "sapo":
             assert algorithm.gate_temperatures is not None, "the config requires them with sapo"

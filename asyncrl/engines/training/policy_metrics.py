@@ -41,7 +41,7 @@ class PolicyTotals:
     def add(self, terms: LossTerms, current: Tensor, entropy: Tensor, batch: MicroBatch, first: bool) -> None:
         """Adds a micro-batch. first: no optimizer step has been taken in this iteration."""
         difference = current - batch.behaviour
-        share, unmoved = difference.exp(), torch.full_like(difference, float(first))
+        share, unmoved = difference.clamp(-REACH, REACH).exp(), torch.full_like(difference, float(first))
         reference = torch.zeros_like(current) if batch.reference is None else current - batch.reference
         of_terms = (terms.policy, terms.kl, terms.entropy, terms.ratio, terms.clipped, terms.weight, terms.weight == 0)
         of_tokens = (torch.ones_like(current), entropy, share, share.square(), unmoved, -difference * unmoved)

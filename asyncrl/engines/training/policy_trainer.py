@@ -12,6 +12,8 @@ from torch import Tensor
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_of, probe_tokens
+from asyncrl.engines.models.model_folder import longest_row
+from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.training.batch.masking import MaskedRow, mask_metrics
 from asyncrl.engines.training.batch.micro_batches import micro_batch, micro_batches, pad_rows
 from asyncrl.engines.training.batch.pretraining_batch import load_pretraining, texts_of
@@ -46,6 +48,7 @@ class PolicyTrainer(Trainer):
         settings, algorithm, cost = config.training, config.algorithm, config.cost
         self.config = config
         self.ranks = ranks or Ranks()
+        refuse_rotation_by_longest_row(folder, config)
         device = own_device(settings.device, self.ranks.rank, self.ranks.size)
         self.model = load_causal_model(folder, device, settings.precision, float32_head=config.model.float32_head)
         self.optimizer = Optimizer(self.model.whole, settings, config.steps)
@@ -56,7 +59,7 @@ class PolicyTrainer(Trainer):
             self.multiplier = Multiplier(cost.multiplier, cost.multiplier_rate, cost.limit, cost.multiplier_max)
         model, tokenizer = self.model.source_config, self.model.tokenizer
         self.texts = None if texts is None else load_pretraining(texts, config, model, tokenizer)
-        self._probe = probe_tokens(tokenizer)
+        self._probe = probe_tokens(tokenizer, model, longest_row(config))
 
     @classmethod
     def resume(
@@ -131,7 +134,7 @@ class PolicyStep(TrainingStep):
     def _current_logprobs(self, rows: Sequence[MaskedRow]) -> Generator[bool, None, RowLogprobs]:
         """Computes the trainer's log-probs of every row with a live token."""
         found: RowLogprobs = []
-        for items in self._micro_batches([item for item in rows if item.trained]):
+        for items in self._micro_batches([item for item in rows if item.live_tokens]):
             prompts, responses = [item.row.prompt_ids for item in items], [item.row.response_ids for item in items]
             temperatures, chunk = [item.row.temperature for item in items], self._config.training.logits_chunk
             logprobs = frozen_logprobs(self._trainer.model, prompts, responses, temperatures, chunk)
@@ -184,6 +187,7 @@ class PolicyStep(TrainingStep):
         self._update_totals.add(terms, logprobs, entropy, batch, first=not self._norms)
         for item, rejected in zip(rows, batch.ragged.sum((terms.weight == 0).float()).tolist(), strict=True):
             item.rejected = int(rejected)
+            item.in_loss = item.live_tokens - item.rejected
         return True
 
     def _pretrain(self, number: int) -> Iterator[bool]:

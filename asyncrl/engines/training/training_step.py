@@ -15,25 +15,26 @@ from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.protocols.batch import SampleName
-from asyncrl.protocols.messages import TrainedSample
+from asyncrl.protocols.messages import LEFT_OUT, TrainedSample
 
 Backward: TypeAlias = Generator[bool, None, bool]
 """Backward passes: yields True after each, and returns whether all losses were finite."""
+NOT_FINITE = "not finite"
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """Reports what one step did.
 
-    updates: optimizer steps taken. skipped: why `updates` is 0, "stale", "truncated" or "not finite"; else "". samples:
-    of this rank. batch: sorted keys of the samples of all ranks. metrics: over all ranks. culprits: samples of this
-    rank with a loss term that is not finite.
+    updates: optimizer steps taken. skipped: why `updates` is 0, "stale", "truncated", "rejected" or "not finite"; else
+    "". samples: of this rank. trained: sorted keys of the samples of all ranks that entered the loss of an update that
+    was taken. metrics: over all ranks. culprits: samples of this rank with a loss term that is not finite.
     """
 
     updates: int
     skipped: str
     samples: tuple[TrainedSample, ...]
-    batch: tuple[SampleName, ...]
+    trained: tuple[SampleName, ...]
     metrics: dict[str, float]
     culprits: tuple[SampleName, ...] = ()
 
@@ -63,7 +64,7 @@ class TrainingStep(ABC):
 
     The batch is split into `training.updates` consecutive parts with one optimizer step each. A part has one
     denominator over all its rows, micro-batches and ranks, fixed before its first backward pass. A part whose loss or
-    gradient is not finite takes no optimizer step; a part without a live token is skipped.
+    gradient is not finite takes no optimizer step, nor does a part whose every token was masked or rejected.
     """
 
     def __init__(self, trainer: Trainer, rows: Sequence[TrainRow], incarnation: int, version: int) -> None:
@@ -73,6 +74,7 @@ class TrainingStep(ABC):
         staleness, truncated = config.staleness, config.algorithm.mask_truncated
         self._rows = mask_rows(rows, incarnation, version, staleness.limit, staleness.policy, truncated)
         self._norms: list[float] = []  # gradient norms of the updates taken
+        self._not_taken: set[str] = set()  # why updates with a live token were not taken, the same on all ranks
         self._culprits: list[SampleName] = []
         self._outcome: StepOutcome | None = None
         self._work = self._run()
@@ -93,32 +95,46 @@ class TrainingStep(ABC):
         yield from self._prepare()
         for number, part in enumerate(split_into_updates(self._rows, batch, self._config.training.updates)):
             yield from self._update(part, number)
-        _, live, stale, _ = counts.tolist()
-        why_skipped = "not finite" if live > 0 else "stale" if stale > 0 else "truncated"
+        trained = gather_keys(self._ranks, [item.row.key for item in self._rows if item.trained])
         self._outcome = StepOutcome(
             updates=len(self._norms),
-            skipped="" if self._norms else why_skipped,
+            skipped="" if self._norms else self._why_skipped(counts),
             metrics=self._metrics(counts),
             samples=tuple(item.report() for item in self._rows),
-            batch=tuple(batch),
+            trained=tuple(trained),
             culprits=tuple(self._culprits),
         )
 
+    def _why_skipped(self, counts: Tensor) -> str:
+        _, _, stale, _ = counts.tolist()
+        masked = "stale" if stale > 0 else "truncated"
+        return next((why for why in (NOT_FINITE, "rejected", LEFT_OUT) if why in self._not_taken), masked)
+
     def _update(self, part: Sequence[MaskedRow], number: int) -> Iterator[bool]:
         counted = [item for item in part if item.counted]
-        own = [sum(len(item.live) for item in counted), len(counted), sum(item.trained for item in counted)]
+        own = [sum(len(item.live) for item in counted), len(counted), sum(item.live_tokens for item in counted)]
         tokens, samples, live = self._ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
         if live == 0:
             return
-        finite = yield from self._backward([item for item in part if item.trained], number, int(tokens), int(samples))
-        norm = self._optimizer.step(self._ranks, finite=finite)
-        if norm is None:
-            for item in part:
-                item.lost = "not finite"
-        else:
+        rows = [item for item in part if item.live_tokens]
+        finite = yield from self._backward(rows, number, int(tokens), int(samples))
+        self._take(part, finite)
+        yield True
+
+    def _take(self, part: Sequence[MaskedRow], finite: bool) -> None:
+        """Takes the optimizer step of an update, unless its loss is empty or not finite on any rank."""
+        own = [sum(item.in_loss for item in part), sum(item.rejected for item in part), not finite]
+        in_loss, rejected, broken = self._ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+        if not in_loss and not broken:
+            self._optimizer.discard()
+            self._not_taken.add("rejected" if rejected else LEFT_OUT)
+        elif (norm := self._optimizer.step(self._ranks, finite=finite)) is not None:
             self._norms.append(norm)
             self._keep_sums()
-        yield True
+        else:
+            self._not_taken.add(NOT_FINITE)
+            for item in part:
+                item.lost = NOT_FINITE
 
     @abstractmethod
     def _prepare(self) -> Iterator[bool]:

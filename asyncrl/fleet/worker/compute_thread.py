@@ -34,13 +34,14 @@ class Occupancy:
         return _Counted(self._count, computing=0, calls=1)
 
     def _count(self, computing: int, calls: int) -> None:
+        left = self._clock.time()
         with self._lock:
             self._computing += computing
             self._calls += calls
             state: State | Literal["idle"] = "busy" if self._computing else "overhead" if self._calls else "idle"
             if state != self._state:
                 self._state = state
-                self._clock.idle() if state == "idle" else self._clock.enter(state)
+                self._clock.idle(left) if state == "idle" else self._clock.enter(state, left)
 
 
 @dataclass(slots=True)
@@ -61,11 +62,12 @@ class _Counted(AbstractContextManager[None]):
 class ThreadCompute:
     """The one compute thread of a worker, which runs functions in the order of the calls.
 
-    queued: functions that have not finished, bounded by the credit of the callers.
+    queued: functions that have not finished, bounded by the credit of the callers. finished: number of the others.
     """
 
     def __init__(self, occupancy: Occupancy) -> None:
         self.queued = 0
+        self.finished = 0
         self.occupancy = occupancy
         self._executor = ThreadPoolExecutor(1, initializer=_name_compute_thread)
 
@@ -76,6 +78,7 @@ class ThreadCompute:
             return await asyncio.get_running_loop().run_in_executor(self._executor, self._booked, function, *args)
         finally:
             self.queued -= 1
+            self.finished += 1
 
     def _booked(self, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
         with self.occupancy.computing():

@@ -11,7 +11,8 @@ from structlog.typing import FilteringBoundLogger
 from asyncrl.config.schema import Config
 from asyncrl.fleet.worker.compute_thread import Occupancy, ThreadCompute
 from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
-from asyncrl.lanes.data.row_store import RowRetention, RowStore
+from asyncrl.lanes.data.row_retention import RowRetention
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import Array, Place, SampleName
 from asyncrl.protocols.messages import Health
 from asyncrl.protocols.service_contracts import EndpointSpec
@@ -28,8 +29,8 @@ class WorkerContext:
 
     reader: reads rows of other workers. compute: runs torch calls. clock, occupancy: book the worker's time. tasks: for
     what the service runs beside calls; an error in one ends the worker, and all are cancelled at its end. open_rows:
-    makes the store for rows of this worker, once per worker, from the number of slots and the bytes of each; its memory
-    is allocated at once, and ArenaFull is raised when this machine has too little.
+    makes the store for rows of this worker, once per worker, from the number of slots and the bytes of the longest row;
+    rows take the memory that they have.
     """
 
     spec: WorkerSpec
@@ -96,6 +97,11 @@ class Service:
         """Functions that wait for the compute thread, for health."""
         return max(0, self.context.compute.queued - 1)
 
+    @property
+    def finished(self) -> int:
+        """Parts of the work finished so far. A worker at which it rises, or which answers calls, does not hang."""
+        return self.context.compute.finished
+
     async def started(self) -> None:
         await asyncio.shield(self.ready)
 
@@ -112,7 +118,7 @@ class Service:
             queued=self.queued,
             seconds=seconds,
             wall=wall,
-            counters=dict(self.counters),
+            counters=self.counters | ({} if self.rows is None else {"rows_refused": float(self.rows.refused)}),
         )
         return [own]
 
@@ -122,7 +128,7 @@ class Service:
 
     def keep(self, sample: SampleName, columns: Mapping[str, Array]) -> Place:
         """Stores a row for readers until its sample is released; the row of an older attempt is freed at once. Raises
-        ArenaFull when more rows were admitted than fit."""
+        ArenaFull, which health counts as `rows_refused`, when more rows were admitted than fit."""
         assert self.rows is not None, "`start` of a service with rows opens them"
         place = self.rows.put(columns)
         self.rows.free(self._retention.add(sample, place))

@@ -13,7 +13,7 @@ from asyncrl.fleet.worker.compute_thread import Occupancy, ThreadCompute
 from asyncrl.fleet.worker.dispatcher import Dispatcher
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
-from asyncrl.lanes.control.server import Dispatch, Server
+from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.data.row_reader import RowReader
 from asyncrl.lanes.data.row_server import serve_rows
@@ -77,9 +77,19 @@ async def run_worker(
 
 
 async def _serve(spec: WorkerSpec, wire: Wire, service: Service, tasks: asyncio.TaskGroup, stop: asyncio.Event) -> None:
-    servers = {
-        lane: _server(spec, wire, getattr(spec.addresses, lane.value), Dispatcher(service, lane)) for lane in Lane
-    }
+    listeners = {lane: wire.listen(getattr(spec.addresses, lane.value)) for lane in Lane}
+    beat = spec.facts.heartbeat
+    control = Server(
+        listeners[Lane.CONTROL], Dispatcher(service, Lane.CONTROL), spec.hello, queued=False, heartbeat=beat
+    )
+    work = Server(
+        listeners[Lane.WORK],
+        Dispatcher(service, Lane.WORK),
+        spec.hello,
+        finished=lambda: service.finished,
+        heartbeat=beat,
+    )
+    servers = {Lane.CONTROL: control, Lane.WORK: work}
     serving = [tasks.create_task(server.serve(), name=f"{lane.value} lane") for lane, server in servers.items()]
     starting = tasks.create_task(service.begin(), name="start")
     await stop.wait()
@@ -88,19 +98,16 @@ async def _serve(spec: WorkerSpec, wire: Wire, service: Service, tasks: asyncio.
     await asyncio.wait([starting, *serving])
 
 
-def _server(spec: WorkerSpec, wire: Wire, address: str, dispatch: Dispatch) -> Server:
-    return Server(wire.listen(address), dispatch, spec.hello, heartbeat=spec.facts.heartbeat)
-
-
-def _open_rows(spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup, slots: int, slot_bytes: int) -> RowStore:
-    """Opens the rows of this worker: in shared memory when its socket is for readers on this host."""
+def _open_rows(spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup, slots: int, row_bytes: int) -> RowStore:
+    """Opens the rows of this worker: in shared memory when it has room and the socket is for readers on this host."""
     data = spec.addresses.data
     owner = f"{data}#{spec.instance}"
-    if data.startswith("ipc://"):
+    if data.startswith("ipc://") and spec.facts.shared_rows:
         name = segment_name(spec.facts.run, spec.facts.incarnation, spec.instance, "rows")
-        store = open_rows(name, slots, slot_bytes, owner)
+        store = open_rows(name, slots, row_bytes, owner)
     else:
-        store = RowStore.private(owner, slots, slot_bytes)
+        store = RowStore.private(owner, slots, row_bytes)
     if store.address == owner:
-        tasks.create_task(_server(spec, wire, data, serve_rows(store)).serve(), name="data lane")
+        server = Server(wire.listen(data), serve_rows(store), spec.hello, heartbeat=spec.facts.heartbeat)
+        tasks.create_task(server.serve(), name="data lane")
     return store

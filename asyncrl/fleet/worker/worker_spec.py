@@ -35,7 +35,8 @@ class RunFacts:
     run: hex digits that name shared memory and sockets of this start only. run_dir, model_dir: absolute paths.
     checkpoint_dir: what the run resumes from, None at its first start. weights_arena: name of the shared memory for
     published weights. curve: public and secret key of the run's sockets. heartbeat: seconds between heartbeats on every
-    connection, for peers on other hosts, whose death no local kernel reports.
+    connection, for peers on other hosts, whose death no local kernel reports. shared_rows: whether there is enough
+    shared memory for rows, which are sent as frames otherwise.
     """
 
     run: str
@@ -47,6 +48,7 @@ class RunFacts:
     checkpoint_dir: Path | None = None
     curve: tuple[str, str] | None = None
     heartbeat: float | None = None
+    shared_rows: bool = True
 
     def hello(self, service: str, rank: int, instance: str) -> Hello:
         """Returns the hello that a worker or the controller sends on a new connection."""

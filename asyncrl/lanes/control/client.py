@@ -1,17 +1,31 @@
 """The caller's side of a connection: calls and streams with deadlines, which all fail when the peer is lost."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WireError
+from asyncrl.lanes.control.credit import Credit
 from asyncrl.lanes.control.deadlines import Deadline, Deadlines
 from asyncrl.lanes.control.message_codec import MessageSequence
 from asyncrl.lanes.control.pending_calls import PendingReply, PendingStream, error_from
-from asyncrl.lanes.control.wire import Caller, Frame, Wakeup
-from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
+from asyncrl.lanes.control.wire import Caller, Frame
+from asyncrl.protocols.messages import (
+    Call,
+    Cancel,
+    Failure,
+    Hello,
+    Item,
+    More,
+    Ping,
+    Progress,
+    Rejected,
+    Reply,
+    Welcome,
+)
 
 HELLO_DEADLINE = 10.0
 """Seconds until a running worker welcomes a caller; the supervisor gives a starting worker more."""
@@ -31,6 +45,8 @@ class Client:
         hello: identity of the caller.
         peer: name of the worker in messages ("generation0[1]").
         instance: the only instance that may answer; None: any.
+        queued: whether calls wait for earlier ones at the worker: then an answer to one extends the deadlines of those
+            behind it.
         heartbeat: seconds between heartbeats, for peers on other hosts; None for local ones, whose death the kernel
             reports to the supervisor, which calls `fail`.
         lost: set once the connection is broken or closed, with the reason in `reason`.
@@ -42,6 +58,7 @@ class Client:
     peer: str
     _: KW_ONLY
     instance: str | None = None
+    queued: bool = True
     heartbeat: float | None = None
     lost: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     reason: str = field(default="", init=False)
@@ -51,10 +68,9 @@ class Client:
         self._sequence = MessageSequence(self.caller.offer, self.caller.room, self.caller.address)
         self._pending: dict[int, PendingReply | PendingStream] = {}
         self._deadlines = Deadlines()
-        self._abandoned: list[int] = []
+        self._abandoned: deque[int] = deque()
         self._calls = 0
-        self._credit = 0
-        self._credit_returned = Wakeup()
+        self._credit = Credit()
         self._welcome: PendingReply | None = None
         self._missed_heartbeats = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -77,7 +93,7 @@ class Client:
         self._check()
         self._welcome = PendingReply()
         self._tasks.append(tasks.create_task(self._listen(), name=f"connection to {self.peer}"))
-        with self._until(asyncio.get_running_loop().time() + deadline, "hello", deadline):
+        with self._within(deadline, "hello", -1):
             await self._sequence.send(self.hello)
             await self._welcome.future
         if self.heartbeat is not None:
@@ -94,7 +110,7 @@ class Client:
             self._welcome.lose_peer(self.reason)
         for pending in self._pending.values():
             pending.lose_peer(self.reason)
-        self._credit_returned.wake()
+        self._credit.end()
 
     def close(self) -> None:
         self.fail("the connection was closed")
@@ -111,14 +127,15 @@ class Client:
         """Returns the worker's reply.
 
         Raises:
-            DeadlineExceeded: no reply came within `deadline` seconds.
+            DeadlineExceeded: the worker answered neither this call nor, if calls are queued there, an earlier one for
+                `deadline` seconds, and reported no progress.
             PeerLost: the connection broke.
             WireError: an argument cannot be sent.
             AsyncrlError: what the worker raised: the class of asyncrl.errors by that name, or RemoteError.
         """
         pending, call = PendingReply(), self._new_call(method, args, deadline)
         try:
-            with self._until(asyncio.get_running_loop().time() + deadline, method, deadline):
+            with self._within(deadline, method, call.call):
                 await self._send_call(call, pending)
                 return await pending.future
         finally:
@@ -127,16 +144,14 @@ class Client:
     async def stream(self, method: str, args: tuple[Any, ...], deadline: float) -> AsyncGenerator[Any, None]:
         """Yields the worker's items as they come, at most STREAM_WINDOW ahead of the consumer.
 
-        Closing the generator cancels the call. The last item is due `deadline` seconds after the call. Raises what
-        `call` raises.
+        Closing the generator cancels the call. Raises what `call` raises; the deadline is that of the next item.
         """
         pending, call = PendingStream(), self._new_call(method, args, deadline)
-        end = asyncio.get_running_loop().time() + deadline
         try:
-            with self._until(end, method, deadline):
+            with self._within(deadline, method, call.call):
                 await self._send_call(call, pending)
             while True:
-                with self._until(end, method, deadline):
+                with self._within(deadline, method, call.call):
                     if items := pending.grant():
                         await self._sequence.send(More(call.call, items))
                     if not await pending.has_item():
@@ -151,19 +166,17 @@ class Client:
         self._calls += 1
         return Call(self._calls - 1, method, args, deadline)
 
-    def _until(self, end: float, method: str, seconds: float) -> Deadline:
+    def _within(self, seconds: float, method: str, number: int) -> Deadline:
         def overdue() -> str:
             return f"{self.peer} did not answer {method} within {seconds:g} s; {len(self._pending)} calls wait there"
 
-        return Deadline(self._deadlines, end, overdue)
+        return Deadline(self._deadlines, number, seconds, overdue)
 
     async def _send_call(self, call: Call, pending: PendingReply | PendingStream) -> None:
         if self._abandoned:
             self._cancel_abandoned()
-        while self._credit == 0 and not self.lost.is_set():
-            await self._credit_returned.wait()
+        await self._credit.take()
         self._check()
-        self._credit -= 1
         self._pending[call.call] = pending
         await self._sequence.send(call)
 
@@ -171,22 +184,17 @@ class Client:
         if self._pending.pop(number, None) is None:
             return
         if pending.settled:
-            self._return_credit()
+            self._credit.give(1)
         else:
             self._abandoned.append(number)
             self._cancel_abandoned()
-
-    def _return_credit(self) -> None:
-        self._credit += 1
-        if self._credit == 1:
-            self._credit_returned.wake()
 
     def _cancel_abandoned(self) -> None:
         """Sends Cancel for calls given up, whose credit then returns; tried again later when the queue is full."""
         try:
             while self._abandoned and not self.lost.is_set() and self._sequence.offer(Cancel(self._abandoned[0])):
-                self._abandoned.pop(0)
-                self._return_credit()
+                self._abandoned.popleft()
+                self._credit.give(1)
         except PeerLost as error:
             self.fail(str(error))
 
@@ -222,6 +230,8 @@ class Client:
                 if self._welcome is not None:
                     self._welcome.fail(Refused(f"{self.peer}: {reason}"))
                 self.fail(reason)
+            case Progress():
+                self._deadlines.note_progress()
             case Ping():
                 pass
             case _:
@@ -231,6 +241,8 @@ class Client:
         """Returns None for a call that was given up: its answer and our Cancel crossed each other."""
         if not 0 <= number < self._calls:
             raise WireError(f"an answer to call {number}, which was never made")
+        if self.queued:
+            self._deadlines.note_answer(number)
         self.late_replies += number not in self._pending
         return self._pending.get(number)
 
@@ -239,7 +251,7 @@ class Client:
             raise WireError(f"an unexpected {welcome}")
         if self.instance not in (None, welcome.instance):
             raise PeerLost(f"instance {welcome.instance} answers in place of {self.instance}")
-        self._credit = welcome.credit
+        self._credit.give(welcome.credit)
         self._welcome.complete(welcome)
 
     async def _send_heartbeats(self, seconds: float) -> None:

@@ -1,29 +1,62 @@
-"""Deadlines of many calls at the cost of one timer, because nearly all of them are met."""
+"""Deadlines of many calls at the cost of one timer, because nearly all of them are met.
+
+A deadline counts work, not queues. Calls wait for those that were made before them, so a deadline runs from the last
+answer to an earlier call, or from the last progress that the peer reports. A peer that neither answers nor reports for
+the time of a deadline exceeds it, and so does a call that is stuck while later ones are answered.
+"""
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
 from asyncrl.errors import DeadlineExceeded
 
+MOST_ANSWERS = 1024
+"""Answers of which number and time are known. Of more, two neighbours become one: a call that is stuck behind so many
+later ones is found late, within twice its deadline."""
+
 
 class Deadlines:
     """The deadlines of the calls of one client or server."""
 
     def __init__(self) -> None:
+        self._progressed_at = -inf
+        self._numbers: list[int] = []  # of answered calls, rising, with the times of their last answers beside
+        self._times: list[float] = []
         self._open: dict[Deadline, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._earliest = inf
 
     def add(self, deadline: "Deadline") -> None:
         self._open[deadline] = None
-        if deadline.end < self._earliest:
-            self._wait_until(deadline.end)
+        if (end := deadline.began + deadline.seconds) < self._earliest:
+            self._wait_until(end)
 
     def discard(self, deadline: "Deadline") -> None:
         """Removes a deadline. The timer stays, and then finds the next one."""
         self._open.pop(deadline, None)
+
+    def note_progress(self) -> None:
+        """Lets every open deadline run from now on anew. The timer stays, and finds them extended."""
+        self._progressed_at = asyncio.get_running_loop().time()
+
+    def note_answer(self, number: int) -> None:
+        """Lets the deadlines of this call and of later ones run from now on anew."""
+        while self._numbers and self._numbers[-1] >= number:
+            self._numbers.pop()
+            self._times.pop()
+        self._numbers.append(number)
+        self._times.append(asyncio.get_running_loop().time())
+        if len(self._numbers) > MOST_ANSWERS:
+            self._numbers = [*self._numbers[:-1:2], self._numbers[-1]]
+            self._times = [*self._times[1:-1:2], self._times[-1]]
+
+    def progress_for(self, number: int) -> float:
+        """Returns the loop time of the last progress with this call, or with one that it may wait for."""
+        earlier = bisect_right(self._numbers, number)
+        return max(self._progressed_at, self._times[earlier - 1]) if earlier else self._progressed_at
 
     def close(self) -> None:
         """Discards all deadlines."""
@@ -48,22 +81,31 @@ class Deadlines:
 
 @dataclass(eq=False, slots=True)
 class Deadline:
-    """Cancels the task inside at `end`, in loop time, and raises DeadlineExceeded there with the text of `overdue`.
+    """Cancels the task inside after `seconds` without progress, and raises DeadlineExceeded there with the text of
+    `overdue`. number: of the call; those with smaller ones were made earlier.
 
     Replaces asyncio.timeout, at half its cost, because every call has one on either side.
     """
 
     deadlines: Deadlines
-    end: float
+    number: int
+    seconds: float
     overdue: Callable[[], str]
+    began: float = field(init=False)
     _reached: bool = False
     _cancelled_before: int = 0
     _task: asyncio.Task[object] = field(init=False)
+
+    @property
+    def end(self) -> float:
+        """Loop time at which it is reached if there is no further progress."""
+        return max(self.began, self.deadlines.progress_for(self.number)) + self.seconds
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None, "calls are made and served by tasks"
         self._task = task
+        self.began = asyncio.get_running_loop().time()
         self._cancelled_before = task.cancelling()
         self.deadlines.add(self)
 

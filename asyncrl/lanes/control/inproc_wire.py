@@ -11,6 +11,9 @@ from asyncrl.lanes.control.wire import DRAIN_BUDGET, HIGH_WATER, ZERO_COPY_BYTES
 
 T = TypeVar("T")
 
+FEW_LISTENERS = 64
+"""Listeners among which closed ones are not looked for; then only when their number has doubled since the last time."""
+
 
 class Pipe(Generic[T]):
     """One direction of a connection, at most HIGH_WATER items. Items from before `close` can still be taken."""
@@ -129,11 +132,14 @@ class InprocWire:
     def __init__(self, make_pipe: Callable[[str], Pipe[Any]] = Pipe) -> None:
         self._make_pipe = make_pipe
         self._listeners: dict[str, InprocListener] = {}
+        self._forget_closed_at = FEW_LISTENERS
         self._peers = 0
 
     def _listener(self, address: str) -> InprocListener:
         if address not in self._listeners or self._listeners[address].inbox.closed:
-            self._listeners = {name: each for name, each in self._listeners.items() if not each.inbox.closed}
+            if len(self._listeners) >= self._forget_closed_at:
+                self._listeners = {name: each for name, each in self._listeners.items() if not each.inbox.closed}
+                self._forget_closed_at = 2 * len(self._listeners) + FEW_LISTENERS
             self._listeners[address] = InprocListener(address, self._make_pipe)
         return self._listeners[address]
 

@@ -24,6 +24,7 @@ from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.lanes.control.field_checks import field_checks
 from asyncrl.lanes.control.wire import HIGH_WATER, LIMIT_BYTES, SEND_DEADLINE, Frame, Frames, Wakeup
 from asyncrl.protocols.messages import WIRE_TYPES
+from asyncrl.protocols.prompt_row import PackedRow, PromptRow
 
 INLINE_BYTES = 256
 """Size under which an array is copied into the header, because a frame of its own costs more than the copy."""
@@ -76,9 +77,19 @@ def _lower(value: Any, frames: list[Frame], depth: int) -> Any:
         return {_key(key): _lower(item, frames, depth + 1) for key, item in value.items()}
     if cls is np.ndarray:
         return _lower_array(value, frames)
+    if cls is PromptRow:
+        return _lower(_packed(value), frames, depth)
     if isinstance(value, np.generic):
         return _lower(value.item(), frames, depth + 1)
     raise WireError(f"a value of type {cls.__module__}.{cls.__qualname__} cannot be sent: {value!r:.100}")
+
+
+def _packed(row: PromptRow) -> PackedRow:
+    """Returns the row as it is sent; a reader gets it packed, too."""
+    try:
+        return row.packed
+    except (ValueError, OverflowError, TypeError) as error:
+        raise WireError(f"the row of a prompt cannot be sent: {error}") from error
 
 
 def _key(key: Any) -> str:

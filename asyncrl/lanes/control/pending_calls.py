@@ -5,7 +5,7 @@ from collections import deque
 from typing import Any
 
 from asyncrl import errors
-from asyncrl.errors import AsyncrlError, PeerLost, RemoteError, WireError
+from asyncrl.errors import AsyncrlError, LostRows, PeerLost, RemoteError, WireError
 from asyncrl.lanes.control.wire import Wakeup
 from asyncrl.protocols.messages import Failure
 
@@ -93,5 +93,7 @@ def error_from(failure: Failure) -> AsyncrlError:
     if not (isinstance(cls, type) and issubclass(cls, AsyncrlError)) or cls is RemoteError:
         return remote
     error: AsyncrlError = cls(f"{failure.service}[{failure.rank}]: {failure.message}")
+    if isinstance(error, LostRows):
+        error.places = failure.lost
     error.__cause__ = remote
     return error

@@ -8,22 +8,37 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
-from asyncrl.errors import DeadlineExceeded, PeerLost, WireError, unwrap
+from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, WireError, unwrap
 from asyncrl.lanes.control.client import LIVENESS
 from asyncrl.lanes.control.deadlines import Deadline, Deadlines
 from asyncrl.lanes.control.message_codec import MessageSequence
 from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
 from asyncrl.lanes.control.wire import CREDIT, Frame, Listener
-from asyncrl.protocols.messages import Call, Cancel, Failure, Hello, Item, More, Ping, Rejected, Reply, Welcome
+from asyncrl.protocols.messages import (
+    Call,
+    Cancel,
+    Failure,
+    Hello,
+    Item,
+    More,
+    Ping,
+    Progress,
+    Rejected,
+    Reply,
+    Welcome,
+)
 
 Dispatch = Callable[[Call], Awaitable[Any] | AsyncIterator[Any]]
 """Runs one call: a coroutine for one reply, an async iterator for a stream. May raise anything."""
 
-MAX_CALLERS = 64
-"""Callers of one worker: the controller, and workers of other services that fetch rows."""
+FIRST_SWEEP = 64
+"""Callers at which a server first looks for those that are gone."""
 
 HELLO_BYTES = 4096
 """Bytes that an unknown peer may send: MessagePack can declare thousands of times its size in empty lists."""
+
+REPORT_PERIOD, SHORTEST_PERIOD, REPORTS = 5.0, 0.25, 4
+"""Longest and shortest seconds between two reports of progress, and reports within the shortest deadline of a call."""
 
 TRACEBACK_CHARACTERS = 16_384
 MESSAGE_CHARACTERS = 4_096
@@ -51,8 +66,13 @@ class Server:
         dispatch: runs a call.
         identity: of the worker that answers.
         credit: calls that each caller may have outstanding.
+        queued: whether calls wait for earlier ones: then an answer to one extends the deadlines of those behind it.
+        finished: returns how many parts of its work the worker has finished; callers are told when that rises. None:
+            its calls have no parts.
         heartbeat: seconds between the heartbeats of remote callers; the calls of a silent caller are cancelled.
         refused: number of peers that were refused.
+
+    Memory and file descriptors bound the number of callers: readers of rows grow with the fleet.
     """
 
     listener: Listener
@@ -60,10 +80,20 @@ class Server:
     identity: Hello
     _: KW_ONLY
     credit: int = CREDIT
+    queued: bool = True
+    finished: Callable[[], int] | None = None
     heartbeat: float | None = None
     refused: int = field(default=0, init=False)
     _sessions: dict[bytes, CallerSession] = field(default_factory=dict, init=False)
     _deadlines: Deadlines = field(default_factory=Deadlines, init=False)
+    _arrived: int = field(default=0, init=False)
+    _report_period: float = field(default=REPORT_PERIOD, init=False)
+    _sweep_at: int = field(default=FIRST_SWEEP, init=False)
+
+    @property
+    def callers(self) -> int:
+        """Number of callers that are connected, or gone since the last sweep."""
+        return len(self._sessions)
 
     @property
     def running(self) -> int:
@@ -74,13 +104,17 @@ class Server:
         """Runs until it is cancelled or the listener is closed; then cancels every call and waits for it."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                heartbeats = tasks.create_task(self._watch_heartbeats(), name="heartbeats of callers")
+                beside = [tasks.create_task(self._watch_heartbeats(), name="heartbeats of callers")]
+                if self.finished is not None:
+                    reports = self._report_progress(self.finished)
+                    beside.append(tasks.create_task(reports, name="reports of progress"))
                 try:
                     await self.listener.pump(lambda message: self._take(tasks, *message))
                 except PeerLost:
                     for session in list(self._sessions.values()):
                         self._forget(session)
-                heartbeats.cancel()
+                for task in beside:
+                    task.cancel()
         finally:
             self._deadlines.close()
             self.listener.close()
@@ -119,18 +153,19 @@ class Server:
         ]
         if wrong:
             return f"{_described(self.identity)} refuses {_described(hello)}: another {' and '.join(wrong)}"
-        self._forget_gone()
-        if len(self._sessions) >= MAX_CALLERS:
-            return f"{_name(self.identity)} has {MAX_CALLERS} callers already"
+        if len(self._sessions) >= self._sweep_at:
+            self._forget_gone()
         return ""
 
     def _forget_gone(self) -> None:
-        """Forgets callers that are gone: a ping to one fails at once."""
+        """Forgets callers that are gone: a ping to one fails at once. Callers double between two sweeps, so that a
+        hello costs the same in a large fleet, and at most as many are gone as live."""
         for session in list(self._sessions.values()):
             try:
                 session.sequence.offer(Ping(0))
             except PeerLost:
                 self._forget(session)
+        self._sweep_at = max(FIRST_SWEEP, 2 * len(self._sessions))
 
     def _forget(self, session: CallerSession) -> None:
         self._sessions.pop(session.peer, None)
@@ -144,6 +179,19 @@ class Server:
                 session.missed_heartbeats += 1
                 if session.missed_heartbeats > LIVENESS:
                     self._forget(session)
+
+    async def _report_progress(self, parts: Callable[[], int]) -> None:
+        """Lets callers know that the worker makes progress with a long call: they see answers only."""
+        reported = parts()
+        while True:
+            await asyncio.sleep(self._report_period)
+            if (finished := parts()) == reported:
+                continue
+            reported = finished
+            self._deadlines.note_progress()
+            for session in list(self._sessions.values()):
+                if session.tasks:
+                    _send_soon(session.sequence, Progress(finished))
 
     def _handle(self, tasks: asyncio.TaskGroup, session: CallerSession, message: Any) -> None:
         match message:
@@ -163,17 +211,23 @@ class Server:
     def _start(self, tasks: asyncio.TaskGroup, session: CallerSession, call: Call) -> None:
         if not (math.isfinite(call.deadline) and call.deadline > 0):
             raise WireError(f"call {call.call} of {call.method} has the deadline {call.deadline}")
+        if call.deadline < self._report_period * REPORTS:
+            self._report_period = max(SHORTEST_PERIOD, call.deadline / REPORTS)
         if call.call in session.tasks:
             raise WireError(f"call {call.call} came twice")
         # A cancelled call gives its credit back at once, while its task may need a moment to end.
         if len(session.tasks) >= 2 * self.credit:
             raise WireError(f"{len(session.tasks)} calls are running, {self.credit} are allowed")
-        task = tasks.create_task(self._serve_call(session, call), name=f"{call.method} for {session.name}")
+        self._arrived += 1
+        task = tasks.create_task(
+            self._serve_call(session, call, self._arrived), name=f"{call.method} for {session.name}"
+        )
         session.tasks[call.call] = task
         task.add_done_callback(lambda _: session.tasks.pop(call.call))
 
-    async def _serve_call(self, session: CallerSession, call: Call) -> None:
-        answer = await self._outcome(session, call)
+    async def _serve_call(self, session: CallerSession, call: Call, arrival: int) -> None:
+        answer = await self._outcome(session, call, arrival)
+        self._note_answer(arrival)
         try:
             try:
                 await session.sequence.send(answer)
@@ -182,17 +236,17 @@ class Server:
         except (PeerLost, DeadlineExceeded):
             self._forget(session)
 
-    async def _outcome(self, session: CallerSession, call: Call) -> Reply | Failure:
+    async def _outcome(self, session: CallerSession, call: Call, arrival: int) -> Reply | Failure:
         """Runs a call; every error that it raises becomes its answer, which makes this a supervised boundary."""
 
         def overdue() -> str:
-            return f"{call.method} was still running after {call.deadline:g} s"
+            return f"{call.method} was still running, and nothing was answered, after {call.deadline:g} s"
 
         try:
-            with Deadline(self._deadlines, asyncio.get_running_loop().time() + call.deadline, overdue):
+            with Deadline(self._deadlines, arrival, call.deadline, overdue):
                 running = self.dispatch(call)
                 if isinstance(running, AsyncIterator):
-                    running = self._send_items(session, call.call, running)
+                    running = self._send_items(session, call.call, running, arrival)
                 return Reply(call.call, await running)
         except Exception as error:  # every error of a call is handled by its caller
             return self._failure(call, error)
@@ -202,16 +256,21 @@ class Server:
                 raise
             return self._failure(call, error)
 
-    async def _send_items(self, session: CallerSession, number: int, items: AsyncIterator[Any]) -> None:
+    async def _send_items(self, session: CallerSession, number: int, items: AsyncIterator[Any], arrival: int) -> None:
         window = session.windows[number] = asyncio.BoundedSemaphore(STREAM_WINDOW)
         try:
             async for item in items:
+                self._note_answer(arrival)
                 await window.acquire()
                 await session.sequence.send(Item(number, item))
         finally:
             del session.windows[number]
             if isinstance(items, AsyncGenerator):
                 await items.aclose()
+
+    def _note_answer(self, arrival: int) -> None:
+        if self.queued:
+            self._deadlines.note_answer(arrival)
 
     def _failure(self, call: Call, raised: BaseException) -> Failure:
         error = unwrap(raised)
@@ -223,6 +282,7 @@ class Server:
             service=self.identity.service,
             rank=self.identity.rank,
             traceback=_sendable(trace),
+            lost=error.places if isinstance(error, LostRows) else (),
         )
 
 

@@ -223,6 +223,8 @@ class ZmqWire:
 
     def __init__(self, keys: CurveKeys | None = None) -> None:
         self._context: zmq.Context[RawSocket] = zmq.Context()
+        # A caller takes three sockets; the default of 1023 would end a fleet of 170 workers.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._keys = keys
         self._authenticator: Authenticator | None = None
         self._endpoints: list[ZmqCaller | ZmqListener] = []

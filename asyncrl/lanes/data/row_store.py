@@ -7,11 +7,14 @@
 There are no leases and no reference counts. A slot's write_count counts its writes; a reader that finds another count
 than its `Place` names raises LostRows, and so does a reader whose owner is gone.
 
-The memory holds a header, then `slots` times [write_count | number of columns | (dtype, length) per column | data,
-8-aligned]. The write_count is even from the moment a slot is freed until it was written again; that is so long before
-its bytes change that readers need no memory barrier to see it.
+    header | write_count, start, bytes of each slot | heap of rows: number of columns, (dtype, length) of each, data
+                                                      (8-aligned, as long as the row is; grows at its end)
+
+The write_count is even from the moment a slot is freed until it was written again; thousands of instructions lie
+between that moment and the next write to the same bytes, so that readers need no memory barrier to see it.
 """
 
+import struct
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,135 +24,205 @@ import numpy as np
 import structlog
 
 from asyncrl.errors import ArenaFull, LostRows
+from asyncrl.lanes.data.row_heap import UNIT, Heap, range_bytes
 from asyncrl.lanes.shared_memory import SHARED_MEMORY, SHARED_SCHEME, TWO_THREAD_BYTES, Segment, copy_in_two_threads
-from asyncrl.protocols.batch import Array, Place, SampleName
+from asyncrl.protocols.batch import Array, Place
 
 ROW_DTYPES = tuple(np.dtype(name) for name in ("<f4", "<i4", "u1", "<i8"))
 MAX_COLUMNS = 16
 _ITEM_BYTES = {code: dtype.itemsize for code, dtype in enumerate(ROW_DTYPES)}
 _CODES = {dtype: code for code, dtype in enumerate(ROW_DTYPES)}
-_MAGIC = 0x0053574F52435341
-_HEADER = 8 * 4
-"""Magic, slots, bytes of a slot, reserved."""
+_MAGIC = 0x0053574F52435342
+_LAYOUTS = [struct.Struct(f"@{1 + 2 * columns}q") for columns in range(MAX_COLUMNS + 1)]
+"""Number of columns, then dtype and length of each, by the number of columns."""
 
-_SLOT_HEADER = 8 * (2 + 2 * MAX_COLUMNS)
+_HEADER_WORDS, _SLOT_WORDS = 4, 3
+"""Magic, slots, two reserved; and write_count, start and bytes of the row."""
+
+GROWTH = 16
+"""The heap grows by a 16th of its size, which bounds what it has too much, ..."""
+LEAST_GROWTH, MOST_GROWTH = 64 * 1024, 16 * 2**20
+"""... and by 16 MB at most, whose pages take some 12 ms on the event loop."""
+
+SPARE_ADDRESSES = 2
+"""Addresses of a heap, in times of what all slots hold at most: gaps between rows take some. They cost no memory."""
 
 log = structlog.get_logger(__name__)
 
 
-def bytes_of_slot(columns: Mapping[str, tuple[np.dtype[Any], int]]) -> int:
-    """Returns the bytes of the longest row. columns: dtype and greatest length of each."""
-    return sum(_aligned(np.dtype(dtype).itemsize * length) for dtype, length in columns.values())
+def bytes_of_row(columns: Mapping[str, tuple[np.dtype[Any], int]]) -> int:
+    """Returns the bytes of a row. columns: dtype and length of each."""
+    data = sum(_aligned(np.dtype(dtype).itemsize * length) for dtype, length in columns.values())
+    return 8 * (1 + 2 * len(columns)) + data
+
+
+def bytes_of_rows(rows: int, row_bytes: int, stores: int = 1) -> int:
+    """Returns the shared memory that so many rows take, each of this size, spread over stores that could hold all."""
+    heap = rows * range_bytes(row_bytes)
+    growth = min(max(heap // stores // GROWTH, LEAST_GROWTH), MOST_GROWTH)
+    return heap + stores * (_heap_start(rows) + growth // 2)
 
 
 def _aligned(size: int) -> int:
     return (size + 7) & -8
 
 
-def _size(slots: int, slot_bytes: int) -> int:
-    return _HEADER + slots * (_SLOT_HEADER + _aligned(slot_bytes))
+def _heap_start(slots: int) -> int:
+    return range_bytes(8 * (_HEADER_WORDS + _SLOT_WORDS * slots))
 
 
 class RowTable:
     """Reads rows out of a block of memory. Raises LostRows for memory that holds none."""
 
     def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-        self._arrays = [np.frombuffer(segment.buffer, dtype, segment.size // dtype.itemsize) for dtype in ROW_DTYPES]
-        """The whole memory as values of each dtype, words last: a slice of one costs a third of another view."""
-
-        header: list[int] = self._arrays[-1][:4].tolist()
-        magic, self.slots, self.slot_bytes, _ = header
-        if magic != _MAGIC or segment.size < _size(self.slots, self.slot_bytes):
+        self._use(segment)
+        header = self._words[:_HEADER_WORDS].tolist()
+        self.slots = header[1] if len(header) == _HEADER_WORDS else 0
+        if not header or header[0] != _MAGIC or segment.allocated < _heap_start(self.slots):
             raise LostRows(f"{segment.path} holds no rows")
+
+    def _use(self, segment: Segment) -> None:
+        # The arrays first: whoever reads in another thread finds them at least as long as the segment says.
+        self._arrays = [np.frombuffer(segment.buffer, dtype, segment.size // dtype.itemsize) for dtype in ROW_DTYPES]
+        """The whole memory as values of each dtype: a slice of one costs a third of another view."""
+
+        self._words = segment.buffer[: segment.size // 8 * 8].cast("q")
+        """The whole memory as int64: reading or writing one of them, in one piece, costs a third of an array's."""
+
+        self.segment = segment
 
     def views(self, place: Place, columns: Sequence[str]) -> list[Array]:
         """Returns views of the columns; what is read from them counts only if `check` passes afterwards."""
         self.check(place)
-        names, most = place.columns, self.slot_bytes
-        start = self._start(place.slot)
-        count, *table = self._arrays[-1][start // 8 + 1 : start // 8 + 2 * len(names) + 2].tolist()
-        found, offset = {}, start + _SLOT_HEADER
+        entry = _HEADER_WORDS + _SLOT_WORDS * place.slot
+        start, size = self._words[entry + 1 : entry + 3]
+        # The entry may be overwritten while it is read, and so may the row: trust neither.
+        names = place.columns
+        if start < 0 or start % 8 or size < 8 * (1 + 2 * len(names)) or not self._is_mapped(start + size):
+            raise _overwritten(place)
+        arrays = self._arrays
+        count, *table = self._words[start // 8 : start // 8 + 2 * len(names) + 1]
+        found, offset, end = {}, start + 8 * (1 + 2 * len(names)), start + size
         for name, code, length in zip(names, table[::2], table[1::2], strict=False):
-            # The table may be overwritten while it is read: do not trust it.
             item = _ITEM_BYTES.get(code, 0)
-            if not item or not 0 <= (size := length * item) <= most or count != len(names):
-                raise LostRows(f"slot {place.slot} of {place.owner} was overwritten while it was read")
+            if not item or count != len(names) or not 0 <= length * item <= end - offset:
+                raise _overwritten(place)
             if name in columns:
                 first = offset // item
-                found[name] = self._arrays[code][first : first + length]
-            offset += (size + 7) & -8
+                found[name] = arrays[code][first : first + length]
+            offset += (length * item + 7) & -8
         return [found[name] for name in columns]
 
     def check(self, place: Place) -> None:
         if not self.holds(place):
-            raise LostRows(
-                f"slot {place.slot} of {place.owner} no longer holds the row of write_count {place.write_count}"
-            )
+            text = f"slot {place.slot} of {place.owner} no longer holds the row of write_count {place.write_count}"
+            raise LostRows(text, [(place.owner, place.slot)])
 
     def holds(self, place: Place) -> bool:
         slot, count = place.slot, place.write_count
-        return 0 <= slot < self.slots and count % 2 == 1 and self._write_count(slot) == count
+        return 0 <= slot < self.slots and count % 2 == 1 and self._words[_HEADER_WORDS + _SLOT_WORDS * slot] == count
 
-    def _start(self, slot: int) -> int:
-        return _HEADER + slot * (_SLOT_HEADER + self.slot_bytes)
-
-    def _write_count(self, slot: int) -> int:
-        return int(self._arrays[-1].item(self._start(slot) // 8))
+    def _is_mapped(self, end: int) -> bool:
+        """Returns whether the bytes up to `end` can be read; maps the memory again if the owner's has grown."""
+        if end > self.segment.allocated:
+            try:
+                self._use(self.segment.remapped())
+            except (OSError, ValueError) as error:
+                raise LostRows(f"the owner of {self.segment.path} is gone: {error}") from error
+        return end <= self.segment.allocated
 
     def close(self) -> None:
         """Closes the segment; memory with views stays mapped until they are gone."""
         self._arrays.clear()
+        self._words.release()
         self.segment.close()
 
 
-class RowStore(RowTable):
-    """Stores rows on the owner's side, in a fixed number of slots."""
+def _addresses(slots: int, row_bytes: int) -> int:
+    """Returns the bytes that a store can address."""
+    return _heap_start(slots) + SPARE_ADDRESSES * slots * range_bytes(row_bytes)
 
-    def __init__(self, address: str, segment: Segment, slots: int, slot_bytes: int) -> None:
-        np.frombuffer(segment.buffer, np.int64, 4)[:] = (_MAGIC, slots, _aligned(slot_bytes), 0)
+
+def _overwritten(place: Place) -> LostRows:
+    text = f"slot {place.slot} of {place.owner} was overwritten while it was read"
+    return LostRows(text, [(place.owner, place.slot)])
+
+
+class RowStore(RowTable):
+    """Stores rows on the owner's side, in a fixed number of slots, each as long as its row.
+
+    row_bytes: of the longest row. refused: rows for which there was no slot or no memory.
+    """
+
+    def __init__(self, address: str, segment: Segment, slots: int, row_bytes: int) -> None:
+        np.frombuffer(segment.buffer, np.int64, _HEADER_WORDS)[:] = (_MAGIC, slots, 0, 0)
         super().__init__(segment)
         self.address = address
+        self.refused = 0
+        self._row_bytes = row_bytes
+        self._heap = Heap()
+        self._heap_start = _heap_start(slots)
         self._free = deque(range(slots))
-        """Slots are reused in the order in which they were freed, so that late readers find their rows for longest."""
+        """Slots are reused in the order in which they were freed, so that late readers find them free for longest."""
+
+        self._ranges: dict[int, tuple[int, int]] = {}
+        """Slot in use -> start and size of its range in the heap."""
 
     @classmethod
-    def shared(cls, name: str, slots: int, slot_bytes: int, directory: Path = SHARED_MEMORY) -> Self:
+    def shared(cls, name: str, slots: int, row_bytes: int, directory: Path = SHARED_MEMORY) -> Self:
         """Stores rows in the new segment `name`, which every process of this user can map. Raises ArenaFull when there
-        is too little shared memory."""
-        segment = Segment.create(name, _size(slots, slot_bytes), directory)
-        return cls(SHARED_SCHEME + name, segment, slots, slot_bytes)
+        is too little shared memory for the first one."""
+        first = _heap_start(slots)
+        segment = Segment.create(name, _addresses(slots, row_bytes), directory, allocated=first)
+        return cls(SHARED_SCHEME + name, segment, slots, row_bytes)
 
     @classmethod
-    def private(cls, address: str, slots: int, slot_bytes: int) -> Self:
+    def private(cls, address: str, slots: int, row_bytes: int) -> Self:
         """Stores rows in memory of this process; the data lane serves them.
 
         address: of the data lane, then `#` and the owner's instance, so that readers never ask a successor for them.
         """
-        return cls(address, Segment.private(_size(slots, slot_bytes)), slots, slot_bytes)
+        return cls(address, Segment.private(_addresses(slots, row_bytes)), slots, row_bytes)
 
     @property
     def used(self) -> int:
         """Number of slots in use."""
         return self.slots - len(self._free)
 
+    @property
+    def bytes_used(self) -> int:
+        return self._heap.used
+
     def put(self, columns: Mapping[str, Array]) -> Place:
-        """Stores one row, [length] values per column, dtypes of ROW_DTYPES. Raises ArenaFull when no slot is free."""
-        self._check_row(columns)
+        """Stores one row, [length] values per column, dtypes of ROW_DTYPES. Raises ArenaFull when no slot is free or
+        shared memory is used up; other rows stay as they are."""
+        size = self._size_of(columns)
         if not self._free:
+            self.refused += 1
             raise ArenaFull(
                 f"all {self.slots} row slots of {self.address} are in use: more rows were admitted than fit"
             )
-        slot = self._free.popleft()
-        self._write(slot, columns.values())
-        return Place(self.address, slot, self._count_write(slot), tuple(columns))
+        wanted = range_bytes(size)
+        found = self._heap.allocate(wanted)
+        if found is None:
+            found = self._allocate_more(wanted)
+        slot, start, words = self._free.popleft(), self._heap_start + found, self._words
+        self._ranges[slot] = found, wanted
+        self._write(start, columns.values())
+        entry = _HEADER_WORDS + _SLOT_WORDS * slot
+        words[entry + 1] = start
+        words[entry + 2] = size
+        words[entry] += 1  # Now it is odd, and readers take the row.
+        return Place(self.address, slot, words[entry], tuple(columns))
 
     def free(self, places: Iterable[Place]) -> None:
         """Frees these slots; ignores places of other owners and places that were freed before."""
         for place in places:
             if place.owner == self.address and self.holds(place):
-                self._count_write(place.slot)
-                self._free.append(place.slot)
+                slot = place.slot
+                self._words[_HEADER_WORDS + _SLOT_WORDS * slot] += 1  # Now it is even, and readers lose the row.
+                self._free.append(slot)
+                self._heap.free(*self._ranges.pop(slot))
 
     def read(self, place: Place, columns: Sequence[str]) -> list[Array]:
         """Returns copies of these columns. Raises LostRows when the row was freed."""
@@ -157,36 +230,62 @@ class RowStore(RowTable):
         self.check(place)
         return copies
 
-    def _check_row(self, columns: Mapping[str, Array]) -> None:
+    def _size_of(self, columns: Mapping[str, Array]) -> int:
+        """Returns the bytes of a row. Raises ValueError for what is none."""
         for name, values in columns.items():
             if values.ndim != 1 or values.dtype not in _CODES:
                 allowed = ", ".join(str(dtype) for dtype in ROW_DTYPES)
                 raise ValueError(
                     f"column {name!r} is {values.dtype} {list(values.shape)}; rows are one of {allowed}, [length]"
                 )
-        size = sum([_aligned(values.nbytes) for values in columns.values()])
-        if size > self.slot_bytes or len(columns) > MAX_COLUMNS:
+        size = 8 * (1 + 2 * len(columns)) + sum([_aligned(values.nbytes) for values in columns.values()])
+        if size > self._row_bytes or len(columns) > MAX_COLUMNS:
             raise ValueError(
-                f"a row of {size} bytes in {len(columns)} columns; a slot takes {self.slot_bytes} in {MAX_COLUMNS}"
+                f"a row of {size} bytes in {len(columns)} columns; a row takes {self._row_bytes} in {MAX_COLUMNS}"
             )
+        return size
 
-    def _write(self, slot: int, columns: Collection[Array]) -> None:
-        start = self._start(slot)
-        offset, table = start + _SLOT_HEADER, [len(columns)]
+    def _allocate_more(self, wanted: int) -> int:
+        """Returns the start of a range in a heap that has none of this size."""
+        try:
+            self._grow(wanted - self._heap.tail())
+        except ArenaFull as full:
+            self.refused += 1
+            raise ArenaFull(
+                f"a row of {wanted} bytes has no room at {self.address}, whose {self.used} rows take "
+                f"{self.bytes_used / 2**20:.1f} MB: {full}"
+            ) from full
+        found = self._heap.allocate(wanted)
+        assert found is not None, f"a heap that grew for {wanted} bytes has no room for them"
+        return found
+
+    def _grow(self, least: int) -> None:
+        """Makes the heap longer by at least so many bytes, and by more if there is more."""
+        end = self._heap_start + self._heap.size
+        room = self.segment.size - end
+        if room < least:
+            raise ArenaFull(f"{self.address} has no addresses left for rows: {self._heap.used} bytes are in use")
+        usual = min(max(self._heap.size // GROWTH // UNIT * UNIT, LEAST_GROWTH), MOST_GROWTH)
+        size = min(max(usual, least), room)
+        try:
+            self.segment.grow(end + size)
+        except ArenaFull:
+            size = least
+            self.segment.grow(end + size)
+        self._heap.grow(size)
+
+    def _write(self, start: int, columns: Collection[Array]) -> None:
+        layout = _LAYOUTS[len(columns)]
+        offset, table, arrays = start + layout.size, [len(columns)], self._arrays
         for values in columns:
             code, first, length = _CODES[values.dtype], offset // values.itemsize, len(values)
             table += (code, length)
             if values.nbytes < TWO_THREAD_BYTES:
-                self._arrays[code][first : first + length] = values
+                arrays[code][first : first + length] = values
             else:
-                copy_in_two_threads(self._arrays[code][first : first + length], values)
+                copy_in_two_threads(arrays[code][first : first + length], values)
             offset += (values.nbytes + 7) & -8
-        self._arrays[-1][start // 8 + 1 : start // 8 + 1 + len(table)] = table
-
-    def _count_write(self, slot: int) -> int:
-        """Raises the slot's write_count by one, which makes it odd for a row and even for a free slot."""
-        self._arrays[-1][self._start(slot) // 8] += 1
-        return self._write_count(slot)
+        layout.pack_into(self._words, start, *table)
 
     def close(self) -> None:
         """Removes a segment. Private rows go with this store, because the data lane ends after the service."""
@@ -195,43 +294,10 @@ class RowStore(RowTable):
             super().close()
 
 
-def open_rows(name: str, slots: int, slot_bytes: int, data_address: str, directory: Path = SHARED_MEMORY) -> RowStore:
+def open_rows(name: str, slots: int, row_bytes: int, data_address: str, directory: Path = SHARED_MEMORY) -> RowStore:
     """Opens shared rows in the new segment `name`, or private ones when there is too little shared memory."""
     try:
-        return RowStore.shared(name, slots, slot_bytes, directory)
+        return RowStore.shared(name, slots, row_bytes, directory)
     except ArenaFull as error:
         log.warning("rows are sent as frames, which is slower than shared memory", reason=str(error))
-        return RowStore.private(data_address, slots, slot_bytes)
-
-
-class RowRetention:
-    """Keeps the place of one row of each sample until the sample is released, because no caller may know a place: an
-    answer can cross the end of its call."""
-
-    def __init__(self) -> None:
-        self._places: dict[tuple[int, int], tuple[int, Place]] = {}
-
-    def add(self, sample: SampleName, place: Place) -> list[Place]:
-        """Returns the places to free: the row of an earlier attempt or call, or the new row itself when a later attempt
-        has one."""
-        group, member, attempt = sample
-        newest, before = self._places.get((group, member), (attempt, None))
-        if newest > attempt:
-            return [place]
-        self._places[group, member] = attempt, place
-        return [] if before is None else [before]
-
-    def release(self, samples: Iterable[SampleName], oldest: int) -> list[Place]:
-        """Forgets these samples in these and earlier attempts, and all groups from 0 up to, without, `oldest`; returns
-        their places, to be freed."""
-        last = {(group, member): attempt for group, member, attempt in sorted(samples)}
-        released = [
-            key
-            for key, (attempt, _) in self._places.items()
-            if attempt <= last.get(key, attempt - 1) or 0 <= key[0] < oldest
-        ]
-        return [self._places.pop(key)[1] for key in released]
-
-    def attempts(self) -> dict[tuple[int, int], int]:
-        """Returns the attempt of each (group, member) that has a row here."""
-        return {key: attempt for key, (attempt, _) in self._places.items()}
+        return RowStore.private(data_address, slots, row_bytes)

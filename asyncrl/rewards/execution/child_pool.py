@@ -9,13 +9,13 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
-from asyncrl.rewards.execution.child_server import packed, receive
+from asyncrl.rewards.execution.child_server import packed, plain_samples, receive
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
 
@@ -72,7 +72,8 @@ class Answer:
 
 
 class ChildProcess:
-    """A running child; calls may overlap. concurrent: which functions are coroutines. ended: it ends or has ended."""
+    """A running child; calls may overlap. concurrent: which functions are coroutines. ended: it ends or has ended.
+    finished: results that it sent so far."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None
@@ -84,6 +85,7 @@ class ChildProcess:
         self._numbers = itertools.count()
         self.concurrent: list[bool] = []
         self.ended = False
+        self.finished = 0
 
     @classmethod
     async def spawn(cls, specs: Sequence[FunctionSpec], deadline: float, tasks: asyncio.TaskGroup) -> "ChildProcess":
@@ -113,8 +115,7 @@ class ChildProcess:
         number, answer = next(self._numbers), Answer(len(samples))
         self._answers[number] = answer
         try:
-            plain = [astuple(sample) for sample in samples]
-            await self._send({"call": number, "function": function, "samples": plain, "deadline": deadline})
+            await self._send({"call": number, "function": function, "deadline": deadline, **plain_samples(samples)})
             return await answer.whole(deadline + grace)
         except TimeoutError:
             await self.kill()
@@ -174,6 +175,7 @@ class ChildProcess:
     def _take(self, message: Any) -> None:
         match message:
             case {"call": int(number), "results": [*results]}:
+                self.finished += len(results)
                 if (answer := self._answers.get(number)) is not None:
                     answer.take([_result(fields) for fields in results])
             case _:
@@ -208,13 +210,18 @@ class CallSlots(asyncio.Semaphore):
 
 
 class ChildSlot:
-    """Holds one child at a time, and calls `spawn` when it needs a new one."""
+    """Holds one child at a time, and calls `spawn` when it needs a new one. finished: results of all its children."""
 
     def __init__(self, spawn: Callable[[], Awaitable[ChildProcess]]) -> None:
         self._spawn = spawn
+        self._finished_before = 0
         self._child: ChildProcess | None = None
         self._spawning = asyncio.Lock()
         self._stopped = False
+
+    @property
+    def finished(self) -> int:
+        return self._finished_before + (self._child.finished if self._child is not None else 0)
 
     async def child(self) -> ChildProcess:
         """Returns the child; raises ConfigError or DeadlineExceeded if it cannot load, ChildEnded after `stop`."""
@@ -222,6 +229,8 @@ class ChildSlot:
             if self._stopped:
                 raise ChildEnded("the reward worker was stopped")
             if self._child is None or self._child.ended:
+                self._finished_before = self.finished
+                self._child = None
                 # A signal, perhaps from outside, may end the first try.
                 try:
                     self._child = await self._spawn()
@@ -260,6 +269,12 @@ class ChildPool:
         self._alone_at_a_time = CallSlots(workers)
         self._overlapping = CallSlots(OVERLAPPING)
         self._concurrent: list[bool] = []
+        self._given_up = 0
+
+    @property
+    def finished(self) -> int:
+        """Samples scored so far, and children that ended at one. Not exact: a sample may count twice."""
+        return self._given_up + sum(slot.finished for slot in (self._shared, *self._own))
 
     @property
     def queued(self) -> int:
@@ -305,6 +320,7 @@ class ChildPool:
                 else:
                     found += await self._alone(function, rest, GRACE if self._concurrent[function] else 0.0)
             except ChildEnded as ended:
+                self._given_up += 1
                 found += ended.received
                 if ended.vanished and vanished_at != len(found):
                     vanished_at = len(found)

@@ -4,16 +4,18 @@ mistake. Then calls come in and results go out. A message is a length of four by
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import msgpack
 
 from asyncrl.errors import ConfigError, WireError
+from asyncrl.protocols.prompt_row import PromptRow
 from asyncrl.rewards.execution.function_call import attempt, trace
 from asyncrl.rewards.execution.guard_process import STDERR, STDIN, STDOUT
 from asyncrl.rewards.functions import FunctionSpec, is_concurrent, load
-from asyncrl.rewards.sample import Function, Sample, with_columns
+from asyncrl.rewards.sample import Columns, Function, Sample
 
 LARGEST = 64 * 2**20
 """Bytes; a group of a thousand samples of 16k characters fits twice."""
@@ -25,6 +27,29 @@ def packed(message: Any) -> bytes:
     if len(body) > LARGEST:
         raise WireError(f"a message to or from a reward child has {len(body)} bytes; at most {LARGEST} are sent")
     return len(body).to_bytes(4, "little") + body
+
+
+def plain_samples(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Returns the fields of a message that hold samples: each row once, packed, however many samples share it."""
+    rows: dict[bytes, bytes] = {}
+    plain = []
+    for sample in samples:
+        row = PromptRow.of(sample.row).packed
+        if row.digest not in rows:
+            rows[row.digest] = row.data.tobytes()
+        fields = (sample.text, sample.group, sample.member, sample.finish, sample.tokens)
+        plain.append((row.digest, sample.prompt, *fields))
+    return {"rows": list(rows.items()), "samples": plain}
+
+
+def samples_of(message: dict[str, Any]) -> list[Sample]:
+    """Returns the samples of a message, each with a row of its own, because functions may change it."""
+    rows = dict(message["rows"])
+    found = []
+    for digest, prompt, text, *fields in message["samples"]:
+        row = Columns(msgpack.unpackb(rows[digest], raw=False, strict_map_key=False))
+        found.append(Sample(prompt, text, row, *fields))
+    return found
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:
@@ -70,7 +95,7 @@ class ChildServer:
 
     async def _answer(self, message: dict[str, Any]) -> None:
         spec, function = self._functions[message["function"]]
-        samples = [with_columns(Sample(*fields)) for fields in message["samples"]]
+        samples = samples_of(message)
         for batch in [samples] if spec.group else [[sample] for sample in samples]:
             results = await attempt(function, batch, spec.group, message["deadline"])
             self._send({"call": message["call"], "results": [astuple(result) for result in results]})

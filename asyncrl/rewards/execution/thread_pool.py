@@ -32,13 +32,15 @@ def importable_name(function: Callable[..., Any]) -> str | None:
 
 
 class InProcessPool:
-    """Has the methods of `ChildPool`, with threads instead of children. named: (name of the term, function)."""
+    """Has the methods of `ChildPool`, with threads instead of children. named: (name of the term, function). finished:
+    samples scored so far."""
 
     def __init__(self, named: Sequence[tuple[str, Function]], deadline: float) -> None:
         self._functions = [function for _, function in named]
         self._deadline = deadline
         self.specs = tuple(FunctionSpec(name, name) for name, _ in named)
         self._slots = CallSlots(THREADS)
+        self.finished = 0
 
     @property
     def queued(self) -> int:
@@ -62,6 +64,8 @@ class InProcessPool:
                     return await self._on_a_thread(self._functions[function], sample)
             except TimeoutError:
                 return FunctionResult(reason=f"it hung: no answer within {self._deadline:g} s; its thread goes on")
+            finally:
+                self.finished += 1
 
     async def _on_a_thread(self, function: Function, sample: Sample) -> FunctionResult:
         """Calls on a daemon thread, so that a call that hangs does not keep the process from ending."""

@@ -18,7 +18,7 @@ class FakeCritic(FakeService, Critic):
     signal: "cost" for a critic of costs. learnt: samples in its loss, with the version that the policy had then.
     """
 
-    row_bytes = 16
+    row_bytes = 64
 
     def __init__(self, delay: float, cost: float, peers: Iterable[FakeService] = (), signal: str = "") -> None:
         prefix = f"{signal}_" if signal else ""

@@ -2,17 +2,20 @@
 
 import asyncio
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import cast
+from typing import TypeAlias, cast
 
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.errors import LostRows, PeerLost
+from asyncrl.errors import ALL_SLOTS, LostRows, PeerLost
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.lanes.data.row_store import RowRetention, RowStore
+from asyncrl.lanes.data.row_retention import RowRetention
+from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, SampleName
 from asyncrl.telemetry.state_clock import StateClock
 
+Pace: TypeAlias = Callable[[float], float]
+"""Gives by how much longer work takes that begins at a time, in virtual seconds."""
 KEY = "key"
 """Column of every sampled row: group, member and attempt, so that a reader can tell that it read the right row."""
 DIRECT_SLOTS = 4096
@@ -41,7 +44,7 @@ class DirectContext:
         for service in self.services:
             if service.rows is not None and service.rows.address == place.owner:
                 return service.rows
-        raise LostRows(f"the owner {place.owner} of slot {place.slot} is gone")
+        raise LostRows(f"the owner {place.owner} of slot {place.slot} is gone", [(place.owner, ALL_SLOTS)])
 
 
 class FakeService(Service):
@@ -59,6 +62,7 @@ class FakeService(Service):
         self.instance = "" if context is None else context.spec.instance
         self.incarnation = 0 if context is None else context.facts.incarnation
         self.deaths = 0
+        self.pace: Pace = steady
         self._places: dict[int, Place] = {}
         self._alive = asyncio.Event()
         self._alive.set()
@@ -115,7 +119,7 @@ class FakeService(Service):
         """Spends the time of a pure call, which is repeated once. Raises PeerLost when the fake dies both times."""
         for _ in range(2):
             deaths = await self.wait_until_alive()
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(seconds * self.pace(now()))
             if self.deaths == deaths and self._alive.is_set():
                 return
         raise PeerLost(f"{self.service} died twice in one call")
@@ -148,6 +152,10 @@ class FakeService(Service):
         self.instance = f"{self.service}0.0-1-{self.deaths:08x}"
         if self.row_bytes:
             self.rows = RowStore.private(f"direct://{self.instance}", DIRECT_SLOTS, self.row_bytes)
+
+
+def steady(now: float) -> float:
+    return 1.0
 
 
 def now() -> float:

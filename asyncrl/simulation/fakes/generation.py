@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from asyncrl.errors import AsyncrlError, DeadlineExceeded, LostRows, PeerLost, Refused
+from asyncrl.errors import AsyncrlError, LostRows, PeerLost, Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.control.wire import Wakeup
 from asyncrl.lanes.weights.leases import must_flip
@@ -43,7 +43,8 @@ def lognormal(median: int, sigma: float) -> Lengths:
 
 @dataclass(eq=False)
 class Sequence:
-    """Holds a completion that waits for a slot or is being sampled; `answers` is the stream of its group."""
+    """Holds a completion that waits for a slot or is being sampled; `answers` is the stream of its group. cut: it ends
+    at its deadline."""
 
     prompts: PromptGroup
     member: int
@@ -51,6 +52,7 @@ class Sequence:
     answers: asyncio.Queue[RowRef | AsyncrlError]
     began: float = 0.0
     timer: asyncio.TimerHandle | None = None
+    cut: bool = False
 
     @property
     def name(self) -> SampleName:
@@ -131,10 +133,10 @@ class FakeGeneration(FakeService, Generation):
         sequences = []
         for member in prompts.members:
             tokens = self.lengths(random.Random(member_seed(prompts.seed, member)))
+            tokens = round(tokens * self.pace(now()))
             sequences.append(Sequence(prompts, member, min(tokens, prompts.max_new_tokens), answers))
         self._queue.extend(sequences)
         self._fill_slots()
-        deadline = asyncio.get_running_loop().call_later(prompts.deadline, self._end, prompts)
         left = len(sequences)
         try:
             while left:
@@ -143,7 +145,6 @@ class FakeGeneration(FakeService, Generation):
                 left -= len(finished)
                 yield BatchRef(tuple(map(_raised, finished)))
         finally:
-            deadline.cancel()
             self._abort(sequences)
 
     async def texts(self, refs: BatchRef) -> list[SampleText]:
@@ -175,13 +176,20 @@ class FakeGeneration(FakeService, Generation):
         ready = deque(sequence for sequence in self._queue if sequence.prompts.not_before <= self.version)
         while ready and len(self._sampling) < self.slots:
             sequence = ready.popleft()
-            sequence.began = now()
-            duration = sequence.tokens * self.token_time
-            sequence.timer = asyncio.get_running_loop().call_later(duration, self._finish, sequence)
+            self._begin(sequence)
             self._sampling[sequence] = None
         self._queue = deque((*ready, *late)) if late else ready
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _begin(self, sequence: Sequence) -> None:
+        """Samples until the completion ends, or for as long as its deadline allows."""
+        sequence.began = now()
+        if sequence.tokens * self.token_time > sequence.prompts.deadline:
+            sequence.tokens = max(1, math.floor(sequence.prompts.deadline / self.token_time))
+            sequence.cut = True
+        duration = sequence.tokens * self.token_time
+        sequence.timer = asyncio.get_running_loop().call_later(duration, self.finish, sequence)
+
+    def finish(self, sequence: Sequence) -> None:
         spans = self._spans(sequence)
         self._leave_slot(sequence)
         sequence.answers.put_nowait(self.row(sequence, spans))
@@ -199,18 +207,6 @@ class FakeGeneration(FakeService, Generation):
         for sequence in [sequence for sequence in self._sampling if sequence in aborted]:
             self._leave_slot(sequence)
         self._fill_slots()
-
-    def _end(self, prompts: PromptGroup) -> None:
-        """Ends a group at its deadline: what is being sampled finishes as it is, what still waits fails."""
-        late = [sequence for sequence in self._queue if sequence.prompts is prompts]
-        for sequence in [sequence for sequence in self._sampling if sequence.prompts is prompts]:
-            sequence.tokens = max(1, math.floor((now() - sequence.began) / self.token_time))
-            self._finish(sequence)
-        self._abort(late)
-        for sequence in late:
-            sequence.answers.put_nowait(
-                DeadlineExceeded(f"sample {(prompts.id, sequence.member)} got no slot within {prompts.deadline:g} s")
-            )
 
     def _clear(self, error: AsyncrlError | None = None) -> None:
         """Drops all completions and the weights; every open stream raises the error if there is one."""
@@ -235,7 +231,7 @@ class FakeGeneration(FakeService, Generation):
             tokens=sequence.tokens,
             first=spans[0][0],
             last=spans[-1][0],
-            finish="length" if sequence.tokens == prompts.max_new_tokens else "stop",
+            finish="length" if sequence.cut or sequence.tokens == prompts.max_new_tokens else "stop",
             places=(self.keep(sequence.name, self.columns(sequence, spans)),),
         )
 

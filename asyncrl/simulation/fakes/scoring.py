@@ -1,5 +1,6 @@
 """Reward and reference services whose work is only time."""
 
+import asyncio
 import random
 from collections.abc import Iterable, Sequence, Sized
 from typing import Any
@@ -9,15 +10,19 @@ import numpy as np
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Score
+from asyncrl.protocols.prompt_row import PackedRow
 from asyncrl.protocols.service_contracts import Reference, Reward
 from asyncrl.simulation.fakes.fake_service import FakeService
+
+MANY = 1 << 20
+"""Calls at one time that no simulated run makes."""
 
 
 class FakeReward(FakeService, Reward):
     """Scores half of the samples 1 and the others 0, after about `delay` seconds.
 
-    unscorable: share of the samples that get no reward. read_columns: columns that it reads before it scores; none: it
-    reads no rows.
+    at_once: calls that it works on at one time. unscorable: share of the samples that get no reward. read_columns:
+    columns that it reads before it scores; none: it reads no rows.
     """
 
     def __init__(
@@ -26,16 +31,19 @@ class FakeReward(FakeService, Reward):
         unscorable: float = 0.0,
         read_columns: Sequence[str] = (),
         context: WorkerContext | None = None,
+        at_once: int = MANY,
     ) -> None:
         super().__init__("reward", context)
+        self._free = asyncio.Semaphore(at_once)
         self.delay = delay
         self.unscorable = unscorable
         self._read_columns = read_columns
 
-    async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
+    async def score(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Score]:
         if self._read_columns:
             await self.read_checked(samples, self._read_columns)
-        await self.spend(self.seconds_for(samples))
+        async with self._free:
+            await self.spend(self.seconds_for(samples))
         return [self.value_of(sample) for sample in samples]
 
     def seconds_for(self, samples: BatchRef) -> float:

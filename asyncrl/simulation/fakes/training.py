@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, Refused
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data.row_reader import RowPrefetch
+from asyncrl.lanes.data.row_prefetch import RowPrefetch
 from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
@@ -20,12 +20,13 @@ from asyncrl.simulation.fakes.fake_service import KEY, FakeService, now
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Gives the seconds of a step: `fixed`, plus `token` for each response token; and the chance that its update is not
-    finite, so that it trains nothing."""
+    """Gives the seconds of a step: `fixed`, plus `token` for each response token; the chance that its update is not
+    finite, so that it trains nothing; and the chance that a correction rejects a sample."""
 
     fixed: float
     token: float = 0.0
     not_finite: float = 0.0
+    rejected: float = 0.0
 
 
 class FakeTraining(FakeService, Training):
@@ -38,7 +39,7 @@ class FakeTraining(FakeService, Training):
     that a step reads. slot_patience: seconds to wait for the readers of the slot of the next version. arena: name of
     the weight arena in what is published.
 
-    trained: version stamps of each (group, member) that was trained, and the version that it was trained at.
+    trained: version stamps of the tokens in the loss by (group, member), and the version that it was trained at.
     samples_trained: how many samples were trained, repetitions included. oldest: staleness of the oldest token in the
     loss. in_loss: number of tokens in the loss. busy: seconds in steps; blocked: seconds spent waiting for a slot.
     """
@@ -83,11 +84,12 @@ class FakeTraining(FakeService, Training):
     def learn(self, cuts: Cuts, rows: Batch) -> None:
         """Changes the weights."""
 
-    def on_trained(self, batch: BatchRef, rows: Batch, in_loss: Sequence[Any]) -> None:
-        """Observes a step that trains, before its version rises. in_loss: version stamps of the tokens in the loss."""
-        for row, stamps, kept in zip(batch, rows["versions"], in_loss, strict=True):
+    def on_trained(self, batch: BatchRef, in_loss: Sequence[Any]) -> None:
+        """Observes a step that trains these samples, before its version rises. in_loss: version stamps of the tokens of
+        each sample in the loss, at least one."""
+        for row, stamps in zip(batch, in_loss, strict=True):
             self.trained[row.key] = (stamps, self.version)
-            self.oldest = max([self.oldest, *(self.version - kept).tolist()])
+            self.oldest = max([self.oldest, *(self.version - stamps).tolist()])
         self.samples_trained += len(batch)
         self.in_loss += sum(map(len, in_loss))
 
@@ -145,26 +147,46 @@ class FakeTraining(FakeService, Training):
     async def train(self, cuts: Cuts, rows: Batch) -> StepReport:
         """Trains the tokens that are young enough and publishes the next version."""
         seconds = self.cost.fixed + self.cost.token * cuts.tokens
+        began = now()
         await self.spend(seconds)
-        self.busy += seconds
+        self.busy += now() - began
         self._steps += 1
-        in_loss = list(rows["versions"])
-        if self.limit is not None:
-            in_loss = [stamps[live(stamps, self.version, self.limit)] for stamps in in_loss]
-        samples = tuple(_trained_sample(row, len(kept)) for row, kept in zip(cuts.batch, in_loss, strict=True))
-        if random.Random(f"step {self._seed} {self._steps}").random() < self.cost.not_finite:
-            return self._report(samples, "not finite")
-        if not any(sample.trained for sample in samples):
-            return self._report(samples, "stale")
+        samples, in_loss = self._compute_loss(cuts.batch, rows)
+        trained = [index for index, sample in enumerate(samples) if sample.trained]
+        if not trained:
+            reasons = {sample.untrained_because for sample in samples}
+            return self._report(samples, next(why for why in ("not finite", "rejected", "stale") if why in reasons))
         await self._wait_for_slot()
         self._leases.begin_write(self.version + 1)
         self.learn(cuts, rows)
-        self.on_trained(cuts.batch, rows, in_loss)
-        self.chain = chain(self.chain, [row.name for row in cuts.batch])
+        self.on_trained(cuts.batch.take(trained), [in_loss[index] for index in trained])
+        self.chain = self.next_link(samples)
         self.version += 1
         self.write_weights(self.version)
         self._leases.end_write(self.version)
         return replace(self._report(samples, ""), updates=1, published=await self.published())
+
+    def next_link(self, samples: Iterable[TrainedSample]) -> bytes:
+        """Returns the chain after a step that trained some of these samples."""
+        return chain(self.chain, [sample.name for sample in samples if sample.trained])
+
+    def _compute_loss(self, batch: BatchRef, rows: Batch) -> tuple[tuple[TrainedSample, ...], list[Any]]:
+        """Returns the account of each sample, and the version stamps of its tokens that are young enough to train."""
+        in_loss = list(rows["versions"])
+        if self.limit is not None:
+            in_loss = [stamps[live(stamps, self.version, self.limit)] for stamps in in_loss]
+        chance = random.Random(f"step {self._seed} {self._steps}")
+        finite = chance.random() >= self.cost.not_finite
+        samples = []
+        for row, stamps in zip(batch, in_loss, strict=True):
+            kept, masked = len(stamps), row.tokens - len(stamps)
+            if chance.random() < self.cost.rejected:
+                samples.append(TrainedSample(*row.name, 0, masked, "stale" if masked else "", kept))
+            elif finite:
+                samples.append(TrainedSample(*row.name, kept, masked, "stale" if masked else ""))
+            else:
+                samples.append(TrainedSample(*row.name, 0, row.tokens, "not finite"))
+        return tuple(samples), in_loss
 
     async def _wait_for_slot(self) -> None:
         """Waits until every reader has left the slot of the next version, which holds the version before this one."""
@@ -183,8 +205,3 @@ class FakeTraining(FakeService, Training):
 
     def _report(self, samples: tuple[TrainedSample, ...], skipped: str) -> StepReport:
         return StepReport(self.incarnation, self.version, 0, skipped, self.chain.hex(), {}, samples, None)
-
-
-def _trained_sample(row: Any, trained: int) -> TrainedSample:
-    masked = row.tokens - trained
-    return TrainedSample(row.group, row.member, row.attempt, trained, masked, "stale" if masked else "")

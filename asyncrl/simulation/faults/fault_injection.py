@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from asyncrl.simulation.faults.trial_execution import ControllerLife
 
 MESSAGE_FAULTS = ("lose", "repeat", "overtake", "delay", "cut")
-GROUP_DEADLINE = 40.0
 FLEET = FleetConfig(call_deadline=60.0, start_deadline=30.0, watchdog=1e9)
 CHECK_PERIOD = 5.0
 """Seconds between two checks of what may have been waiting too long."""
@@ -107,12 +106,16 @@ class FaultInjection:
         match fault.kind:
             case "kill":
                 life.launcher.kill_one(fault.target)
+            case "host":
+                life.launcher.kill_host(fault.target)
             case "controller":
                 life.kill(power_cut=fault.power)
             case "stall":
                 self._stalled[fault.target] = now() + fault.seconds
             case "row":
                 self._truth.lose_row(fault.target)
+            case "hang":
+                self._truth.hang(fault.target)
             case "stuck":
                 self._truth.stuck_seconds = fault.seconds
             case "jump":
@@ -129,8 +132,10 @@ class FaultInjection:
         self.loop.skip(seconds)
 
     def age_limit(self) -> float:
-        return AGE_LIMIT + AGE_LIMIT_PER_FAULT * len(self.injected) + sum(fault.seconds for fault in self.injected)
+        per_fault = AGE_LIMIT_PER_FAULT * len(self.injected) + sum(fault.seconds for fault in self.injected)
+        return max(AGE_LIMIT, 2 * self._trial.queue_time) + per_fault
 
     def call_limit(self) -> float:
-        """Returns the seconds that a call may be outstanding now, by the clock that jumps."""
-        return max(FLEET.call_deadline, GROUP_DEADLINE + GROUP_MARGIN) + 2 * DEATH_NOTICE + CHECK_PERIOD + self.skipped
+        """Returns the seconds that a worker with a call may answer nothing now, by the clock that jumps."""
+        deadline = max(FLEET.call_deadline, self._trial.deadline + GROUP_MARGIN)
+        return deadline + 2 * DEATH_NOTICE + CHECK_PERIOD + self.skipped

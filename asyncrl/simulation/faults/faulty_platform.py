@@ -7,24 +7,24 @@ any await; writes are slow, and a power cut tears records.
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
-
-import structlog
+from typing import Any, ParamSpec, Self, TypeVar
 
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.fleet.launcher import InprocWorker
-from asyncrl.fleet.worker.worker_runtime import Instruments, run_worker
+from asyncrl.fleet.remote_worker import RemoteWorker
+from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocCaller, InprocListener, InprocWire, Pipe
 from asyncrl.lanes.control.wire import HIGH_WATER
 from asyncrl.simulation.fakes.fake_service import now
+from asyncrl.simulation.fakes.quiet_instruments import quiet
 from asyncrl.simulation.faults.fault_injection import FaultInjection
 from asyncrl.simulation.faults.trial_plan import Fault
-from asyncrl.telemetry.state_clock import StateClock
-from asyncrl.telemetry.trace import Tracer
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 LATE_NOTICE = 15.0
 """Seconds after which the death of a remote process is known at the latest."""
@@ -172,18 +172,12 @@ class FaultyProcess(InprocWorker):
             self.task.exception()
 
 
-@contextmanager
-def quiet(spec: WorkerSpec) -> Iterator[Instruments]:
-    """Opens instruments on virtual time that write nothing."""
-    log = structlog.wrap_logger(None, wrapper_class=structlog.make_filtering_bound_logger("CRITICAL"))
-    yield Instruments(StateClock(now), Tracer(None, spec.instance), log)
-
-
 class FaultyLauncher:
-    """Starts and kills workers. on_end: is called with the instance of each worker that ends."""
+    """Starts and kills workers on so many hosts. on_end: is called with the instance of each worker that ends."""
 
-    def __init__(self, wire: FaultyWire, seed: str, *, remote: bool, on_end: Callable[[str], None]) -> None:
+    def __init__(self, wire: FaultyWire, seed: str, hosts: int, *, remote: bool, on_end: Callable[[str], None]) -> None:
         self._wire = wire
+        self._hosts = hosts
         self._remote = remote
         self._on_end = on_end
         self._chance = random.Random(seed)
@@ -223,6 +217,20 @@ class FaultyLauncher:
         if running := self._running(service):
             self._chance.choice(running).kill()
 
+    def host_of(self, worker: RemoteWorker | WorkerSpec) -> str:
+        """Returns the host of a worker: replicas take the hosts in turn, and the trainer has one of its own."""
+        return "trainer" if worker.service == "training" else f"host{worker.replica % self._hosts}"
+
+    def kill_host(self, service: str) -> None:
+        """Kills all workers on the host of some worker of this service."""
+        if running := self._running(service):
+            self.lose_host(self.host_of(self._chance.choice(running).spec))
+
+    def lose_host(self, host: str) -> None:
+        for process in self._processes:
+            if process.runs and self.host_of(process.spec) == host:
+                process.kill()
+
     def kill_all(self) -> None:
         """Kills all workers, as happens when their parent dies."""
         for process in self._processes:
@@ -234,7 +242,7 @@ class FaultyLauncher:
 
 
 class SlowDisk(MemoryStore):
-    """Blocks the loop during slow writes: time passes, and nothing else runs."""
+    """Takes time for slow writes. An append blocks the loop meanwhile; what goes through `run` lets other tasks run."""
 
     skip: Callable[[float], None]
     """Lets time pass while nothing runs; set by the life of a controller that uses the disk."""
@@ -248,22 +256,27 @@ class SlowDisk(MemoryStore):
         self._slow_writes = SLOW_WRITES
         self._seconds = seconds
 
+    async def run(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        size = self.size
+        if seconds := self._next_seconds():
+            await asyncio.sleep(seconds)
+        done = work(*args, **kwargs)
+        self.synced = min(self.synced, size)  # What was appended meanwhile may be on the disk, or not.
+        return done
+
     def append(self, data: bytes) -> None:
-        self._wait()
+        self.block()
         super().append(data)
 
-    def sync(self) -> None:
-        self._wait()
-        super().sync()
+    def block(self) -> None:
+        """Lets the time of one write pass while nothing else runs."""
+        if seconds := self._next_seconds():
+            self.skip(seconds)
 
-    def put(self, folder: str, file: str, data: bytes) -> None:
-        self._wait()
-        super().put(folder, file, data)
-
-    def _wait(self) -> None:
-        if self._slow_writes:
-            self._slow_writes -= 1
-            self.skip(self._seconds)
+    def _next_seconds(self) -> float:
+        slow = self._slow_writes > 0
+        self._slow_writes -= slow
+        return self._seconds if slow else 0.0
 
     def after_failure(self, power_cut: bool, chance: random.Random) -> Self:
         """Returns what the next process finds. A power cut loses some or all unsynced bytes and may tear the tail."""

@@ -9,11 +9,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.schema import Config, GenerationConfig, ModelConfig, TaskConfig
+from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.controller.journal.audit import Audit
-from asyncrl.controller.journal.journal import surviving
-from asyncrl.controller.journal.ledger import Drawn, Trained
-from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned
+from asyncrl.controller.journal.journal import Scan
+from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Trained
+from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned, SampleScored
 from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
@@ -23,7 +23,7 @@ from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import CREDIT
 from asyncrl.protocols.service_contracts import Generation, Lane, Reference, Training
 from asyncrl.simulation import virtual_loop
-from asyncrl.simulation.faults.fault_injection import CHECK_PERIOD, FLEET, GROUP_DEADLINE, FaultInjection
+from asyncrl.simulation.faults.fault_injection import CHECK_PERIOD, FLEET, FaultInjection
 from asyncrl.simulation.faults.faulty_platform import FaultyLauncher, FaultyWire, ProcessWire, SlowDisk
 from asyncrl.simulation.faults.trial_plan import Trial
 from asyncrl.simulation.faults.trial_services import (
@@ -38,24 +38,22 @@ from asyncrl.simulation.faults.trial_services import (
 from asyncrl.simulation.resumable_run import ResumableRun
 
 TICKET_PAUSE = 2.0
+PREEMPTION_PERIOD = 60.0
 HEARTBEAT = 4.0
 """Seconds between heartbeats to remote workers."""
 LIFE_LIMIT = 3_000.0
 """Seconds of virtual time that one life of a controller may take."""
 
-CONFIG = Config(
-    model=ModelConfig(name="none"),
-    task=TaskConfig(prompts="none"),
-    generation=GenerationConfig(deadline=GROUP_DEADLINE),
-    fleet=FLEET,
-)
+CONFIG = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"), fleet=FLEET)
 
 
 class TrialRun:
     """A trial while it runs, and what it did. Everything in it outlives a controller.
 
     version: of the last step. digest: hash of all events and messages. lives: how often a controller was started.
-    poisoned: groups dropped as poison. ends: how each life ended.
+    poisoned: groups dropped as poison. restarted: attempts that failed. most_isolated: groups that ran alone at one
+    time. truncated: samples that ended as `length`. preempted: how often a host was lost to a preemption. ends: how
+    each life ended.
     """
 
     def __init__(self, trial: Trial) -> None:
@@ -69,6 +67,11 @@ class TrialRun:
         self.digest = ""
         self.lives = 0
         self.poisoned: list[int] = []
+        self.restarted = 0
+        self.isolated = 0
+        self.preempted = 0
+        self.most_isolated = 0
+        self.truncated = 0
         self.ends: list[str] = []
 
     async def run(self) -> None:
@@ -110,7 +113,7 @@ class TrialRun:
     def _check_history(self, disk: SlowDisk) -> None:
         audit = Audit(disk)
         assert audit.ok, str(audit)
-        records = [framed.record for framed in surviving(disk) if isinstance(framed.record, Trained)]
+        records = [framed.record for framed in Scan(disk).surviving() if isinstance(framed.record, Trained)]
         journaled = {
             made.version: tuple((group, m) for group, members in made.cuts for m in members) for made in records
         }
@@ -137,7 +140,7 @@ class ControllerLife(ResumableRun):
         self._run = run
         self._wire = ProcessWire(wire)
         seed = f"processes {run.trial.seed} {run.lives}"
-        self.launcher = FaultyLauncher(wire, seed, remote=run.trial.remote, on_end=run.truth.ended)
+        self.launcher = FaultyLauncher(wire, seed, run.trial.hosts, remote=run.trial.remote, on_end=run.truth.ended)
         self.task = asyncio.get_running_loop().create_task(self._live(), name="controller")
 
     def kill(self, *, power_cut: bool) -> None:
@@ -165,8 +168,11 @@ class ControllerLife(ResumableRun):
             return
         # Faults may cost so much time that a deadline of the trainer, or of a start, ends the run.
         lost_time = any(fault.kind in ("jump", "disk", "stall", "lose") for fault in self._run.faults.injected)
-        late = isinstance(error, DeadlineExceeded) and lost_time
-        if not late and not (isinstance(error, FleetFailed) and injected):
+        if isinstance(error, DeadlineExceeded) or isinstance(error.__cause__, DeadlineExceeded):
+            explained = lost_time
+        else:
+            explained = isinstance(error, FleetFailed) and injected
+        if not explained:
             raise error
         self.end = repr(error)
         self.power_cut = False
@@ -184,7 +190,13 @@ class ControllerLife(ResumableRun):
             checkpoint_dir=Path(self.plan.directory) if self.plan else None,
             heartbeat=HEARTBEAT if self._run.trial.remote else None,
         )
-        platform = Platform(self._wire, lambda _: self.launcher, lambda: f"{next(run.names):08x}", lambda _: None)
+        platform = Platform(
+            self._wire,
+            lambda _: self.launcher,
+            lambda: f"{next(run.names):08x}",
+            lambda _: None,
+            self.launcher.host_of,
+        )
         async with fleet_on(platform, self._specs(), facts, report=lambda _: None, resume="the same") as fleet:
             await self._train(fleet)
 
@@ -202,14 +214,22 @@ class ControllerLife(ResumableRun):
     async def _train(self, fleet: RunningFleet) -> None:
         self._fleet = fleet
         self._drawn = dict.fromkeys(self.gate.groups(), self._run.faults.now())
-        self.make_controller(fleet.fleet, GROUP_DEADLINE, self._observe, fleet.supervisor.kill)
+        self.make_controller(fleet.fleet, self._run.trial.deadline, self._observe, fleet.supervisor.kill)
         await self.run_controller(
             {
                 "worker events": WorkerEvents(fleet, self.controller).follow(),
                 "checks": self._check(),
+                "preemptions": self._preempt(),
                 "tickets": self._count_tickets(fleet.handle("reward", TicketReward)),
             }
         )
+
+    async def _preempt(self) -> None:
+        for _ in range(self._run.trial.preemptions):
+            await asyncio.sleep(PREEMPTION_PERIOD)
+            self.launcher.lose_host("host0")
+            self._run.preempted += 1
+        await asyncio.Event().wait()
 
     async def _count_tickets(self, reward: TicketReward) -> None:
         """Makes calls that must not be repeated, each with its own ticket; faults lose some of them."""
@@ -223,6 +243,10 @@ class ControllerLife(ResumableRun):
             return
         if isinstance(event, GroupPoisoned):
             self._check_poison(event)
+        isolated = len(self._fleet.fault_domains.isolated)
+        self._run.most_isolated = max(self._run.most_isolated, isolated)
+        self._run.restarted += isinstance(event, AttemptStarted)
+        self._run.truncated += isinstance(event, SampleScored) and event.sample.finish == "length"
         self._run.events.update(f"{asyncio.get_running_loop().time()!r} {event!r}\n".encode())
         if isinstance(event, GroupFinished) and not event.poison:
             self._fleet.supervisor.progressed()
@@ -234,11 +258,9 @@ class ControllerLife(ResumableRun):
         self._check_ages()
 
     def _check_poison(self, event: GroupPoisoned) -> None:
-        poisoned = self._run.poisoned
-        poisoned.append(event.group)
-        healthy = sum(group != self._run.trial.poison for group in poisoned)
-        most = len(self._run.faults.injected) * self.gate.config.cap
-        assert healthy <= most, f"group {event.group} was dropped as poison, but it kills no worker: {event.reason}"
+        self._run.poisoned.append(event.group)
+        healthy = event.group not in self._run.trial.poison
+        assert not healthy, f"group {event.group} was dropped as poison, but it kills no worker: {event.reason}"
 
     async def _check(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -263,7 +285,7 @@ class ControllerLife(ResumableRun):
         """Checks that every call to this worker ends in time, and that no link holds more calls than its credit."""
         now = asyncio.get_running_loop().time()
         for call in worker.outstanding.values():
-            waited = now - call.since
+            waited = now - max(call.since, worker.last_answer_at)
             assert waited <= self._run.faults.call_limit(), f"{call.method} has waited {waited:g} s for {worker.name}"
         for lane in Lane:
             link = worker.channels.get(lane)

@@ -8,7 +8,20 @@ from asyncrl.simulation.fakes.generation import Lengths, constant, lognormal, st
 from asyncrl.simulation.resumable_run import RunShape
 
 Kind = Literal[
-    "lose", "repeat", "overtake", "delay", "cut", "stall", "kill", "row", "stuck", "jump", "disk", "controller"
+    "lose",
+    "repeat",
+    "overtake",
+    "delay",
+    "cut",
+    "stall",
+    "kill",
+    "host",
+    "hang",
+    "row",
+    "stuck",
+    "jump",
+    "disk",
+    "controller",
 ]
 Shape = Literal["constant", "bimodal", "lognormal"]
 
@@ -24,8 +37,10 @@ class Fault:
     This very message is lost (lose), arrives twice (repeat), arrives `seconds` late and after those behind it
     (overtake), holds up all behind it (delay), or breaks its link (cut).
     stall: no message of service `target` passes for `seconds`. kill: a worker of `target` dies, `turns` turns of the
-    event loop later. row: a row of `target` is freed. stuck: a reader of weights does not answer for `seconds`. jump:
-    the clock jumps. disk: each of the next writes takes `seconds`. controller: it dies, with `power` in a power cut.
+    event loop later. host: all workers on the host of a worker of `target` die. hang: a worker of `target` finishes
+    nothing any more, and answers as if it worked. row: a row of `target` is freed. stuck: a reader of weights does not
+    answer for `seconds`. jump: the clock jumps. disk: each of the next writes takes `seconds`. controller: it dies,
+    with `power` in a power cut.
     """
 
     kind: Kind
@@ -40,36 +55,51 @@ class Fault:
 class Trial(RunShape):
     """Describes a run with faults.
 
-    generators, scorers: replicas. remote: links have heartbeats, and deaths may be noticed late. latency: mean of a
-    message. reference: whether there is a reference model. poison: group that kills every worker that samples it.
-    greedy: the algorithm is ReMax.
+    generators, scorers: replicas. hosts: machines that the replicas are spread over; the trainer has one of its own.
+    remote: links have heartbeats, and deaths may be noticed late. latency: mean of a message. rejected: share of the
+    samples that the trainer's correction rejects. reference: whether there is a reference model. poison: groups that
+    kill every worker that samples them. greedy: the algorithm is ReMax. tokens: of a usual completion. deadline: of a
+    sample, in seconds in a slot. judges: calls that one reward worker scores at a time; 0: all of them. preemptions:
+    how often the first host is lost, once a minute.
     """
 
     generators: int = 1
     scorers: int = 1
+    hosts: int = 1
     reference: bool = False
     remote: bool = False
     latency: float = 0.0
     shape: Shape = "constant"
     step_time: float = 0.5
     reward_time: float = 0.1
-    poison: int | None = None
+    rejected: float = 0.0
+    poison: tuple[int, ...] = ()
     faults: tuple[Fault, ...] = ()
     max_new_tokens: int = 100
+    tokens: int = TOKENS
+    deadline: float = 40.0
+    judges: int = 0
+    preemptions: int = 0
 
     @property
     def all_slots(self) -> int:
         return self.slots * self.generators
 
     @property
+    def queue_time(self) -> float:
+        """Seconds until all that can be in flight has been sampled and scored in turn, if lengths are usual ones."""
+        judging = 2 * self.reward_time / (self.judges * self.scorers) if self.judges else 0.0
+        return self.gate.cap * self.members * (self.tokens * TOKEN_TIME / self.all_slots + judging)
+
+    @property
     def lengths(self) -> Lengths:
         match self.shape:
             case "constant":
-                return constant(TOKENS)
+                return constant(self.tokens)
             case "bimodal":
-                return stragglers(TOKENS // 2, 0.15, 10)
+                return stragglers(self.tokens // 2, 0.15, 10)
             case "lognormal":
-                return lognormal(TOKENS, 0.8)
+                return lognormal(self.tokens, 0.8)
 
 
 def draw_trial(seed: int) -> Trial:
@@ -96,18 +126,21 @@ def draw_trial(seed: int) -> Trial:
         unscorable=chance.choice((0.0, 0.0, 0.2)),
         finish=chance.choice(("abandon", "abandon", "drain")),
         checkpoint_every=chance.randint(1, 2),
-        poison=poison.choice((0, 1, 2, 5)) if poison.random() < 0.1 else None,
+        poison=(poison.choice((0, 1, 2, 5)),) if poison.random() < 0.1 else (),
         faults=tuple(_fault(chance, remote, reference) for _ in range(chance.choice((0, 1, 2, 3, 4, 6)))),
     )
     # A lost release of rows is repeated only after its deadline. Groups that are dropped without a step come so fast
     # that the spare row slots would not last until then.
     loses = any(fault.kind == "lose" for fault in trial.faults)
     greedy = random.Random(f"greedy {seed}").random() < 0.2
-    return replace(trial, need_signal=chance.random() < 0.25 and not loses, greedy=greedy)
+    hosts = random.Random(f"hosts {seed}").choice((1, 1, 2))
+    rejected = random.Random(f"rejected {seed}").choice((0.0, 0.0, 0.1))
+    need_signal = chance.random() < 0.25 and not loses
+    return replace(trial, need_signal=need_signal, greedy=greedy, hosts=hosts, rejected=rejected)
 
 
-DEATHS: tuple[Kind, ...] = ("cut", "kill", "kill", "kill", "controller")
-LOCAL: tuple[Kind, ...] = (*DEATHS, "row", "stuck", "stall", "jump", "disk", "delay")
+DEATHS: tuple[Kind, ...] = ("cut", "kill", "kill", "kill", "host", "host", "controller")
+LOCAL: tuple[Kind, ...] = (*DEATHS, "hang", "row", "stuck", "stall", "jump", "disk", "delay")
 REMOTE: tuple[Kind, ...] = (*LOCAL, "lose", "lose", "repeat", "repeat", "overtake", "overtake")
 """Only messages between hosts are lost silently: the kernel loses none on one host."""
 
@@ -116,12 +149,18 @@ def _fault(chance: random.Random, remote: bool, reference: bool) -> Fault:
     kind, at = chance.choice(REMOTE if remote else LOCAL), int(10 ** chance.uniform(0.5, 2.6))
     services = ("generation", "generation", "reward", "training", *(("reference",) if reference else ()))
     match kind:
+        case "host":
+            return Fault(kind, at, chance.choice(("generation", "reward")), chance.choice((0, 1, 2, 3, 5, 8)))
         case "kill" | "stall":
             target = chance.choice(services)
             seconds = chance.choice((0.5, 5.0, 30.0)) if kind == "stall" else 0.0
             return Fault(kind, at, target, chance.choice((0, 1, 2, 3, 5, 8)), seconds)
         case "row":
             return Fault(kind, at, chance.choice(("generation", *(("reference",) if reference else ()))))
+        case "hang":
+            return Fault(kind, at, chance.choice(("generation", "reward", *(("reference",) if reference else ()))))
+        case "stuck":
+            return Fault(kind, at, seconds=chance.choice((0.5, 5.0, 20.0, 60.0)))
         case "jump":
             return Fault(kind, at, seconds=chance.choice((1.0, 20.0, 1000.0)))
         case "controller":

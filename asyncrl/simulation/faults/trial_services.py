@@ -2,30 +2,38 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.weights.leases import slot_of
-from asyncrl.protocols.batch import Batch, BatchRef
+from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.distribute_collect import ONE_OF
 from asyncrl.protocols.messages import PromptGroup, Published, Using
 from asyncrl.protocols.service_contracts import Reward, endpoint
 from asyncrl.simulation.fakes.fake_service import FakeService
-from asyncrl.simulation.fakes.generation import FakeGeneration
+from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence
 from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from asyncrl.simulation.faults.trial_plan import TOKEN_TIME, Trial
+
+if TYPE_CHECKING:
+    from asyncrl.simulation.faults.faulty_platform import SlowDisk
 
 Key = tuple[int, int]
 
 STATE = "state.txt"
 COUNTING_TIME = 1.0
+LONGEST_SCORE = 30.0
+"""Seconds of the longest score: half of what a call may take, so that no healthy judge is taken for one that hangs."""
 CRASH_TIME = 0.3
+MOST_CALLS = 10_000
+"""More calls than any trial makes at a time."""
 SLOT_PATIENCE = 20.0
 """Seconds that the trainer waits for the readers of a slot: twice the controller's deadline for them."""
 
@@ -38,14 +46,18 @@ class TrialViolation(AssertionError):
 class GroundTruth:
     """Records what really happened in a trial, and the first thing that must never happen.
 
-    services: what each living worker runs. reading: version of the weights that each living reader reads in place.
-    steps: the samples that led to each version of the surviving history. stuck_seconds: how late the next reader that
-    is offered weights answers. violation: "" if nothing was wrong; an error raised in a worker would only restart it.
+    services: what each living worker runs. hung: instances that were made to hang. crashes: calls of each poisonous
+    group, each of which kills its worker. reading: version of the weights that each living reader reads in place.
+    steps: the samples that led to each version of the surviving history.
+    stuck_seconds: how late the next reader that is offered weights answers. violation: "" if nothing was wrong; an
+    error raised in a worker would only restart it.
     """
 
     trial: Trial
     chance: random.Random
-    services: dict[str, FakeService] = field(default_factory=dict)
+    services: "dict[str, TrialService]" = field(default_factory=dict)
+    hung: list[str] = field(default_factory=list)
+    crashes: Counter[int] = field(default_factory=Counter)
     reading: dict[str, int] = field(default_factory=dict)
     steps: dict[int, tuple[Key, ...]] = field(default_factory=dict)
     tickets: set[int] = field(default_factory=set)
@@ -77,8 +89,15 @@ class GroundTruth:
             if instance.startswith(service) and worker.stored_rows:
                 return worker.lose_row(self.chance)
 
-    def trained(self, version: int, batch: BatchRef, in_loss: Sequence[Any]) -> None:
-        """A step trained from this version. in_loss: version stamps of the tokens in the loss, by sample."""
+    def hang(self, service: str) -> None:
+        """Lets a worker of this service finish nothing any more."""
+        if running := [worker for name, worker in self.services.items() if name.startswith(service)]:
+            hung = self.chance.choice(running)
+            hung.hung = True
+            self.hung.append(hung.instance)
+
+    def trained(self, version: int, batch: BatchRef, in_loss: SequenceOf[Any]) -> None:
+        """A step trained these samples from this version. in_loss: version stamps of the tokens of each in the loss."""
         before = {key for keys in self.steps.values() for key in keys}
         twice = [row.key for row in batch if row.key in before]
         if twice:
@@ -96,9 +115,10 @@ class GroundTruth:
 
 
 class TrialService(FakeService):
-    """Belongs to a trial; the ground truth knows its rows while it lives."""
+    """Belongs to a trial; the ground truth knows its rows while it lives. hung: it finishes nothing any more."""
 
     truth: GroundTruth
+    hung = False
 
     @property
     def row_slots(self) -> int:
@@ -108,25 +128,39 @@ class TrialService(FakeService):
         await super().start()
         self.truth.services[self.instance] = self
 
+    async def spend(self, seconds: float) -> None:
+        await super().spend(seconds)
+        if self.hung:
+            await asyncio.Event().wait()
+
 
 class TrialGeneration(TrialService, FakeGeneration):
     """Crashes on the group that is poison, and is stuck when a fault says so."""
 
     def __init__(self, truth: GroundTruth, context: WorkerContext) -> None:
         self.truth = truth
+        self._stuck_until = 0.0
         trial = truth.trial
         FakeGeneration.__init__(self, trial.slots, TOKEN_TIME, trial.lengths, trial.flip_time, context)
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
-        if prompts.id == self.truth.trial.poison:
+        if prompts.id in self.truth.trial.poison:
+            self.truth.crashes[prompts.id] += 1
             self.context.tasks.create_task(self._crash(), name="crash")
         async with aclosing(cast(Any, super().generate(prompts))) as items:
             async for samples in items:
                 yield samples
 
+    def finish(self, sequence: Sequence) -> None:
+        if not self.hung:
+            super().finish(sequence)
+
     async def use_weights(self, published: Published) -> Using:
-        stuck_seconds, self.truth.stuck_seconds = self.truth.stuck_seconds, 0.0  # The next reader is not stuck.
-        await asyncio.sleep(stuck_seconds)
+        now = asyncio.get_running_loop().time()
+        if self.truth.stuck_seconds:
+            self._stuck_until = now + self.truth.stuck_seconds
+            self.truth.stuck_seconds = 0.0  # The next reader is not stuck.
+        await asyncio.sleep(self._stuck_until - now)
         using = await super().use_weights(published)
         if using.readers:
             self.truth.reading[self.instance] = self.version
@@ -152,14 +186,19 @@ class TrialReward(TrialService, TicketReward, FakeReward):
     def __init__(self, truth: GroundTruth, context: WorkerContext) -> None:
         self.truth = truth
         FakeReward.__init__(self, truth.trial.reward_time, truth.trial.unscorable, ("versions",), context)
+        self._judges = asyncio.Semaphore(truth.trial.judges or MOST_CALLS)
 
     async def count(self, ticket: int) -> None:
         self.truth.counted(ticket)
         await asyncio.sleep(COUNTING_TIME)
 
+    async def spend(self, seconds: float) -> None:
+        async with self._judges:
+            await super().spend(seconds)
+
     def seconds_for(self, samples: BatchRef) -> float:
         chance = random.Random(f"reward {self.truth.trial.seed} {[row.key for row in samples]}")
-        return self.delay * chance.lognormvariate(0.0, 1.0)
+        return min(self.delay * chance.lognormvariate(0.0, 1.0), LONGEST_SCORE)
 
 
 class TrialReference(TrialService, FakeReference):
@@ -173,14 +212,14 @@ class TrialReference(TrialService, FakeReference):
 class TrialTraining(TrialService, FakeTraining):
     """Goes on from what its checkpoint on the slow disk says, and from nothing else."""
 
-    def __init__(self, truth: GroundTruth, disk: MemoryStore, context: WorkerContext) -> None:
+    def __init__(self, truth: GroundTruth, disk: "SlowDisk", context: WorkerContext) -> None:
         self.truth = truth
         self._disk = disk
         trial = truth.trial
         columns = ("versions", "reference_logprobs") if trial.reference else ("versions",)
         FakeTraining.__init__(
             self,
-            StepCost(trial.step_time),
+            StepCost(trial.step_time, rejected=trial.rejected),
             trial.enforced_limit,
             read_columns=columns,
             slot_patience=SLOT_PATIENCE,
@@ -194,8 +233,9 @@ class TrialTraining(TrialService, FakeTraining):
 
     def save(self, directory: str) -> dict[str, str]:
         state = f"{self.version} {self.chain.hex()}".encode()
+        self._disk.block()
         self._disk.put(directory, STATE, state)
         return {STATE: sha256(state).hexdigest()}
 
-    def on_trained(self, batch: BatchRef, rows: Batch, in_loss: Sequence[Any]) -> None:
+    def on_trained(self, batch: BatchRef, in_loss: SequenceOf[Any]) -> None:
         self.truth.trained(self.version, batch, in_loss)

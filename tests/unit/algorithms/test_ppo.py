@@ -107,5 +107,5 @@ class Dying(FakeCritic):
 def test_a_critic_that_dies_ends_the_run() -> None:
     scene = PpoScene()
     scene.critic = Dying(0.3, 1.0, [scene.generation])
-    with pytest.raises(FleetFailed, match=r"was lost in the step from version 0: critic0\.0 died"):
+    with pytest.raises(FleetFailed, match=r"a call failed in the step from version 0: critic0\.0 died"):
         scene.play()

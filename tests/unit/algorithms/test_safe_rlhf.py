@@ -98,7 +98,7 @@ class Dying(FakeCritic):
 def test_a_cost_critic_that_dies_ends_the_run() -> None:
     scene = SafeScene()
     scene.with_critics(Dying(0.3, 1.0, [scene.generation], "cost"))
-    with pytest.raises(FleetFailed, match=r"was lost in the step from version 0: cost_critic0\.0 died"):
+    with pytest.raises(FleetFailed, match=r"a call failed in the step from version 0: cost_critic0\.0 died"):
         scene.play()
 
 

@@ -17,7 +17,7 @@ from asyncrl.objectives.advantages import RewardedCut
 def config(**algorithm: Any) -> Config:
     constrained = {"constraint", "safe_rlhf"} & {*algorithm, algorithm.get("preset")}
     cost = {"functions": ["exact_match"], "limit": 0.5} if constrained else {}
-    task = {"prompts": "p.jsonl"}
+    task = {"prompts": "/p.jsonl"}
     return Config.model_validate({"model": {"name": "m"}, "task": task, "algorithm": algorithm, "cost": cost})
 
 

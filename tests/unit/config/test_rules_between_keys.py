@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 
 
@@ -73,6 +74,14 @@ def config(**sections: Any) -> Config:
             "a fresh token, which would be left out",
         ),
         ({"algorithm": {"dual_clip": 1.1}}, r"more than 1 \+ clip_high"),
+        ({"algorithm": {"dual_clip": None}}, 'preset = "grpo" is dual_clip = 3, .*: write dual_clip = 1e9'),
+        (
+            {
+                "algorithm": {"preset": "reinforce_plus_plus"},
+                "task": {"prompts": "p", "prompts_per_step": 1, "samples_per_prompt": 1},
+            },
+            "every advantage would be exactly 0: write more prompts or samples",
+        ),
         (
             {"algorithm": {"preset": "gmpo", "kl": 0.1, "kl_in": "reward", "kl_estimator": "k1"}},
             "the sign of its advantage",
@@ -180,7 +189,6 @@ def config(**sections: Any) -> Config:
         ({"training": {"layout_dp": 2}, "fleet": {"wire": "inproc"}}, "ranks of the trainer are processes"),
         ({"training": {"layout_dp": 0}}, "greater than 0"),
         ({"evaluate": {"samples": 4}}, "temperature 0"),
-        ({"generation": {"deadline": 900}}, "never reached"),
         ({"reward": {"deadline": 900}}, "never reached"),
         ({"algorithm": {"preset": "safe_rlhf"}, "cost": {"model": "m", "limit": 1, "deadline": 900}}, "never reached"),
         ({"reward": {"functions": ["numeric", {"use": "f.py:g", "name": "numeric"}]}}, "'numeric'"),
@@ -204,7 +212,7 @@ def test_refused(sections: dict[str, Any], says: str) -> None:
             "bounds nothing: write training.updates = 2 or more",
         ),
         (
-            {"algorithm": {"old_logprobs": "recomputed", "dual_clip": 3}},
+            {"algorithm": {"old_logprobs": "recomputed", "dual_clip": 4}},
             "bounds nothing: write training.updates = 2 or more",
         ),
         ({"algorithm": {"second_moment": 0.1}}, 'nothing reads it with loss = "clip": remove it'),
@@ -276,7 +284,9 @@ def test_what_nothing_reads_is_a_warning(sections: dict[str, Any], says: str) ->
         {"algorithm": {"old_logprobs": "recomputed", "rejection": "token_k2", "rejection_high": 0.1}},
         {"algorithm": {"rejection": "geometric", "rejection_low": 0.9, "rejection_high": 1.1}},
         {"algorithm": {"preset": "gspo", "kl": 0.1, "kl_in": "reward", "kl_estimator": "k1"}},
-        {"algorithm": {"dual_clip": 3}},
+        {"algorithm": {"dual_clip": 4}},
+        {"algorithm": {"dual_clip": 1e9}},
+        {"algorithm": {"clip_high": 3.0}},
         {"algorithm": {"loss": "gmpo", "clip_low": 0.2, "clip_high": 0.2}},
         {"algorithm": {"preset": "gspo", "loss": "clip", "clip_low": 0.2, "clip_high": 0.2}},
         {"algorithm": {"preset": "dapo", "loss": "sapo", "gate_temperatures": (1, 1)}},
@@ -332,3 +342,18 @@ def test_a_text_is_short_for_a_reward_function() -> None:
 def test_no_deadline_is_endless(value: float) -> None:
     with pytest.raises(ValidationError):
         config(fleet={"call_deadline": value})
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [
+        (Problem("a.b", "mine.toml:3", "is wrong"), "mine.toml:3: a.b: is wrong"),
+        (Problem("a.b", "--a.b", "is wrong"), "--a.b: is wrong"),
+        (Problem("a.b", "", "is wrong", ("c.d",)), "a.b, c.d: is wrong"),
+        (Problem("a.b", "c.d (mine.toml:3)", "is wrong", ("c.d",)), "c.d (mine.toml:3), a.b: is wrong"),
+        (Problem("a.b", "a.b (--a.b), c.d (--c.d)", "is wrong", ("c.d",)), "a.b (--a.b), c.d (--c.d): is wrong"),
+        (Problem("", "", "is wrong"), "is wrong"),
+    ],
+)
+def test_a_problem_names_each_key_once(problem: Problem, text: str) -> None:
+    assert str(problem) == text

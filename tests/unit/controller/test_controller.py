@@ -20,14 +20,10 @@ from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Dropped, In
 from asyncrl.controller.observers.events import GroupPoisoned, StepBegan, StepDone, Warned
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import (
-    DeadlineExceeded,
-    FleetFailed,
-    LostRows,
     PeerLost,
     PolicyMismatch,
     Refused,
     RewardError,
-    WeightsError,
 )
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import Array, BatchRef, Cuts, Place, SampleName
@@ -291,52 +287,6 @@ def test_an_algorithm_that_forgets_samples_is_told_which() -> None:
     scene.algorithm = Algorithm(forget_every_second_sample, grpo.train)
     scene.play()
     assert scene.told(GroupPoisoned) == [GroupPoisoned(0, "prompt 0", "the attempt ended without samples (0, 2)")]
-
-
-class FailingTraining(FakeTraining):
-    """Raises `error` in the second step."""
-
-    def __init__(self, generation: FakeGeneration, error: BaseException) -> None:
-        super().__init__(StepCost(1.0), 1, [generation], seed=0)
-        self._error = error
-
-    async def step(self, cuts: Cuts) -> StepReport:
-        if self.version == 1 and self._error:
-            error, self._error = self._error, None  # type: ignore[assignment]
-            raise error
-        return await super().step(cuts)
-
-
-def test_a_lost_trainer_ends_the_run_with_the_code_to_resume() -> None:
-    scene = Scene()
-    scene.training = FailingTraining(scene.generation, PeerLost("training0.0 died"))
-    with pytest.raises(FleetFailed, match=r"step from version 1: training0\.0 died") as caught:
-        scene.play()
-    assert caught.value.exit_code == 75
-
-
-def test_a_trainer_that_does_not_answer_is_lost_too() -> None:
-    scene = Scene()
-    late = DeadlineExceeded("training0.0 did not answer step within 600 s")
-    scene.training = FailingTraining(scene.generation, late)
-    with pytest.raises(FleetFailed, match=r"step from version 1: training0\.0 did not answer step") as caught:
-        scene.play()
-    assert caught.value.exit_code == 75
-
-
-def test_lost_rows_send_their_groups_back() -> None:
-    scene = Scene()
-    scene.training = FailingTraining(scene.generation, LostRows("slot 3 was freed"))
-    scene.play()
-    assert scene.gate.version == 3
-    assert {attempt.reason for attempt in scene.records(ledger.AttemptStarted)} == {"slot 3 was freed"}
-
-
-def test_another_error_of_a_step_is_the_runs_error() -> None:
-    scene = Scene()
-    scene.training = FailingTraining(scene.generation, WeightsError("slot 0 does not match its digest"))
-    with pytest.raises(WeightsError, match="does not match its digest"):
-        scene.play()
 
 
 class Liar(FakeTraining):

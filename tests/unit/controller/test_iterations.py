@@ -14,10 +14,11 @@ from asyncrl.controller.journal.journal import Journal, Scan
 from asyncrl.controller.journal.ledger import Trained
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event, Warned
+from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import group_baseline
-from asyncrl.protocols.batch import BatchRef
+from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.scoring import FakeReward
@@ -97,10 +98,40 @@ def test_the_trainer_prefetches_each_batch_but_the_first() -> None:
     assert all(row.places for asked in trainer.asked for row in asked)
 
 
-@pytest.mark.parametrize(("kind", "asked"), [(Broken, 1), (Hanging, STEPS - 1)])
-def test_a_prefetch_that_fails_never_ends_the_run(kind: type[Plain], asked: int) -> None:
-    trainer, trained, events = play(kind)
+def warnings_of(events: list[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, Warned)]
+
+
+def test_a_prefetch_that_fails_never_ends_the_run() -> None:
+    trainer, trained, events = play(Broken)
     assert trained == play(Plain)[1]
-    assert len(trainer.asked) in (asked, asked + (kind is Hanging))
-    failed = [event.text for event in events if isinstance(event, Warned)]
-    assert failed == ([WARNING + "rows larger than what was declared"] if kind is Broken else [])
+    assert len(trainer.asked) == 1
+    assert warnings_of(events) == [WARNING + "rows larger than what was declared"]
+
+
+@pytest.mark.parametrize("error", [ValueError("3 rows for 4 ranks"), KeyError("logprobs"), RuntimeError("?")])
+def test_an_error_that_is_not_ours_does_not_end_the_run_either(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Raising(Plain):
+        async def prefetch(self, samples: BatchRef) -> list[bool]:
+            raise error
+
+    _, trained, events = play(Raising)
+    assert trained == play(Plain)[1]
+    assert warnings_of(events) == [WARNING + str(error)]
+
+    def preview(tracker: SampleTracker) -> list[RowRef]:
+        raise error
+
+    monkeypatch.setattr(SampleTracker, "preview", preview)
+    _, trained_without, events = play(Plain)
+    assert trained_without == trained
+    assert warnings_of(events) == [WARNING + str(error)]
+
+
+def test_a_trainer_that_is_late_or_lost_is_asked_again() -> None:
+    trainer, trained, events = play(Hanging)
+    assert trained == play(Plain)[1]
+    assert len(trainer.asked) in (STEPS - 1, STEPS)
+    assert warnings_of(events) == []

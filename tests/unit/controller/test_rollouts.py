@@ -1,6 +1,5 @@
-"""The request of an attempt, prompts that generation refuses, and groups that deaths of workers are attributed to."""
+"""The request of an attempt, and prompts that generation refuses."""
 
-import asyncio
 import sys
 from pathlib import Path
 
@@ -9,9 +8,14 @@ import pytest
 from asyncrl.algorithms import grpo
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.rollouts import ATTRIBUTED_AFTER, ISOLATED_AFTER, Attempt, CrashAttribution
-from asyncrl.errors import PeerLost, TaskError
+from asyncrl.controller.journal.ledger import AttemptStarted
+from asyncrl.controller.rollouts import Attempt
+from asyncrl.errors import ALL_SLOTS, LostRows, PeerLost, TaskError
 from asyncrl.fleet.fleet import Fleet
+from asyncrl.protocols.batch import Cuts, RowRef
+from asyncrl.protocols.messages import StepReport
+from asyncrl.simulation.fakes.generation import FakeGeneration
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scene import Scene
@@ -58,56 +62,34 @@ def test_a_prompt_that_generation_refuses_is_named() -> None:
         scene.play()
 
 
-IN_FLIGHT = range(100)
+class LosesARow(FakeTraining):
+    """Meets a row that is gone in the second step: the last one of the batch, freed or with its whole owner."""
+
+    def __init__(self, generation: FakeGeneration, *, owner: bool) -> None:
+        super().__init__(StepCost(1.0), 1, [generation], seed=0)
+        self.generation = generation
+        self.owner = owner
+        self.lost: RowRef | None = None
+        self.batch: set[int] = set()
+
+    async def step(self, cuts: Cuts) -> StepReport:
+        if self.version == 1 and self.lost is None:
+            self.lost = cuts.batch.rows[-1]
+            self.batch = {row.group for row in cuts.batch}
+            if self.owner:
+                raise LostRows("the owner died", [(self.lost.places[0].owner, ALL_SLOTS)])
+            assert self.generation.rows is not None
+            self.generation.rows.free(self.lost.places)
+        return await super().step(cuts)
 
 
-def died(crashes: CrashAttribution, *running: int) -> int | None:
-    return crashes.record_death(running, IN_FLIGHT)
-
-
-def test_deaths_are_attributed_to_a_group_that_was_present_often_enough() -> None:
-    crashes = CrashAttribution()
-    attributed = [died(crashes, 3, number) for number in range(10, 10 + ATTRIBUTED_AFTER)]
-    assert attributed == [None] * (ATTRIBUTED_AFTER - 1) + [3]
-    assert crashes.deaths == ATTRIBUTED_AFTER
-
-
-def test_calls_of_one_group_count_once_a_death() -> None:
-    crashes = CrashAttribution()
-    assert died(crashes, *[3] * ATTRIBUTED_AFTER) is None
-
-
-def test_a_death_without_an_earlier_group_clears_all_counts() -> None:
-    for elsewhere in ((), (50, 51)):
-        crashes = CrashAttribution()
-        for _ in range(ATTRIBUTED_AFTER - 1):
-            died(crashes, 3)
-        assert died(crashes, *elsewhere) is None
-        assert died(crashes, 3) is None
-
-
-def test_groups_that_are_not_in_flight_any_more_are_forgotten() -> None:
-    crashes = CrashAttribution()
-    for _ in range(ATTRIBUTED_AFTER):
-        assert crashes.record_death([3, -1], in_flight=[3]) in (None, 3)
-    assert crashes.record_death([4], in_flight=[4]) is None
-    assert crashes._deaths_with == {4: 1}
-
-
-async def test_isolated_groups_run_one_after_the_other_and_the_others_beside_them() -> None:
-    crashes, running, seen = CrashAttribution(), list[int](), list[list[int]]()
-    for _ in range(ISOLATED_AFTER):
-        died(crashes, 1, 2)
-
-    async def run(group: int) -> None:
-        async with crashes.isolation(group):
-            running.append(group)
-            for _ in range(3):
-                await asyncio.sleep(0)
-            seen.append(sorted(running))
-            running.remove(group)
-
-    async with asyncio.TaskGroup() as tasks:
-        for group in (1, 2, 7):
-            tasks.create_task(run(group))
-    assert seen == [[1, 7], [7], [2]]
+@pytest.mark.parametrize("owner", [False, True])
+def test_only_groups_that_the_error_names_begin_again(owner: bool) -> None:
+    scene = Scene()
+    scene.training = training = LosesARow(scene.generation, owner=owner)
+    scene.play()
+    assert training.lost is not None
+    assert len(training.batch) > 1
+    again = {attempt.group for attempt in scene.records(AttemptStarted)}
+    assert again == (training.batch if owner else {training.lost.group})
+    assert scene.gate.version == 3

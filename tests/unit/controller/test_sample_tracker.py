@@ -1,15 +1,21 @@
 """The sample tracker releases rows as soon as they are no longer needed."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.sample_tracker import SampleTracker
-from asyncrl.protocols.batch import Place, RowRef, SampleName
+from asyncrl.lanes.control.message_codec import decode, encode
+from asyncrl.protocols.batch import BatchRef, Place, RowRef, SampleName
 from asyncrl.protocols.hash_chain import GENESIS, chain
-from asyncrl.protocols.messages import Score
+from asyncrl.protocols.messages import Reply, Score
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from instruction_count import counting
 
 CONFIG = GateConfig(groups=1, members=4, limit=2, policy="mask", slots=8, cut_at=2)
 
@@ -40,6 +46,37 @@ def test_trained_rows_are_released_while_a_straggler_of_their_group_runs() -> No
     assert not tracker.groups_at("generation0.0-0-1"), "a death there costs what was trained nothing"
 
 
+def test_a_batch_of_exactly_the_samples_wanted_is_worth_picking_while_others_run() -> None:
+    """Nothing else would wake the trainer until a further sample is ready."""
+    woken: list[int] = []
+    tracker = SampleTracker(
+        Gate(CONFIG), Journal(MemoryStore()), lambda event: None, lambda samples: None, lambda: woken.append(1)
+    )
+    groups = [tracker.draw(), tracker.draw()]
+    for number, (group, member) in enumerate((group, member) for group in groups for member in (0, 1)):
+        assert len(woken) == 0, f"{number} samples are no batch"
+        tracker.generated([row(group, member)])
+        tracker.scored(row(group, member), Score(float(member), {}))
+    assert len(woken) == 1
+    assert tracker.pick() == ((0, (0, 1)), (1, (0, 1)))
+
+
+def test_rows_in_flight_share_their_texts() -> None:
+    """Each row arrives in a message of its own, with its own copies of the owner's address and of the column names."""
+    gate = Gate(CONFIG)
+    tracker = SampleTracker(gate, Journal(MemoryStore()), lambda event: None, lambda samples: None, lambda: None)
+    group = tracker.draw()
+    rows = [decode(encode(Reply(0, BatchRef((row(group, member),))))).value.rows[0] for member in (0, 1, 2)]
+    assert rows[0].places[0].owner is not rows[1].places[0].owner
+    for each in rows:
+        tracker.generated([each])
+    tracker.scored(rows[0], Score(1.0, {}))
+    kept = [sample.row for sample in gate.group(group).samples[:3]]
+    assert [found and found.with_reward(None) for found in kept] == rows
+    places = [found.places[0] for found in kept if found is not None]
+    assert len({id(place.owner) for place in places}) == len({id(place.columns) for place in places}) == 1
+
+
 def test_what_a_worker_may_have_made_unheard_is_released_too() -> None:
     """An answer that crosses the end of its call is known to nobody here; that of the next attempt is not touched."""
     released: list[SampleName] = []
@@ -57,3 +94,24 @@ def test_what_a_worker_may_have_made_unheard_is_released_too() -> None:
 
     tracker.drop(group, (2, 3), "stale")
     assert released == [(group, 2, 1), (group, 3, 1)]
+
+
+def test_the_groups_of_a_dead_worker_are_found_among_its_own() -> None:
+    """A lost node may take many workers at once, and each of them holds rows of few groups."""
+    few, many = _instructions_to_find_groups(2), _instructions_to_find_groups(200)
+    assert many <= 1.1 * few
+
+
+def _instructions_to_find_groups(elsewhere: int) -> int:
+    gate = Gate(replace(CONFIG, groups=elsewhere + 1))
+    tracker = SampleTracker(gate, Journal(MemoryStore()), lambda event: None, lambda names: None, lambda: None)
+    for _ in range(elsewhere):
+        tracker.generated([row(tracker.draw(), 0)])
+    mine = tracker.draw()
+    place = Place("shm://generation1.0-0-1.rows", 0, 1, ("text",))
+    tracker.generated([replace(row(mine, 0), places=(place,))])
+    with counting() as count:
+        assert tracker.groups_at("generation1.0-0-1") == [mine]
+    tracker.drop(mine, (0, 1, 2, 3), "poison")
+    assert tracker.groups_at("generation1.0-0-1") == []
+    return count.instructions

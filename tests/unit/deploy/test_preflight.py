@@ -74,7 +74,9 @@ def test_a_run_that_takes_more_than_there_is_names_the_key(monkeypatch: pytest.M
     monkeypatch.setattr(preflight_module, "available_memory", lambda: 4 * 2**30)
     assert not list(model_problems(config(), PACKAGED))
     assert not list(model_problems(config(generation={"slots": 10**8}), Path("someone/unknown")))
-    assert not list(model_problems(config(generation={"slots": 10**8, "device": "cuda"}), PACKAGED))
+    assert all(
+        each.is_warning for each in model_problems(config(generation={"slots": 10**8, "device": "cuda"}), PACKAGED)
+    )
     with pytest.raises(ConfigError, match=r"4\.0 GB of memory .*lower generation\.slots, which is 100000000"):
         refuse(model_problems(config(generation={"slots": 10**8}), PACKAGED))
     monkeypatch.setattr(preflight_module, "available_memory", lambda: 2**30)
@@ -94,3 +96,25 @@ def test_answers_that_leave_no_room_at_all_are_refused_without_the_model(
 
 def test_a_folder_without_a_description_is_left_to_the_services_that_read_it(tmp_path: Path) -> None:
     assert not list(model_problems(config(generation={"max_new_tokens": 1 << 20}), tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("free", "said", "fits"),
+    [
+        (2**20, "two versions of the weights take", False),
+        (1.0762e9 + 10e6, "rows are sent as frames, which is slower", False),
+        (1.0762e9 + 100e6, "if every token were the longest one, which would end the run", True),
+        (2**40, "", True),
+    ],
+)
+def test_shared_memory_that_runs_short_is_said_at_the_start_with_both_numbers(
+    free: float, said: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight_module, "free_shared_memory", lambda: int(free))
+    monkeypatch.setattr(preflight_module, "longest_token_of", lambda model: 300)
+    monkeypatch.setattr(preflight_module, "available_memory", lambda: 2**50)
+    chosen = config(generation={"max_new_tokens": 4096})
+    found = [str(problem) for problem in model_problems(chosen, PACKAGED) if "shared memory" in problem.text]
+    assert len(found) == bool(said)
+    assert all(said in text for text in found)
+    assert preflight_module.rows_fit(chosen, PACKAGED) == fits

@@ -10,8 +10,9 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.controller.journal.checkpoints import ResumePlan
+from asyncrl.controller.journal.journal import Scan
 from asyncrl.controller.journal.ledger import Ledger
-from asyncrl.controller.journal.run_storage import FileStore
+from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
 from asyncrl.deploy.run_setup import (
     LONGEST,
     RunRequest,
@@ -50,20 +51,20 @@ def store(directory: RunDirectory) -> Iterator[FileStore]:
     ("then", "kept"), [({}, True), ({"steps": 3}, True), ({"seed": 3}, False), ({"model": {"name": "other"}}, False)]
 )
 def test_a_model_made_for_a_start_that_came_to_nothing_is_used_only_by_its_own_config(
-    then: dict[str, Any], kept: bool, directory: RunDirectory, store: FileStore
+    then: dict[str, Any], kept: bool, directory: RunDirectory
 ) -> None:
-    settle_config(order(directory.path, **then), directory, store, None)
+    settle_config(order(directory.path, **then), directory, None)
     directory.model.mkdir()
-    settle_config(order(directory.path), directory, store, None)
+    settle_config(order(directory.path), directory, None)
     assert directory.model.exists() == kept
 
 
-def test_a_config_that_cannot_be_written_stays_as_it_is(directory: RunDirectory, store: FileStore) -> None:
-    settle_config(order(directory.path), directory, store, None)
+def test_a_config_that_cannot_be_written_stays_as_it_is(directory: RunDirectory) -> None:
+    settle_config(order(directory.path), directory, None)
     before = directory.config.read_text()
     directory.config.with_name("config.toml.new").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
-        settle_config(order(directory.path, steps=7), directory, store, None)
+        settle_config(order(directory.path, steps=7), directory, None)
     assert directory.config.read_text() == before
 
 
@@ -74,7 +75,7 @@ def test_the_prompt_of_a_group_is_named_by_its_row(directory: RunDirectory) -> N
     assert questions.where(4, seed=5) == f"task.prompts: the rows given as prompts, row {row}"
 
 
-PLAN = ResumePlan(1, 5, 0, "checkpoints/5", Ledger(), ("checkpoint 6 was passed over",))
+PLAN = ResumePlan(1, 5, 0, "checkpoints/5", Ledger(), 5, ("checkpoint 6 was passed over",), Scan(MemoryStore()))
 
 
 @pytest.mark.parametrize(

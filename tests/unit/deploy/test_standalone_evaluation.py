@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import asyncrl.deploy.standalone_evaluation as module
 from asyncrl.api import Run, _functions, _reward_here, train
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, RewardConfig
 from asyncrl.config.toml_writer import dump
 from asyncrl.deploy import cli
 from asyncrl.errors import ConfigError
@@ -53,7 +53,7 @@ def run_of(path: Path, config: Config, services: Any = None) -> Run:
 
 
 def test_a_reward_of_this_process_is_served_here_again(started: list[Any], tmp_path: Path) -> None:
-    services = _reward_here([lambda sample: 1.0], "", lambda line: None)
+    services = _reward_here([lambda sample: 1.0], RewardConfig(), lambda line: None)
     with pytest.raises(Started):
         run_of(tmp_path / "run", config(), services).evaluate(ROWS)
     assert started[1] is services["reward"]

@@ -19,7 +19,7 @@ from asyncrl.fleet.health import (
 )
 from asyncrl.fleet.lifecycle_events import WorkerHung
 from asyncrl.fleet.remote_worker import RemoteWorker
-from asyncrl.fleet.service_calls import Replicas
+from asyncrl.fleet.replicas import Replicas
 from asyncrl.protocols.messages import Health
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Lane

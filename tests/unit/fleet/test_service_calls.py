@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, UnknownEndpoint
-from asyncrl.fleet.service_calls import GROUP_MARGIN, Replicas, make_handle
+from asyncrl.fleet.replicas import Replicas
+from asyncrl.fleet.service_calls import GROUP_MARGIN, make_handle
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
 from asyncrl.protocols.distribute_collect import ONE_OF, ONE_TO_ALL, Rows, Transfer
 from asyncrl.protocols.messages import PromptGroup
@@ -267,7 +268,7 @@ async def test_deadlines_come_from_the_config_or_from_the_group() -> None:
 TYPED = """
 from asyncrl.fleet.service_calls import make_handle
 from asyncrl.protocols.service_contracts import Generation
-from asyncrl.fleet.service_calls import Replicas
+from asyncrl.fleet.replicas import Replicas
 
 async def algorithm(service: Replicas) -> None:
     generation = make_handle(Generation, service, 1.0)

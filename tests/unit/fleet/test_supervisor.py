@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError, FleetFailed, PeerLost
 from asyncrl.fleet import supervisor
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
 from asyncrl.fleet.remote_worker import WorkerConnection
-from asyncrl.fleet.service_calls import Replicas
+from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.supervisor import DeathCounter, Supervisor, WorkerSlot, end_process
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.protocols.distribute_collect import ONE_OF

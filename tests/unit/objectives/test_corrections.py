@@ -83,6 +83,23 @@ def test_rejections_are_the_formulas(rejection: Rejection) -> None:
     assert 0 < expected.sum() < 100
 
 
+def test_the_bounds_of_a_weight_are_within_its_interval() -> None:
+    same = torch.zeros(100, dtype=torch.float64)
+    one, none = torch.ones_like(same), torch.zeros_like(same)
+    for floor, cap, expected in ((1.0, 1.5, one), (0.5, 1.0, one), (1.001, 1.5, none), (0.5, 0.999, none)):
+        assert torch.equal(corrections.masked_weight(same, floor, cap), expected)
+        assert torch.equal(corrections.accepted(same, ROWS, "geometric", floor, cap), expected.bool())
+
+
+@pytest.mark.parametrize("rejection", ["token_k2", "token_k3", "sequence_k2", "sequence_k3"])
+def test_a_divergence_of_exactly_the_bound_passes(rejection: Rejection) -> None:
+    same, far = torch.zeros(100, dtype=torch.float64), torch.full((100,), 2.0, dtype=torch.float64)
+    assert corrections.accepted(same, ROWS, rejection, 0.0, 0.0).all()
+    if rejection.endswith("k2"):
+        assert corrections.accepted(far, ROWS, rejection, 0.0, 2.0).all()
+        assert not corrections.accepted(far, ROWS, rejection, 0.0, 1.999).any()
+
+
 @pytest.mark.trap("whole_answer_weight")
 def test_effective_share_is_one_for_equal_weights_and_falls_with_one_huge_weight() -> None:
     def share(weights: np.ndarray) -> float:
@@ -91,3 +108,13 @@ def test_effective_share_is_one_for_equal_weights_and_falls_with_one_huge_weight
     np.testing.assert_allclose(share(np.full(50, 3.0)), 1.0)
     np.testing.assert_allclose(share(np.array([1e6] + [1.0] * 99)), 0.01, rtol=1e-3)
     assert effective_sample_share(0.0, 0.0, 0.0) == 0.0
+
+
+def test_bounds_belong_to_what_they_keep() -> None:
+    """Exactly representable, so that rounding decides nothing."""
+    one = Ragged.of([1, 1, 1])
+    halves = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64).log()
+    assert corrections.masked_weight(halves, 0.5, 2.0).tolist() == halves.exp().tolist()
+    ratio = halves.exp()[0].item()
+    assert corrections.accepted(halves, one, "geometric", ratio, halves.exp()[2].item()).all()
+    assert corrections.accepted(torch.tensor([2.0, 0.0]), Ragged.of([1, 1]), "token_k2", 0.0, 2.0).all()

@@ -136,3 +136,9 @@ def test_a_fixed_coefficient_stays() -> None:
     coefficient = KlCoefficient(0.5)
     coefficient.update(3.0)
     assert coefficient.value == 0.5
+
+
+@pytest.mark.parametrize("difference", [-FAR, -12.0, -2.5, 2.5, 30.0])
+def test_k3_is_its_formula_up_to_twenty_nats(difference: float) -> None:
+    found = kl_estimate(torch.tensor([difference], dtype=torch.float64), torch.zeros(1), "k3")
+    assert float(found) == pytest.approx(np.exp(-difference) - 1 + difference, rel=1e-9)

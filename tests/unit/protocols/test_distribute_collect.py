@@ -1,7 +1,9 @@
 """Every row arrives where the protocol says and comes back in its place."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,9 @@ from asyncrl.protocols.distribute_collect import (
     fan_out,
 )
 from asyncrl.protocols.rank_layout import Layout
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from instruction_count import counting
 
 SPLITTING = [THREE_D_PROTO, THREE_D_ALL_MICRO_DP, DP_PROTO]
 EVERY_SPLIT = [*SPLITTING, *(balanced(transfer) for transfer in SPLITTING)]
@@ -184,3 +189,17 @@ def test_balanced_parts_differ_by_no_more_than_a_row(weights: list[int], parts: 
 
 def test_a_balanced_protocol_says_so_in_its_name() -> None:
     assert balanced(THREE_D_PROTO).name == "balanced THREE_D_PROTO"
+
+
+def test_splitting_a_batch_costs_no_more_for_many_ranks() -> None:
+    few, many = (_instructions_to_split(ranks) for ranks in (8, 512))
+    assert many <= 1.5 * few, "the work grows with rows, and not with rows times ranks"
+
+
+def _instructions_to_split(ranks: int) -> int:
+    rows = refs([10 + row % 97 for row in range(8192)])
+    step = balanced(THREE_D_PROTO)
+    fan_out(step, (rows,), Layout(dp=ranks))  # What depends on the layout alone is remembered.
+    with counting() as count:
+        fan_out(step, (rows,), Layout(dp=ranks))
+    return count.instructions

@@ -12,6 +12,9 @@ DIGESTS = {
     6: "ef8bf9c883dbfb70",
     7: "a1cc239912214f17",
     8: "d16c5af0a4acb893",
+    9: "6f29b440aa2f8c60",
+    10: "c8bf42e41ef597aa",
+    11: "2c72f9e5864ecc90",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

@@ -78,6 +78,14 @@ def test_overlong_answers_get_a_reward_term_of_their_own() -> None:
     assert len(function_specs(Config.model_validate({**values, **functions}))) == 1
 
 
+def test_the_punishment_of_overlong_answers_is_no_cost() -> None:
+    values = {"model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": ["exact_match"]}}
+    algorithm = {"preset": "safe_rlhf", "overlong": 0.2}
+    config = Config.model_validate({**values, "algorithm": algorithm, "cost": {"functions": ["length"], "limit": 1.0}})
+    assert [each.name for each in function_specs(config, "cost")] == ["length"]
+    assert [each.name for each in function_specs(config, "reward")] == ["exact_match", "overlong"]
+
+
 def test_a_template_with_options() -> None:
     assert load(spec("exact_match", options={"column": "answer"}))(SAMPLE) == 1
 

@@ -93,7 +93,7 @@ def worker_context(tmp_path: Path) -> Callable[..., WorkerContext]:
             tracer=Tracer(None, service),
             log=structlog.get_logger(),
             tasks=tasks,
-            open_rows=lambda slots, slot_bytes: RowStore.private(f"inproc://{service}.data", slots, slot_bytes),
+            open_rows=lambda slots, row_bytes: RowStore.private(f"inproc://{service}.data", slots, row_bytes),
         )
         context = _changed(context, changes)
         assert not changes, f"nothing has these fields: {changes}"

@@ -28,7 +28,8 @@ SPEC = WeightsSpec.of({"w": (1,)}, "float32")
 
 
 class CountingRun:
-    """Two passes; then the weight is the sum of all advantages so far, over all ranks. An infinite one is trouble."""
+    """Two passes; then the weight is the sum of all advantages so far, over all ranks. An infinite one is trouble; one
+    of 0 keeps its row out of the loss."""
 
     def __init__(self, engine: "CountingEngine", rows: Sequence[TrainRow]) -> None:
         self._engine, self._rows = engine, rows
@@ -38,7 +39,7 @@ class CountingRun:
         self.passes += 1
         ranks = self._engine.ranks
         if self.passes == 1:
-            self._batch = gather_keys(ranks, [row.key for row in self._rows])
+            self._trained = gather_keys(ranks, [row.key for row in self._rows if row.advantage and not self._skipped])
         if self.passes == 2 and not self._skipped:
             self._engine.weight += ranks.sum(torch.tensor([sum(row.advantage for row in self._rows)])).item()
         return self.passes < 3
@@ -51,7 +52,7 @@ class CountingRun:
     def outcome(self) -> StepOutcome:
         trained = 0 if self._skipped else 1
         samples = tuple(TrainedSample(*row.key, trained * len(row.response_ids), 0) for row in self._rows)
-        return StepOutcome(trained, self._skipped, samples, tuple(self._batch), {"grad_norm": 1.0})
+        return StepOutcome(trained, self._skipped, samples, tuple(self._trained), {"grad_norm": 1.0})
 
 
 class CountingEngine:
@@ -105,7 +106,7 @@ def context_maker(worker_context: Callable[..., WorkerContext]) -> Callable[...,
             "config": config(),
             "incarnation": INCARNATION,
             "weights_arena": f"asyncrl-cafe0123-{tmp_path.name}",
-            "open_rows": lambda slots, slot_bytes: store,
+            "open_rows": lambda slots, row_bytes: store,
         }
         parts = {"source": store, "make_compute": PatientCompute, **values, **changes}
         return worker_context("training", tasks=tasks, **parts)

@@ -194,6 +194,30 @@ async def test_a_sample_is_learnt_once_though_it_comes_again_in_another_batch_fr
             assert values.tobytes() == expected.tobytes()
 
 
+async def test_a_sample_is_learnt_once_though_a_later_version_has_it_again(serving: Serving, tmp_path: Path) -> None:
+    """The policy's step was lost, another batch went first, and a partial cut left the sample for the version after."""
+
+    async def again(service: CriticService, refs: BatchRef, version: int) -> tuple[int, str]:
+        kept = BatchRef(tuple(replace(row, incarnation=service.context.facts.incarnation) for row in refs))
+        report = await service.update(batch(service, kept, zeros(kept), version))
+        return report.updates, report.skipped
+
+    async with serving() as service:
+        refs, others = sampled(service), sampled(service, first_group=7)
+        await service.update(batch(service, refs, zeros(refs)))
+        await service.update(batch(service, others, zeros(others), version=1))
+        assert await again(service, refs, 2) == (0, "learnt before")
+        await service.release([refs.rows[0].name], oldest=0)
+        await service.checkpoint(str(tmp_path), INCARNATION, 2)
+    async with serving(checkpoint_dir=tmp_path, incarnation=INCARNATION + 1) as resumed:
+        refs = sampled(resumed)
+        assert await again(resumed, refs.take(range(1, 6)), 3) == (0, "learnt before")
+        new = BatchRef(tuple(replace(row, attempt=1) for row in refs.take([1])))
+        assert await again(resumed, new, 4) == (1, "")
+        await resumed.release([], oldest=9)
+        assert not resumed._used
+
+
 async def test_rows_that_are_gone_teach_nothing_and_the_next_batch_does(serving: Serving) -> None:
     async with serving() as service:
         refs = sampled(service)

@@ -1,6 +1,8 @@
 """The service on a tiny model: streams, deadlines, aborts, flips, pauses and rows."""
 
 import asyncio
+import itertools
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
@@ -16,9 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
+from asyncrl.engines.generation import torch_engine
 from asyncrl.engines.generation.sample_requests import Completion
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
-from asyncrl.errors import DeadlineExceeded, Refused, TaskError
+from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, TaskError, WeightsError
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.weights.arena import Writer, open_writer
@@ -222,26 +225,43 @@ async def test_a_closed_stream_frees_its_slots_for_others(start: Start) -> None:
 
 
 @pytest.mark.trap("redone")
-async def test_the_deadline_ends_running_samples_as_length(start: Start) -> None:
+async def test_the_deadline_ends_running_samples_as_length(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts the seconds in a slot: of thirty samples in eight slots the last ones wait twice as long as it is."""
     async with start(own_version=0) as service:
-        step = service._engine.step
-
-        def three_steps() -> list[Completion]:
-            if service._engine._batch.sampled[0] == 2:
-                service._set_paused(True)
-            return step()
-
-        service._engine.step = three_steps
-        refs = await collect(service, group(0, deadline=0.5))
-        assert [row.finish for ref in refs for row in ref] == ["length"] * 4
-        assert {row.tokens for ref in refs for row in ref} == {3}
+        seconds = itertools.count()
+        monkeypatch.setattr(torch_engine, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+        slots = service.context.config.generation.slots
+        refs = await collect(service, group(0, members=3 * slots, deadline=5.0))
+        rows = [row for ref in refs for row in ref]
+        assert len(rows) == 3 * slots
+        cut = [row.tokens for row in rows if row.finish == "length"]
+        assert len(cut) > slots
+        assert all(row.tokens <= 5 for row in rows)
 
 
-async def test_what_had_not_begun_at_its_deadline_is_an_error_that_says_why(start: Start) -> None:
+async def test_a_worker_at_which_no_sample_finishes_is_an_error_that_says_why(start: Start) -> None:
     async with start() as service:
-        with pytest.raises(DeadlineExceeded, match=r"members 0, 1 of group 7 .* have version none"):
+        with pytest.raises(DeadlineExceeded, match=r"members 0, 1 of group 7, and its weights have version none yet"):
             await collect(service, group(7, members=2, deadline=0.05))
-        assert service._engine.waiting == 0
+        await until(lambda: service._engine.waiting == 0)
+
+
+async def test_a_hung_engine_is_found_within_the_deadline(start: Start) -> None:
+    async with start(own_version=0) as service:
+        hung = threading.Event()
+
+        def hang() -> list[Completion]:
+            hung.wait()
+            return []
+
+        service._engine.step = hang
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(
+            DeadlineExceeded, match=r"no sample of \S+ finished within 0.3 s: it runs 0 samples, 4 wait"
+        ):
+            await collect(service, group(7, deadline=0.2))
+        assert asyncio.get_running_loop().time() - began < 5.0
+        hung.set()
 
 
 async def test_weights_flip_while_samples_run(start: Start, arena: Any) -> None:
@@ -281,6 +301,21 @@ async def test_how_far_it_is_from_the_trainer_is_told_with_the_version_it_took_o
         assert (await evaluation.use_weights(moved)).canary is None
 
 
+async def test_weights_overwritten_while_they_are_taken_over_are_refused_each_time(start: Start, arena: Any) -> None:
+    """No lease keeps version 3 from the slot of version 1. A failed call leaves nothing that a repeated one trusts."""
+    async with start(service="evaluation") as evaluation:
+        published, load = arena.publish(1), evaluation._engine.load
+
+        def load_while_it_is_overwritten(*args: Any, **settings: Any) -> None:
+            load(*args, **settings)
+            arena.publish(3)
+
+        evaluation._engine.load = load_while_it_is_overwritten
+        for _ in range(2):
+            with pytest.raises(WeightsError, match="holds version 3 of incarnation 2, not version 1"):
+                await evaluation.use_weights(published)
+
+
 async def test_an_idle_engine_flips_and_then_starts_what_waited_for_it(start: Start, arena: Any) -> None:
     async with start() as service:
         await service.use_weights(arena.publish(0))
@@ -300,6 +335,13 @@ async def test_an_engine_in_place_reads_the_arena_and_evaluation_a_copy(start: S
         arena.publish(1)
         arena.publish(2)  # over version 0, which nobody leased
         assert [torch.equal(*pair) for pair in zip(parameters, before, strict=True)] == [False, True]
+
+
+async def test_an_evaluation_worker_that_came_after_the_copy_says_so_at_once(start: Start, arena: Any) -> None:
+    """The copy went to its predecessor; without this it would wait for weights until the deadline."""
+    async with start(service="evaluation") as evaluation:
+        with pytest.raises(PeerLost, match="was started after the weights of version 1 were copied"):
+            await collect(evaluation, group(0, not_before=1))
 
 
 async def test_pause_holds_at_the_step_it_names(start: Start) -> None:

@@ -1,6 +1,8 @@
 """The reference service on a tiny model: the trainer's own log-probs, and rows that do not depend on each other."""
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -149,3 +151,17 @@ async def test_answers_that_nobody_waited_for_take_no_room_for_ever(folder: Path
         assert len(found(service, answer)) == len(refs)
         await service.release([row.name for row in answer], oldest=0)
         assert service.rows.used == 0
+
+
+async def test_frequencies_that_follow_the_longest_row_are_refused(
+    folder: Path, serving: Serving, tmp_path: Path
+) -> None:
+    """In deterministic mode too: prompt and answer of one row pass the original length by themselves."""
+    shutil.copytree(folder, tmp_path / "model")
+    described = tmp_path / "model/config.json"
+    rotary = {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
+    described.write_text(json.dumps(json.loads(described.read_text()) | rotary))
+    said = pytest.RaisesExc(ConfigError, match=r"model\.name: .*'dynamic'.* once it passes 64 tokens")
+    with pytest.RaisesGroup(said):
+        async with serving(tmp_path / "model", config()):
+            pass

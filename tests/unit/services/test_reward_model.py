@@ -211,6 +211,16 @@ async def test_a_model_with_another_tokenizer_is_refused(
             pass
 
 
+async def test_frequencies_that_follow_the_longest_row_are_refused(
+    serving: Serving, make_classifier: Callable[..., Path]
+) -> None:
+    rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = make_classifier(max_position_embeddings=64, rope_parameters=rotary)
+    with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=r"reward\.model: .*'dynamic'.* passes 64 tokens")):
+        async with serving(model=model):
+            pass
+
+
 async def test_a_device_that_is_not_there_is_refused_by_its_key(serving: Serving) -> None:
     with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=r'^reward\.device = "cuda:99" cannot be used')):
         async with serving(config(reward={"device": "cuda:99"})):

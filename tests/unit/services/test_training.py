@@ -14,6 +14,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, LostRows, Refused
 from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Canary
 from asyncrl.simulation.virtual_loop import run
@@ -92,6 +93,13 @@ async def test_the_chain_is_that_of_the_samples_of_every_step(tmp_path: Path, se
         report = await service.step(cuts(service, 1, 3))
         expected = chain(chain(GENESIS, [(1, 0, 0), (2, 0, 0)]), [(3, 0, 0)])
         assert report.chain == expected.hex()
+
+
+async def test_a_row_that_did_not_enter_the_loss_is_not_in_the_chain(tmp_path: Path, serving: Serving) -> None:
+    async with serving(tmp_path) as service:
+        trained, left_out = cuts(service, 0, 1), cuts(service, 0, 2, advantage=0.0)
+        report = await service.step(replace(trained, batch=BatchRef((*trained.batch.rows, *left_out.batch.rows))))
+        assert report.chain == chain(GENESIS, [(1, 0, 0)]).hex()
 
 
 async def test_a_repeated_step_gets_the_stored_report_and_trains_once(tmp_path: Path, serving: Serving) -> None:
@@ -240,3 +248,17 @@ async def test_a_checkpoint_is_of_the_named_version_and_resumes(tmp_path: Path, 
         assert await published_weight(resumed) == 1.0
         next_cuts = replace(cuts(resumed, 1, 5), incarnation=INCARNATION + 1)
         assert (await resumed.step(next_cuts)).chain == chain(bytes.fromhex(report.chain), [(5, 0, 0)]).hex()
+
+
+async def test_rows_are_trained_at_the_temperature_that_sampled_them(tmp_path: Path, serving: Serving) -> None:
+    async with serving(tmp_path, config=config(generation={"temperature": 0.6})) as service:
+        temperatures: list[float] = []
+        begin = service._engine.begin
+
+        def observed(rows: Any, incarnation: int, version: int) -> Any:
+            temperatures.extend(row.temperature for row in rows)
+            return begin(rows, incarnation, version)
+
+        service._engine.begin = observed
+        await service.step(cuts(service, 0, 4, 7))
+    assert temperatures == [0.6, 0.6]

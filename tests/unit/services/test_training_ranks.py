@@ -73,7 +73,7 @@ def serving_two(worker_context: Callable[..., WorkerContext], thread_ranks: Call
                         options={"ranks": ranks},
                         make_compute=ThreadCompute,
                         source=store,
-                        open_rows=lambda slots, slot_bytes: store,
+                        open_rows=lambda slots, row_bytes: store,
                     )
                 )
                 for ranks in thread_ranks(size)

@@ -329,3 +329,14 @@ def test_the_hub_needs_a_name() -> None:
 def test_what_python_hands_over_has_rows(rows: Any) -> None:
     with pytest.raises(TaskError, match=r"^prompts: write a form of task\.prompts, a list of rows"):
         load_prompts(rows)
+
+
+@pytest.mark.parametrize("source", ["missing.jsonl", "nothing", "hub:", "no_such_module:f", "bad.jsonl", "empty.jsonl"])
+def test_a_mistake_in_held_out_prompts_names_their_key(source: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("{")
+    (tmp_path / "empty.jsonl").write_text("")
+    prompts = str(tmp_path / source) if source.endswith(".jsonl") else source
+    config = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, "evaluate": {"prompts": prompts}})
+    with pytest.raises(TaskError, match=r"^evaluate\.prompts: ") as mistake:
+        held_out_prompts(config)
+    assert "task.prompts" not in str(mistake.value)

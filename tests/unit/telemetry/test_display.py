@@ -2,11 +2,14 @@
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from asyncrl.telemetry.display import LineDisplay, LiveDisplay, open_display, sample_panel, shown
+from asyncrl.telemetry.display import LineDisplay, LiveDisplay, LoggedDisplay, open_display, sample_panel, shown
+from asyncrl.telemetry.jsonl import read_lines
+from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.samples_file import SampleRecord
 
 SAMPLE = SampleRecord(
@@ -112,3 +115,41 @@ def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
     with LineDisplay(Gone(), 2) as display:
         display.say("one")
         display.say("two")
+
+
+def test_a_printed_command_is_not_broken_into_lines_of_a_narrow_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=60, height=40)
+    command = "go on with: asyncrl run " + "--section.key value " * 6 + "--run-dir runs/one"
+    with LiveDisplay(console, 10) as display:
+        display.say(command)
+    assert isinstance(console.file, io.StringIO)
+    assert command in console.file.getvalue()
+
+
+def test_what_is_said_is_logged_and_so_is_what_is_only_noted(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with open_log(tmp_path / "controller.jsonl", service="controller") as log:
+        display = LoggedDisplay(LineDisplay(stream, 10), log)
+        display.say("lost generation0.0")
+        display.note("WorkerStarted", instance="generation0.0-1")
+        display.progress("starting")
+    said, started = read_lines(tmp_path / "controller.jsonl")
+    assert (said["event"], said["text"], said["service"]) == ("said", "lost generation0.0", "controller")
+    assert (started["event"], started["instance"]) == ("WorkerStarted", "generation0.0-1")
+    assert stream.getvalue() == "lost generation0.0\nstarting\n"
+
+
+class ClosedTerminal(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_terminal_that_was_closed_does_not_end_the_run() -> None:
+    lines = LineDisplay(ClosedTerminal(), 10)
+    lines.say("one")
+    lines.say("two")
+    picture = LiveDisplay(Console(file=io.StringIO(), force_terminal=True, width=60, height=40), 10)
+    with picture:
+        picture._live.console.file = ClosedTerminal()
+        picture.say("one")
+        picture.step(METRICS, SAMPLE)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.controller.observers.held_out_evaluation import Evaluation
+from asyncrl.controller.observers.staleness_report import UNTRAINED
 from asyncrl.controller.sample_tracker import NO_GREEDY, POISON
 from asyncrl.telemetry.display import SHOWN
 from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
@@ -80,7 +81,7 @@ def test_reasons_of_drops_and_states_of_workers_are_documented() -> None:
     calls = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     drops = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in ("drop", "_drop_ready")]
     given = [ast.literal_eval(arg) for call in drops for arg in call.args if isinstance(arg, ast.Constant)]
-    reasons = {reason for reason in given if isinstance(reason, str)} | {POISON, NO_GREEDY, "not finite", "truncated"}
+    reasons = {reason for reason in given if isinstance(reason, str)} | {POISON, NO_GREEDY, *UNTRAINED}
     told = ALGORITHM[ALGORITHM.index("Reasons why") :]
     assert {"stale", "unscorable", "no_baseline", "no_signal"} <= reasons
     assert {text for text in re.findall(r"`([\w ]+)`", told)} == reasons

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.engines.canary_logprobs import PROBE_TOKENS
 from asyncrl.engines.generation.forward.attention import NAME, DecodeBlocks, FlatTokens
 from asyncrl.engines.generation.forward.kv_cache import Ints, KVCache
 from asyncrl.engines.generation.forward.llama_fast_path import bind_parameters, is_llama_like, llama_states
@@ -23,7 +22,7 @@ from asyncrl.errors import ConfigError
 
 NOTHING: Ints = np.zeros(0, np.int64)
 NO_PREFILL: Mapping[int, Ints] = {}
-PROBE_PREFILL = 8  # tokens of the probe in prefill; the rest is decoded one by one
+PROBE_DECODED = 4  # tokens of the probe that are decoded one by one, after the others in prefill
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Largest difference to transformers, in nats: far above rounding and far below the effect of a wrong mask. It bounds
 the maximum over log-probs in float32 and their mean in bfloat16, which rounds single unlikely tokens by more."""
@@ -124,8 +123,9 @@ class FlatModel:
 
     def _largest_difference(self, ids: Ints, expected: Tensor) -> float:
         """Returns the difference of log-probs as PROBE_TOLERANCE counts it, without offsets common to all tokens."""
-        found = [self.logits(NOTHING, NOTHING, {0: ids[:PROBE_PREFILL]})]
-        for position in range(PROBE_PREFILL, PROBE_TOKENS):
+        prefill = len(ids) - PROBE_DECODED
+        found = [self.logits(NOTHING, NOTHING, {0: ids[:prefill]})]
+        for position in range(prefill, len(ids)):
             found.append(self.logits(ids[position : position + 1], np.array([position])))
         real = torch.isfinite(found[0][0])
         difference = (torch.cat(found).float()[:, real] - expected[:, real]).float()
@@ -167,5 +167,6 @@ def _unsupported(name: str, reason: str) -> ConfigError:
 def probe_logprobs(model: Any, ids: Ints) -> Tensor:
     """Returns log-probs of the model's own forward over the probe `ids`; must run before its attention is replaced."""
     tokens = torch.from_numpy(ids).to(model.device)
-    logits: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0, PROBE_PREFILL - 1 :]
+    compared = PROBE_DECODED + 1  # A long probe has no logits of all its tokens at once.
+    logits: Tensor = model(input_ids=tokens[None], use_cache=False, logits_to_keep=compared).logits[0]
     return logits.float().log_softmax(-1)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.protocols.messages import TrainedSample
+from asyncrl.protocols.messages import LEFT_OUT, TrainedSample
 from asyncrl.protocols.staleness import Policy, live
 
 
@@ -17,11 +17,11 @@ from asyncrl.protocols.staleness import Policy, live
 class MaskedRow:
     """Holds a row with its mask, and what the step adds to it; arrays are [tokens].
 
-    live: True for tokens that enter the loss; `trained` counts them. counted: the row enters the denominators of the
-    loss. staleness: in versions. The step of the policy sets advantages (what the loss multiplies each token with),
-    weight (of each token in the loss of its update), proximal (log-probs at the start of the step), rejected (live
-    tokens that a correction gave the weight 0) and lost (why no live token trained, "" if they did); that of a critic
-    sets returns.
+    live: True for tokens that may enter the loss; `live_tokens` counts them. counted: the row enters the denominators
+    of the loss. staleness: in versions. The step of the policy sets advantages (what the loss multiplies each token
+    with), weight (of each token in the loss of its update), proximal (log-probs at the start of the step) and rejected
+    (live tokens that a correction gave the weight 0); that of a critic sets returns. Both set in_loss, tokens in a loss
+    whose gradient was computed, and, where the update of the row was not taken, why: lost.
     """
 
     row: TrainRow
@@ -33,23 +33,29 @@ class MaskedRow:
     weight: float = 0.0
     proximal: NDArray[np.float32] | None = None
     rejected: int = 0
+    in_loss: int = 0
     lost: str = ""
 
     @property
-    def trained(self) -> int:
+    def live_tokens(self) -> int:
         return int(self.live.sum())
+
+    @property
+    def trained(self) -> int:
+        """Returns the tokens that entered the loss of an update that was taken; 0 before that update."""
+        return 0 if self.lost else self.in_loss
 
     @property
     def tokens(self) -> int:
         return len(self.row.prompt_ids) + len(self.row.response_ids)
 
     def report(self) -> TrainedSample:
-        """Returns what the step did with the response tokens."""
-        tokens, trained = len(self.live), self.trained
-        reason = "truncated" if not self.counted else "stale" if trained < tokens else ""
-        if self.lost:
-            return TrainedSample(*self.row.key, 0, tokens, reason if trained == 0 else self.lost)
-        return TrainedSample(*self.row.key, trained - self.rejected, tokens - trained, reason, self.rejected)
+        """Returns what the step did with the response tokens, after its last update."""
+        tokens, live = len(self.live), self.live_tokens
+        reason = "truncated" if not self.counted else "stale" if live < tokens else ""
+        if live and (self.lost or not self.in_loss + self.rejected):
+            return TrainedSample(*self.row.key, 0, tokens, self.lost or LEFT_OUT)
+        return TrainedSample(*self.row.key, self.trained, tokens - live, reason, self.rejected)
 
 
 def mask_rows(
@@ -70,9 +76,9 @@ def mask_counts(rows: Sequence[MaskedRow]) -> Tensor:
     """Counts response tokens, float64 [4]: all, live, masked as stale, left out as truncated."""
     counts = torch.zeros(4, dtype=torch.float64)
     for row in rows:
-        tokens = len(row.live)
-        stale, truncated = (tokens - row.trained, 0) if row.counted else (0, tokens)
-        counts += torch.tensor([tokens, row.trained, stale, truncated], dtype=torch.float64)
+        tokens, live = len(row.live), row.live_tokens
+        stale, truncated = (tokens - live, 0) if row.counted else (0, tokens)
+        counts += torch.tensor([tokens, live, stale, truncated], dtype=torch.float64)
     return counts
 
 

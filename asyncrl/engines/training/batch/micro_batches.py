@@ -119,7 +119,7 @@ def micro_batch(rows: Sequence[MaskedRow], device: torch.device) -> MicroBatch:
     proximal = [row.proximal for row in rows if row.proximal is not None]
     return MicroBatch(
         padded=live_rows(rows, device),
-        ragged=Ragged.of([row.trained for row in rows], device),
+        ragged=Ragged.of([row.live_tokens for row in rows], device),
         weights=live_values(rows, [row.weight for row in rows], device),
         behaviour=live_values(rows, [row.row.logprobs for row in rows], device),
         advantages=live_values(rows, [row.advantages for row in rows], device),

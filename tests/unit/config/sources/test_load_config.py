@@ -67,7 +67,7 @@ def test_values_of_every_kind_from_flags(loading: Loader) -> None:
     assert config.training.betas == (0.8, 0.9)
     assert config.staleness.cut_at == "never"
     assert config.telemetry.samples_per_step == "all"
-    assert config.reward.functions[0].use == "f.py:reward"
+    assert config.reward.functions[0].use == f"{Path.cwd()}/f.py:reward"
     assert config.algorithm.weight_cap is None
 
 

@@ -26,9 +26,9 @@ def write_run(run_dir: Path, text: str) -> Path:
 
 
 def test_the_old_key_of_an_own_algorithm_is_named_with_its_line(tmp_path: Path) -> None:
-    new = config(custom="mine.py:ALGORITHM")
+    new = config(custom="/mine.py:ALGORITHM")
     text = dump(new).replace("custom =", "page =")
-    line = text.splitlines().index('page = "mine.py:ALGORITHM"') + 1
+    line = text.splitlines().index('page = "/mine.py:ALGORITHM"') + 1
     says = (
         rf"config\.toml:{line}: algorithm\.page: there is no such key; write algorithm\.custom \(the key was renamed\)"
     )

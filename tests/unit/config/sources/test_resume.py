@@ -49,8 +49,11 @@ def test_a_refused_resume_shows_the_diff_and_the_ways_out(tmp_path: Path) -> Non
     assert "staleness.limit: 2 -> 5" in str(refused.value)
     assert "steps" not in str(refused.value)
     assert "--accept-changes" in str(refused.value)
-    assert [change.key for change in check_resume(tmp_path, new, accept=True)] == ["steps", "staleness.limit"]
-    assert [change.key for change in check_resume(tmp_path, config(steps=7), accept=False)] == ["steps"]
+    assert [change.partition(":")[0] for change in check_resume(tmp_path, new, accept=True)] == [
+        "steps",
+        "staleness.limit",
+    ]
+    assert [change.partition(":")[0] for change in check_resume(tmp_path, config(steps=7), accept=False)] == ["steps"]
 
 
 def test_changed_tables_read_as_in_the_file() -> None:
@@ -61,3 +64,24 @@ def test_changed_tables_read_as_in_the_file() -> None:
     )
     (change,) = compare(config(), config(staleness={"cut_at": 3}))
     assert str(change).startswith("staleness.cut_at: none -> 3  (")
+
+
+def test_a_changed_file_is_refused_like_a_changed_key(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(dump(config()))
+    files = {"reward.functions": ["reward.functions: r.py has changed"], "evaluate.prompts": ["evaluate.prompts: h"]}
+    with pytest.raises(
+        ConfigError, match=r"other values or files:\n  reward\.functions: r\.py has changed\nwrite back"
+    ):
+        check_resume(tmp_path, config(), accept=False, files=files)
+    assert check_resume(tmp_path, config(), accept=True, files=files) == [text for (text,) in files.values()]
+    assert check_resume(tmp_path, config(), accept=False, files={"evaluate.prompts": ["h"]}) == ["h"]
+
+
+def test_a_file_that_only_moved_is_no_change_of_what_is_learnt(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(dump(config(task={"prompts": "/old/p.jsonl"})))
+    new = config(task={"prompts": "/new/p.jsonl"})
+    with pytest.raises(ConfigError, match="/old/p"):
+        check_resume(tmp_path, new, accept=False)
+    assert check_resume(tmp_path, new, accept=False, same={"task.prompts"}) == [
+        'task.prompts: "/old/p.jsonl" -> "/new/p.jsonl"'
+    ]

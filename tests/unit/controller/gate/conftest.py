@@ -193,21 +193,29 @@ class World:
             self.put(facts, Stage.DROPPED, "poison")
 
     def resume(self) -> None:
-        """Trainer and controller die between two iterations; what is in flight begins again."""
+        """Trainer and controller die between two iterations. READY samples may be kept; the others begin again."""
         if self.training:
             return
         before, self.gate = self.gate, self.made(self.config, self.gate.version, self.gate.next_group)
         for group in before.groups():
             facts = [self.facts[group, member] for member in range(self.config.members)]
-            flying = [fact for fact in facts if fact.stage not in ENDED]
-            attempt = max(fact.attempt for fact in facts) + 1
-            samples = [SampleState(f.stage, f.attempt, reward=f.reward, reason=f.reason) for f in facts]
-            self.attempts[group] = attempt
-            self.gate.restore(GroupState(group, 0, samples, attempt - 1, greedy=self.greedy[group]))
-            for fact in facts:
-                fact.drawn_at = self.gate.version
-            for fact in flying:
+            compared = group not in self.awaited()
+            kept = [f for f in facts if f.stage is Stage.READY and compared and self.rng.random() < 0.5]
+            again = [fact for fact in facts if fact.stage not in ENDED and fact not in kept]
+            self.attempts[group] = attempt = max(fact.attempt for fact in facts) + bool(again)
+            for fact in again:
                 self.begin(fact, attempt)
+            for fact in facts:
+                fact.drawn_at = fact.drawn_at if kept else self.gate.version
+            self.gate.restore(self.journaled(group, facts))
+
+    def journaled(self, group: int, facts: list[Fact]) -> GroupState:
+        """Returns the state of a group as a journal knows it."""
+        samples = [
+            SampleState(f.stage, f.attempt, first=f.first or 0, last=f.last, reward=f.reward, reason=f.reason)
+            for f in facts
+        ]
+        return GroupState(group, facts[0].drawn_at, samples, self.attempts[group], greedy=self.greedy[group])
 
     def begin(self, fact: Fact, attempt: int) -> None:
         fact.attempt, fact.since, fact.left = attempt, self.gate.version, self.length()

@@ -52,6 +52,30 @@ def test_cut_at_defaults_to_half_a_group(written: Any, cut_at: int | None) -> No
     assert GateConfig.of(Config.model_validate(sections)).cut_at == cut_at
 
 
+def test_the_slots_of_every_replica_count() -> None:
+    generation = {"slots": 24, "replicas": 3}
+    sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "generation": generation}
+    assert GateConfig.of(Config.model_validate(sections)).slots == 72
+
+
+@pytest.mark.parametrize("reason", ["stale", "truncated", "no_signal", "rejected", "not finite", "left out"])
+def test_the_reward_of_a_member_that_did_not_train_stays_in_the_baseline(reason: str) -> None:
+    gate = one_group()
+    for member in range(4):
+        ready(gate, 0, member, float(member))
+    gate.drop(0, [3], reason)
+    assert gate.group(0).rewards() == {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}
+
+
+@pytest.mark.parametrize("reason", ["unscorable", "poison", "a reason of an algorithm"])
+def test_the_reward_of_a_member_that_is_not_compared_leaves_the_baseline(reason: str) -> None:
+    gate = one_group()
+    for member in range(4):
+        ready(gate, 0, member, float(member))
+    gate.drop(0, [3], reason)
+    assert gate.group(0).rewards() == {0: 0.0, 1: 1.0, 2: 2.0}
+
+
 def test_in_flight_cap_counts_slots_under_mask_only() -> None:
     config = GateConfig(groups=8, members=8, limit=2, policy="mask", slots=190)
     assert (config.cap, config.credits) == (3 * 8 + 24, 3 * 64)
@@ -65,7 +89,7 @@ def test_a_reward_dropped_as_stale_stays_in_the_baseline() -> None:
     ready(gate, 0, 1, 0.0)
     assert gate.generated(0, 2, 0, 0, 0)
     assert gate.scored(0, 2, 0, None)
-    gate.version = 1
+    gate.trained((), 1)
     assert [(drop.members, drop.reason) for drop in gate.pick().dropped] == [((0, 1), "stale")]
     assert gate.group(0).rewards() == {0: 1.0, 1: 0.0}
 

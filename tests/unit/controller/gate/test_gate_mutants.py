@@ -7,6 +7,7 @@ import pytest
 
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Cut, GroupState, SampleState, Stage
+from asyncrl.controller.gate.ready_index import StampIndex, Urgency
 from asyncrl.errors import AsyncrlError
 from asyncrl.protocols.staleness import live
 
@@ -14,18 +15,50 @@ SEEDS = 500
 
 
 class ExpiresOneVersionLate(Gate):
-    def expired(self, sample: SampleState) -> bool:
-        return not live(sample.last, self.version, self.config.limit + 1)
+    def too_old(self, stamp: int) -> bool:
+        return not live(stamp, self.version, self.config.limit + 1)
 
 
 class ExpiresAtTheLimit(Gate):
-    def expired(self, sample: SampleState) -> bool:
-        return self.version - sample.last >= self.config.limit
+    def too_old(self, stamp: int) -> bool:
+        return self.version - stamp >= self.config.limit
 
 
 class StaleByTheLastToken(Gate):
-    def stale(self, sample: SampleState) -> bool:
-        return self.expired(sample)
+    def expiry_stamp(self, sample: SampleState) -> int | None:
+        return sample.last if self.config.policy in ("mask", "drop") else None
+
+
+class StaleByTheFirstToken(Gate):
+    def expiry_stamp(self, sample: SampleState) -> int | None:
+        return sample.first if self.config.policy in ("mask", "drop") else None
+
+
+class DueUnnoticedWhenTheVersionRises(Gate):
+    def _raise_version(self) -> None:
+        stamps, self._stamps = self._stamps, StampIndex()
+        super()._raise_version()
+        self._stamps = stamps
+
+
+class OverdueFromTheVersionOfThePast(Gate):
+    def _raise_version(self) -> None:
+        overdue = self._counts.overdue
+        super()._raise_version()
+        self._counts.overdue = overdue
+
+
+class RewardsOfSiblingsUnnoticed(Gate):
+    def _reconsider(self, number: int) -> None:
+        known = self._offers._offers.get(number)
+        super()._reconsider(number)
+        if known is not None and number in self._groups and self._groups[number].members(Stage.READY):
+            self._offers.put(number, *known)
+
+
+class UselessGroupsStay(Gate):
+    def usable(self, group: GroupState) -> bool:
+        return len(group.rewards()) > 0
 
 
 class DueIgnored(Gate):
@@ -35,7 +68,7 @@ class DueIgnored(Gate):
 
 class DueOneVersionLate(Gate):
     def due(self, group: GroupState) -> bool:
-        return any(s.stage is Stage.READY and self.expired(s) for s in group.samples)
+        return any(s.stage is Stage.READY and self.too_old(s.last) for s in group.samples)
 
 
 class CutBelowTwo(Gate):
@@ -99,8 +132,8 @@ class NeverForgets(Gate):
 
 
 class BlockLooksAtThisIterationOnly(Gate):
-    def fits_deadlines(self, cuts: Iterable[Cut]) -> bool:
-        taken, latest = dict(cuts), self.version - self.config.limit
+    def fits_deadlines(self) -> bool:
+        taken, latest = dict(self._urgent_cuts()), self.version - self.config.limit
         groups = [group for group in self._groups.values() if group.drawn_at <= latest]
         return all(group.id in taken for group in groups)
 
@@ -117,7 +150,7 @@ class ShortBatchTooSoon(Gate):
 
 
 class NewestFirst(Gate):
-    def _urgency(self, group: GroupState) -> tuple[int, int]:
+    def _urgency(self, group: GroupState) -> Urgency:
         last, number = super()._urgency(group)
         return (-last, number)
 

@@ -145,7 +145,7 @@ async def test_damage_inside_fails_and_a_torn_tail_is_a_note(run: Any, trainer: 
     assert "unfinished record" in report.notes[0]
     store._journal[journal.offset // 2] ^= 1
     report = Audit(store)
-    assert any("a damaged record" in failure for failure in report.witnesses[WAYS].failures)
+    assert any("is damaged, and valid records follow" in failure for failure in report.witnesses[WAYS].failures)
 
 
 async def test_a_run_directory_is_audited_and_left_alone(run: Any, trainer: Any, tmp_path: Path) -> None:

@@ -192,6 +192,27 @@ async def test_a_checkpoint_of_a_history_that_became_void_is_never_used(saga: Sa
     assert "taken up again from an earlier point" in found.said[0]
 
 
+async def test_a_void_checkpoint_is_never_used_also_where_the_resume_begins_at_its_last_byte(saga: Saga) -> None:
+    """The controller died before it wrote down that the checkpoint was made."""
+    await saga.with_checkpoints(1)
+    saga.train()
+    with pytest.raises(Killed):
+        await saga.checkpoint(fault=killer(saga.store, "renamed"))
+    store = saga.store.after_death()
+    kept, offset = dict(store._folders["2"]), store.size
+    hurt(store, "2", "digest")
+    plan = plan_resume(store)
+    assert plan is not None
+    journal = resume(store, plan)
+    with pytest.raises(JournalError, match="had become void"):
+        journal.resume(2, offset)
+    store._folders["2"] = kept
+    found = plan_resume(store)
+    assert found is not None
+    assert found.version == 1
+    assert "taken up again from an earlier point" in found.said[0]
+
+
 async def test_the_oldest_go_and_the_newest_stay(saga: Saga) -> None:
     await saga.with_checkpoints(4)
     assert versions(saga.store) == [3, 4]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.controller.gate.group_state import Stage
-from asyncrl.controller.journal.journal import Journal, replay
+from asyncrl.controller.journal.journal import Journal, Scan
 from asyncrl.controller.journal.ledger import (
     AttemptStarted,
     CheckpointMade,
@@ -288,13 +288,13 @@ def test_resuming_voids_what_follows_and_begins_new_attempts(run: Any) -> None:
     flying, version, drawn = before.in_flight(), before.version, before.next_group
     for record in history.records[25:]:
         journal.append(record)
-    attempts = {group.id: group.attempt for group in replay(journal.store, offset).groups.values()}
+    attempts = {group.id: group.attempt for group in Scan(journal.store).replay(offset).groups.values()}
     journal.resume(incarnation=1, offset=offset)
     assert flying == journal.ledger.in_flight()
     assert (journal.ledger.version, journal.ledger.incarnation, journal.ledger.next_group) == (version, 1, drawn)
     assert attempts == {group.id: group.attempt - 1 for group in journal.ledger.groups.values()}
     journal.append(Drawn(drawn, version, 3))
-    again = replay(journal.store)
+    again = Scan(journal.store).replay()
     assert (again.in_flight(), again.next_group, again.incarnation) == (journal.ledger.in_flight(), drawn + 1, 1)
 
 
@@ -307,7 +307,7 @@ def test_a_run_may_be_resumed_from_the_same_place_and_from_an_earlier_one() -> N
     for incarnation, offset in ((1, late), (2, late), (3, early)):
         journal.append(Drawn(journal.ledger.next_group, 0, 2))
         journal.resume(incarnation, offset)
-        assert replay(journal.store).in_flight() == journal.ledger.in_flight()
+        assert Scan(journal.store).replay().in_flight() == journal.ledger.in_flight()
     assert journal.ledger.next_group == 1
     size = journal.store.size
     with pytest.raises(JournalError, match="had become void"):

@@ -89,7 +89,8 @@ def test_an_engine_is_as_far_away_as_its_worst_token() -> None:
 
 
 def test_without_bounds_and_without_a_trained_token_nothing_is_said() -> None:
-    assert PolicyMismatchAlarm(MismatchConfig()).check(FAR, 1) is None
+    assert PolicyMismatchAlarm(MismatchConfig(warn_kl=None)).check(FAR, 1) is None
+    assert "mismatch.warn_kl = 1" in str(PolicyMismatchAlarm(MismatchConfig()).check(FAR, 1))
     alarm = PolicyMismatchAlarm(WARN)
     said = [alarm.check(metrics, version) for version, metrics in enumerate([APART, {}, APART])]
     assert [bool(text) for text in said] == [True, False, False]
@@ -176,7 +177,9 @@ def test_three_steps_that_are_not_finite_end_the_run_and_name_the_samples() -> N
 
 class NoEnds(FakeTraining):
     async def step(self, cuts: Cuts) -> StepReport:
-        return replace(await super().step(cuts), skipped="truncated")
+        report = await super().step(cuts)
+        samples = tuple(replace(sample, reason="truncated") for sample in report.samples)
+        return replace(report, skipped="truncated", samples=samples)
 
 
 @pytest.mark.trap("truncated")

@@ -1,6 +1,7 @@
 """Evaluation beside training, on virtual time: it never keeps the trainer from writing for long."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -9,13 +10,15 @@ from asyncrl.config.schema import Config
 from asyncrl.controller.observers.held_out_evaluation import (
     Evaluation,
     EvaluationSchedule,
+    Evaluator,
     copy_weights,
     summary,
 )
 from asyncrl.errors import DeadlineExceeded, Refused, WeightsError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.lanes.weights.leases import Leases
-from asyncrl.protocols.messages import Published, Using
+from asyncrl.protocols.batch import BatchRef, SampleName
+from asyncrl.protocols.messages import PromptGroup, Published, Score, Using
 from asyncrl.simulation import virtual_loop
 
 PATIENCE = 10.0
@@ -188,3 +191,32 @@ def test_costs_are_averaged_as_rewards_are() -> None:
     found = summary(7, rewards, costs, 1.5)
     assert (found.prompts, found.mean, found.cost, found.unscorable) == (2, 0.75, 2.0, 6)
     assert summary(7, rewards, None, 1.5).cost is None
+
+
+class Asked:
+    """Generation that answers nothing and keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[PromptGroup] = []
+
+    async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
+        self.asked.append(prompts)
+        yield BatchRef(())
+
+    async def release(self, samples: list[SampleName], oldest: int) -> None:
+        return
+
+
+class ScoresNothing:
+    async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
+        return []
+
+
+def test_prompts_are_sampled_as_the_evaluation_says_and_not_as_training_does() -> None:
+    generation: Any = Asked()
+    reward: Any = ScoresNothing()
+    sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "generation": {"temperature": 0.7}}
+    chosen = Config.model_validate({**sections, "evaluate": {"prompts": "p", "temperature": 0.3, "samples": 2}})
+    evaluator = Evaluator(generation, reward, [("one", {}), ("two", {})], chosen)
+    virtual_loop.run(evaluator.evaluate(4, 0))
+    assert [(each.temperature, each.members, each.not_before) for each in generation.asked] == [(0.3, (0, 1), 4)] * 2

@@ -1,6 +1,5 @@
 """The cost of the staleness limit, on samples whose numbers can be counted by hand."""
 
-import re
 from collections import Counter
 
 import pytest
@@ -133,18 +132,20 @@ def test_the_end_of_a_run_tells_by_length_what_was_trained_dropped_and_abandoned
     report = reported([*pairs, ending(9), ending(9, "stale"), ending(0, "poison")])
     running = [SampleState(Stage.RUNNING, tokens=0)] * 3
     waiting = [SampleState(Stage.READY, tokens=40), SampleState(Stage.SCORING, tokens=90)]
-    text = str(report.ends_by_length([*running, *waiting, SampleState(Stage.TRAINED, tokens=1)]))
-    assert "up to 1 2 3 4 5 6 7 8 9 90 tokens" in text
-    shares = {end: re.search(rf"{end} ([\d% ]+)", text)[1].split() for end in ("trained", "dropped", "abandoned")}  # type: ignore[index]
-    assert shares["trained"] == ["100%"] * 8 + ["50%", "0%"]
-    assert shares["dropped"] == ["0%"] * 8 + ["50%", "0%"]
-    assert shares["abandoned"] == ["0%"] * 9 + ["100%"]
-    assert '3 more were still being sampled (finish = "drain"' in text
+    text = report.length_bias([*running, *waiting, SampleState(Stage.TRAINED, tokens=1)])
+    assert text == (
+        "of the longest tenth of the completions (9 to 90 tokens) 0% were trained, 0% dropped and 100% abandoned at "
+        "the end; of the shortest tenth (up to 1 tokens) 100% were trained; "
+        'finish = "drain" trains what is in flight at the end'
+    )
+    dropped = reported([*pairs, ending(9), ending(9, "stale")]).length_bias([])
+    assert "50% were trained, 50% dropped and 0% abandoned" in str(dropped)
 
 
-def test_a_run_that_leaves_nothing_says_nothing_of_it_and_a_tiny_one_nothing_at_all() -> None:
-    assert reported([ending(3)] * 9).ends_by_length([]) is None
-    assert str(reported([ending(3)] * 10).ends_by_length([])).endswith("abandoned 0% 0% 0% 0% 0% 0% 0% 0% 0% 0%")
+def test_without_news_about_lengths_nothing_is_said() -> None:
+    assert reported([ending(3)] * 9).length_bias([]) is None
+    assert reported([ending(tokens) for tokens in range(1, 11)]).length_bias([]) is None
+    assert reported([ending(tokens, "stale") for tokens in range(1, 11)]).length_bias([]) is None
 
 
 def test_samples_of_one_length_are_shared_out_over_tenths() -> None:

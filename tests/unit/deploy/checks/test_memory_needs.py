@@ -1,9 +1,15 @@
 """Estimated bytes follow the shape of the model and the config."""
 
 import json
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
+from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks import memory_needs
 from asyncrl.deploy.checks.memory_needs import (
@@ -11,11 +17,17 @@ from asyncrl.deploy.checks.memory_needs import (
     FIRST_CHUNKS,
     PACKAGED,
     PROCESS_BYTES,
+    TEXT_BYTES_PER_TOKEN,
+    SharedMemoryNeed,
+    longest_token_of,
     needs,
     shape_of,
     shared_memory,
 )
 from asyncrl.engines.generation.forward import kv_cache
+from asyncrl.lanes.data.row_heap import range_bytes
+from asyncrl.lanes.data.row_store import LEAST_GROWTH, RowStore, bytes_of_row
+from asyncrl.protocols.row_columns import reference_columns, sample_columns, value_columns
 
 SMOLLM2 = PACKAGED["pypi:smollm2"]
 
@@ -55,6 +67,9 @@ def test_a_model_folder_tells_its_shape(tmp_path: Path) -> None:
 def test_needs_grow_with_what_causes_them() -> None:
     assert need("generation", generation={"slots": 64}) > need("generation", generation={"slots": 32})
     assert need("generation", generation={"replicas": 2}) == 2 * need("generation")
+    assert need("reward", reward={"replicas": 3}) == 3 * need("reward")
+    held_out = {"prompts": "h", "replicas": 2}
+    assert need("evaluation", evaluate=held_out) == 2 * need("evaluation", evaluate={"prompts": "h"})
     rounded = {"name": "m", "dtype": "bfloat16"}
     head = need("generation", model={**rounded, "float32_head": True}) - need("generation", model=rounded)
     assert head == 49152 * 576 * 4
@@ -68,7 +83,8 @@ def test_a_critic_takes_what_a_trainer_does_but_for_logits_and_weights_to_publis
     ppo = {"algorithm": {"preset": "ppo"}}
     assert SMOLLM2.parameters * 16 < need("critic", **ppo) < need("training", **ppo)
     assert "critic" not in [each.name for each in needs(config(), SMOLLM2)]
-    assert shared_memory(config(**ppo), SMOLLM2) - shared_memory(config(), SMOLLM2) == 28 * 8 * 576 * 4
+    values = KEPT * range_bytes(64 * 4 + 8 + 5 * 8)
+    assert values < rows(**ppo) - rows() < values + LEAST_GROWTH
 
 
 def test_models_that_judge_are_counted(tmp_path: Path) -> None:
@@ -85,8 +101,7 @@ def test_models_that_judge_are_counted(tmp_path: Path) -> None:
     found = {each.name: each for each in needs(config(**safe), SMOLLM2)}
     assert (found["cost"].least, found["cost"].device) == (weights, "cpu")
     assert found["cost_critic"].bytes == found["critic"].bytes
-    two = shared_memory(config(**safe), SMOLLM2) - shared_memory(config(), SMOLLM2)
-    assert two == 2 * 28 * 8 * 576 * 4
+    assert rows(**safe) - rows() == 2 * (rows(algorithm={"preset": "ppo"}) - rows())
 
 
 def test_the_cache_lies_between_its_first_chunks_and_whole_slots() -> None:
@@ -97,8 +112,80 @@ def test_the_cache_lies_between_its_first_chunks_and_whole_slots() -> None:
     assert (CHUNK, FIRST_CHUNKS) == (kv_cache.KV_BLOCK, kv_cache.FIRST_BLOCKS)
 
 
+# ---- shared memory ---------------------------------------------------------------------------------------------------
+
+KEPT = (28 + 8) * 8
+"""(eta + 1) B + ceil(slots / G) = 3 * 8 + 4 groups of 8 samples in flight, and B whose release is under way."""
+
+
+def rows(**sections: Any) -> int:
+    return shared_memory(config(**sections), SMOLLM2).rows
+
+
+def within_a_tenth(estimate: float, real: float) -> bool:
+    return 0.9 < estimate / real < 1.1
+
+
 def test_shared_memory_holds_two_versions_and_the_rows_in_flight() -> None:
     weights = 2 * SMOLLM2.parameters * 4
-    assert shared_memory(config(fleet={"wire": "tcp"}), SMOLLM2) == weights
-    # (eta + 1) B + ceil(slots / G) = 3 * 8 + 4 groups of 8 samples of 576 tokens of 16 bytes
-    assert shared_memory(config(), SMOLLM2) == weights + 28 * 8 * 576 * 16
+    assert shared_memory(config(fleet={"wire": "tcp"}), SMOLLM2) == SharedMemoryNeed(weights, 0, 0)
+    assert shared_memory(config(fleet={"wire": "inproc"}), SMOLLM2) == SharedMemoryNeed(0, 0, 0)
+    need = shared_memory(config(), SMOLLM2, longest_token=100)
+    assert need.weights == weights
+    tokens, text, table = 512 * 4 + 64 * 12, 64 * 4, 8 * 11
+    assert within_a_tenth(need.rows, KEPT * (tokens + text + table))
+    assert within_a_tenth(need.worst_rows, KEPT * (tokens + 64 * 100 + table))
+
+
+def test_what_is_not_sampled_takes_no_memory_however_long_a_token_may_be() -> None:
+    """Eight replicas with answers of 8k tokens: text took 102 GB when each row had the room of the longest one."""
+    long = config(generation={"replicas": 8, "max_new_tokens": 8192, "slots": 256}, task={"prompts": "p"})
+    need = shared_memory(long, SMOLLM2, longest_token=513)
+    kept = (3 * 8 + 256 + 8) * 8
+    assert within_a_tenth(need.rows, kept * (8192 * 16 + 512 * 4))
+    assert need.worst_rows < 11e9
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"generation": {"replicas": 4, "max_new_tokens": 1024}, "algorithm": {"kl": 0.1}},
+        {
+            "generation": {"max_new_tokens": 300},
+            "algorithm": {"preset": "ppo", "kl": 0.05},
+            "reference": {"replicas": 2},
+        },
+    ],
+)
+def test_the_estimate_is_right_within_a_tenth_of_what_full_stores_take(sections: dict[str, Any]) -> None:
+    """Opens the stores as the services do, for the longest token that there may be, and fills them with full rows."""
+    chosen = config(**sections)
+    gate, response, prompt = GateConfig.of(chosen), chosen.generation.max_new_tokens, chosen.task.max_prompt_tokens
+    columns = [(sample_columns(prompt, response, 4 * response), chosen.generation.replicas)]
+    if chosen.algorithm.kl > 0:
+        columns.append((reference_columns(response), chosen.reference.replicas))
+    if chosen.algorithm.advantage == "gae":
+        columns.append((value_columns("values", "valued_at", response), 1))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, ExitStack() as scope:
+        for kind, (each, replicas) in enumerate(columns):
+            row = {name: np.ones(length, dtype) for name, (dtype, length) in each.items()}
+            longest = bytes_of_row(each) + 500 * response
+            stores = [
+                RowStore.shared(f"asyncrl-a-1-w{kind}.{number}.rows", gate.row_slots, longest, Path(folder))
+                for number in range(replicas)
+            ]
+            for number, store in enumerate(stores):
+                scope.callback(store.close)
+                for _ in range(number, gate.kept, replicas):
+                    store.put(row)
+        taken = sum(512 * path.stat().st_blocks for path in Path(folder).iterdir())
+        assert within_a_tenth(shared_memory(chosen, SMOLLM2).rows, taken)
+
+
+def test_the_longest_token_is_read_from_the_tokenizer(tmp_path: Path) -> None:
+    assert longest_token_of(str(tmp_path)) == TEXT_BYTES_PER_TOKEN
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "\u00e4" * 50: 1}}}))
+    assert longest_token_of(str(tmp_path)) == 101
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["abcdef", -1.0], ["b", -2.0]]}}))
+    assert longest_token_of(str(tmp_path)) == 7

@@ -98,6 +98,26 @@ def test_graph_shows_what_the_contracts_say(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["graph"]) == 2
 
 
+def test_graph_shows_replicas_of_every_service_and_where_the_samples_of_a_group_meet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(TOML)
+
+    def shown(*flags: str) -> str:
+        replicas = ["--reward.replicas", "3", "--evaluate.prompts", "h", "--evaluate.replicas", "2"]
+        assert cli.main(["graph", str(path), *replicas, *flags]) == 0
+        return capsys.readouterr().out
+
+    alone = shown()
+    assert "reward  (Reward: 3 x " in alone
+    assert "evaluation  (Generation: 2 x " in alone
+    assert re.search(r"score +ONE_OF +work", alone)
+    in_groups = shown("--reward.functions", '[{use = "mine.py:best", group = true}]')
+    assert "reward  (GroupReward: 3 x " in in_groups
+    assert re.search(r"score +ONE_OF_BY_GROUP +work", in_groups)
+
+
 def test_graph_shows_every_part_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(TOML)

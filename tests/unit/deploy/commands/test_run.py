@@ -90,13 +90,21 @@ def test_mistakes(arguments: list[str], says: str, trained: Trained, capsys: pyt
     assert trained.asked == []
 
 
+def test_a_run_whose_config_is_gone_is_resumed_by_its_experiment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "journal").touch()
+    assert cli.main(["run", "--run-dir", str(tmp_path)]) == 2
+    assert f"{tmp_path}/config.toml is gone: name the experiment too" in capsys.readouterr().err
+
+
 def test_print_config_shows_every_value_and_its_place_and_runs_nothing(
     trained: Trained, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert cli.main(["run", "mine.toml", "--print-config", "--steps", "5"]) == 0
     text = capsys.readouterr().out
     assert "steps = 5  # --steps" in text
-    assert 'prompts = "p.jsonl"  # mine.toml:4' in text
+    assert f'prompts = "{tmp_path}/p.jsonl"  # mine.toml:4' in text
     assert 'policy = "mask"  # default' in text
     assert trained.asked == []
     (tmp_path / "again.toml").write_text(text)

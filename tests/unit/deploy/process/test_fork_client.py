@@ -55,3 +55,9 @@ def test_early_processes_are_ended_where_no_worker_is_forked(fleet: dict[str, An
     with forks_of(config(fleet), early) as forks:
         assert forks is None
         assert early.ended == 1
+
+
+@pytest.mark.parametrize("fleet", [{"start": "spawn"}, {"wire": "inproc"}])
+def test_nothing_is_begun_for_workers_that_are_not_forked(fleet: dict[str, Any]) -> None:
+    with forks_of(config(fleet)) as forks:
+        assert forks is None

@@ -83,3 +83,26 @@ async def test_the_handlers_are_gone_afterwards() -> None:
     with StopSignals(print):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+async def test_an_interrupt_from_elsewhere_ends_in_order_like_ctrl_c() -> None:
+    asked: list[str] = []
+    work = asyncio.current_task()
+    assert work is not None
+    with StopSignals(print) as signals, signals.ending_in_order(lambda: asked.append("end")):
+        stop_signals.interrupt(work)
+        assert (asked, signals.abandoned) == (["end"], "")
+        stop_signals.interrupt(work)
+        assert signals.abandoned == "interrupted a second time"
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.sleep(0)
+
+
+async def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals(print) as signals:
+            await heard(signal.SIGHUP)
+            assert signals.abandoned == ""
+    finally:
+        signal.signal(signal.SIGHUP, before)

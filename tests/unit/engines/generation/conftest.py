@@ -107,6 +107,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 @pytest.fixture
+def changed_model(tmp_path: Path) -> Callable[..., Path]:
+    """changed_model(family, **config) -> folder of a model of this family with other settings."""
+    return lambda family, **changes: make_model(family, tmp_path, **changes)
+
+
+@pytest.fixture
 def make_engine(model_folder: Callable[[str], Path]) -> MakeEngine:
     def make(family: str = "llama", version: int = 0, **settings: Any) -> TorchEngine:
         shape = {"slots": 5, "max_prompt_tokens": 40, "max_new_tokens": 24} | settings

@@ -148,6 +148,22 @@ def test_ids_beyond_the_tokenizer_are_neither_sampled_nor_in_the_trainers_softma
     assert metrics["policy/logprob_difference_max"] < 5e-5
 
 
+def test_the_top_ids_of_a_vocabulary_with_gaps_are_sampled_and_trained(
+    loud_padding: Path, requests: MakeRequests, drain: Drain
+) -> None:
+    """The tokenizer gets one more token, ten ids above the others: nearly all that the loud head wants is below it."""
+    file = loud_padding / "tokenizer.json"
+    described = json.loads(file.read_text())
+    described["model"]["vocab"]["<top>"] = KNOWN + 10
+    file.write_text(json.dumps(described))
+    done = drain(engine(loud_padding), requests(12))
+    highest = max(int(completion.tokens.max()) for completion in done.values())
+    assert KNOWN + 1 < highest <= KNOWN + 10, "ids from the count of tokens on are sampled too"
+    metrics = trained_on(loud_padding, done)
+    assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["policy/logprob_difference_max"] < 5e-5
+
+
 OPINIONATED = {
     "do_sample": True,
     "temperature": 0.01,

@@ -52,7 +52,7 @@ def test_plain_kinds_pass() -> None:
 
 def test_what_no_setting_tells_is_found_by_comparing(model_folder: Callable[[str], Path]) -> None:
     """In either dtype, by the measure of its rounding."""
-    ids = probe_tokens(AutoTokenizer.from_pretrained(model_folder("llama")))
+    ids = probe_tokens(AutoTokenizer.from_pretrained(model_folder("llama")), Qwen2Config(**SMALL), 64)
     for dtype, changed in ((torch.float32, slice(1, 2)), (torch.bfloat16, slice(None))):
         model = load_model(model_folder("llama"), dtype, "cpu")
         expected = probe_logprobs(model, ids)
@@ -68,11 +68,11 @@ def test_a_sentence_is_looked_at_and_where_there_are_no_words_different_tokens(
 ) -> None:
     """Over equal tokens any attention gives the same; special tokens in a row are none that a model has learnt."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder("llama"))
-    assert tokenizer.decode(probe_tokens(tokenizer)) == PROBE_TEXT[:PROBE_TOKENS]
+    assert tokenizer.decode(probe_tokens(tokenizer, Qwen2Config(**SMALL), 64)) == PROBE_TEXT[:PROBE_TOKENS]
     words = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"?": 0, **{f"w{i}": i for i in range(1, 9)}}, unk_token="?"))
     )
-    assert list(probe_tokens(words)) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]
+    assert list(probe_tokens(words, Qwen2Config(**SMALL), 64)) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]
 
 
 def test_other_plain_families_run_too() -> None:

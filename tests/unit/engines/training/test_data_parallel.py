@@ -69,7 +69,7 @@ def test_two_ranks_train_what_one_does(
     (one, report), (other, second) = on_ranks(config, tiny, [rows[:first], rows[first:]])
     assert report.metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-6)
     assert second.metrics == report.metrics
-    assert report.batch == second.batch == expected.batch
+    assert report.trained == second.trained == expected.trained
     assert (*report.samples, *second.samples) == expected.samples
     for name in alone.named_tensors():
         assert torch.equal(one.named_tensors()[name], other.named_tensors()[name]), "ranks must not drift apart"
@@ -97,7 +97,7 @@ def test_several_updates_on_three_ranks_are_those_of_one(
     expected = run_step(alone, rows, 1, 5)
     found = on_ranks(config, tiny, [rows[::2], rows[1:4:2], rows[5::2]])
     for engine, outcome in found:
-        assert (outcome.updates, outcome.batch) == (3, expected.batch)
+        assert (outcome.updates, outcome.trained) == (3, expected.trained)
         assert outcome.metrics == pytest.approx(expected.metrics, abs=1e-5)
         for name, weights in alone.named_tensors().items():
             torch.testing.assert_close(engine.named_tensors()[name], weights, atol=1e-5, rtol=1e-4)

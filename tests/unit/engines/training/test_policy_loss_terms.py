@@ -158,10 +158,15 @@ def test_what_a_correction_leaves_out_adds_nothing_and_changes_no_other_tokens_w
 def test_what_a_correction_leaves_out_has_no_entropy_bonus(
     tiny: Path, off_policy: Callable, make_config: Callable
 ) -> None:
-    nothing = {"rejection": "token_k3", "rejection_high": 1e-9, "entropy_bonus": 0.1}
-    found, metrics = gradient(make_config(algorithm=nothing), tiny, off_policy(4))
-    assert metrics["mask/rejected_fraction"] == 1
-    assert found.abs().max() == 0
+    rows = [dataclasses.replace(row, advantage=0.0) for row in off_policy(4)]
+    strange = dataclasses.replace(rows[2], logprobs=rows[2].logprobs - 3)
+    stale = dataclasses.replace(strange, versions=strange.versions - 9)
+    config = make_config(algorithm={"rejection": "sequence_k2", "rejection_high": 1.0, "entropy_bonus": 0.1})
+    found, metrics = gradient(config, tiny, [*rows[:2], strange, rows[3]])
+    assert 0 < metrics["mask/rejected_fraction"] < 1
+    without = gradient(make_config(algorithm={"entropy_bonus": 0.1}), tiny, [*rows[:2], stale, rows[3]])[0]
+    assert without.abs().max() > 0
+    torch.testing.assert_close(found, without, atol=1e-7, rtol=1e-4)
 
 
 def test_an_entropy_bonus_raises_the_entropy(tiny: Path, make_rows: Callable, make_config: Callable) -> None:

@@ -81,7 +81,7 @@ def context_of(tmp_path: Path, tasks: asyncio.TaskGroup, hand: Hand, **options: 
         tracer=Tracer(tmp_path / "logs" / f"{instance}.trace.jsonl", "steps0.0"),
         log=structlog.get_logger(),
         tasks=tasks,
-        open_rows=lambda slots, slot_bytes: RowStore.private(f"inproc://{instance}.data", slots, slot_bytes),
+        open_rows=lambda slots, row_bytes: RowStore.private(f"inproc://{instance}.data", slots, row_bytes),
     )
 
 

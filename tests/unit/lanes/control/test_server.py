@@ -1,13 +1,13 @@
 """The server over both wires: unknown peers, broken callers, and how many of them."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
-from asyncrl.errors import Refused
 from asyncrl.lanes.control.message_codec import encode
+from asyncrl.lanes.control.server import FIRST_SWEEP
 from asyncrl.protocols.messages import Call
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
@@ -42,22 +42,12 @@ async def test_a_call_without_a_finite_deadline_is_refused(site: Any, deadline: 
         assert "has the deadline" in link.reason
 
 
-async def test_callers_that_are_gone_make_room(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.lanes.control.server.MAX_CALLERS", 2)
-    async with site.serving() as worker, site.link(worker):
-        async with site.link(worker):
-            with pytest.raises(Refused, match="has 2 callers already"):
-                async with site.link(worker):
-                    pass
-        await until_welcome(site, worker)
-
-
-async def until_welcome(site: Any, worker: Any) -> None:
-    """The worker learns of a closed connection a moment after the caller has closed it."""
-    async with asyncio.timeout(5):
-        while True:
-            try:
-                async with site.link(worker):
-                    return
-            except Refused:
-                continue
+async def test_callers_are_not_counted_out_and_those_that_are_gone_are_forgotten(site: Any) -> None:
+    async with site.serving() as worker, AsyncExitStack() as scope:
+        links = [await scope.enter_async_context(site.link(worker)) for _ in range(2 * FIRST_SWEEP)]
+        assert worker.server.callers == len(links)
+        for _ in range(8 * FIRST_SWEEP):
+            async with site.link(worker):
+                pass
+        assert worker.server.callers <= 4 * FIRST_SWEEP
+        assert [await link.call("echo", (1,), 5.0) for link in links] == [(1,)] * len(links)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import LostRows
-from asyncrl.lanes.data.row_reader import RowPrefetch
+from asyncrl.lanes.data.row_prefetch import RowPrefetch
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
 
@@ -93,3 +93,9 @@ async def test_a_step_waits_for_rows_that_are_just_being_read(
     assert foreseeing.result() == [True, True]
     assert tokens(reading.result()) == [[0], [1, 1]]
     assert reader.reads == [2]
+
+
+async def test_a_batch_in_another_order_than_foreseen_gets_its_own_rows(store: RowStore, ahead: RowPrefetch) -> None:
+    refs = samples(store, 0, 1, 2)
+    await ahead.prefetch(refs)
+    assert tokens(await ahead.read(refs.take([2, 0, 1]))) == [[2, 2, 2], [0], [1, 1]]

@@ -12,7 +12,7 @@ from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.zmq_wire import ZmqWire
-from asyncrl.lanes.data import row_reader
+from asyncrl.lanes.data import row_fetcher, row_reader
 from asyncrl.lanes.data.row_reader import RowReader
 from asyncrl.lanes.data.row_server import FETCH, ROWS_PER_FETCH, serve_rows
 from asyncrl.lanes.data.row_store import RowStore
@@ -20,7 +20,7 @@ from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import BatchRef, Place, RowRef
 from asyncrl.protocols.messages import PROTOCOL, Hello
 
-SLOTS, SLOT_BYTES = 100, 1024
+SLOTS, ROW_BYTES = 100, 1024
 
 
 def hello(service: str, instance: str) -> Hello:
@@ -39,9 +39,9 @@ class Owners:
 
     def store(self, name: str) -> Any:
         if self.kind == "shm":
-            return RowStore.shared(segment_name("aa", 1, name, "rows"), SLOTS, SLOT_BYTES, self.folder)
+            return RowStore.shared(segment_name("aa", 1, name, "rows"), SLOTS, ROW_BYTES, self.folder)
         listener = self.wire.listen(f"inproc://{name}" if self.kind == "inproc" else f"ipc://{self.folder}/{name}")
-        store = RowStore.private(f"{listener.address}#{name}", SLOTS, SLOT_BYTES)
+        store = RowStore.private(f"{listener.address}#{name}", SLOTS, ROW_BYTES)
         host = Server(listener, serve_rows(store), hello("generation", name))
         self.hosts.append(self.tasks.create_task(host.serve(), name=f"data lane of {name}"))
         return store
@@ -137,7 +137,7 @@ async def test_a_column_that_a_row_does_not_have_is_named(owners: Owners, reader
 async def test_rows_of_an_owner_that_is_gone_are_lost(
     owners: Owners, reader: RowReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_reader, "OWNER_DEADLINE", 0.1)
+    monkeypatch.setattr(row_fetcher, "OWNER_DEADLINE", 0.1)
     store = owners.store("a")
     refs = BatchRef((ref(0, store.put(row(1, 4))),))
     async with reader:
@@ -162,41 +162,25 @@ async def test_a_successor_at_the_same_address_is_not_asked(owners: Owners, read
     store.close()
 
 
-async def test_at_most_so_many_owners_are_kept_open(
-    owners: Owners, reader: RowReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(row_reader, "MAX_OPEN_OWNERS", 2)
-    stores = [owners.store(name) for name in "abcd"]
-    places = [store.put(row(number, 4)) for number, store in enumerate(stores)]
-    async with reader:
-        for _ in range(2):
-            for number, place in enumerate(places):
-                batch = await reader.read(BatchRef((ref(0, place),)), ["tokens"])
-                assert batch["tokens"].values.tolist() == [number] * 4
-                assert len(reader._tables) + len(reader._clients) <= 2
-    for store in stores:
-        store.close()
-
-
 async def test_concurrent_reads_share_one_connection(owners: Owners, reader: RowReader) -> None:
     store = owners.store("a")
     refs = BatchRef((ref(0, store.put(row(1, 4))),))
     async with reader:
         await asyncio.gather(*(reader.read(refs, ["tokens"]) for _ in range(10)))
-        assert len(reader._tables) + len(reader._clients) == 1
+        assert len(reader._tables) + len(reader._fetcher.clients) == 1
     store.close()
 
 
 @pytest.mark.parametrize("owner", ["shm://../../etc/passwd", "shm://", "shm://asyncrl-none", "inproc://nobody"])
 async def test_an_owner_that_never_was_is_lost(owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_reader, "OWNER_DEADLINE", 0.05)
+    monkeypatch.setattr(row_fetcher, "OWNER_DEADLINE", 0.05)
     async with RowReader(InprocWire(), hello("training", "t"), directory=tmp_path) as reader:
         with pytest.raises(LostRows, match="is gone"):
             await reader.read(BatchRef((ref(0, Place(owner, 0, 2, ("tokens",))),)), ["tokens"])
 
 
 async def test_rows_that_change_while_they_are_copied_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = RowStore.shared(segment_name("aa", 1, "a", "rows"), SLOTS, SLOT_BYTES, tmp_path)
+    store = RowStore.shared(segment_name("aa", 1, "a", "rows"), SLOTS, ROW_BYTES, tmp_path)
     place = store.put(row(1, 4))
     join = row_reader.Column.of
 
@@ -212,7 +196,7 @@ async def test_rows_that_change_while_they_are_copied_are_lost(tmp_path: Path, m
 
 
 async def test_viewed_rows_are_views_and_lost_when_they_change_inside_the_block(tmp_path: Path) -> None:
-    store = RowStore.shared(segment_name("aa", 1, "a", "rows"), SLOTS, SLOT_BYTES, tmp_path)
+    store = RowStore.shared(segment_name("aa", 1, "a", "rows"), SLOTS, ROW_BYTES, tmp_path)
     place = store.put(row(1, 4))
     refs = BatchRef((ref(0, place),))
     async with RowReader(InprocWire(), hello("training", "t"), directory=tmp_path) as reader:
@@ -223,6 +207,29 @@ async def test_viewed_rows_are_views_and_lost_when_they_change_inside_the_block(
             async with reader.views(refs, ["tokens"]):
                 store.free([place])
     store.close()
+
+
+async def test_rows_that_change_while_their_owner_copies_them_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data lane looks at the slot a second time, after the copy; so does an owner that reads its own rows."""
+    wire = InprocWire()
+    store = RowStore.private("inproc://a#a", SLOTS, ROW_BYTES)
+    first, second, views = store.put(row(1, 4)), store.put(row(2, 4)), store.views
+
+    def views_of_what_is_freed(place: Place, columns: Any) -> Any:
+        found = views(place, columns)
+        store.free([place])
+        return found
+
+    monkeypatch.setattr(store, "views", views_of_what_is_freed)
+    host = Server(wire.listen("inproc://a"), serve_rows(store), hello("generation", "a"))
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(host.serve())
+        async with RowReader(wire, hello("training", "t")) as reader:
+            with pytest.raises(LostRows, match="no longer holds"):
+                await reader.read(BatchRef((ref(0, first),)), ["tokens"])
+        serving.cancel()
+    with pytest.raises(LostRows, match="no longer holds"):
+        store.read(second, ["tokens"])
 
 
 async def test_the_data_lane_answers_nothing_else() -> None:
@@ -251,7 +258,7 @@ async def test_the_data_lane_answers_nothing_else() -> None:
 
 async def test_memory_of_a_dead_owner_is_freed_at_the_next_read(tmp_path: Path) -> None:
     """Its name is gone, but the kernel keeps memory that somebody maps."""
-    owners = {name: RowStore.shared(segment_name("aa", 1, name, "rows"), SLOTS, SLOT_BYTES, tmp_path) for name in "ab"}
+    owners = {name: RowStore.shared(segment_name("aa", 1, name, "rows"), SLOTS, ROW_BYTES, tmp_path) for name in "ab"}
     places = {name: store.put(row(1, 4)) for name, store in owners.items()}
     async with RowReader(InprocWire(), hello("training", "t"), directory=tmp_path) as reader:
         for place in places.values():

@@ -1,5 +1,10 @@
 import errno
 import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +16,35 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from structlog.testing import capture_logs
 
 from asyncrl.errors import ArenaFull, LostRows
-from asyncrl.lanes.data.row_store import RowStore, RowTable, bytes_of_slot, open_rows
-from asyncrl.lanes.shared_memory import TWO_THREAD_BYTES, segment_name
+from asyncrl.lanes.data import row_store
+from asyncrl.lanes.data.row_heap import range_bytes
+from asyncrl.lanes.data.row_store import (
+    LEAST_GROWTH,
+    RowStore,
+    RowTable,
+    bytes_of_row,
+    bytes_of_rows,
+    open_rows,
+)
+from asyncrl.lanes.shared_memory import TWO_THREAD_BYTES, Segment, segment_name
 from asyncrl.protocols.batch import Place
 
-SLOTS, SLOT_BYTES = 3, 256
+SLOTS, ROW_BYTES = 3, 256
 NAME = segment_name("aa", 1, "w0.0-1-ab", "rows")
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A folder of shared memory: its files have the blocks that they take, and holes take none."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(params=["shared", "heap"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     if request.param == "heap":
-        return RowStore.private("inproc://w.data#w", SLOTS, SLOT_BYTES)
-    return RowStore.shared(NAME, SLOTS, SLOT_BYTES, tmp_path)
+        return RowStore.private("inproc://w.data#w", SLOTS, ROW_BYTES)
+    return RowStore.shared(NAME, SLOTS, ROW_BYTES, tmp_path)
 
 
 def row(value: int, length: int = 5) -> dict[str, Any]:
@@ -100,7 +121,7 @@ def test_freed_slots_are_used_again_last(store: Any) -> None:
         {"x": np.zeros((2, 2), np.float32)},
         {"x": np.zeros(2, np.float16)},
         {"x": np.zeros(2, np.float64)},
-        {"x": np.zeros(SLOT_BYTES + 1, np.uint8)},
+        {"x": np.zeros(ROW_BYTES + 1, np.uint8)},
         {f"x{i}": np.zeros(1, np.uint8) for i in range(17)},
     ],
 )
@@ -112,14 +133,14 @@ def test_what_is_no_row_is_refused(store: Any, columns: dict[str, Any]) -> None:
 
 def test_the_longest_row_fits_in_the_bytes_computed_for_it(tmp_path: Path) -> None:
     longest = row(1, 11)
-    size = bytes_of_slot({name: (values.dtype, len(values)) for name, values in longest.items()})
+    size = bytes_of_row({name: (values.dtype, len(values)) for name, values in longest.items()})
     RowStore.shared(NAME, 1, size, tmp_path).put(longest)
-    with pytest.raises(ValueError, match="a slot takes"):
+    with pytest.raises(ValueError, match="a row takes"):
         RowStore.shared(NAME + "2", 1, size - 8, tmp_path).put(longest)
 
 
 def test_a_closed_store_leaves_no_file(tmp_path: Path) -> None:
-    store = RowStore.shared(NAME, SLOTS, SLOT_BYTES, tmp_path)
+    store = RowStore.shared(NAME, SLOTS, ROW_BYTES, tmp_path)
     assert (tmp_path / NAME).exists()
     store.close()
     assert list(tmp_path.iterdir()) == []
@@ -133,36 +154,45 @@ def test_too_little_shared_memory_falls_back_to_the_heap_and_says_so_once(
 
     with capture_logs() as logs, monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", refuse)
-        store = open_rows(NAME, 1, 64, "ipc:///w.data#w", tmp_path)
+        store = open_rows(NAME, 1, ROW_BYTES, "ipc:///w.data#w", tmp_path)
     assert store.address == "ipc:///w.data#w"
     assert store.read(store.put(row(3)), ["mask"])[0][0] == 3
     (entry,) = logs
     assert "no room for" in entry["reason"]
-    assert open_rows(NAME, 1, 64, "ipc:///w.data#w", tmp_path).address == f"shm://{NAME}"
+    assert open_rows(NAME, 1, ROW_BYTES, "ipc:///w.data#w", tmp_path).address == f"shm://{NAME}"
 
 
 def test_a_slot_that_is_written_meanwhile_leads_nobody_astray(tmp_path: Path) -> None:
-    store = RowStore.shared(NAME, SLOTS, SLOT_BYTES, tmp_path)
+    store = RowStore.shared(NAME, SLOTS, ROW_BYTES, tmp_path)
     place = store.put(row(1))
-    words = np.frombuffer(store.segment.buffer, np.int64, 4, store._start(place.slot))
-    for position, value in ((1, 99), (2, 77), (2, -1), (3, -5), (3, 2**62), (3, SLOT_BYTES)):
+    words = np.frombuffer(store.segment.buffer, np.int64, store.segment.allocated // 8)
+    entry = row_store._HEADER_WORDS + row_store._SLOT_WORDS * place.slot
+    start = int(words[entry + 1]) // 8
+    for position, values in {
+        entry + 1: (-8, 2**62, 7, 8),
+        entry + 2: (0, -1, 2**62),
+        start: (99,),
+        start + 1: (77, -1),
+        start + 2: (-5, 2**62, ROW_BYTES),
+    }.items():
         before = words[position]
-        words[position] = value
-        with pytest.raises(LostRows, match="overwritten"):
-            store.read(place, ["tokens"])
+        for value in values:
+            words[position] = value
+            with pytest.raises(LostRows, match="overwritten"):
+                store.read(place, ["tokens"])
         words[position] = before
     assert store.read(place, ["tokens"])[0].tolist() == [1] * 5
 
 
 def test_rows_sent_as_frames_can_be_read_until_the_data_lane_ends_after_its_store() -> None:
-    store = RowStore.private("inproc://w.data#w", SLOTS, SLOT_BYTES)
+    store = RowStore.private("inproc://w.data#w", SLOTS, ROW_BYTES)
     place = store.put(row(1))
     store.close()
     assert store.read(place, ["mask"])[0].tolist() == [1] * 3
 
 
 def test_a_segment_of_something_else_holds_no_rows(tmp_path: Path) -> None:
-    store = RowStore.shared(NAME, SLOTS, SLOT_BYTES, tmp_path)
+    store = RowStore.shared(NAME, SLOTS, ROW_BYTES, tmp_path)
     np.frombuffer(store.segment.buffer, np.int64, 1, 0)[0] = 1
     with pytest.raises(LostRows, match="holds no rows"):
         RowTable(store.segment)
@@ -173,17 +203,17 @@ class RowsModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = RowStore.private("inproc://w", SLOTS, SLOT_BYTES)
-        self.held: dict[Place, int] = {}
+        self.store = RowStore.private("inproc://w", SLOTS, ROW_BYTES)
+        self.held: dict[Place, tuple[int, int]] = {}
         self.gone: list[Place] = []
 
-    @rule(value=st.integers(0, 255))
-    def put(self, value: int) -> None:
+    @rule(value=st.integers(0, 255), length=st.integers(0, 12))
+    def put(self, value: int, length: int) -> None:
         if len(self.held) == SLOTS:
             with pytest.raises(ArenaFull):
-                self.store.put(row(value))
+                self.store.put(row(value, length))
         else:
-            self.held[self.store.put(row(value))] = value
+            self.held[self.store.put(row(value, length))] = value, length
 
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
@@ -196,8 +226,10 @@ class RowsModel(RuleBasedStateMachine):
     @invariant()
     def all_is_as_expected(self) -> None:
         assert self.store.used == len(self.held)
-        for place, value in self.held.items():
-            assert self.store.read(place, ["mask"])[0].tolist() == [value] * 3
+        for place, (value, length) in self.held.items():
+            found = self.store.read(place, list(place.columns))
+            for values, expected in zip(found, row(value, length).values(), strict=True):
+                assert np.array_equal(values, expected)
         for place in self.gone:
             with pytest.raises(LostRows):
                 self.store.read(place, ["mask"])
@@ -209,7 +241,7 @@ class RowsModel(RuleBasedStateMachine):
 class SharedRowsModel(RowsModel):
     def __init__(self) -> None:
         super().__init__()
-        self.store = RowStore.shared(segment_name("aa", 1, f"model{id(self)}", "rows"), SLOTS, SLOT_BYTES)
+        self.store = RowStore.shared(segment_name("aa", 1, f"model{id(self)}", "rows"), SLOTS, ROW_BYTES)
 
 
 TestPrivateRows = RowsModel.TestCase
@@ -221,9 +253,132 @@ for case in (TestPrivateRows, TestSharedRows):
 def test_a_long_column_between_others_is_stored_whole(tmp_path: Path) -> None:
     long = np.arange(TWO_THREAD_BYTES // 4 + 3, dtype=np.int32)
     columns = {"before": np.full(3, 7, np.uint8), "long": long, "after": np.arange(5)}
-    size = bytes_of_slot({name: (values.dtype, len(values)) for name, values in columns.items()})
+    size = bytes_of_row({name: (values.dtype, len(values)) for name, values in columns.items()})
     store = RowStore.shared(NAME, 2, size, tmp_path)
     found = store.read(store.put(columns), list(columns))
     for values, expected in zip(found, columns.values(), strict=True):
         assert np.array_equal(values, expected)
     store.close()
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+LONG = 2**20
+"""Bytes of the longest row: the rows below are much shorter."""
+
+
+def taken(folder: Path) -> int:
+    return sum(512 * path.stat().st_blocks for path in folder.iterdir())
+
+
+def text(size: int, value: int = 1) -> dict[str, Any]:
+    return {"text": np.full(size, value, np.uint8)}
+
+
+def test_rows_take_the_bytes_that_they_have_and_not_those_of_the_longest(shm: Path) -> None:
+    with closing(RowStore.shared(NAME, 4096, LONG, shm)) as store:
+        assert taken(shm) < 256 * 1024
+        for _ in range(1000):
+            store.put(text(3000))
+        assert 3000 * 1000 < store.bytes_used < 1.05 * 3000 * 1000
+        assert taken(shm) < 1.1 * 3000 * 1000 + 256 * 1024
+
+
+def test_the_estimate_of_full_memory_is_right_within_a_tenth(shm: Path) -> None:
+    for slots, size in ((64, 200), (500, 3001), (300, 40_000), (20, LONG - 24)):
+        with closing(RowStore.shared(NAME, slots, LONG, shm)) as store:
+            for _ in range(slots):
+                store.put(text(size))
+            expected = bytes_of_rows(slots, bytes_of_row({"text": (np.dtype(np.uint8), size)}))
+            assert abs(expected / taken(shm) - 1) < 0.1 or abs(expected - taken(shm)) < LEAST_GROWTH
+
+
+def test_memory_of_freed_rows_is_used_again_whatever_their_lengths(shm: Path) -> None:
+    lengths = np.random.default_rng(3).lognormal(8, 1.2, 20_000).astype(int).clip(1, LONG // 2).tolist()
+    with closing(RowStore.shared(NAME, 512, LONG, shm)) as store:
+        stored: list[tuple[int, Place]] = []
+        most = 0
+        for number, length in enumerate(lengths):
+            stored.append((number, store.put(text(length, number % 251))))
+            most = max(most, store.bytes_used)
+            if len(stored) == 512:
+                first = 8 * (number % 7)
+                store.free([place for _, place in stored[first : first + 64]])
+                del stored[first : first + 64]
+        assert taken(shm) < 1.3 * most
+        for number, place in stored:
+            (found,) = store.read(place, ["text"])
+            assert np.array_equal(found, text(lengths[number], number % 251)["text"])
+        store.free([place for _, place in stored])
+        assert (store.used, store.bytes_used) == (0, 0)
+
+
+def test_a_reader_sees_rows_that_were_written_after_it_had_mapped_the_memory(shm: Path) -> None:
+    with closing(RowStore.shared(NAME, 64, LONG, shm)) as store:
+        first = store.put(text(100, 1))
+        table = RowTable(Segment.open(NAME, directory=shm))
+        (view,) = table.views(first, ["text"])
+        places = [store.put(text(300_000, value)) for value in range(20)]
+        for value, place in enumerate(places):
+            assert (table.views(place, ["text"])[0] == value).all()
+            table.check(place)
+        assert (view == 1).all()
+        late = store.put(text(500_000, 1))
+        while store._heap.tail() > LEAST_GROWTH:
+            late = store.put(text(500_000, 1))
+        store.segment.unlink()
+        with pytest.raises(LostRows, match="is gone"):
+            table.views(late, ["text"])
+
+
+def test_memory_that_runs_short_is_an_error_with_a_counter_and_leaves_the_other_rows(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, allocate = 2**20, os.posix_fallocate
+
+    def until_it_is_full(descriptor: int, start: int, size: int) -> None:
+        if start + size > left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(descriptor, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", until_it_is_full)
+    with closing(RowStore.shared(NAME, 64, LONG, shm)) as store:
+        fitting = (left - taken(shm)) // range_bytes(50_100)
+        places = [store.put(text(50_000, value)) for value in range(fitting)]
+        with pytest.raises(ArenaFull, match=r"no room for .* more.*--shm-size"):
+            store.put(text(50_000))
+        assert (store.refused, store.used) == (1, fitting)
+        assert 0.9 * left < taken(shm) <= left
+        for value, place in enumerate(places):
+            assert (store.read(place, ["text"])[0] == value).all()
+        store.free(places[3:4])
+        store.read(store.put(text(50_000, 9)), ["text"])
+        with pytest.raises(ArenaFull):
+            store.put(text(50_000, 9))
+        assert store.refused == 2
+
+
+def test_a_full_file_system_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    """In a child process: a page that cannot be allocated at its first write kills with SIGBUS."""
+    script = 'mount -t tmpfs -o size=1m tmpfs "$0" || exit 77; exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", script, str(tmp_path), sys.executable, "-c", FILLS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("this container may not mount a file system")
+    assert (done.returncode, done.stdout) == (0, "full after 20\n"), done.stderr
+
+
+FILLS = """
+import sys
+from pathlib import Path
+import numpy as np
+from asyncrl.errors import ArenaFull
+from asyncrl.lanes.data.row_store import RowStore
+store, count = RowStore.shared("asyncrl-a-1-w.rows", 64, 2**20, Path(sys.argv[1])), 0
+try:
+    while True:
+        store.put({"text": np.full(50_000, 1, np.uint8)})
+        count += 1
+except ArenaFull:
+    print("full after", count)
+"""

@@ -1,4 +1,4 @@
-"""Leaves out of a worker's imports what transformers asks for and no worker uses: torch's compiler and DTensor.
+"""Leaves out of imports what transformers asks for and no worker uses: torch's compiler and DTensor.
 
 Importing a model class of transformers 5.16 also imports `torch._dynamo`, `torch.distributed.tensor` and what these
 import: 1.4 of 5.9 CPU-seconds, and 500 modules. Only processes that are ours do this, never the user's:

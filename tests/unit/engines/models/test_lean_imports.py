@@ -1,16 +1,12 @@
 import subprocess
 import sys
 
-import pytest
-
-from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
-from asyncrl.deploy.process.fork_client import forks_of
-from asyncrl.deploy.process.lean_imports import COMPILER
+from asyncrl.engines.models.lean_imports import COMPILER
 
 
 def run(code: str) -> None:
     """In a fresh process, in which nothing was imported before."""
-    begin = "import sys\nfrom asyncrl.deploy.process.lean_imports import import_less\nimport_less()\n"
+    begin = "import sys\nfrom asyncrl.engines.models.lean_imports import import_less\nimport_less()\n"
     done = subprocess.run(
         [sys.executable, "-c", begin + code], capture_output=True, text=True, timeout=100, check=False
     )
@@ -66,10 +62,3 @@ def test_transformers_finds_the_same_models() -> None:
 def test_processes_of_the_user_are_left_alone() -> None:
     assert not [finder for finder in sys.meta_path if type(finder).__module__.endswith("lean_imports")]
     assert COMPILER == "torch._dynamo"
-
-
-@pytest.mark.parametrize("fleet", [{"start": "spawn"}, {"wire": "inproc"}])
-def test_nothing_is_begun_for_workers_that_are_not_forked(fleet: dict[str, str]) -> None:
-    config = Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p"), fleet=FleetConfig.model_validate(fleet))
-    with forks_of(config) as forks:
-        assert forks is None

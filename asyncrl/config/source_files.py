@@ -1,0 +1,71 @@
+"""Files that a config names: which values are paths, which folder a relative one begins in, and what a run reads."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config.user_code import file_of_module
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+DATA_SUFFIXES = (".jsonl", ".csv", ".parquet")
+"""Endings of files with rows."""
+ROWS = ("task.prompts", "task.pretrain", "evaluate.prompts")
+FUNCTIONS = ("reward.functions", "cost.functions")
+CODE = "algorithm.custom"
+FOLDERS = ("model.name", "reward.model", "cost.model", "critic.model", "cost_critic.model")
+"""Keys whose value may be a folder, or the name of a model elsewhere."""
+PACKAGE = Path(__file__).parents[1]
+
+_CODE = re.compile(r"((?:trl:|verl:)?)(.+\.py)(:\w+)", re.DOTALL)
+
+
+def anchored(key: str, value: Any, folder: Path) -> Any:
+    """Returns the value of a key with relative paths in it made absolute, as seen from `folder`."""
+    if key in FUNCTIONS and isinstance(value, list | tuple):
+        return [_anchored_function(each, folder) for each in value]
+    if not isinstance(value, str):
+        return value
+    if key in FOLDERS:
+        is_path = value.startswith((".", "/", "~")) or (value != "" and (folder / value).is_dir())
+        return _absolute(value, folder) if is_path else value
+    return _anchored_source(value, folder) if key in (*ROWS, CODE) else value
+
+
+def _anchored_function(value: Any, folder: Path) -> Any:
+    if isinstance(value, Mapping) and isinstance(value.get("use"), str):
+        return {**value, "use": _anchored_source(value["use"], folder)}
+    return _anchored_source(value, folder) if isinstance(value, str) else value
+
+
+def _anchored_source(value: str, folder: Path) -> str:
+    """Anchors a file with rows, or FILE.py:NAME; other sources stay as they are."""
+    if match := _CODE.fullmatch(value):
+        return f"{match[1]}{_absolute(match[2], folder)}{match[3]}"
+    return _absolute(value, folder) if Path(value).suffix.lower() in DATA_SUFFIXES else value
+
+
+def _absolute(path: str, folder: Path) -> str:
+    return os.path.abspath(folder / Path(path).expanduser())
+
+
+def source_files(config: "Config") -> Iterator[tuple[str, Path]]:
+    """Yields key and path of each file with prompts, a reward or an algorithm; none of asyncrl itself."""
+    named = [(key, getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in (*ROWS, CODE)]
+    named += [(key, each.use) for key in FUNCTIONS for each in getattr(config, key.partition(".")[0]).functions]
+    for key, value in named:
+        path = _file_of(value.removeprefix("trl:").removeprefix("verl:"))
+        if path is not None and not path.is_relative_to(PACKAGE.resolve()):
+            yield key, path
+
+
+def _file_of(source: str) -> Path | None:
+    if Path(source).suffix.lower() in DATA_SUFFIXES:
+        return Path(source)
+    module, colon, _ = source.rpartition(":")
+    if not colon or (module.startswith(("hub", "reasoning_gym", "python")) and not module.endswith(".py")):
+        return None
+    return Path(module) if module.endswith(".py") else file_of_module(module)

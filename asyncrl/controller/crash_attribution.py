@@ -1,0 +1,121 @@
+"""Attributes deaths of workers, and failed attempts, to the group whose samples cause them, if there is such a group.
+
+    deaths with a group ──> ISOLATED_AFTER: it runs alone ──> ATTRIBUTED_AFTER deaths of a worker that it had alone
+          └── its host was lost: all deaths there are one event, and no group's        └── poison
+
+Everybody who was at a dead worker is under suspicion, and only a group that failed while it ran alone is blamed: an
+isolated group has replicas for itself (`asyncrl/fleet/isolation.py`), so that nobody else can be the cause. Groups are
+isolated side by side, each at its own replicas.
+"""
+
+from collections import Counter, deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+ISOLATED_AFTER = 2
+"""Deaths and failures in the presence of a group after which it runs alone: with one, every neighbour would."""
+
+ATTRIBUTED_AFTER = 3
+"""Deaths of workers that a group had for itself after which they are attributed to it: five deaths in all."""
+
+FAILURES = 3
+"""Failed attempts, without a death, after which a group is given up if it ran alone in the last one."""
+
+MOST_FORGIVEN = 3
+"""Further deaths that a group may have while workers die without it: then something else kills workers, too."""
+
+REMEMBERED = 256
+"""Deaths that are remembered: more than a fleet of 64 hosts has while a group runs five times."""
+
+
+@dataclass(eq=False, slots=True)
+class Death:
+    """The death of a worker. worker: its name, which its successor has, too. present: the groups that it worked for.
+    alone: the isolated group that had it for itself. why: the worker died. lost_host: set when the whole host was lost;
+    then it stands for the one event that the deaths there are."""
+
+    worker: str
+    host: str
+    at: float
+    present: frozenset[int]
+    alone: int | None
+    why: str
+    lost_host: object = None
+
+
+@dataclass(slots=True)
+class CrashAttribution:
+    """Remembers deaths and failed attempts of the groups in flight.
+
+    notice_seconds: time in which the deaths of all workers of one host become known. count: deaths so far.
+    """
+
+    notice_seconds: float
+    count: int = 0
+    _deaths: deque[Death] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _failures: Counter[int] = field(default_factory=Counter)
+    _failed_alone: set[int] = field(default_factory=set)
+    _given_up: set[int] = field(default_factory=set)
+
+    def record_death(self, death: Death, alive: Collection[str]) -> None:
+        """Takes the death of a worker. alive: names of the workers that live on its host."""
+        self.count += 1
+        self._deaths.append(death)
+        recent = [
+            each for each in self._deaths if each.host == death.host and each.at >= death.at - self.notice_seconds
+        ]
+        dead = {each.worker for each in recent}
+        # Two workers that each ran an isolated group alone died of them; a host takes those with it that ran none.
+        if len(dead) > 1 and dead >= set(alive) and any(each.alone is None for each in recent):
+            event = object()
+            for each in recent:
+                each.lost_host = event
+
+    def record_failure(self, group: int, *, alone: bool) -> None:
+        """Takes an attempt that failed while no worker died. alone: the group was isolated."""
+        self._failures[group] += 1
+        if alone:
+            self._failed_alone.add(group)
+
+    def is_suspect(self, group: int) -> bool:
+        """Returns whether the group has to run alone."""
+        events = {death.lost_host or death for death in self._deaths if group in death.present}
+        return len(events) + self._failures[group] >= ISOLATED_AFTER
+
+    def fails_alone(self, group: int) -> bool:
+        """Returns whether attempts at the group fail without a death, also when it runs alone."""
+        return self._failures[group] >= FAILURES and group in self._failed_alone
+
+    def kills_workers(self, group: int) -> bool:
+        """Returns whether deaths are attributed to the group. For `notice_seconds` after the last one, its whole
+        host may still prove to be lost."""
+        own = [death for death in self._deaths if death.alone == group and death.lost_host is None]
+        return bool(own) and len(own) >= ATTRIBUTED_AFTER + self._killed_by_others(group, since=own[0].at)
+
+    def hosts_of_deaths(self, group: int) -> frozenset[str]:
+        """Returns the hosts on which workers died in its presence, which an isolated group should avoid."""
+        return frozenset(death.host for death in self._deaths if group in death.present)
+
+    def last_death(self, group: int) -> str:
+        return next((death.why for death in reversed(self._deaths) if group in death.present), "")
+
+    def blame(self, group: int) -> None:
+        """Notes that the group was given up; the deaths in its presence have a cause."""
+        self._given_up.add(group)
+
+    def forget(self, group: int) -> None:
+        """Clears a group whose attempt went well, or which is no more in flight."""
+        self._failures.pop(group, None)
+        self._failed_alone.discard(group)
+        if group not in self._given_up:
+            for death in self._deaths:
+                death.present -= {group}
+
+    def _killed_by_others(self, group: int, since: float) -> int:
+        """Counts deaths that neither this group nor another suspect explains, up to MOST_FORGIVEN."""
+        deaths = [death for death in self._deaths if death.at >= since and death.lost_host is None]
+        unexplained = sum(
+            not any(each == group or each in self._given_up or self.is_suspect(each) for each in death.present)
+            for death in deaths
+        )
+        return min(unexplained, MOST_FORGIVEN)

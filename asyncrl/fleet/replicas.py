@@ -1,0 +1,282 @@
+"""The replicas of one service: which are alive, which has the fewest calls, and which hold rows.
+
+No lookup takes longer with more replicas, except those that name all of them.
+"""
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
+from asyncrl.fleet.remote_worker import RemoteWorker
+from asyncrl.fleet.row_holders import RowHolders
+from asyncrl.lanes.control.wire import Wakeup
+from asyncrl.protocols.rank_layout import Layout
+
+KNOWN_INSTANCES = 2
+"""Instances of a worker that are remembered: the last calls of a dead one end after its successor came."""
+
+
+class Replica:
+    """One copy of a service, with a worker for each rank of its layout. load: calls that chose this replica.
+    reserved_for: the isolated group that has it for itself, or will have. reservations, own_calls: calls of this group
+    that want the replica, and those of them that run.
+    """
+
+    def __init__(self, workers: tuple[RemoteWorker, ...], ranking: "LoadRanking", changed: Wakeup) -> None:
+        self.workers = workers
+        self.load = 0
+        self.reserved_for: int | None = None
+        self.reservations = 0
+        self.own_calls = 0
+        self._ranking = ranking
+        self._changed = changed
+
+    @property
+    def free(self) -> bool:
+        """Returns whether any call may choose it."""
+        return self.reserved_for is None and self.alive
+
+    @property
+    def hosts(self) -> set[str]:
+        return {worker.host for worker in self.workers}
+
+    @property
+    def alive(self) -> bool:
+        return all([worker.alive for worker in self.workers])
+
+    def __enter__(self) -> None:
+        """Counts a call in `load` as soon as it chose this replica, because others choose before it is sent."""
+        self._ranking.change_load(self, +1)
+
+    def __exit__(self, *_: object) -> None:
+        self._ranking.change_load(self, -1)
+        if self.reserved_for is not None:
+            self._changed.wake()
+
+
+class LoadRanking:
+    """Replicas by their load. One that is found dead or reserved is left out until it is added again."""
+
+    def __init__(self) -> None:
+        self._by_load: dict[int, OrderedDict[Replica, None]] = {}
+        self._least = 0
+
+    def add(self, replica: Replica) -> None:
+        """Adds a replica, or leaves it where it is."""
+        ranked = self._by_load.setdefault(replica.load, OrderedDict())
+        ranked.setdefault(replica)
+        self._least = min(self._least, replica.load)
+
+    def change_load(self, replica: Replica, calls: int) -> None:
+        was_ranked = self._remove(replica)
+        replica.load += calls
+        if was_ranked:
+            self.add(replica)
+            if self._least not in self._by_load:  # This replica left its load last, for the next higher one.
+                self._least = replica.load
+
+    def first(self) -> Replica | None:
+        """Returns the live replica with the least load, of several the one whose load changed first; None without."""
+        while self._by_load:
+            if self._least not in self._by_load:
+                self._least = min(self._by_load)
+            replica = next(iter(self._by_load[self._least]))
+            if replica.free:
+                return replica
+            self._remove(replica)
+        return None
+
+    def _remove(self, replica: Replica) -> bool:
+        ranked = self._by_load.get(replica.load, OrderedDict())
+        if replica not in ranked:
+            return False
+        del ranked[replica]
+        if not ranked:
+            del self._by_load[replica.load]
+        return True
+
+
+@dataclass(slots=True)
+class _GroupCalls:
+    """The running calls of one group at one replica."""
+
+    replica: Replica
+    calls: int = 0
+
+
+class GroupAffinity:
+    """The replica that works for each group that has a running call: further calls of the group join it there."""
+
+    def __init__(self) -> None:
+        self._working: dict[int, _GroupCalls] = {}  # Bounded by the groups with a running call.
+
+    def replica(self, group: int) -> Replica | None:
+        """Returns the live replica that works for this group, if there is one."""
+        working = self._working.get(group)
+        return working.replica if working is not None and working.replica.alive else None
+
+    @contextmanager
+    def working(self, group: int, replica: Replica) -> Iterator[None]:
+        """Counts a running call of a group. When its replica died, the calls that follow gather at another one."""
+        here = self._working.get(group)
+        if here is None or here.replica is not replica:
+            here = self._working[group] = _GroupCalls(replica)
+        here.calls += 1
+        try:
+            yield
+        finally:
+            here.calls -= 1
+            if not here.calls and self._working.get(group) is here:
+                del self._working[group]
+
+
+class Replicas:
+    """All workers of one service.
+
+    isolated: groups whose calls run alone, and the hosts that they avoid. holders: which replicas may hold rows of
+    which samples.
+    """
+
+    def __init__(self, service: str, replicas: int, layout: Layout) -> None:
+        self.service = service
+        self.layout = layout
+        self.isolated: Mapping[int, frozenset[str]] = {}
+        self.holders = RowHolders[Replica]()
+        self.affinity = GroupAffinity()
+        self._changed = Wakeup()
+        self._ranking = LoadRanking()
+        self._instances: dict[RemoteWorker, deque[str]] = {}
+        self._by_instance: dict[str, tuple[Replica, RemoteWorker]] = {}
+        self.replicas = tuple(self._replica(number) for number in range(replicas))
+
+    def _replica(self, number: int) -> Replica:
+        ranks = range(self.layout.size)
+        workers = tuple(RemoteWorker(self.service, number, rank, partial(self._note, number, rank)) for rank in ranks)
+        return Replica(workers, self._ranking, self._changed)
+
+    def _note(self, number: int, rank: int) -> None:
+        """Takes in that a worker was connected or lost."""
+        replica = self.replicas[number]
+        worker = replica.workers[rank]
+        if worker.alive:
+            known = self._instances.setdefault(worker, deque())
+            known.append(worker.instance)
+            self._by_instance[worker.instance] = replica, worker
+            if len(known) > KNOWN_INSTANCES:
+                self._by_instance.pop(known.popleft(), None)
+            self._ranking.add(replica)
+        self._changed.wake()
+
+    def __iter__(self) -> Iterator[RemoteWorker]:
+        return (worker for replica in self.replicas for worker in replica.workers)
+
+    def replica_of(self, instance: str) -> Self:
+        """Returns these replicas reduced to the one of this instance. Raises PeerLost when it was replaced."""
+        replica, worker = self._by_instance.get(instance, (None, None))
+        if replica is None or worker is None or worker.instance != instance:
+            raise PeerLost(f"{instance} is no worker of {self.service} any more")
+        only = copy(self)
+        only.replicas = (replica,)
+        return only
+
+    def worker(self, replica: int, rank: int) -> RemoteWorker:
+        return self.replicas[replica].workers[rank]
+
+    def groups_at(self, instance: str) -> list[int]:
+        """Returns the groups that an instance worked for, also when its successor has come already."""
+        _, worker = self._by_instance.get(instance, (None, None))
+        return [] if worker is None else worker.groups_at(instance)
+
+    async def wait_for_live(self, seconds: float) -> list[Replica]:
+        """Returns the live replicas; waits for a restart when there is none, for at most so many seconds.
+
+        Raises:
+            FleetFailed: no replica can come back. It is no PeerLost, which callers would retry until the supervisor
+                ends the run.
+            DeadlineExceeded: none came back in time.
+        """
+        if live := [replica for replica in self.replicas if replica.alive]:
+            return live
+        async with self._waiting_at_most(seconds):
+            while not (live := [replica for replica in self.replicas if replica.alive]):
+                await self._wait_for_restart()
+        return live
+
+    async def least_loaded(self, seconds: float) -> Replica:
+        """Returns a live replica that the fewest calls chose and that is not reserved. Raises what `wait_for_live`
+        raises."""
+        while not (replica := self._first()):
+            if any(replica.alive for replica in self.replicas):
+                await self._changed.wait()  # Until a reservation ends, which a call with a deadline holds.
+            else:
+                await self.wait_for_live(seconds)
+        return replica
+
+    def _first(self) -> Replica | None:
+        if len(self.replicas) > 1:
+            return self._ranking.first()
+        return self.replicas[0] if self.replicas[0].free else None
+
+    @asynccontextmanager
+    async def reserved(self, group: int, seconds: float) -> AsyncIterator[Replica]:
+        """Yields a replica that works for this group alone meanwhile. All calls of a group share its replica.
+
+        Half of the replicas are reserved at most, so that the others go on. Waits until the calls that run there have
+        ended; each has a deadline of its own. Raises what `wait_for_live` raises.
+        """
+        replica = await self._reserve(group, seconds)
+        try:
+            while replica.load > replica.own_calls and replica.alive:
+                await self._changed.wait()
+            replica.own_calls += 1
+            try:
+                with replica:
+                    yield replica
+            finally:
+                replica.own_calls -= 1
+        finally:
+            self._end_reservation(replica)
+
+    async def _reserve(self, group: int, seconds: float) -> Replica:
+        while True:
+            live = await self.wait_for_live(seconds)
+            own = next((each for each in live if each.reserved_for == group), None)
+            if own is None and sum(not each.free for each in live) < max(1, len(live) // 2):
+                avoided = self.isolated.get(group, frozenset())
+                free = (each for each in live if each.free)
+                own = min(free, key=lambda each: (not avoided.isdisjoint(each.hosts), each.load))
+            if own is not None:
+                own.reserved_for = group
+                own.reservations += 1
+                return own
+            await self._changed.wait()
+
+    def _end_reservation(self, replica: Replica) -> None:
+        replica.reservations -= 1
+        if not replica.reservations:
+            replica.reserved_for = None
+            self._ranking.add(replica)
+        self._changed.wake()
+
+    @asynccontextmanager
+    async def _waiting_at_most(self, seconds: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no worker of {self.service} came back in time: {self._dead_workers()}") from error
+
+    async def _wait_for_restart(self) -> None:
+        """Waits until a worker was connected or lost. Raises FleetFailed when no replica can come back."""
+        if all(any(not each.alive and not each.restarting for each in replica.workers) for replica in self.replicas):
+            raise FleetFailed(self._dead_workers())
+        await self._changed.wait()
+
+    def _dead_workers(self) -> str:
+        return "; ".join(worker.status for worker in self if not worker.alive)

@@ -1,0 +1,107 @@
+"""Copies of the files that a run reads, prompts, rewards and algorithm, in `sources/` of its directory.
+
+`index.json` there has the SHA-256 of each, also of those that are too large to be copied; a resume and the audit
+compare them.
+"""
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from asyncrl.telemetry.run_directory import replace_text
+
+LARGEST_COPY = 2**20
+"""Bytes of the largest file that is copied: code and small sets of prompts. Of a larger file the digest is kept."""
+INDEX = "index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file. key: config key that names it. digest: SHA-256 in hex, "" when it is gone. copy: name of the copy in
+    `sources/`, "" when the file is too large."""
+
+    key: str
+    path: str
+    bytes: int
+    digest: str
+    copy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceChange:
+    """One file that is not what it was. text: what changed."""
+
+    key: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}"
+
+
+def look_at(files: Iterable[tuple[str, Path]]) -> list[SourceFile]:
+    """Reads the files and returns what they are now. files: config key and path."""
+    return [_looked_at(key, path) for key, path in files]
+
+
+def _looked_at(key: str, path: Path) -> SourceFile:
+    try:
+        with path.open("rb") as file:
+            digest, size = sha256(), 0
+            while block := file.read(2**20):
+                digest.update(block)
+                size += len(block)
+    except OSError:
+        return SourceFile(key, str(path), 0, "")
+    copy = f"{digest.hexdigest()[:8]}-{path.name}" if size <= LARGEST_COPY else ""
+    return SourceFile(key, str(path), size, digest.hexdigest(), copy)
+
+
+def keep(folder: Path, files: Iterable[SourceFile]) -> None:
+    """Copies the files to `folder` and writes its index; copies of earlier starts stay."""
+    files = list(files)
+    folder.mkdir(exist_ok=True)
+    for file in files:
+        if file.copy and not (folder / file.copy).exists():
+            shutil.copyfile(file.path, folder / file.copy)
+    replace_text(folder / INDEX, json.dumps([asdict(file) for file in files], indent=1) + "\n")
+
+
+def kept(folder: Path) -> list[SourceFile]:
+    """Returns what the last start of the run read; empty for a run of an older version."""
+    index = folder / INDEX
+    return [SourceFile(**fields) for fields in json.loads(index.read_text())] if index.is_file() else []
+
+
+def changed(old: Iterable[SourceFile], new: Iterable[SourceFile], folder: Path) -> list[SourceChange]:
+    """Returns the files that a config names as before, and that hold something else."""
+    before = {(file.key, file.path): file for file in old}
+    found = []
+    for file in new:
+        was = before.get((file.key, file.path))
+        if was is not None and was.digest != file.digest:
+            now = f"has changed (SHA-256 {was.digest[:8]} -> {file.digest[:8]})" if file.digest else "is gone"
+            copy = f"; {folder / was.copy} is what it was" if was.copy else ""
+            found.append(SourceChange(file.key, f"{file.path} {now}{copy}"))
+    return found
+
+
+def moved(old: Iterable[SourceFile], new: Iterable[SourceFile]) -> set[str]:
+    """Returns the config keys whose files hold what they held before, wherever they are now."""
+    then, now = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for digests, files in ((then, old), (now, new)):
+        for file in files:
+            digests[file.key].append(file.digest)
+    return {key for key, digests in now.items() if "" not in digests and then.get(key) == digests}
+
+
+def damaged_copies(folder: Path) -> list[str]:
+    """Returns the copies that are missing or do not have their digest."""
+    found = []
+    for file in kept(folder):
+        if file.copy and _looked_at(file.key, folder / file.copy).digest != file.digest:
+            found.append(f"{folder / file.copy} is not the {file.path} that the run read for {file.key}")
+    return found

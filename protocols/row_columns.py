@@ -1,0 +1,30 @@
+"""The columns of the rows that services store, with their dtypes and, for given numbers of tokens, their lengths."""
+
+from typing import Any
+
+import numpy as np
+
+Columns = dict[str, tuple[np.dtype[Any], int]]
+"""Column -> dtype and length."""
+
+IDS, NUMBERS, BYTES, COUNT = (np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8"))
+
+
+def sample_columns(prompt: int, response: int, text: int) -> Columns:
+    """Returns what generation stores of a sample. text: bytes of the completion."""
+    return {
+        "prompt_ids": (IDS, prompt),
+        "response_ids": (IDS, response),
+        "logprobs": (NUMBERS, response),
+        "versions": (IDS, response),
+        "text": (BYTES, text),
+    }
+
+
+def reference_columns(response: int) -> Columns:
+    return {"reference_logprobs": (NUMBERS, response)}
+
+
+def value_columns(values: str, valued_at: str, response: int) -> Columns:
+    """Returns what a critic stores: a value for each token, and the number of its updates before."""
+    return {values: (NUMBERS, response), valued_at: (COUNT, 1)}

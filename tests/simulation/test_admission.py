@@ -1,0 +1,77 @@
+"""Adaptive admission against full; `python -m asyncrl.simulation.admission_sweep` prints the longer table."""
+
+from collections.abc import Callable
+
+import pytest
+
+from asyncrl.controller.gate.admission import Admission
+from asyncrl.simulation.admission_sweep import compare
+from asyncrl.simulation.scenarios import Scenario, simulate
+
+STEPS = 60
+LARGE_CUSHION = {"slower generator": 2}
+"""Smaller limits for some changes: what full admission has drawn ahead lasts for limit steps when generation becomes
+the slowest stage, so at 4 and more it starves later, once."""
+CASES = (
+    *(("trainer", "constant", "steady"), ("trainer", "stragglers", "steady"), ("nothing", "lognormal", "steady")),
+    *(("generator", "lognormal", "steady"), ("reward", "lognormal", "steady"), ("latency", "constant", "steady")),
+    *(("trainer", "lognormal", "slower generator"), ("trainer", "constant", "faster trainer")),
+    ("trainer", "lognormal", "bursts"),
+)
+
+
+@pytest.mark.parametrize(("bound_by", "lengths", "change"), CASES)
+def test_the_trainer_does_not_starve_longer_and_trains_as_many_tokens(bound_by: str, lengths: str, change: str) -> None:
+    found = compare(bound_by, lengths, change, steps=STEPS, limit=LARGE_CUSHION.get(change, 4))
+    assert found.longer_starved <= 0.02
+    assert found.tokens >= 0.98
+    assert found.adaptive.staleness <= found.full.staleness + 0.05
+    assert found.adaptive.spread <= 0.15 or change != "steady"
+
+
+def test_one_batch_in_waiting_is_enough_for_a_slow_trainer_whatever_the_limit() -> None:
+    found = compare("trainer", "constant", steps=STEPS, limit=8)
+    assert found.full.staleness > 5
+    assert found.adaptive.staleness <= 1.3
+    assert found.longer_starved <= 0.02
+
+
+def test_nothing_changes_for_synchronous_training() -> None:
+    full, adaptive = (simulate(Scenario(limit=0, steps=4, admission=each)) for each in ("full", "adaptive"))
+    assert full.digest == adaptive.digest
+
+
+def never_rises(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Admission, "_starve", lambda admission, missing, lost: admission._left.clear())
+
+
+def never_falls(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Admission, "_leave", lambda admission, left: None)
+
+
+def falls_by_all_that_is_left(patch: pytest.MonkeyPatch) -> None:
+    def leave(admission: Admission, left: int) -> None:
+        admission.bound = max(admission._config.batch, admission.bound - left)
+
+    patch.setattr(Admission, "_leave", leave)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "case"),
+    [
+        (never_rises, ("latency", "constant", "steady")),
+        (falls_by_all_that_is_left, ("nothing", "lognormal", "steady")),
+    ],
+)
+def test_a_mutant_of_the_feedback_lets_the_trainer_starve(
+    mutant: Callable[[pytest.MonkeyPatch], None], case: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_the_trainer_does_not_starve_longer_and_trains_as_many_tokens(*case)
+
+
+def test_without_the_fall_of_the_bound_samples_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    never_falls(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_one_batch_in_waiting_is_enough_for_a_slow_trainer_whatever_the_limit()

@@ -1,0 +1,74 @@
+"""Relative paths begin in the folder of their file, or in the current one; files of a run are found."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.source_files import DATA_SUFFIXES, anchored, source_files
+from asyncrl.config.sources import load
+from asyncrl.config.sources.resume import check_resume
+from asyncrl.config.toml_writer import dump
+from asyncrl.tasks.prompt_sources import READERS
+
+TOML = """\
+model.name = "m"
+task.prompts = "data/p.jsonl"
+algorithm.custom = "../mine.py:ALGORITHM"
+reward.functions = ["r.py:right", { use = "trl:r.py:other", weight = 2 }, "numeric", "package.module:f"]
+"""
+
+
+def test_paths_of_a_file_begin_in_its_folder_and_flags_in_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, here = tmp_path / "experiments", tmp_path / "here"
+    folder.mkdir()
+    here.mkdir()
+    (folder / "e.toml").write_text(TOML)
+    monkeypatch.chdir(here)
+    flags = ("--evaluate.prompts", "held.csv", "--model.name", "./model")
+    config = load("../experiments/e.toml", flags, {"ASYNCRL_REWARD__MODEL": "./scorer"}).config
+    assert config.task.prompts == f"{folder}/data/p.jsonl"
+    assert config.algorithm.custom == f"{tmp_path}/mine.py:ALGORITHM"
+    uses = [each.use for each in config.reward.functions]
+    assert uses == [f"{folder}/r.py:right", f"trl:{folder}/r.py:other", "numeric", "package.module:f"]
+    assert (config.evaluate.prompts, config.model.name) == (f"{here}/held.csv", f"{here}/model")
+    assert config.reward.model == f"{here}/scorer"
+    assert [(key, str(path)) for key, path in source_files(config)] == [
+        ("task.prompts", f"{folder}/data/p.jsonl"),
+        ("evaluate.prompts", f"{here}/held.csv"),
+        ("algorithm.custom", f"{tmp_path}/mine.py"),
+        ("reward.functions", f"{folder}/r.py"),
+        ("reward.functions", f"{folder}/r.py"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "value", ["hub:name", "reasoning_gym:chain_sum", "module:function", "warmed:reverse", "HuggingFaceTB/SmolLM2", ""]
+)
+def test_what_is_no_path_stays(value: str, tmp_path: Path) -> None:
+    assert anchored("model.name", value, tmp_path) == anchored("task.prompts", value, tmp_path) == value
+    assert anchored("task.system", "see data.csv", tmp_path) == "see data.csv"
+
+
+def test_a_model_is_a_path_where_its_folder_is(tmp_path: Path) -> None:
+    (tmp_path / "models/tiny").mkdir(parents=True)
+    assert anchored("model.name", "models/tiny", tmp_path) == f"{tmp_path}/models/tiny"
+
+
+def test_the_run_of_an_older_version_is_read_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "journal").touch()
+    (run / "config.toml").write_text('model.name = "m"\ntask.prompts = "p.jsonl"\n')
+    monkeypatch.chdir(tmp_path)
+    new = load(None, ("--model.name", "m", "--task.prompts", "p.jsonl", "--name", "config"), {}).config
+    assert check_resume(run, new, accept=False) == []
+    (run / "config.toml").write_text(dump(new))
+    assert load(run / "config.toml", (), {}).config == new
+
+
+def test_every_reader_of_rows_reads_a_path() -> None:
+    assert tuple(READERS) == DATA_SUFFIXES

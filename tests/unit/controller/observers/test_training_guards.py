@@ -1,0 +1,176 @@
+"""Guards see training that comes to nothing, say it once, and say nothing of real runs that learn."""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config, GuardsConfig
+from asyncrl.config.sources import load
+from asyncrl.controller.observers.events import StepDone
+from asyncrl.controller.observers.training_guards import GUARDS, WINDOW, TrainingGuards, TrainingHistory
+from asyncrl.errors import ConfigError, TrainingStopped
+from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
+from asyncrl.protocols.messages import Score, StepReport
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from scene import CONFIG, Scene
+
+HEALTHY = sorted((Path(__file__).parents[3] / "data/healthy_runs").glob("*.jsonl"))
+LIMIT = 100
+
+
+def guards(said: list[str], limit: int = LIMIT, **reactions: Any) -> TrainingGuards:
+    return TrainingGuards(GuardsConfig(**reactions), TrainingHistory(limit, members=16, batch=128), said.append)
+
+
+def row(number: int, reward: float, finish: str = "stop") -> RowRef:
+    return replace(RowRef(number // 16, number % 16, 0, 0, 4, 1, 0, 0, finish, ()), reward=reward)
+
+
+def step(number: int, rewards: Iterable[float], truncated: int = 0, **metrics: float) -> StepDone:
+    rows = [row(i, reward, "length" if i < truncated else "stop") for i, reward in enumerate(rewards)]
+    measured = {"grad_norm": 1.0, "policy/entropy": 0.4, **{name.replace("__", "/"): v for name, v in metrics.items()}}
+    report = StepReport(0, number, 1, "", "", measured, (), None)
+    return StepDone(Cuts(0, number - 1, BatchRef(tuple(rows)), 1, 1), report, {}, 1.0)
+
+
+def half(right: int = 64, of: int = 128) -> list[float]:
+    return [1.0] * right + [0.0] * (of - right)
+
+
+def recorded(path: Path) -> Iterable[StepDone]:
+    """Yields the steps of a real run, whose rewards are 0 or 1, from what its metrics.jsonl held."""
+    for line in map(json.loads, path.read_text().splitlines()):
+        samples = line["samples"]
+        rewards = half(round(line["reward/mean"] * samples), samples)
+        truncated = round(line["completions/truncated_fraction"] * samples)
+        metrics = {"grad_norm": line["grad_norm"], "policy__entropy": line["policy/entropy"]}
+        yield step(line["step"], rewards, truncated, **metrics)
+
+
+@pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
+def test_real_runs_that_learn_raise_no_alarm(path: Path) -> None:
+    said: list[str] = []
+    watching = guards(said, **dict.fromkeys((guard.key for guard in GUARDS), "stop"))
+    steps = list(recorded(path))
+    assert len(steps) >= 200
+    for each in steps:
+        watching.observe(each)
+    assert said == []
+
+
+def test_real_runs_are_there() -> None:
+    assert {path.stem for path in HEALTHY} >= {"quickstart-0", "quickstart-1", "stragglers-0", "stragglers-1"}
+
+
+def test_a_constant_reward_is_said_once() -> None:
+    said: list[str] = []
+    watching = guards(said)
+    for number in range(1, 40):
+        watching.observe(step(number, [0.5] * 16, grad_norm=0.0))
+        assert bool(said) == (number >= WINDOW)
+    (text,) = said
+    assert text.startswith("guards.no_variance: all 80 samples up to step 5 got the same reward, 0.5, and none can")
+    assert 'guards.no_variance = "stop" ends such a run' in text
+
+
+def test_the_end_of_a_run_that_learnt_all_is_no_alarm() -> None:
+    said: list[str] = []
+    watching = guards(said)
+    for number in range(1, 10):
+        watching.observe(step(number, half(32 + 10 * number)))
+    for number in range(10, 60):
+        watching.observe(step(number, [1.0] * 128, grad_norm=0.0, policy__entropy=0.001))
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("after", "says"),
+    [
+        ({"grad_norm": 0.0}, "the gradient is 0 since 512 samples, and the mean reward fell from 0.5 to 0.1"),
+        ({"policy__entropy": 0.001}, "the entropy of the policy fell from 0.4 to 0.001 nats a token, and the mean"),
+    ],
+)
+def test_a_policy_that_breaks_is_told(after: dict[str, float], says: str) -> None:
+    said: list[str] = []
+    watching = guards(said)
+    for number in range(1, 10):
+        watching.observe(step(number, half()))
+    for number in range(10, 40):
+        watching.observe(step(number, [0.0] * 128, **after))
+    (text,) = said
+    assert says in text
+    assert "smaller training.learning_rate" in text
+
+
+def test_small_batches_without_luck_are_no_collapse() -> None:
+    said: list[str] = []
+    watching = guards(said)
+    for number in range(1, 100):
+        watching.observe(step(number, [1.0, 0.0] if number % 20 < 4 else [0.0, 0.0], grad_norm=0.0))
+    assert said == []
+
+
+def test_truncation_is_said_again_only_after_it_was_over() -> None:
+    said: list[str] = []
+    watching = guards(said)
+    for number, truncated in enumerate([*[100] * 20, *[0] * 20, *[100] * 20, *[0, 128] * 20], 1):
+        watching.observe(step(number, half(), truncated))
+    assert len(said) == 2, "twice cut off for long; what alternates after it is the same news"
+    assert "78% of the completions of the last 5 steps ended at generation.max_new_tokens" in said[0]
+
+
+def test_equal_rewards_under_dynamic_sampling_are_told_though_no_step_ends() -> None:
+    scene, said = Scene(replace(CONFIG, need_signal=True), steps=3), list[str]()
+    scene.reward.value_of = lambda sample: Score(0.0, {"f": 0.0})  # type: ignore[method-assign]
+    watching = TrainingGuards(GuardsConfig(no_signal="stop"), TrainingHistory(LIMIT, 4, 8), said.append)
+    scene.observe = watching.observe
+    with pytest.raises(TrainingStopped, match=r'guards.no_signal = "stop" ends the run: 128 groups in a row had'):
+        scene.play()
+
+
+def test_one_group_in_ten_with_a_signal_is_enough() -> None:
+    scene, said = Scene(replace(CONFIG, need_signal=True), steps=40), list[str]()
+    scene.reward.value_of = lambda sample: Score(float(sample.group % 10 == 0 and sample.member == 0), {})  # type: ignore[method-assign]
+    off = GuardsConfig(truncation="off")  # All samples of the scene end at the token cap.
+    scene.observe = TrainingGuards(off, TrainingHistory(LIMIT, 4, 8), said.append).observe
+    scene.play()
+    assert said == []
+
+
+def test_a_reward_that_always_fails_is_told_where_its_errors_count_zero() -> None:
+    scene, said = Scene(steps=20), list[str]()
+    scene.reward.value_of = lambda sample: Score(0.0, {"f": 0.0}, "f raised KeyError")  # type: ignore[method-assign]
+    scene.observe = guards(said, no_variance="off", truncation="off").observe
+    scene.play()
+    (text,) = said
+    assert text.startswith("guards.reward_errors: a reward function failed on each of the last 100 samples: f raised")
+
+
+def test_guards_that_are_off_say_nothing() -> None:
+    said: list[str] = []
+    watching = guards(said, **dict.fromkeys((guard.key for guard in GUARDS), "off"))
+    for number in range(1, 40):
+        watching.observe(step(number, [0.0] * 128, truncated=128, grad_norm=0.0))
+    assert said == []
+
+
+def test_each_guard_has_a_key_and_each_key_a_guard() -> None:
+    assert {guard.key for guard in GUARDS} | {"learning_rate"} == set(GuardsConfig.model_fields)
+
+
+def test_a_learning_rate_that_breaks_a_model_is_known_before_the_start() -> None:
+    def config(*flags: str) -> Config:
+        return load("quickstart", flags, {}).config
+
+    (warning,) = config("--training.learning_rate", "50").warnings
+    assert str(warning).startswith("training.learning_rate, guards.learning_rate: AdamW moves every weight by about 50")
+    with pytest.raises(ConfigError, match=r"a rate over 0\.03 breaks a model"):
+        config("--training.learning_rate", "50", "--guards.learning_rate", "stop")
+    for flags in (["50", "--guards.learning_rate", "off"], ["0.006"]):
+        assert config("--training.learning_rate", *flags).warnings == []

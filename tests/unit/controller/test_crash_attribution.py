@@ -1,0 +1,247 @@
+"""Which groups run alone, and which are blamed, after which deaths and failures."""
+
+from collections.abc import Callable, Collection
+
+import pytest
+
+from asyncrl.controller import crash_attribution
+from asyncrl.controller.crash_attribution import (
+    ATTRIBUTED_AFTER,
+    FAILURES,
+    ISOLATED_AFTER,
+    MOST_FORGIVEN,
+    CrashAttribution,
+    Death,
+)
+
+NOTICE = 2.0
+
+
+class Fleet:
+    """Reports deaths, ten seconds apart unless said otherwise. Each host has two workers."""
+
+    def __init__(self) -> None:
+        self.crashes = CrashAttribution(NOTICE)
+        self.now = 0.0
+
+    def die(
+        self,
+        *groups: int,
+        worker: str = "w0",
+        host: str = "h0",
+        after: float = 10.0,
+        alone: bool = False,
+        alive: Collection[str] = (),
+    ) -> None:
+        """Lets a worker die `after` seconds. alive: workers on its host besides the usual two."""
+        self.now += after
+        death = Death(worker, host, self.now, frozenset(groups), groups[0] if alone else None, f"{worker} died")
+        self.crashes.record_death(death, {f"{host}a", f"{host}b", *alive} - {worker})
+
+    def lose_host(self, host: str, *groups_of_workers: tuple[int, ...], apart: float = 0.5) -> None:
+        for worker, groups in zip((f"{host}a", f"{host}b"), groups_of_workers, strict=True):
+            self.die(*groups, worker=worker, host=host, after=apart)
+
+
+def test_a_group_is_isolated_after_two_deaths_and_blamed_after_five() -> None:
+    fleet = Fleet()
+    for neighbour in range(10, 10 + ISOLATED_AFTER):
+        assert not fleet.crashes.is_suspect(3)
+        fleet.die(3, neighbour)
+    assert fleet.crashes.is_suspect(3)
+    assert not fleet.crashes.is_suspect(10)
+    for _ in range(ATTRIBUTED_AFTER):
+        assert not fleet.crashes.kills_workers(3)
+        fleet.die(3, alone=True)
+    assert fleet.crashes.kills_workers(3)
+    assert fleet.crashes.count == ISOLATED_AFTER + ATTRIBUTED_AFTER == 5
+    assert fleet.crashes.last_death(3) == "w0 died"
+
+
+def test_a_group_that_never_ran_alone_is_never_blamed() -> None:
+    fleet = Fleet()
+    for _ in range(20):
+        fleet.die(3)
+        fleet.crashes.record_failure(3, alone=False)
+    assert fleet.crashes.is_suspect(3)
+    assert not fleet.crashes.kills_workers(3)
+    assert not fleet.crashes.fails_alone(3)
+
+
+def test_a_lost_host_is_one_event_and_no_evidence() -> None:
+    fleet = Fleet()
+    fleet.lose_host("h7", (1, 2), (1, 2, 3))
+    assert not any(map(fleet.crashes.is_suspect, (1, 2, 3)))
+    fleet.die(1)
+    assert fleet.crashes.is_suspect(1)
+    for _ in range(2 * ATTRIBUTED_AFTER):
+        fleet.die(1, worker="h7a", host="h7", alone=True)
+        fleet.die(5, worker="h7b", host="h7", after=NOTICE / 2)
+    assert not fleet.crashes.kills_workers(1)
+
+
+def test_workers_of_a_host_that_die_long_after_each_other_are_no_lost_host() -> None:
+    fleet = Fleet()
+    fleet.lose_host("h7", (1, 2), (1, 3), apart=2 * NOTICE)
+    assert fleet.crashes.is_suspect(1)
+
+
+def test_a_host_of_which_a_worker_lives_is_not_lost() -> None:
+    fleet = Fleet()
+    fleet.die(1, worker="h7a", host="h7")
+    fleet.die(1, worker="h7b", host="h7", after=0.5, alive=["h7c"])
+    assert fleet.crashes.is_suspect(1)
+
+
+def test_isolated_groups_that_kill_their_workers_on_one_host_are_no_lost_host() -> None:
+    fleet = Fleet()
+    for _ in range(ISOLATED_AFTER):
+        fleet.die(1, 2)
+    for _ in range(ATTRIBUTED_AFTER):
+        fleet.die(1, worker="h7a", host="h7", alone=True)
+        fleet.die(2, worker="h7b", host="h7", after=0.5, alone=True)
+    assert fleet.crashes.kills_workers(1)
+    assert fleet.crashes.kills_workers(2)
+
+
+def test_a_group_needs_more_evidence_while_workers_die_without_it() -> None:
+    fleet = Fleet()
+    for _ in range(ISOLATED_AFTER):
+        fleet.die(3)
+    for _ in range(ATTRIBUTED_AFTER):
+        fleet.die(3, alone=True)
+        fleet.die(50, host="h9")
+        fleet.crashes.forget(50)  # It went on elsewhere.
+    assert not fleet.crashes.kills_workers(3)
+    for _ in range(MOST_FORGIVEN):
+        fleet.die(3, alone=True)
+    assert fleet.crashes.kills_workers(3)
+
+
+def test_deaths_that_another_suspect_explains_excuse_nobody() -> None:
+    fleet = Fleet()
+    for _ in range(ISOLATED_AFTER):
+        fleet.die(3, 4)
+    for _ in range(ATTRIBUTED_AFTER):
+        fleet.die(3, alone=True)
+        fleet.die(4, host="h9", alone=True)
+    assert fleet.crashes.kills_workers(3)
+    fleet.crashes.blame(3)
+    fleet.crashes.forget(3)
+    assert fleet.crashes.kills_workers(4)
+
+
+def test_an_attempt_that_goes_well_clears_a_group() -> None:
+    fleet = Fleet()
+    for _ in range(ISOLATED_AFTER):
+        fleet.die(3)
+        fleet.crashes.record_failure(3, alone=True)
+    fleet.crashes.forget(3)
+    assert not fleet.crashes.is_suspect(3)
+    assert not fleet.crashes.fails_alone(3)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_group_that_fails_without_deaths_is_given_up_where_it_fails_alone(alone: bool) -> None:
+    crashes = CrashAttribution(NOTICE)
+    for failure in range(FAILURES):
+        assert crashes.is_suspect(3) == (failure >= ISOLATED_AFTER)
+        assert not crashes.fails_alone(3)
+        crashes.record_failure(3, alone=alone and crashes.is_suspect(3))
+    assert crashes.fails_alone(3) == alone
+
+
+# ---- mutants: each breaks a rule, and some test above fails ------------------------------------------------
+
+
+def suspects_after_one_death(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(crash_attribution, "ISOLATED_AFTER", 1)
+
+
+def guilty_one_death_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(crash_attribution, "ATTRIBUTED_AFTER", ATTRIBUTED_AFTER - 1)
+
+
+def company_is_no_excuse(patch: pytest.MonkeyPatch) -> None:
+    def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
+        death.alone = next(iter(death.present), None)
+        whole(crashes, death, alive)
+
+    whole = CrashAttribution.record_death
+    patch.setattr(CrashAttribution, "record_death", record)
+
+
+def hosts_are_never_lost(patch: pytest.MonkeyPatch) -> None:
+    def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
+        whole(crashes, death, [*alive, "another"])
+
+    whole = CrashAttribution.record_death
+    patch.setattr(CrashAttribution, "record_death", record)
+
+
+def two_deaths_anywhere_are_a_lost_host(patch: pytest.MonkeyPatch) -> None:
+    def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
+        whole(crashes, death, ())
+
+    whole = CrashAttribution.record_death
+    patch.setattr(CrashAttribution, "record_death", record)
+
+
+def isolated_groups_lose_hosts(patch: pytest.MonkeyPatch) -> None:
+    def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
+        alone, death.alone = death.alone, None
+        whole(crashes, death, alive)
+        death.alone = alone
+
+    whole = CrashAttribution.record_death
+    patch.setattr(CrashAttribution, "record_death", record)
+
+
+def nothing_is_forgiven(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CrashAttribution, "_killed_by_others", lambda crashes, group, since: 0)
+
+
+def other_suspects_excuse(patch: pytest.MonkeyPatch) -> None:
+    def killed(crashes: CrashAttribution, group: int, since: float) -> int:
+        return sum(death.at >= since and group not in death.present for death in crashes._deaths)
+
+    patch.setattr(CrashAttribution, "_killed_by_others", killed)
+
+
+def nothing_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CrashAttribution, "forget", lambda crashes, group: None)
+
+
+def failures_need_no_isolation(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CrashAttribution, "fails_alone", lambda crashes, group: crashes._failures[group] >= FAILURES)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        suspects_after_one_death,
+        guilty_one_death_early,
+        company_is_no_excuse,
+        hosts_are_never_lost,
+        two_deaths_anywhere_are_a_lost_host,
+        isolated_groups_lose_hosts,
+        nothing_is_forgiven,
+        other_suspects_excuse,
+        nothing_is_forgotten,
+        failures_need_no_isolation,
+    ],
+)
+def test_a_mutant_is_found(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    rules = [test for name, test in globals().items() if name.startswith("test_") and name != "test_a_mutant_is_found"]
+    parametrized = test_a_group_that_fails_without_deaths_is_given_up_where_it_fails_alone
+    checks = [test for test in rules if test is not parametrized] + [lambda: parametrized(alone=False)]
+    assert any(map(fails, checks)), "no test noticed"
+
+
+def fails(test: Callable[[], None]) -> bool:
+    try:
+        test()
+    except AssertionError:
+        return True
+    return False

@@ -1,0 +1,117 @@
+"""Steps that fail: whose groups begin again, what ends the run, and whom it names."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.algorithms import grpo
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.iterations import MOST_LOST_STEPS
+from asyncrl.controller.journal import ledger
+from asyncrl.errors import DeadlineExceeded, FleetFailed, LostRows, PeerLost, WeightsError
+from asyncrl.fleet.fleet import Fleet
+from asyncrl.protocols.batch import Cuts
+from asyncrl.protocols.messages import StepReport
+from asyncrl.simulation.fakes.generation import FakeGeneration
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from scene import Scene
+
+
+class FailingTraining(FakeTraining):
+    """Raises `error` in the second step."""
+
+    def __init__(self, generation: FakeGeneration, error: BaseException) -> None:
+        super().__init__(StepCost(1.0), 1, [generation], seed=0)
+        self._error = error
+
+    async def step(self, cuts: Cuts) -> StepReport:
+        if self.version == 1 and self._error:
+            error, self._error = self._error, None  # type: ignore[assignment]
+            raise error
+        return await super().step(cuts)
+
+
+def test_a_lost_trainer_ends_the_run_with_the_code_to_resume() -> None:
+    scene = Scene()
+    scene.training = FailingTraining(scene.generation, PeerLost("training0.0 died"))
+    with pytest.raises(FleetFailed, match=r"step from version 1: training0\.0 died") as caught:
+        scene.play()
+    assert caught.value.exit_code == 75
+
+
+def test_a_trainer_that_does_not_answer_is_lost_too() -> None:
+    scene = Scene()
+    late = DeadlineExceeded("training0.0 did not answer step within 600 s")
+    scene.training = FailingTraining(scene.generation, late)
+    with pytest.raises(FleetFailed, match=r"step from version 1: training0\.0 did not answer step") as caught:
+        scene.play()
+    assert caught.value.exit_code == 75
+
+
+def test_lost_rows_send_their_groups_back() -> None:
+    scene = Scene()
+    scene.training = FailingTraining(scene.generation, LostRows("slot 3 was freed"))
+    scene.play()
+    assert scene.gate.version == 3
+    assert {attempt.reason for attempt in scene.records(ledger.AttemptStarted)} == {"slot 3 was freed"}
+
+
+def test_only_the_groups_whose_rows_are_lost_begin_again() -> None:
+    class Forgetful(FailingTraining):
+        async def step(self, cuts: Cuts) -> StepReport:
+            if cuts.version == 1 and self._error is not None:
+                place = cuts.batch.rows[0].places[0]
+                self._error = LostRows("a slot was freed", [(place.owner, place.slot)])
+                lost.append(cuts.batch.rows[0].group)
+            return await super().step(cuts)
+
+    scene, lost = Scene(), list[int]()
+    scene.training = Forgetful(scene.generation, LostRows("replaced"))
+    scene.play()
+    assert [(again.group, again.reason) for again in scene.records(ledger.AttemptStarted)] == [
+        (lost[0], "a slot was freed")
+    ]
+    assert len(lost) == 1
+
+
+def test_rows_that_are_lost_again_and_again_end_the_run_with_a_clear_word() -> None:
+    class Amnesic(FakeTraining):
+        steps = 0
+
+        async def step(self, cuts: Cuts) -> StepReport:
+            self.steps += 1
+            raise LostRows("the owner of inproc://a is gone")
+
+    scene = Scene()
+    scene.training = trainer = Amnesic(StepCost(1.0), 1, [scene.generation], seed=0)
+    words = rf"{MOST_LOST_STEPS} steps in a row from version 0 lost rows .* the owner of inproc://a is gone"
+    with pytest.raises(FleetFailed, match=words) as caught:
+        scene.play()
+    assert trainer.steps == MOST_LOST_STEPS
+    assert caught.value.exit_code == 75
+
+
+def test_an_iteration_blames_the_worker_that_the_error_names() -> None:
+    async def train(fleet: Fleet, control: Controller) -> None:
+        async for iteration in control.iterations():
+            with iteration as cuts:
+                raise PeerLost("reward0.0-0-12: it was killed")
+            control.trained(await fleet.training.step(cuts))
+
+    scene = Scene()
+    scene.algorithm = Algorithm(grpo.roll_out, train)
+    with pytest.raises(FleetFailed, match=r"step from version 0: reward0\.0-0-12: it was killed") as caught:
+        scene.play()
+    assert "trainer" not in str(caught.value)
+    assert "critic" not in str(caught.value)
+
+
+def test_another_error_of_a_step_is_the_runs_error() -> None:
+    scene = Scene()
+    scene.training = FailingTraining(scene.generation, WeightsError("slot 0 does not match its digest"))
+    with pytest.raises(WeightsError, match="does not match its digest"):
+        scene.play()

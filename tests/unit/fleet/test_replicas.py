@@ -1,0 +1,247 @@
+"""The choice of a replica: the freest live one, that of a group, those that hold rows; at any number of replicas."""
+
+import asyncio
+import random
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import DeadlineExceeded, PeerLost
+from asyncrl.fleet.replicas import Replica, Replicas
+from asyncrl.fleet.row_holders import RowHolders
+from asyncrl.fleet.service_calls import make_handle
+from asyncrl.protocols.batch import BatchRef, Place, RowRef, SampleName
+from asyncrl.protocols.messages import PromptGroup, SampleText
+from asyncrl.protocols.rank_layout import Layout
+from asyncrl.protocols.service_contracts import Generation, GroupReward, Lane, Reference
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from instruction_count import counting
+
+
+class Worker:
+    """Answers calls at once. released: samples of each release; dead: whether calls find it dead; late: whether a
+    release is not answered in time; held: set while scores are not answered."""
+
+    def __init__(self) -> None:
+        self.lost = asyncio.Event()
+        self.calls: list[tuple[str, Any]] = []
+        self.dead = False
+        self.late = False
+        self.answering = asyncio.Event()
+        self.answering.set()
+
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> Any:
+        self.calls.append((method, args[0]))
+        if self.dead:
+            raise PeerLost("killed")
+        if self.late:
+            raise DeadlineExceeded("no answer")
+        await self.answering.wait()
+        if method == "texts":
+            return [SampleText(row.group, row.member, "", "") for row in args[0]]
+        return args[0] if isinstance(args[0], BatchRef) else None
+
+    async def stream(self, method: str, args: tuple[Any, ...], deadline: float) -> Any:
+        (group,) = args
+        self.calls.append((method, group.id))
+        yield rows(*((group.id, member, group.attempt) for member in group.members))
+
+    def of(self, method: str) -> list[Any]:
+        return [argument for called, argument in self.calls if called == method]
+
+
+def rows(*names: SampleName) -> BatchRef:
+    place = Place("owner", 0, 1, ("text",))
+    return BatchRef(tuple([RowRef(*name, 0, 1, 1, 0, 0, "stop", (place,)) for name in names]))
+
+
+def service(count: int) -> tuple[Replicas, list[Worker]]:
+    replicas, workers = Replicas("generation", count, Layout()), [Worker() for _ in range(count)]
+    for remote, worker in zip(replicas, workers, strict=True):
+        remote.connected(f"{remote.name}-0-a", dict.fromkeys(Lane, worker))
+    return replicas, workers
+
+
+def group(number: int, attempt: int = 0, members: tuple[int, ...] = (0, 1)) -> PromptGroup:
+    return PromptGroup(number, attempt, 0, "", members, 0, 0, 1.0, 8, 30.0)
+
+
+async def generate(handle: Generation, prompts: PromptGroup) -> list[SampleName]:
+    return [row.name async for found in handle.generate(prompts) for row in found]
+
+
+# ---- the freest one --------------------------------------------------------------------------------------
+
+
+async def test_the_chosen_replica_is_live_and_has_the_fewest_calls_whatever_happens() -> None:
+    for seed in range(20):
+        chance = random.Random(seed)
+        replicas, _ = service(5)
+        running: list[Replica] = []
+        for _ in range(300):
+            worker = replicas.worker(chance.randrange(5), 0)
+            match chance.choice(["call", "call", "answer", "die", "break", "come back"]):
+                case "call" if any(replica.alive for replica in replicas.replicas):
+                    chosen = await replicas.least_loaded(10)
+                    assert chosen.alive
+                    assert chosen.load == min(replica.load for replica in replicas.replicas if replica.alive)
+                    chosen.__enter__()
+                    running.append(chosen)
+                case "answer" if running:
+                    running.pop(chance.randrange(len(running))).__exit__()
+                case "die":
+                    worker.lost("killed", restarting=True)
+                case "break" if worker.alive:
+                    worker.channels[Lane.WORK].lost.set()
+                case "come back":
+                    worker.connected(f"{worker.name}-0-{chance.random()}", dict.fromkeys(Lane, Worker()))
+
+
+async def test_single_calls_are_spread_over_idle_replicas() -> None:
+    replicas, workers = service(3)
+    reference = make_handle(Reference, replicas, 5.0)
+    for number in range(6):
+        await reference.logprobs(rows((number, 0, 0)))
+    assert [len(worker.calls) for worker in workers] == [2, 2, 2]
+
+
+async def test_the_choice_of_a_replica_costs_no_more_among_a_thousand() -> None:
+    few, many = await _instructions_of_choices(8), await _instructions_of_choices(1000)
+    assert many <= 1.1 * few
+
+
+async def _instructions_of_choices(count: int) -> int:
+    replicas, _ = service(count)
+    running = deque[Replica]()
+
+    async def call() -> None:
+        replica = await replicas.least_loaded(10)
+        replica.__enter__()
+        running.append(replica)
+        if len(running) > 2 * count:
+            running.popleft().__exit__()
+
+    for _ in range(2 * count):
+        await call()
+    with counting() as counted:
+        for _ in range(200):
+            await call()
+    return counted.instructions
+
+
+# ---- that of a group -------------------------------------------------------------------------------------
+
+
+async def test_the_samples_of_a_group_meet_in_one_replica_while_one_of_them_waits_there() -> None:
+    replicas, workers = service(3)
+    reward = make_handle(GroupReward, replicas, 5.0)
+    for worker in workers:
+        worker.answering.clear()
+    async with asyncio.TaskGroup() as tasks:
+        for member in range(4):
+            for number in range(3):
+                tasks.create_task(reward.score(rows((number, member, 0)), {}))
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for worker in workers:
+            assert len({batch.rows[0].group for batch in worker.of("score")}) == 1
+            assert len(worker.of("score")) == 4
+            worker.answering.set()
+    assert replicas.affinity.replica(0) is None
+
+
+async def test_when_the_replica_of_a_group_dies_its_samples_gather_at_another_one() -> None:
+    replicas, workers = service(3)
+    reward = make_handle(GroupReward, replicas, 5.0)
+    for worker in workers:
+        worker.answering.clear()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(reward.score(rows((0, 0, 0)), {}))
+        await asyncio.sleep(0)
+        (first,) = [worker for worker in workers if worker.calls]
+        first.dead = True
+        replicas.worker(workers.index(first), 0).lost("killed", restarting=True)
+        for member in (1, 2):
+            tasks.create_task(reward.score(rows((0, member, 0)), {}))
+        await asyncio.sleep(0)
+        assert sorted(len(worker.calls) for worker in workers) == [0, 1, 2]
+        for worker in workers:
+            worker.answering.set()
+
+
+# ---- those that hold rows --------------------------------------------------------------------------------
+
+
+async def test_a_release_goes_to_the_replicas_that_hold_the_rows_and_to_no_other() -> None:
+    replicas, workers = service(4)
+    generation = make_handle(Generation, replicas, 5.0)
+    names = [name for number in range(3) for name in await generate(generation, group(number))]
+    await generation.release(names, 0)
+    assert [worker.of("release") for worker in workers] == [[names[0:2]], [names[2:4]], [names[4:6]], []]
+    await generation.release(names, 0)
+    assert sum(len(worker.of("release")) for worker in workers) == 3, "what was freed is freed once"
+    assert not len(replicas.holders)
+
+
+async def test_rows_of_a_call_that_failed_are_released_too() -> None:
+    """Its answer was lost, and perhaps the row was made."""
+    replicas, (first, second) = service(2)
+    reference = make_handle(Reference, replicas, 5.0)
+    first.dead = True
+    await reference.logprobs(rows((7, 0, 0)))
+    first.dead = False
+    await reference.release([(7, 0, 0)], 0)
+    assert first.of("release") == second.of("release") == [[(7, 0, 0)]]
+
+
+async def test_a_release_of_an_old_attempt_leaves_the_newer_one() -> None:
+    replicas, (first, second) = service(2)
+    generation = make_handle(Generation, replicas, 5.0)
+    old, new = await generate(generation, group(1)), await generate(generation, group(1, attempt=1))
+    await generation.release(old, 0)
+    assert (first.of("release"), second.of("release")) == ([old], [])
+    await generation.release(new, 0)
+    assert second.of("release") == [new]
+
+
+async def test_a_release_that_one_replica_does_not_answer_is_repeated_there_only() -> None:
+    replicas, (first, second) = service(2)
+    generation = make_handle(Generation, replicas, 5.0)
+    names = await generate(generation, group(1)) + await generate(generation, group(2))
+    first.late = True
+    with pytest.raises(DeadlineExceeded):
+        await generation.release(names, 0)
+    first.late = False
+    await generation.release(names, 0)
+    assert (len(first.of("release")), len(second.of("release"))) == (2, 1)
+
+
+async def test_the_rows_of_a_dead_replica_are_forgotten_and_its_successor_hears_nothing_of_them() -> None:
+    replicas, (first, second) = service(2)
+    generation = make_handle(Generation, replicas, 5.0)
+    names = await generate(generation, group(1)) + await generate(generation, group(2))
+    replicas.worker(0, 0).lost("killed", restarting=True)
+    await generation.release(names, 0)
+    assert (first.of("release"), second.of("release")) == ([], [names[2:]])
+    assert not len(replicas.holders)
+
+
+async def test_texts_are_asked_of_those_who_hold_them() -> None:
+    replicas, workers = service(4)
+    generation = make_handle(Generation, replicas, 5.0)
+    for number in range(3):
+        await generate(generation, group(number))
+    texts = await generation.texts(rows((2, 1, 0), (0, 0, 0)))
+    assert sorted((text.group, text.member) for text in texts) == [(0, 0), (2, 1)]
+    assert [len(worker.of("texts")) for worker in workers] == [1, 0, 1, 0]
+
+
+def test_the_greedy_answer_of_a_group_is_held_like_its_samples() -> None:
+    holders = RowHolders[str]()
+    holders.add("a", group(1, members=(-1,)))
+    holders.add("b", group(1))
+    assert holders.split([(1, -1, 0), (1, 1, 0)]) == {"a": [0], "b": [1]}

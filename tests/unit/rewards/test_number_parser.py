@@ -1,0 +1,310 @@
+"""Formats of numbers, and what each means. A text that may mean several things means nothing."""
+
+import time
+
+import pytest
+
+from asyncrl.errors import RewardError
+from asyncrl.rewards import Sample
+from asyncrl.rewards.number_parser import last_number
+from asyncrl.rewards.templates import numeric
+
+NUMBERS: dict[str, float] = {
+    # plain
+    "72": 72,
+    "it is 72": 72,
+    "It is 72.": 72,
+    "is it 72?": 72,
+    "007": 7,
+    "0": 0,
+    "5.": 5,
+    ".5": 0.5,
+    "5.0": 5,
+    "0.3333": 0.3333,
+    "72\n": 72,
+    "72, I think": 72,
+    "x = 72": 72,
+    "x=72": 72,
+    "Answer:72": 72,
+    "#### 72": 72,
+    "####72": 72,
+    "so #72": 72,
+    "3 + 4 = 7": 7,
+    "first 3, then 4": 4,
+    "5 apples": 5,
+    "x = 3, y = 5": 5,
+    "There are 3. 5 is right": 5,
+    "Question 3: 5": 5,
+    "**72**": 72,
+    "`72`": 72,
+    "_72_": 72,
+    '"72"': 72,
+    "(72)": 72,
+    "[72]": 72,
+    "{72}": 72,
+    "the sum (that is 72)": 72,
+    "the answer\nis\n72": 72,
+    "72 - because": 72,
+    "<answer>72</answer>": 72,
+    "<b>72</b> it is": 72,
+    "It is 72…": 72,
+    "72 — because": 72,
+    "equal to 72": 72,
+    "12 and we got = 5": 5,
+    # signs
+    "-5": -5,
+    "+5": 5,
+    "x = -5": -5,
+    "x = - 5": -5,
+    "−5": -5,
+    "it is −5.": -5,
+    "(-5)": -5,
+    "-.5": -0.5,
+    "-0": 0,
+    "-5%": -5,
+    "first 3, then -4": -4,
+    "-1,234": -1234,
+    "-1e3": -1000,
+    # thousands
+    "1,234": 1234,
+    "1,234.50 dollars": 1234.5,
+    "1,234,567": 1234567,
+    "12,345": 12345,
+    "123,456.7": 123456.7,
+    "1'234'567": 1234567,
+    "1’234": 1234,
+    "1_234_567": 1234567,
+    "1\u202f234": 1234,
+    "1\u00a0234\u00a0567": 1234567,
+    "1\u2009234.5": 1234.5,
+    "1.234,5": 1234.5,
+    "1.234.567,89": 1234567.89,
+    "1\u202f234,5": 1234.5,
+    "1.234": 1.234,
+    "#### 1,234": 1234,
+    r"1{,}234": 1234,
+    r"1\,234": 1234,
+    r"1\,234\,567": 1234567,
+    r"10,\!000": 10000,
+    # fractions
+    "3/4": 0.75,
+    "-1/2": -0.5,
+    "1 1/2": 1.5,
+    "-1 1/2": -1.5,
+    "½": 0.5,
+    "1½": 1.5,
+    "1 ½": 1.5,
+    "3⁄4": 0.75,
+    "¾ of it": 0.75,
+    "6/3": 2,
+    "x = 1/8": 0.125,
+    "1,000/8": 125,
+    "(1/2)": 0.5,
+    "12/25": 0.48,
+    # powers of ten
+    "1e3": 1000,
+    "1E3": 1000,
+    "1.5e-4": 0.00015,
+    "1.5E+4": 15000,
+    "-2e2": -200,
+    "2 x 10^3": 2000,
+    "2×10^3": 2000,
+    "2*10^3": 2000,
+    "2 · 10^3": 2000,
+    "2 × 10⁻³": 0.002,
+    "10^3": 1000,
+    "10⁶": 1e6,
+    "10^-3": 0.001,
+    "-10^3": -1000,
+    r"2 \times 10^{3}": 2000,
+    r"10^{-2}": 0.01,
+    r"1.5 \cdot 10^4": 15000,
+    "x = 10^2": 100,
+    # percent, currencies, units, words
+    "50%": 50,
+    "50 %": 50,
+    "50 percent": 50,
+    r"50\%": 50,
+    "5‰": 5,
+    "$5": 5,
+    "$1,234.50": 1234.5,
+    "5€": 5,
+    "€5": 5,
+    "£3.50": 3.5,
+    "US$5": 5,
+    "-$5": -5,
+    "$-5": -5,
+    "5 USD": 5,
+    "USD 5": 5,
+    "5USD": 5,
+    "¥500": 500,
+    "99¢": 99,
+    "5km": 5,
+    "5 km": 5,
+    "60 km/h": 60,
+    "60km/h": 60,
+    "5 m^2": 5,
+    "5 m²": 5,
+    "5 cm^3": 5,
+    "9.8 m/s^2": 9.8,
+    "20°C": 20,
+    "20 °C": 20,
+    "90°": 90,
+    "5ms": 5,
+    "5 seconds": 5,
+    "12kg.": 12,
+    "5 million": 5e6,
+    "2 thousand": 2000,
+    "1.5 billion dollars": 1.5e9,
+    "3 dozen": 36,
+    "$5 million": 5e6,
+    "2 hundred.": 200,
+    "2 hours 30 minutes": 30,
+    # LaTeX and boxes
+    r"\boxed{42}": 42,
+    r"\boxed{-3}": -3,
+    r"\boxed{ 42 }": 42,
+    r"$\boxed{42}$.": 42,
+    r"\boxed{42} of 50": 42,
+    r"\boxed{1} or \boxed{2}": 2,
+    r"\boxed{\frac{3}{4}}": 0.75,
+    r"\boxed{\dfrac{3}{4}}": 0.75,
+    r"\frac34": 0.75,
+    r"-\frac{1}{2}": -0.5,
+    r"1\frac{1}{2}": 1.5,
+    r"\boxed{\tfrac{-1}{2}}": -0.5,
+    r"\boxed{x = 5}": 5,
+    "$5$": 5,
+    "$$5$$": 5,
+    "$-5$": -5,
+    r"\(5\)": 5,
+    r"\[ 5 \]": 5,
+    r"\boxed{5\text{ cm}}": 5,
+    r"\boxed{50\%}": 50,
+    r"\boxed{\$5}": 5,
+    r"\boxed{1{,}234}": 1234,
+    r"\boxed{90^\circ}": 90,
+    r"\boxed{90^{\circ}}": 90,
+    r"\boxed{\text{5}}": 5,
+    r"\boxed{\mathbf{5}}": 5,
+    r"5\,\mathrm{km}": 5,
+    r"\approx 5": 5,
+    "≈ 5": 5,
+    "≈5": 5,
+    "~5": 5,
+    r"\boxed{1,234,567}": 1234567,
+    r"\boxed{3 \times 10^{5}}": 300000,
+    r"\boxed{\left(5\right)}": 5,
+    # other scripts
+    "１２": 12,
+    "٣": 3,
+    "१२": 12,
+}
+
+NOTHING = (
+    *("", "no number", "five", "∞", "nan", "inf", "-"),
+    # tuples, lists, sets
+    *(
+        "(1,2)",
+        "(1, 2)",
+        "[3, 5]",
+        "{1,2}",
+        "1, 2",
+        "1, 2, 3",
+        "1; 2",
+        "1,2",
+        "(1,234)",
+        "3 and 5",
+        "3, and 5",
+        "3 & 5",
+    ),
+    *("1 2", "1 234", "1 234 567", "555 123", "(1,2,3)", "\\boxed{1,2}", "\\boxed{(1,2)}", "\\boxed{1, 2}"),
+    # choices and ranges
+    *("3 or 5", "3, or 5", "5 or more", "5 or so", "3-5", "3–5", "3 - 5", "3 — 5", "3 to 5", "from 3 to 5", "3..5"),
+    *("between 3 and 5", "3~5", "3 through 5", "3 vs 5", "3…5"),
+    # expressions and bounds
+    *("7-3", "7+3", "7*3", "7 - 3", "7 + 3", "7 * 3", "7 × 3", "2 x 3", "7x3", "x + 5", "5 + x", "5 x", "x-5", "5x"),
+    *(
+        "2^3",
+        "2**3",
+        "x^2",
+        "2³",
+        "5!",
+        "5 !",
+        "√2",
+        "2√2",
+        "2π",
+        "2 pi",
+        "5 squared",
+        "> 5",
+        ">5",
+        "< 5",
+        "<=5",
+        "≤ 5",
+    ),
+    *(
+        "3 & 5",
+        "≤ 5",
+        "x ≥ 5",
+        "±5",
+        "± 5",
+        "!= 5",
+        "≠5",
+        "5+",
+        "- 5",
+        "the answer - 5",
+        "5 * y",
+        "f(5)",
+        "7=3+4",
+        "x > 5",
+        "|5|",
+    ),
+    *("10^3^2", "1e3.5", "1e", "2e", "5 and a half", "5 and three quarters"),
+    # dates, times, ratios, versions, addresses
+    *("2024-05", "2024-05-01", "12/25/2024", "01.02.2024", "May 5, 2024", "May 5", "5 May", "May 2024", "10:30", "3:1"),
+    *("1.2.3", "v1.2", "1.234.567", "192.168.0.1", "555-1234", "+1 555 123 4567", "10:30:15", "2/3/4", "3/0"),
+    # decimal commas and groups that are none
+    *("0,5", "3,14", "1234,5", "1,23", "1,2345", "1,00,000", "12,34,567", "0,123", "1,234,56", ",5", "1_0", "1,,000"),
+    # letters and names
+    *("GPT-4", "H2O", "A4", "COVID-19", "1st", "2nd", "5th", "0x1F", "0b101", "5k", "5M", "5B", "5 k", "5 M", "5 bn"),
+    *("2h30", "3D", "x2", "5a", "CO2", "e5", "1e999", "($5)", "--5", "+-5", "1.5/2"),
+    # items of lists, and boxes
+    *("1. Add", "1. Add\n2. Take away", "2) Take away", "(2) Take away"),
+    *("\\boxed{12", "\\boxed{x}", "\\boxed{}", "\\boxed{3\\sqrt{2}}", "\\boxed{2\\pi}", "\\boxed{3!}", "\\boxed{x} 5"),
+    *("\\frac{a}{2}", "\\frac{1}{x}", "\\frac{1}{2}x", "\\boxed{2^{10}}", "\\boxed{[1,2]}", "\\boxed{5 \\pm 1}"),
+    *("\\boxed{1 \\text{ or } 2}", "\\boxed{\\frac{1}{0}}", "\\boxed{-}"),
+)
+
+
+def test_the_table_has_two_hundred_formats_and_more() -> None:
+    assert len(NUMBERS) >= 150
+    assert len(set(NOTHING)) >= 130
+
+
+@pytest.mark.parametrize(("text", "value"), NUMBERS.items())
+def test_a_format_that_means_a_number(text: str, value: float) -> None:
+    assert last_number(text) == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize("text", dict.fromkeys(NOTHING))
+def test_a_format_that_means_nothing(text: str) -> None:
+    assert last_number(text) is None
+
+
+def test_numbers_that_python_writes_are_read_back() -> None:
+    for value in (0.1, 1e-07, 1e22, 123456789.25, -3, 2**70, 1 / 3):
+        assert last_number(str(value)) == value
+
+
+def test_an_ambiguous_end_is_no_number_whatever_stands_before_it() -> None:
+    sample = Sample("p", "The answer is 5. It is 5-6", {"prompt": "p", "answer": 5}, 0, 0, "stop", 1)
+    assert numeric()(sample) == 0
+    with pytest.raises(RewardError, match=r"no number, or one that may mean several things: '\(1,2\)'"):
+        numeric()(Sample("p", "12", {"prompt": "p", "answer": "(1,2)"}, 0, 0, "stop", 1))
+
+
+@pytest.mark.parametrize("piece", ["9", "1,", "1,234", "(", "{", "\\boxed{", "\\frac{1}", "10^", "- ", "1 ", "\n1. "])
+def test_long_texts_take_milliseconds(piece: str) -> None:
+    began = time.process_time()
+    last_number(piece * 5000)
+    assert time.process_time() - began < 1
