@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import TaskError
-from asyncrl.tasks.prompt_draw import Messages, Prompts
+from asyncrl.tasks.prompt_rows import Messages, Prompts
 
 LOOKED_AT = 20_000
 """Rows of a source whose characters are counted, evenly spread; so many rows of a Parquet file take a second."""

@@ -20,7 +20,7 @@ from asyncrl.config.install_hints import install_extra
 from asyncrl.config.schema import Config, TaskConfig
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.tasks.prompt_draw import Prompts, plain
+from asyncrl.tasks.prompt_rows import Prompts, plain
 
 Rows = Sequence[Mapping[str, Any]]
 TRAINING_SEED, HELD_OUT_SEED = 0, 1

@@ -13,7 +13,7 @@ from asyncrl.bench.learning.grid import SYNCHRONOUS, Candidate, Claim, Grid, Res
 from asyncrl.bench.learning.plots import TEMPLATES, plots
 from asyncrl.bench.learning.result_cells import Cell, cells, ranking, results_in_grid
 from asyncrl.bench.measurements import LOADED, differences, recovered_share, upper_bound
-from asyncrl.experiments import experiments
+from asyncrl.config.sources.packaged_experiments import experiments
 
 PLOTS = "learning"
 """Folder of the plots, beside docs/learning.md."""

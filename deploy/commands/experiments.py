@@ -7,7 +7,7 @@ def main(arguments: list[str]) -> int:
     if arguments:
         print(USAGE)
         return 0 if arguments[0] in ("-h", "--help") else 2
-    from asyncrl.experiments import experiments
+    from asyncrl.config.sources.packaged_experiments import experiments
 
     found = experiments()
     width = max(map(len, found), default=0)

@@ -1,6 +1,5 @@
 """Some thousands of inputs for each reader of strange bytes; `scripts/fuzz --inputs N` takes as many as wanted."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,15 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl.controller.journal.journal import FRAME, encode
+from asyncrl.lanes.data.row_server import FETCH
+from asyncrl.protocols.messages import Call
+from asyncrl.rewards.execution.child_server import packed
+from tests.fuzz.targets import RECORDS, TARGETS, framed, frames_of, joined
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-from targets import RECORDS, TARGETS, framed, frames_of, joined  # noqa: E402
-
-from asyncrl.controller.journal.journal import FRAME, encode  # noqa: E402
-from asyncrl.lanes.data.row_server import FETCH  # noqa: E402
-from asyncrl.protocols.messages import Call  # noqa: E402
-from asyncrl.rewards.execution.child_server import packed  # noqa: E402
-
 INPUTS = 500
 WHERE = st.floats(0, 1, exclude_max=True)
 EDITS = st.lists(st.tuples(st.integers(0, 4), WHERE, WHERE, st.binary(min_size=1, max_size=8)), min_size=1, max_size=5)

@@ -178,7 +178,7 @@ def test_functions_named_in_structures_exist() -> None:
         target = line.split("`")[1]
         file, _, name = target.partition(":")
         tree = ast.parse((ROOT / file).read_text())
-        owners = [tree, *[n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]]
+        owners: list[ast.Module | ast.ClassDef] = [tree, *[n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]]
         defined = {
             f"{owner.name}.{n.name}" if isinstance(owner, ast.ClassDef) else n.name
             for owner in owners

@@ -99,7 +99,7 @@ def tuple_assignments() -> Iterator[str]:
             targets = node.targets if isinstance(node, ast.Assign) else []
             for target in targets:
                 if isinstance(target, ast.Tuple) and all(is_own_attribute(each) for each in target.elts):
-                    yield f"{file}:{node.lineno}"
+                    yield f"{file}:{target.lineno}"
 
 
 def is_own_attribute(node: ast.expr) -> bool:

@@ -6,7 +6,8 @@ import pytest
 
 from asyncrl.controller.gate.admission import Admission
 from asyncrl.simulation.admission_sweep import compare
-from asyncrl.simulation.scenarios import Scenario, simulate
+from asyncrl.simulation.scenarios import Scenario
+from asyncrl.simulation.simulated_run import simulate
 
 STEPS = 60
 LARGE_CUSHION = {"slower generator": 2}

@@ -1,9 +1,7 @@
 """Trials with faults find each of these mistakes, so their checks can fail."""
 
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,9 +35,7 @@ from asyncrl.simulation.fakes.training import FakeTraining
 from asyncrl.simulation.faults.simulate_command import described, outcome_of
 from asyncrl.simulation.faults.trial_execution import TrialRun
 from asyncrl.simulation.faults.trial_plan import draw_trial
-
-sys.path.insert(0, str(Path(__file__).parent))
-from broken_tracker import (
+from tests.simulation.broken_tracker import (
     a_drop_is_not_journaled,
     all_that_was_sent_counts_as_trained,
     neither_looks_at_the_loss,

@@ -2,10 +2,8 @@
 workers with two thousand samples do; on virtual time, over the in-process wire."""
 
 import asyncio
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +12,7 @@ from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.observers.events import Event, StepDone
 from asyncrl.simulation.large_fleet import LargeFleet, LargeRun, WatchedLoop, run_large_fleet
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from instruction_count import counting
+from tests.instruction_count import counting
 
 COUNTED_FROM = 3
 """Step after which instructions are counted: by then every sample of the first draw is scored, so that in each further

@@ -1,8 +1,6 @@
 """Each of these mistakes is found by the random schedules: the invariants can fail."""
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +18,9 @@ from asyncrl.controller.rollouts import Rollouts
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import AsyncrlError
-from asyncrl.simulation.scenarios import Scenario, simulate
-
-sys.path.insert(0, str(Path(__file__).parent))
-from broken_tracker import (
+from asyncrl.simulation.scenarios import Scenario
+from asyncrl.simulation.simulated_run import simulate
+from tests.simulation.broken_tracker import (
     a_drop_is_not_journaled,
     all_that_was_sent_counts_as_trained,
     neither_looks_at_the_loss,

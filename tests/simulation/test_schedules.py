@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.simulation.scenarios import FaultRates, Scenario, simulate
+from asyncrl.simulation.scenarios import FaultRates, Scenario
+from asyncrl.simulation.simulated_run import simulate
 
 SEEDS = 200
 Draw = Callable[[int], Scenario]
@@ -48,7 +49,7 @@ def test_another_seed_gives_another_history() -> None:
 
 def test_the_history_is_the_same_in_another_process() -> None:
     code = (
-        "from asyncrl.simulation.scenarios import *; "
+        "from asyncrl.simulation.scenarios import *; from asyncrl.simulation.simulated_run import *; "
         "print(simulate(Scenario(steps=3, seed=7, faults=FaultRates(generation=20, reward=20))).digest)"
     )
     python = [sys.executable, "-c", code]

@@ -73,7 +73,7 @@ def standin_specs(config: Config) -> list[ServiceSpec]:
 
 
 if __name__ == "__main__":
-    training_run.commit = commit_until_the_fault
+    vars(training_run)["commit"] = commit_until_the_fault
     if FAULTS.get("standins"):
-        run_setup.prepare, run_setup.service_specs = no_model, standin_specs
+        vars(run_setup).update(prepare=no_model, service_specs=standin_specs)
     sys.exit(cli.main())

@@ -10,9 +10,9 @@ from asyncrl.config.problems import report
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.keys import closest
 from asyncrl.config.sources.layers import ConfigLayer, environment_layer, file_layer, flags_layer, values_layer
-from asyncrl.config.sources.value_errors import config_of, problems_of_all, problems_of_values
+from asyncrl.config.sources.packaged_experiments import SUFFIX, experiment_text, experiments
+from asyncrl.config.sources.value_validation import config_of, problems_of_all, problems_of_values
 from asyncrl.errors import ConfigError
-from asyncrl.experiments import SUFFIX, experiment_text, experiments
 
 
 @dataclass(frozen=True, slots=True)

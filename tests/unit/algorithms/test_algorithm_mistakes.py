@@ -2,10 +2,8 @@
 
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +25,7 @@ from asyncrl.simulation.fakes.critic import FakeCritic
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import CONFIG, Scene
+from tests.unit.scene import CONFIG, Scene
 
 
 async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
@@ -244,7 +240,6 @@ def test_an_algorithm_that_forgets_what_its_algorithm_trains_with_is_told_the_ca
     scene.cost = FakeReward(0.1)
     scene.critic = FakeCritic(0.1, 0.1, [scene.generation])
     scene.cost_critic = FakeCritic(0.1, 0.1, [scene.generation, scene.critic], "cost")
-    scene.critic._hosts = (scene.generation, scene.critic, scene.cost_critic)
     scene.training.read_from((scene.generation, scene.critic, scene.cost_critic))
     scene.algorithm = Algorithm(forgetful, safe_rlhf.train, "algorithms:MINE")
     if says:

@@ -23,9 +23,7 @@ from asyncrl.errors import AlgorithmError, ConfigError, PeerLost
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.simulation.fakes.scoring import FakeReward
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import CONFIG, Scene
+from tests.unit.scene import CONFIG, Scene
 
 
 async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:

@@ -2,10 +2,8 @@
 
 import inspect
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +19,7 @@ from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.messages import Score
 from asyncrl.simulation.fakes.critic import FakeCritic
 from asyncrl.simulation.fakes.training import FakeTraining
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import Scene
+from tests.unit.scene import Scene
 
 
 async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:

@@ -1,9 +1,7 @@
 """PPO's algorithm over simulated services: what it asks of the critic, and what becomes of it when something is
 lost."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +12,7 @@ from asyncrl.protocols.batch import Cuts
 from asyncrl.protocols.messages import StepReport, ValueReport
 from asyncrl.simulation.fakes.critic import FakeCritic
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import CONFIG, Scene
+from tests.unit.scene import CONFIG, Scene
 
 
 class PpoScene(Scene):

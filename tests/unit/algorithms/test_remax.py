@@ -1,10 +1,8 @@
 """ReMax's algorithm over simulated services: what the greedy answer decides, and where it never comes."""
 
 import asyncio
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +25,7 @@ from asyncrl.protocols.messages import PromptGroup, Score
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import Scene
+from tests.unit.scene import Scene
 
 CONFIG = GateConfig(groups=2, members=4, limit=1, policy="mask", slots=16, cut_at=2, baseline=1, greedy=True)
 

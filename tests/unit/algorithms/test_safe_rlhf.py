@@ -1,7 +1,5 @@
 """Safe RLHF's algorithm over simulated services: what it asks of cost service and cost critic, and what it hands on."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,7 @@ from asyncrl.protocols.messages import Score, ValueReport
 from asyncrl.simulation.fakes.critic import FakeCritic
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import CONFIG, Scene
+from tests.unit.scene import CONFIG, Scene
 
 
 class Price(FakeReward):

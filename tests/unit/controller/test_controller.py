@@ -1,12 +1,10 @@
 """The controller over simulated services: what ends a run, what it survives, and in which order things happen."""
 
 import asyncio
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -32,9 +30,7 @@ from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant, stragglers
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import CONFIG, Scene, settings
+from tests.unit.scene import CONFIG, Scene, settings
 
 
 def test_a_run_trains_its_steps_and_writes_down_what_is_in_flight() -> None:

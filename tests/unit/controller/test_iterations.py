@@ -1,8 +1,6 @@
 """The trainer is asked to prefetch the next batch, and what trains does not depend on the prefetch."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,9 +21,7 @@ from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import settings
+from tests.unit.scene import settings
 
 CONFIG = GateConfig(groups=2, members=4, limit=2, policy="mask", slots=16, cut_at=2)
 STEPS = 6

@@ -1,8 +1,5 @@
 """Steps that fail: whose groups begin again, what ends the run, and whom it names."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from asyncrl.algorithms import grpo
@@ -16,9 +13,7 @@ from asyncrl.protocols.batch import Cuts
 from asyncrl.protocols.messages import StepReport
 from asyncrl.simulation.fakes.generation import FakeGeneration
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import Scene
+from tests.unit.scene import Scene
 
 
 class FailingTraining(FakeTraining):

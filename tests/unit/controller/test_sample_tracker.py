@@ -1,8 +1,6 @@
 """The sample tracker releases rows as soon as they are no longer needed."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
@@ -13,9 +11,7 @@ from asyncrl.lanes.control.message_codec import decode, encode
 from asyncrl.protocols.batch import BatchRef, Place, RowRef, SampleName
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Reply, Score
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from instruction_count import counting
+from tests.instruction_count import counting
 
 CONFIG = GateConfig(groups=1, members=4, limit=2, policy="mask", slots=8, cut_at=2)
 

@@ -1,10 +1,8 @@
 """The journal says `trained` of what entered the loss by the trainer's account, and `dropped` of the rest of a step."""
 
-import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -18,9 +16,7 @@ from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.messages import LEFT_OUT, PromptGroup, StepReport, TrainedSample
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import CONFIG, Scene, settings
+from tests.unit.scene import CONFIG, Scene, settings
 
 
 class LosesARow(FakeTraining):

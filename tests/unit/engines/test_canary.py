@@ -1,8 +1,6 @@
 """What engines make of new weights, on its way from the reader that took them over to the user."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +8,7 @@ from asyncrl.controller.observers.events import StepDone, Warned
 from asyncrl.protocols.messages import Published, Using
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from scene import CONFIG, Scene, settings
+from tests.unit.scene import CONFIG, Scene, settings
 
 
 class OffKey(FakeGeneration):

@@ -2,9 +2,7 @@
 
 import asyncio
 import random
-import sys
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +15,7 @@ from asyncrl.protocols.batch import BatchRef, Place, RowRef, SampleName
 from asyncrl.protocols.messages import PromptGroup, SampleText
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Generation, GroupReward, Lane, Reference
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from instruction_count import counting
+from tests.instruction_count import counting
 
 
 class Worker:

@@ -1,9 +1,7 @@
 """Every row arrives where the protocol says and comes back in its place."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +25,7 @@ from asyncrl.protocols.distribute_collect import (
     fan_out,
 )
 from asyncrl.protocols.rank_layout import Layout
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from instruction_count import counting
+from tests.instruction_count import counting
 
 SPLITTING = [THREE_D_PROTO, THREE_D_ALL_MICRO_DP, DP_PROTO]
 EVERY_SPLIT = [*SPLITTING, *(balanced(transfer) for transfer in SPLITTING)]

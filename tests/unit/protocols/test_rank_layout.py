@@ -1,17 +1,13 @@
 """Rank arithmetic: the paper's printed example, and what holds for every layout of up to 64 ranks."""
 
-import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from asyncrl.protocols.rank_layout import Layout, Place3D
-
-sys.path.insert(0, str(Path(__file__).parent))
-from resharding_cost import (
+from tests.unit.protocols.resharding_cost import (
     formula,
     generation_groups,
     generation_places,

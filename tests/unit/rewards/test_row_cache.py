@@ -4,12 +4,12 @@ import asyncio
 import threading
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 
 from asyncrl.errors import WireError
 from asyncrl.lanes.control.message_codec import decode, encode
-from asyncrl.protocols import prompt_row
 from asyncrl.protocols.prompt_row import PackedRow, PromptRow
 from asyncrl.rewards import row_cache
 from asyncrl.rewards.execution.child_server import plain_samples, samples_of
@@ -25,8 +25,8 @@ def sent(row: PromptRow) -> PackedRow:
 
 
 async def test_a_row_is_encoded_once_and_decoded_once_for_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    packs, pack = [], prompt_row.msgpack.packb
-    monkeypatch.setattr(prompt_row.msgpack, "packb", lambda *args, **named: packs.append(1) or pack(*args, **named))
+    packs, pack = [], msgpack.packb
+    monkeypatch.setattr(msgpack, "packb", lambda *args, **named: packs.append(1) or pack(*args, **named))
     row, cache = PromptRow(COLUMNS), RowCache()
     found = await asyncio.gather(*(cache.row(sent(row)) for _ in range(8)))
     assert len(packs) == cache.decoded == 1
@@ -38,13 +38,13 @@ async def test_a_row_is_encoded_once_and_decoded_once_for_all_samples(monkeypatc
 
 
 async def test_a_large_row_is_decoded_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, unpack = [], prompt_row.msgpack.unpackb
+    threads, unpack = [], msgpack.unpackb
 
     def noted(*args: Any, **named: Any) -> Any:
         threads.append(threading.get_ident())
         return unpack(*args, **named)
 
-    monkeypatch.setattr(prompt_row.msgpack, "unpackb", noted)
+    monkeypatch.setattr(msgpack, "unpackb", noted)
     large, small = ({"prompt": "p", "x": "y" * size} for size in (INLINE_BYTES, INLINE_BYTES // 2))
     cache = RowCache()
     assert await cache.row(PromptRow(large).packed) == large

@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -20,9 +19,8 @@ from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.services.critic import CriticService
-
-sys.path.insert(0, str(Path(__file__).parent))
-from counting import PatientCompute
+from tests.unit.services.counting import PatientCompute
+from tests.unit.services.source_rows import store_read_by
 
 VOCABULARY, CAP, INCARNATION = 50, 24, 1
 Serving = Callable[..., AbstractAsyncContextManager[CriticService]]
@@ -59,7 +57,7 @@ def serving(worker_context: Callable[..., WorkerContext], folder: Path) -> Servi
 
 def sampled(service: CriticService, count: int = 6, first_group: int = 0) -> BatchRef:
     """Rows as generation leaves them."""
-    draw, store = np.random.default_rng(first_group), service.context.reader.store
+    draw, store = np.random.default_rng(first_group), store_read_by(service)
     rows = []
     for index in range(count):
         prompt, response = draw.integers(0, VOCABULARY, 3 + index), draw.integers(0, VOCABULARY, CAP - 3 * index)
@@ -81,7 +79,7 @@ async def values_of(service: CriticService, refs: BatchRef) -> list[np.ndarray]:
 
 def batch(service: CriticService, refs: BatchRef, values: list[np.ndarray], version: int = 0) -> Cuts:
     """What trains from `version`, with the values in one place with the rest, as this reader wants it."""
-    store, rows = service.context.reader.store, []
+    store, rows = store_read_by(service), []
     for ref, judged in zip(refs, values, strict=True):
         names = ("prompt_ids", "response_ids", "logprobs", "versions")
         columns = dict(zip(names, store.read(ref.places[0], names), strict=True))
@@ -222,7 +220,7 @@ async def test_rows_that_are_gone_teach_nothing_and_the_next_batch_does(serving:
     async with serving() as service:
         refs = sampled(service)
         cuts = batch(service, refs, zeros(refs))
-        service.context.reader.store.free([cuts.batch.rows[2].places[0]])
+        store_read_by(service).free([cuts.batch.rows[2].places[0]])
         report = await service.update(cuts)
         assert (report.updates, report.skipped, report.metrics) == (0, "rows lost", {"critic/updates": 0.0})
         again = batch(service, refs.take([0, 1]), zeros(refs.take([0, 1])))

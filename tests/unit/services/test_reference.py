@@ -20,6 +20,7 @@ from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.services.reference import ReferenceService
+from tests.unit.services.source_rows import store_read_by
 
 VOCABULARY, CAP = 50, 24
 Serving = Callable[..., AbstractAsyncContextManager[ReferenceService]]
@@ -52,7 +53,7 @@ def serving(worker_context: Callable[..., WorkerContext]) -> Serving:
 
 
 def samples(service: ReferenceService, count: int = 6) -> BatchRef:
-    draw, store = np.random.default_rng(0), service.context.reader.store
+    draw, store = np.random.default_rng(0), store_read_by(service)
     rows = []
     for index in range(count):
         prompt, response = draw.integers(0, VOCABULARY, 3 + index), draw.integers(0, VOCABULARY, CAP - 4 * index)

@@ -26,6 +26,7 @@ from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.services.reward_model import RewardModelService
+from tests.unit.services.source_rows import store_read_by
 
 VOCABULARY = 50
 FUNCTIONS = """
@@ -100,7 +101,7 @@ def serving(worker_context: Callable[..., WorkerContext], judge: Path) -> Servin
 
 def sampled(service: RewardModelService, count: int = 9) -> BatchRef:
     """Ragged rows as generation leaves them; some end with the padding id."""
-    draw, store, rows = np.random.default_rng(5), service.context.reader.store, []
+    draw, store, rows = np.random.default_rng(5), store_read_by(service), []
     for member in range(count):
         prompt, response = draw.integers(0, VOCABULARY, 2 + member), draw.integers(0, VOCABULARY, 14 - member)
         response[-1:] = 3 if member % 2 else response[-1]
@@ -112,7 +113,7 @@ def sampled(service: RewardModelService, count: int = 9) -> BatchRef:
 
 def whole(service: RewardModelService, refs: BatchRef) -> list[np.ndarray]:
     columns = ("prompt_ids", "response_ids")
-    return [np.concatenate(service.context.reader.store.read(ref.places[0], columns)).astype(np.int64) for ref in refs]
+    return [np.concatenate(store_read_by(service).read(ref.places[0], columns)).astype(np.int64) for ref in refs]
 
 
 async def rewards(service: RewardModelService, refs: BatchRef) -> list[float | None]:

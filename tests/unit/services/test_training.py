@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import os
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -18,9 +17,7 @@ from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Canary
 from asyncrl.simulation.virtual_loop import run
-
-sys.path.insert(0, str(Path(__file__).parent))
-from counting import INCARNATION, CountingService, config, context_maker, cuts, published_weight
+from tests.unit.services.counting import INCARNATION, CountingService, config, context_maker, cuts, published_weight
 
 Serving = Callable[..., AbstractAsyncContextManager[CountingService]]
 

@@ -1,7 +1,6 @@
 """Two ranks of the training service: they decide together, and whoever calls them sees one trainer."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -20,9 +19,7 @@ from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, StepReport
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Training
-
-sys.path.insert(0, str(Path(__file__).parent))
-from counting import INCARNATION, CountingService, context_maker, cuts, published_weight, put
+from tests.unit.services.counting import INCARNATION, CountingService, context_maker, cuts, published_weight, put
 
 
 class Two:

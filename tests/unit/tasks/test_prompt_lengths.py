@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import TaskError
-from asyncrl.tasks.prompt_draw import Prompts
 from asyncrl.tasks.prompt_lengths import COUNTED, LOOKED_AT, TokenBudget, refuse_what_has_no_room, write_longest
+from asyncrl.tasks.prompt_rows import Prompts
 
 
 def prompts(*lengths: int) -> Prompts:

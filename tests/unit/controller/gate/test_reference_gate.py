@@ -1,18 +1,14 @@
 """The gate answers from indexes; a plain gate that scans everything in flight gives the same answers on random runs."""
 
 import copy
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
-
-sys.path.insert(0, str(Path(__file__).parent))
-from reference_gate import ReferenceGate
+from tests.unit.controller.gate.reference_gate import ReferenceGate
 
 SCHEDULES = 40
 """Random schedules for each policy; thousands were run once."""

@@ -1,7 +1,6 @@
 """A run killed at any point of a checkpoint goes on from a good one; damaged ones are passed over, aloud."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from asyncrl.controller.journal.ledger import CheckpointMade, Trained
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore, run_lock
 from asyncrl.errors import ConfigError, JournalError, RemoteError
 from asyncrl.protocols.messages import Checkpointed
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from commit_faults import FAULT_POINTS, faulty_commit
+from tests.commit_faults import FAULT_POINTS, faulty_commit
 
 
 class Killed(Exception):

@@ -1,9 +1,7 @@
 """Alarms report trouble once, or end a run that would go on for ever."""
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +15,7 @@ from asyncrl.errors import NonFiniteLoss, OnlyTruncated, PolicyMismatch, RewardE
 from asyncrl.protocols.batch import Cuts, RowRef
 from asyncrl.protocols.messages import Canary, Score, StepReport
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from scene import Scene
+from tests.unit.scene import Scene
 
 FINE, APART, FAR = ({"mismatch/kl": kl, "mismatch/ess": ess} for kl, ess in ((0.01, 0.9), (0.2, 0.9), (2.0, 0.1)))
 WARN = MismatchConfig(warn_kl=0.1, warn_ess=0.5)

@@ -1,7 +1,6 @@
 """Guards see training that comes to nothing, say it once, and say nothing of real runs that learn."""
 
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,7 @@ from asyncrl.controller.observers.training_guards import GUARDS, WINDOW, Trainin
 from asyncrl.errors import ConfigError, TrainingStopped
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import Score, StepReport
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from scene import CONFIG, Scene
+from tests.unit.scene import CONFIG, Scene
 
 HEALTHY = sorted((Path(__file__).parents[3] / "data/healthy_runs").glob("*.jsonl"))
 LIMIT = 100

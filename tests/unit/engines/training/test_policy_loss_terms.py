@@ -317,7 +317,8 @@ def test_every_metric_of_a_step_is_documented(
 
 def test_a_mismatch_beyond_all_bounds_is_given_as_the_bound() -> None:
     totals = PolicyTotals(torch.device("cpu"))
-    assert mismatch_metrics(*totals._sums[1:], dict(zip(LARGEST, totals._largest.tolist(), strict=True))) == {}
+    _, moments, bins = totals._sums
+    assert mismatch_metrics(moments, bins, dict(zip(LARGEST, totals._largest.tolist(), strict=True))) == {}
     totals.add_mismatch(torch.tensor([100.0, -100.0]), Ragged.of([2]))
-    found = mismatch_metrics(*totals._sums[1:], dict(zip(LARGEST, totals._largest.tolist(), strict=True)))
+    found = mismatch_metrics(moments, bins, dict(zip(LARGEST, totals._largest.tolist(), strict=True)))
     assert found["mismatch/weight_max"] == pytest.approx(np.exp(20))

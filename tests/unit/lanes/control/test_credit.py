@@ -1,15 +1,11 @@
 """Credit of a connection: first come, first served, at a cost that does not grow with the calls that wait."""
 
 import asyncio
-import sys
 from contextlib import suppress
-from pathlib import Path
 
 from asyncrl.lanes.control.credit import Credit
 from asyncrl.simulation import virtual_loop
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from instruction_count import counting
+from tests.instruction_count import counting
 
 
 async def _turns(loops: int = 3) -> None:

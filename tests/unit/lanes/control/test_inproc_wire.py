@@ -1,6 +1,4 @@
-import sys
 from itertools import count
-from pathlib import Path
 
 import pytest
 
@@ -8,9 +6,7 @@ from asyncrl.errors import PeerLost
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import ZERO_COPY_BYTES, WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
-
-sys.path.insert(0, str(Path(__file__).parent))
-from one_message import receive
+from tests.unit.lanes.control.one_message import receive
 
 ADDRESS = "inproc://a"
 

@@ -229,7 +229,7 @@ def test_what_is_remembered_of_strange_messages_is_bounded() -> None:
     for kinds in itertools.product(scalars, repeat=4):
         with contextlib.suppress(WireError):
             decode(encode(Call(1, "a", kinds, 1.0)))
-        value = Reply(1, kinds[0]), RowRef(*kinds, *kinds, "a", (), *kinds[:2])  # type: ignore[arg-type]
+        value = Reply(1, kinds[0]), RowRef(*kinds, *kinds, "a", (), *kinds[:2])  # type: ignore[arg-type, call-arg]
         with contextlib.suppress(WireError):
             decode(encode(value))
     assert max(len(codec._to_read) for codec in message_codec._CODECS) < 100

@@ -1,9 +1,7 @@
 """The ends of both wires: bounded queues, and floods."""
 
 import asyncio
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,7 @@ from asyncrl.errors import DeadlineExceeded
 from asyncrl.lanes.control import message_codec, wire
 from asyncrl.lanes.control.message_codec import MessageSequence
 from asyncrl.protocols.messages import Item
-
-sys.path.insert(0, str(Path(__file__).parent))
-from one_message import sequence
+from tests.unit.lanes.control.one_message import sequence
 
 
 async def test_a_peer_that_does_not_read_exhausts_a_deadline_not_the_memory(

@@ -5,7 +5,6 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,7 @@ from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.wire import DRAIN_BUDGET, HIGH_WATER, Caller, Frames
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.protocols.messages import Ping
-
-sys.path.insert(0, str(Path(__file__).parent))
-from one_message import receive, sequence
+from tests.unit.lanes.control.one_message import receive, sequence
 
 TCP = "tcp://127.0.0.1:*"
 WORKER_THAT_DIES = """

@@ -16,12 +16,11 @@ from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.zmq_wire import ZmqWire
-from asyncrl.lanes.data import row_reader
 from asyncrl.lanes.data.row_reader import RowReader
 from asyncrl.lanes.data.row_server import ROWS_PER_FETCH, serve_rows
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.shared_memory import segment_name
-from asyncrl.protocols.batch import Batch, BatchRef, Place, RowRef
+from asyncrl.protocols.batch import Batch, BatchRef, Column, Place, RowRef
 from asyncrl.protocols.messages import PROTOCOL, Call, Hello
 
 OWNERS, READS = 100, 200
@@ -198,7 +197,7 @@ async def test_the_loop_goes_on_while_many_rows_are_joined_and_their_owner_may_e
 ) -> None:
     refs, other = fleet.add("shm", 1), fleet.add("shm", 1)
     large = BatchRef(tuple(ref(number, *refs.rows[0].places, tokens=1000) for number in range(200)))
-    joining, go_on, join = threading.Event(), threading.Event(), row_reader.Column.of
+    joining, go_on, join = threading.Event(), threading.Event(), Column.of
     threads = []
 
     def held(rows: Any) -> Any:
@@ -207,7 +206,7 @@ async def test_the_loop_goes_on_while_many_rows_are_joined_and_their_owner_may_e
         assert len(rows) == 1 or go_on.wait(10)
         return join(rows)
 
-    monkeypatch.setattr(row_reader.Column, "of", held)
+    monkeypatch.setattr(Column, "of", held)
     async with fleet.reader() as reader:
         reading = asyncio.create_task(reader.read(large, ["tokens"]))
         await asyncio.to_thread(joining.wait, 10)

@@ -12,12 +12,12 @@ from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.zmq_wire import ZmqWire
-from asyncrl.lanes.data import row_fetcher, row_reader
+from asyncrl.lanes.data import row_fetcher
 from asyncrl.lanes.data.row_reader import RowReader
 from asyncrl.lanes.data.row_server import FETCH, ROWS_PER_FETCH, serve_rows
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.shared_memory import segment_name
-from asyncrl.protocols.batch import BatchRef, Place, RowRef
+from asyncrl.protocols.batch import BatchRef, Column, Place, RowRef
 from asyncrl.protocols.messages import PROTOCOL, Hello
 
 SLOTS, ROW_BYTES = 100, 1024
@@ -182,13 +182,13 @@ async def test_an_owner_that_never_was_is_lost(owner: str, tmp_path: Path, monke
 async def test_rows_that_change_while_they_are_copied_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RowStore.shared(segment_name("aa", 1, "a", "rows"), SLOTS, ROW_BYTES, tmp_path)
     place = store.put(row(1, 4))
-    join = row_reader.Column.of
+    join = Column.of
 
     def join_while_it_is_freed(rows: Any) -> Any:
         store.free([place])
         return join(rows)
 
-    monkeypatch.setattr(row_reader.Column, "of", join_while_it_is_freed)
+    monkeypatch.setattr(Column, "of", join_while_it_is_freed)
     async with RowReader(InprocWire(), hello("training", "t"), directory=tmp_path) as reader:
         with pytest.raises(LostRows, match="no longer holds"):
             await reader.read(BatchRef((ref(0, place),)), ["tokens"])

@@ -1,14 +1,10 @@
 """Rows are kept until their sample is released, at a cost of what is released."""
 
 import random
-import sys
-from pathlib import Path
 
 from asyncrl.lanes.data.row_retention import RowRetention
 from asyncrl.protocols.batch import Place
-
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from instruction_count import counting
+from tests.instruction_count import counting
 
 
 def place(slot: int) -> Place:

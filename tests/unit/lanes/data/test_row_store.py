@@ -252,7 +252,7 @@ for case in (TestPrivateRows, TestSharedRows):
 
 def test_a_long_column_between_others_is_stored_whole(tmp_path: Path) -> None:
     long = np.arange(TWO_THREAD_BYTES // 4 + 3, dtype=np.int32)
-    columns = {"before": np.full(3, 7, np.uint8), "long": long, "after": np.arange(5)}
+    columns: dict[str, np.ndarray] = {"before": np.full(3, 7, np.uint8), "long": long, "after": np.arange(5)}
     size = bytes_of_row({name: (values.dtype, len(values)) for name, values in columns.items()})
     store = RowStore.shared(NAME, 2, size, tmp_path)
     found = store.read(store.put(columns), list(columns))

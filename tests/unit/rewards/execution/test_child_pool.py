@@ -11,9 +11,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pools import MakePool, pools, sample
+from tests.unit.rewards.execution.pools import MakePool, pools, sample
 
 FUNCTIONS = r"""
 import asyncio, os, re, subprocess, sys, threading

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards.execution.child_pool import Answer, ChildEnded, ChildPool
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pools import MakePool, pools, sample
+from tests.unit.rewards.execution.pools import MakePool, pools, sample
 
 FUNCTIONS = """
 import asyncio, os, signal, threading

@@ -1,0 +1,204 @@
+"""Simulates whole runs on virtual time: the real controller, gate and journal call fake services without links.
+
+    result = simulate(Scenario(policy="drop", seed=3))
+
+`invariants.py` checks a run at every event. A run ends with numbers and with a digest of everything that happened.
+"""
+
+import asyncio
+import random
+from collections.abc import Coroutine, Iterator
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from asyncrl.controller.journal.audit import Audit
+from asyncrl.controller.journal.ledger import AttemptStarted, Dropped
+from asyncrl.controller.journal.run_storage import MemoryStore
+from asyncrl.controller.observers.events import Event, SampleScored, StepBegan, StepLost
+from asyncrl.fleet.fleet import Fleet
+from asyncrl.protocols.staleness import live
+from asyncrl.simulation import virtual_loop
+from asyncrl.simulation.fakes.critic import FakeCritic
+from asyncrl.simulation.fakes.fake_service import FakeService, steady
+from asyncrl.simulation.fakes.generation import FakeGeneration
+from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
+from asyncrl.simulation.fakes.training import FakeTraining
+from asyncrl.simulation.resumable_run import ResumableRun
+from asyncrl.simulation.scenarios import Scenario, SimulationResult
+
+LIVES = 4
+"""Deaths of the controller in one run at most: a run whose controller always dies before a checkpoint never ends."""
+
+
+class ControllerKilled(Exception):
+    """Ends a run whose controller and trainer die."""
+
+
+class SimulatedRun(ResumableRun):
+    """Runs a scenario from its beginning, or from its last checkpoint in `store`, until it ends or is killed."""
+
+    training: FakeTraining
+
+    def __init__(self, scenario: Scenario, store: MemoryStore, life: int) -> None:
+        super().__init__(
+            scenario, store, self._check_training, thorough=scenario.thorough, gate_class=scenario.gate_class
+        )
+        self.scenario = scenario
+        self.store = store
+        self.life = life
+        self.result = SimulationResult(deaths=life)
+        self._events = sha256()
+        self._trained_before = self.journal.ledger.trained
+        self.make_controller(self._make_services(), scenario.deadline, self._observe)
+        self.controller.worker_lives("generation", self.generation.instance)
+
+    def _make_services(self) -> Fleet:
+        scenario = self.scenario
+        self.generation = FakeGeneration(scenario.slots, scenario.token_time, scenario.lengths, scenario.flip_time)
+        self.reward = FakeReward(scenario.reward_delay, scenario.unscorable, at_once=scenario.reward_calls)
+        self.reference = cost = None
+        self.owners: list[FakeService] = [self.generation]
+        if scenario.reference is not None:
+            self.reference = FakeReference(scenario.reference, [self.generation])
+            self.owners.append(self.reference)
+        critics: list[FakeCritic] = []
+        if scenario.critic is not None:
+            critics.append(FakeCritic(scenario.critic, scenario.cost.fixed))
+            if scenario.constrained:
+                cost = FakeReward(scenario.reward_delay, scenario.unscorable)
+                critics.append(FakeCritic(scenario.critic, scenario.cost.fixed, signal="cost"))
+        self.owners += critics
+        for critic in critics:
+            critic.read_from(self.owners)
+        training = FakeTraining(scenario.cost, scenario.enforced_limit, self.owners, scenario.seed)
+        paced: tuple[FakeService, ...] = (self.generation, self.reward, training)
+        for service in paced:
+            service.pace = scenario.pace.get(service.service, steady)
+        if self.plan is not None:
+            for service in (*self.owners, training):
+                service.incarnation = self.plan.incarnation
+            training.restore(self.plan.version, self.plan.ledger.chain)
+            for critic in critics:
+                critic.restore(self.plan.version)
+        first, second = (*critics, None, None)[:2]
+        return Fleet(
+            self.generation, self.reward, training, self.reference, critic=first, cost=cost, cost_critic=second
+        )
+
+    def _observe(self, event: Event) -> None:
+        result = self.result
+        self._events.update(f"{asyncio.get_running_loop().time()!r} {event!r}\n".encode())
+        match event:
+            case SampleScored(sample):
+                result.lengths[sample.key] = sample.tokens
+            case Dropped(group, members, reason):
+                result.dropped.update({(group, member): reason for member in members})
+            case AttemptStarted():
+                result.attempts_failed += 1
+            case StepLost():
+                result.steps_lost += 1
+            case StepBegan():
+                result.in_flight.append(self.gate.in_flight)
+        self.invariants.observe(event)
+
+    async def run(self) -> SimulationResult:
+        """Runs to the end. Raises what the controller raises, AssertionError, and TimeoutError past the deadline."""
+        faults = {f"faults {number}": fault for number, fault in enumerate(self._faults())}
+        async with asyncio.timeout(self.scenario.deadline):
+            await self.run_controller({"invariants": self.invariants.watch(), **faults})
+        audit = Audit(self.store)
+        assert audit.ok, str(audit)
+        self._check_rows()
+        return self._finished()
+
+    def _faults(self) -> Iterator[Coroutine[Any, Any, None]]:
+        faults, chance = self.scenario.faults, random.Random(f"faults {self.scenario.seed} {self.life}")
+        means = ((self.generation, faults.generation), (self.reward, faults.reward), (self.reference, faults.reference))
+        for service, mean in means:
+            if service is not None and mean:
+                yield self._kill(service, mean, random.Random(chance.random()))
+        if faults.row:
+            yield self._lose_rows(faults.row, random.Random(chance.random()))
+        if faults.controller and self.life < LIVES:
+            yield self._die(chance.expovariate(1 / faults.controller))
+
+    async def _kill(self, service: FakeService, mean: float, chance: random.Random) -> None:
+        while True:
+            await asyncio.sleep(chance.expovariate(1 / mean))
+            instance = service.instance
+            running = self.generation.groups_at_work() if service is self.generation else ()
+            self.controller.worker_lost(instance, "killed", running)
+            service.die()
+            await self.training.detached(instance)
+            await asyncio.sleep(self.scenario.faults.restart)
+            service.come_back()
+            self.controller.worker_lives(service.service, service.instance)
+            await self.controller.worker_started(service.service)
+
+    async def _die(self, after: float) -> None:
+        await asyncio.sleep(after)
+        self.store.freeze()  # First: a task that is cancelled must not write what a dead process cannot write.
+        raise ControllerKilled
+
+    async def _lose_rows(self, mean: float, chance: random.Random) -> None:
+        while True:
+            await asyncio.sleep(chance.expovariate(1 / mean))
+            self.generation.lose_row(chance)
+
+    def _check_training(self) -> None:
+        training = self.training
+        assert len(training.trained) == training.samples_trained, "a sample was trained twice"
+        journaled = self.journal.ledger.trained - self._trained_before
+        assert journaled == training.samples_trained, "the journal's `trained` is not what entered the loss"
+        if self.scenario.policy != "admit":
+            assert training.oldest <= self.scenario.limit, "a token over the limit is in the loss"
+
+    def _check_rows(self) -> None:
+        """Checks that every stored row belongs to a sample in flight, so that none leaks."""
+        most = self.gate.in_flight + self.gate.awaited
+        for service in self.owners:
+            left = service.stored_rows
+            assert left <= most, f"{service.instance} holds {left} rows for {self.gate.in_flight} samples in flight"
+            for (group, member), attempt in service.stored_attempts.items():
+                current = self.gate.group(group).attempt
+                assert attempt == current, f"{service.instance} holds a row of attempt {attempt} of {group, member}"
+
+    def _finished(self) -> SimulationResult:
+        result, training = self.result, self.training
+        result.seconds = asyncio.get_running_loop().time()
+        result.version = self.gate.version
+        result.digest = f"{self._events.hexdigest()[:32]}-{self.journal.crc:08x}"
+        result.idle = 1.0 - (training.busy + training.blocked) / result.seconds
+        result.generating = self.generation.busy
+        result.in_loss = training.in_loss
+        result.staleness = {version: float(np.mean(ages)) for version, ages in self._ages_in_loss().items()}
+        result.live = {
+            key: int(live(stamps, version, self.scenario.limit).sum())
+            for key, (stamps, version) in training.trained.items()
+        }
+        return result
+
+    def _ages_in_loss(self) -> dict[int, list[int]]:
+        """Returns the staleness of each token in the loss, by version of the trainer."""
+        ages: dict[int, list[int]] = {}
+        for stamps, version in self.training.trained.values():
+            limit = version if self.scenario.enforced_limit is None else self.scenario.limit
+            ages.setdefault(version, []).extend((version - stamps[live(stamps, version, limit)]).tolist())
+        return {version: known for version, known in ages.items() if known}
+
+
+def simulate(scenario: Scenario) -> SimulationResult:
+    """Runs a scenario on a virtual loop of its own; the same scenario gives the same result."""
+
+    async def main() -> SimulationResult:
+        store, life, chance = MemoryStore(), 0, random.Random(f"deaths {scenario.seed}")
+        while True:
+            try:
+                return await SimulatedRun(scenario, store, life).run()
+            except ControllerKilled:
+                power = chance.random() < scenario.faults.power
+                store, life = store.after_power_cut(tail=b"torn") if power else store.after_death(), life + 1
+
+    return virtual_loop.run(main())
