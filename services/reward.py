@@ -17,6 +17,7 @@ from asyncrl.rewards.group_barrier import GroupBarrier
 from asyncrl.rewards.row_cache import RowCache
 from asyncrl.rewards.sample import Function, FunctionResult, Sample
 from asyncrl.rewards.scoring import score_of
+from asyncrl.telemetry.run_directory import RunDirectory
 
 TEXT = "text"
 """Column that generation writes: the completion as uint8 UTF-8."""
@@ -34,14 +35,15 @@ class RewardService(Service, Reward):
         config = context.config
         service: Scorer = "cost" if context.spec.service == "cost" else "reward"
         self._section = config.scorers[service]
+        printed = RunDirectory(context.facts.run_dir).printed_by(f"{service}{context.spec.replica}")
         self._pool: ChildPool | InProcessPool
         if functions:
             shaping = [(spec.name, load(spec)) for spec in overlong_specs(config)]
-            self._pool = InProcessPool([*named(functions), *shaping], self._section.deadline)
+            self._pool = InProcessPool([*named(functions), *shaping], self._section.deadline, printed)
         else:
             deadlines = {"deadline": self._section.deadline, "start_deadline": config.fleet.start_deadline}
             specs, workers = function_specs(config, service), self._section.workers
-            self._pool = ChildPool(specs, context.tasks, workers=workers, **deadlines)
+            self._pool = ChildPool(specs, context.tasks, workers=workers, printed=printed, **deadlines)
         self._specs: tuple[FunctionSpec, ...] = self._pool.specs
         group_deadline = SHARE_OF_CALL * min(config.generation.deadline, config.fleet.call_deadline)
         self._barrier = GroupBarrier(self._score_group, group_deadline, context.tasks)

@@ -22,6 +22,7 @@ from asyncrl.controller.observers.events import Event, GroupFinished, StepDone, 
 from asyncrl.controller.observers.held_out_evaluation import Evaluation, EvaluationSchedule, Evaluator, Question
 from asyncrl.controller.observers.progress import RunProgress
 from asyncrl.controller.observers.recorder import Recorder
+from asyncrl.controller.observers.reward_output import RewardOutput
 from asyncrl.controller.observers.training_guards import TrainingGuards
 from asyncrl.errors import DeadlineExceeded, FleetFailed
 from asyncrl.fleet.fleet import RunningFleet
@@ -136,6 +137,7 @@ class TrainingRun:
             AlgorithmDrops(limit, gate.config.baseline, gate.version),
             PoisonedGroups(self.display.say),
             TrainingGuards.of(self.config, limit, self.display.say),
+            RewardOutput(self.state.directory, self.display.say),
             self.progress,
         )
         self.progress.in_flight = lambda: gate.in_flight

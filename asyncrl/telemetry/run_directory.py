@@ -44,6 +44,14 @@ class RunDirectory:
     def started_before(self) -> bool:
         return self.config.exists()
 
+    def printed_by(self, scorer: str) -> Path:
+        """Returns the file with what the functions of one reward worker print."""
+        return self.logs / f"{scorer}.printed"
+
+    def printed(self) -> list[Path]:
+        """Returns the files of reward workers whose functions printed something."""
+        return list(self.logs.glob("*.printed"))
+
     def run_id(self) -> str:
         """Returns the run's id, which is made at its first start."""
         path = self.path / "run.id"

@@ -9,13 +9,16 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
 from asyncrl.rewards.execution.child_server import packed, plain_samples, receive
+from asyncrl.rewards.execution.printed_output import ChildOutput, PrintedFile
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
 
@@ -88,15 +91,20 @@ class ChildProcess:
         self.finished = 0
 
     @classmethod
-    async def spawn(cls, specs: Sequence[FunctionSpec], deadline: float, tasks: asyncio.TaskGroup) -> "ChildProcess":
+    async def spawn(
+        cls, specs: Sequence[FunctionSpec], deadline: float, tasks: asyncio.TaskGroup, output: ChildOutput
+    ) -> "ChildProcess":
         """Starts a child; raises ConfigError if it cannot load a function, VanishedEarly if a signal ended it, and
-        DeadlineExceeded after `deadline` seconds. tasks: owns the task that reads answers."""
+        DeadlineExceeded after `deadline` seconds. tasks: owns the task that reads answers. output: takes what it
+        prints."""
         guard = (sys.executable, "-m", "asyncrl.rewards.execution.guard_process")
-        process = await asyncio.create_subprocess_exec(*guard, stdin=PIPE, stdout=PIPE, start_new_session=True)
+        process = await asyncio.create_subprocess_exec(
+            *guard, stdin=PIPE, stdout=PIPE, stderr=output.end, start_new_session=True
+        )
         child = cls(process)
         try:
             async with asyncio.timeout(deadline):
-                await child._load(specs)
+                await child._load(specs, output.file.path)
         except TimeoutError:
             uses = ", ".join(spec.use for spec in specs)
             raise DeadlineExceeded(f"the reward functions {uses} were not loaded within {deadline:.0f} s") from None
@@ -134,13 +142,13 @@ class ChildProcess:
         async with asyncio.timeout(KILL_TIMEOUT):
             await self._process.wait()
 
-    async def _load(self, specs: Sequence[FunctionSpec]) -> None:
+    async def _load(self, specs: Sequence[FunctionSpec], printed: Path) -> None:
         await self._send([asdict(spec) for spec in specs])
         try:
             message = await receive(self._results)
         except asyncio.IncompleteReadError:
             status = await self._process.wait()
-            why = f"{specs[0].key}: the process {_ended(status)} while it loaded them; see its output"
+            why = f"{specs[0].key}: the process {_ended(status)} while it loaded them; see {printed}"
             raise (VanishedEarly if status < 0 else ConfigError)(why) from None
         match message:
             case {"mistake": str(mistake)}:
@@ -248,7 +256,8 @@ class ChildSlot:
 class ChildPool:
     """Runs reward functions in `workers` children and, if there are coroutine functions, one more. deadline: seconds
     that one call of a function may take. start_deadline: seconds that a child may take to load them. tasks: owns the
-    calls, which outlive a caller that was cancelled, so that its child is not killed for it."""
+    calls, which outlive a caller that was cancelled, so that its child is not killed for it. printed: file of what the
+    functions print."""
 
     def __init__(
         self,
@@ -258,11 +267,13 @@ class ChildPool:
         workers: int,
         deadline: float,
         start_deadline: float,
+        printed: Path,
     ) -> None:
         self.specs = tuple(specs)
         self._tasks = tasks
         self._deadline = deadline
-        spawn = partial(ChildProcess.spawn, self.specs, start_deadline, tasks)
+        self._output = ChildOutput(PrintedFile(printed))
+        spawn = partial(ChildProcess.spawn, self.specs, start_deadline, tasks, self._output)
         self._own = [ChildSlot(spawn) for _ in range(workers)]
         self._shared = ChildSlot(spawn)
         self._free = list(self._own)
@@ -284,7 +295,11 @@ class ChildPool:
     async def start(self) -> None:
         """Starts a child; raises ConfigError if it cannot load a function, DeadlineExceeded if that takes too long."""
         if self.specs:
-            self._concurrent = (await self._own[0].child()).concurrent
+            with ExitStack() as unless_started:
+                unless_started.callback(self._output.close)
+                self._output.open()
+                self._concurrent = (await self._own[0].child()).concurrent
+                unless_started.pop_all()
 
     async def run(self, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
         """Returns the result of function number `function` for each sample; errors of the function are results too."""
@@ -294,6 +309,7 @@ class ChildPool:
         """Kills all children; calls that still run end with a result that says so."""
         for slot in (self._shared, *self._own):
             await slot.stop()
+        self._output.close()
 
     async def _all(self, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
         """Splits samples into calls: one for a group, one a sample for coroutines, else one for each child."""

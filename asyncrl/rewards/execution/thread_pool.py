@@ -7,12 +7,14 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from asyncrl.concurrency import gather
 from asyncrl.config.user_code import name_of
 from asyncrl.rewards.execution.child_pool import CallSlots
 from asyncrl.rewards.execution.function_call import attempt
+from asyncrl.rewards.execution.printed_output import PrintedFile, ThreadOutputs, printing_to
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import Function, FunctionResult, Sample, with_columns
 
@@ -32,14 +34,16 @@ def importable_name(function: Callable[..., Any]) -> str | None:
 
 
 class InProcessPool:
-    """Has the methods of `ChildPool`, with threads instead of children. named: (name of the term, function). finished:
-    samples scored so far."""
+    """Has the methods of `ChildPool`, with threads instead of children. named: (name of the term, function). printed:
+    file of what the functions print. finished: samples scored so far."""
 
-    def __init__(self, named: Sequence[tuple[str, Function]], deadline: float) -> None:
+    def __init__(self, named: Sequence[tuple[str, Function]], deadline: float, printed: Path) -> None:
         self._functions = [function for _, function in named]
         self._deadline = deadline
         self.specs = tuple(FunctionSpec(name, name) for name, _ in named)
         self._slots = CallSlots(THREADS)
+        self._file = PrintedFile(printed)
+        self._outputs = ThreadOutputs()
         self.finished = 0
 
     @property
@@ -48,10 +52,12 @@ class InProcessPool:
         return self._slots.waiting
 
     async def start(self) -> None:
-        """Does nothing, because nothing has to be loaded."""
+        """Begins to keep what the functions print."""
+        self._outputs.open()
 
     async def stop(self) -> None:
-        """Does nothing; calls that still run end with their threads."""
+        """Prints as before; calls that still run end with their threads."""
+        self._outputs.close()
 
     async def run(self, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
         """Returns the result of function number `function` for each sample; errors of the function are results too."""
@@ -73,7 +79,8 @@ class InProcessPool:
         answered.set_running_or_notify_cancel()  # A caller that gives up does not cancel it.
 
         def work() -> None:
-            (result,) = asyncio.run(attempt(function, [with_columns(sample)], False, self._deadline))
+            with printing_to(self._file):
+                (result,) = asyncio.run(attempt(function, [with_columns(sample)], False, self._deadline))
             answered.set_result(result)
 
         threading.Thread(target=work, name=f"reward {name_of(function)}", daemon=True).start()

@@ -28,7 +28,14 @@ def pools(functions: str, folder: Path) -> MakePool:
     ) -> AsyncIterator[ChildPool]:
         specs = [FunctionSpec(f"{file}:{name}", name, group=group) for name in names]
         async with asyncio.TaskGroup() as tasks:
-            made = ChildPool(specs, tasks, workers=workers, deadline=deadline, start_deadline=start)
+            made = ChildPool(
+                specs,
+                tasks,
+                workers=workers,
+                deadline=deadline,
+                start_deadline=start,
+                printed=folder / "reward0.printed",
+            )
             try:
                 await made.start()
                 yield made

@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, DeadlineExceeded
 from asyncrl.rewards.execution.child_pool import ChildPool
+from asyncrl.rewards.execution.printed_output import BLOCK, LARGEST
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult
 from tests.unit.rewards.execution.pools import MakePool, pools, sample
@@ -24,6 +25,12 @@ def noisy(sample):
     os.write(1, b"\x00\x00\x00\x09 straight to the descriptor")
     subprocess.run(["echo", "from a child"])
     return float(sys.stdin.read() == "")
+
+def floods(sample):
+    for _ in range(3000):
+        print("x" * 1000)
+    print("the end of member", sample.member)
+    return 1.0
 
 def raises(sample):
     raise KeyError("nothing here")
@@ -105,10 +112,21 @@ async def test_a_group_function_answers_for_each_member(pool: MakePool) -> None:
         assert await running.run(0, [sample(member=2), sample(member=5)]) == [FunctionResult(2.0), FunctionResult(5.0)]
 
 
-async def test_what_user_code_prints_or_reads_does_not_touch_the_messages(pool: MakePool) -> None:
+async def test_what_user_code_prints_or_reads_does_not_touch_the_messages(pool: MakePool, tmp_path: Path) -> None:
     async with pool("noisy", "length") as running:
         assert await running.run(0, [sample()]) == [FunctionResult(1.0)]
         assert await running.run(1, [sample("four")]) == [FunctionResult(4.0)]
+    printed = (tmp_path / "reward0.printed").read_bytes()
+    assert all(each in printed for each in (b"to stdout", b"straight to the descriptor", b"from a child"))
+
+
+async def test_output_of_children_is_bounded_and_its_newest_part_is_kept(pool: MakePool, tmp_path: Path) -> None:
+    async with pool("floods", workers=2) as running:
+        scored = await running.run(0, [sample(member=member) for member in range(10)])
+        assert scored == [FunctionResult(1.0)] * 10
+    newest, older = tmp_path / "reward0.printed", tmp_path / "reward0.printed.old"
+    assert older.stat().st_size + newest.stat().st_size <= 2 * (LARGEST + BLOCK)
+    assert b"the end of member" in newest.read_bytes()
 
 
 async def test_an_exception_is_reported_with_its_traceback_and_costs_no_child(pool: MakePool) -> None:
@@ -255,7 +273,14 @@ async def test_a_file_that_does_not_run_is_a_config_error_with_its_traceback(tmp
     file.write_text("import no_such_module_here\n")
     with pytest.raises(ExceptionGroup) as raised:
         async with asyncio.TaskGroup() as tasks:
-            await ChildPool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=1, start_deadline=60).start()
+            await ChildPool(
+                [FunctionSpec(f"{file}:f", "f")],
+                tasks,
+                workers=1,
+                deadline=1,
+                start_deadline=60,
+                printed=tmp_path / "printed",
+            ).start()
     assert raised.group_contains(ConfigError, match="broken.py.*line 1")
 
 
@@ -264,19 +289,28 @@ async def test_loading_has_a_deadline(tmp_path: Path) -> None:
     file.write_text("import threading\nthreading.Event().wait()")
     with pytest.raises(ExceptionGroup) as raised:
         async with asyncio.TaskGroup() as tasks:
-            await ChildPool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=1, start_deadline=2).start()
+            await ChildPool(
+                [FunctionSpec(f"{file}:f", "f")],
+                tasks,
+                workers=1,
+                deadline=1,
+                start_deadline=2,
+                printed=tmp_path / "printed",
+            ).start()
     assert raised.group_contains(DeadlineExceeded, match="slow.py:f were not loaded within 2 s")
 
 
 PARENT = """
 import asyncio, sys
+from pathlib import Path
 from asyncrl.rewards import Sample
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.execution.child_pool import ChildPool
 
 async def main():
     async with asyncio.TaskGroup() as tasks:
-        pool = ChildPool([FunctionSpec(sys.argv[1] + ":leaves", "f")], tasks, workers=1, deadline=60, start_deadline=60)
+        options = {"workers": 1, "deadline": 60, "start_deadline": 60, "printed": Path(sys.argv[2] + ".printed")}
+        pool = ChildPool([FunctionSpec(sys.argv[1] + ":leaves", "f")], tasks, **options)
         await pool.start()
         await pool.run(0, [Sample("p", "x", {"pids": sys.argv[2]}, 0, 0, "stop", 1)])
 

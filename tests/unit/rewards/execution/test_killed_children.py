@@ -104,10 +104,24 @@ async def test_a_process_that_is_killed_while_it_loads_is_started_once_more(tmp_
         "def f(sample):\n    return 1.0\n"
     )
     async with asyncio.TaskGroup() as tasks:
-        pool = ChildPool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=20, start_deadline=60)
+        pool = ChildPool(
+            [FunctionSpec(f"{file}:f", "f")],
+            tasks,
+            workers=1,
+            deadline=20,
+            start_deadline=60,
+            printed=tmp_path / "printed",
+        )
         await pool.start()
         await pool.stop()
-        again = ChildPool([FunctionSpec(f"{file}:f", "f")], tasks, workers=1, deadline=20, start_deadline=60)
+        again = ChildPool(
+            [FunctionSpec(f"{file}:f", "f")],
+            tasks,
+            workers=1,
+            deadline=20,
+            start_deadline=60,
+            printed=tmp_path / "printed",
+        )
         with pytest.raises(ConfigError, match=r"the process was ended by SIGKILL.* while it loaded them; see"):
             await again.start()
     assert tries.read_text() == "xxxx"
