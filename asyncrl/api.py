@@ -206,7 +206,7 @@ def _functions(given: Any) -> list[Mapping[str, Any]]:
 
 def _by_name(functions: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Function]]:
     """Returns config entries of functions with importable names, and the functions without."""
-    from asyncrl.rewards.execution.thread_pool import importable_name
+    from asyncrl.config.user_code import importable_name
     from asyncrl.rewards.functions import taking_one
 
     named: list[dict[str, Any]] = []

@@ -1,11 +1,11 @@
 """Runs several coroutines side by side, as one that can fail or be cancelled."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar, overload
 
-from asyncrl.errors import Retryable, root_cause
+from asyncrl.errors import Retryable
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -57,6 +57,30 @@ async def running_beside(work: Mapping[str, Coroutine[Any, Any, None]]) -> Async
                 task.cancel()
     except BaseExceptionGroup as errors:
         raise (error := root_cause(errors)) from error.__cause__
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """Returns the only error inside nested groups; the error itself when it is no group or holds several."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Returns the error to report of those inside nested groups: the first that is not Retryable, else the first.
+
+    A Retryable error follows from other errors more often than it causes them.
+    """
+    leaves = list(_leaves(error))
+    return next((leaf for leaf in leaves if not isinstance(leaf, Retryable)), leaves[0])
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _leaves(part)
+    else:
+        yield error
 
 
 def _error(task: asyncio.Task[Any]) -> BaseException | None:

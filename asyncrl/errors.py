@@ -9,7 +9,7 @@ AsyncrlError
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 
 class AsyncrlError(Exception):
@@ -138,27 +138,3 @@ def errno_in(text: str) -> int | None:
     """Returns the errno of the last system error that a text mentions, in the notation of Python or of Rust."""
     numbers = re.findall(r"\[Errno (\d+)\]|\(os error (\d+)\)", text)
     return int("".join(numbers[-1])) if numbers else None
-
-
-def unwrap(error: BaseException) -> BaseException:
-    """Returns the only error inside nested groups; the error itself when it is no group or holds several."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Returns the error to report of those inside nested groups: the first that is not Retryable, else the first.
-
-    A Retryable error follows from other errors more often than it causes them.
-    """
-    leaves = list(_leaves(error))
-    return next((leaf for leaf in leaves if not isinstance(leaf, Retryable)), leaves[0])
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for part in error.exceptions:
-            yield from _leaves(part)
-    else:
-        yield error

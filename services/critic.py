@@ -20,7 +20,7 @@ from asyncrl.protocols.batch import Array, Batch, BatchRef, Cuts, SampleName
 from asyncrl.protocols.messages import Checkpointed, ValueReport
 from asyncrl.protocols.row_columns import value_columns
 from asyncrl.protocols.service_contracts import Critic
-from asyncrl.services.reference import results_of_forward_passes
+from asyncrl.services.forward_passes import results_of_forward_passes
 
 
 class CriticService(Service, Critic):

@@ -1,15 +1,12 @@
 """Computes log-probs of a frozen model with the code of the trainer."""
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
-
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.training.batch.micro_batches import forward_passes, token_ids
+from asyncrl.engines.training.batch.micro_batches import token_ids
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.fleet.worker.service import Service, WorkerContext
@@ -17,9 +14,9 @@ from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.protocols.row_columns import reference_columns
 from asyncrl.protocols.service_contracts import Reference
+from asyncrl.services.forward_passes import results_of_forward_passes
 
 COLUMN = "reference_logprobs"
-T = TypeVar("T")
 
 
 class ReferenceService(Service, Reference):
@@ -52,14 +49,3 @@ class ReferenceService(Service, Reference):
         config = self.context.config
         temperatures = [config.generation.temperature] * len(rows)
         return frozen_logprobs(self._model, *token_ids(rows), temperatures, config.training.logits_chunk)
-
-
-async def results_of_forward_passes(
-    context: WorkerContext, samples: BatchRef, forward: Callable[[Batch], Sequence[T]]
-) -> list[T]:
-    """Reads the samples, and returns what `forward` computes of each, pass by pass on the compute thread."""
-    rows = await context.reader.read(samples, ["prompt_ids", "response_ids"])
-    results: dict[int, T] = {}
-    for part in forward_passes(rows, context.config):
-        results.update(zip(part, await context.compute.run(forward, rows.take(part)), strict=True))
-    return [results[row] for row in range(len(samples))]

@@ -231,3 +231,12 @@ def _bound(node: ast.AST) -> list[str]:
         return [node.id] if isinstance(node.ctx, ast.Store) else []
     name = getattr(node, "rest" if isinstance(node, ast.MatchMapping) else "name", None)
     return [name] if name and isinstance(node, (*DEFINITIONS, *PATTERNS)) else []
+
+
+def importable_name(function: Callable[..., Any]) -> str | None:
+    """Returns `module:function` if another process finds this very function under that name, else None."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if module in (None, "__main__") or "." in name:  # Importing a script would run it again.
+        return None
+    found = getattr(sys.modules.get(module), name, None)
+    return f"{module}:{name}" if found is function else None

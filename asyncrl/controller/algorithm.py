@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+from asyncrl.concurrency import root_cause
 from asyncrl.controller.rollouts import Attempt
-from asyncrl.errors import AlgorithmError, AsyncrlError, root_cause
+from asyncrl.errors import AlgorithmError, AsyncrlError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Score

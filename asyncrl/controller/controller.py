@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import cast
 
+from asyncrl.concurrency import root_cause
 from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks, AttributedTo
 from asyncrl.controller.gate.gate import Gate
@@ -37,7 +38,7 @@ from asyncrl.controller.rollouts import Attempt, PromptSource, Rollouts, wait_of
 from asyncrl.controller.row_releases import RowReleases
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.controller.weight_publisher import WeightPublisher
-from asyncrl.errors import AlgorithmError, TaskError, root_cause
+from asyncrl.errors import AlgorithmError, TaskError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.batch import BatchRef, Cuts

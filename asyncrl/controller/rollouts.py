@@ -12,12 +12,13 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from asyncrl.concurrency import root_cause
 from asyncrl.config.schema import Config
 from asyncrl.controller.crash_attribution import CrashAttribution, Death
 from asyncrl.controller.gate.group_state import DROPPABLE, OPEN, Stage
 from asyncrl.controller.observers.events import GroupPoisoned, Prompt
 from asyncrl.controller.sample_tracker import POISON, SampleTracker, stored_by
-from asyncrl.errors import ALL_SLOTS, DeadlineExceeded, LostRows, Retryable, root_cause
+from asyncrl.errors import ALL_SLOTS, DeadlineExceeded, LostRows, Retryable
 from asyncrl.fleet.fleet import FaultDomains
 from asyncrl.fleet.health import where_task_waits
 from asyncrl.protocols.batch import GREEDY, Cuts

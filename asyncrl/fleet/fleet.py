@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from asyncrl.errors import FleetFailed, PeerLost, root_cause
+from asyncrl.concurrency import root_cause
+from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls
 from asyncrl.fleet.launcher import InprocLauncher, Launcher
 from asyncrl.fleet.lifecycle_events import (

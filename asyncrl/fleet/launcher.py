@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from asyncrl.errors import unwrap
+from asyncrl.concurrency import unwrap
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire

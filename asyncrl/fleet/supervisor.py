@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from asyncrl.concurrency import gather
-from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, unwrap
+from asyncrl.concurrency import gather, unwrap
+from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost
 from asyncrl.fleet.launcher import Launcher, WorkerProcess
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerSpawned, WorkerStarted
 from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnection

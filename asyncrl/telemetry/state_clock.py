@@ -8,7 +8,8 @@ The gaps, in which a thread waits for a lock or the interpreter or is deschedule
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 State = Literal["busy", "starved", "blocked", "sync", "overhead"]
@@ -94,3 +95,48 @@ class StateClock:
         """Adds the time of the present state; nothing, if another thread has begun it after `until`."""
         if self.current is not None:
             self._seconds[self.current] += max(0.0, until - self._since)
+
+
+class Occupancy:
+    """Books a worker's time: busy while something computes, overhead while calls only wait, else idle."""
+
+    def __init__(self, clock: StateClock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._computing = 0
+        self._calls = 0
+        self._state: State | Literal["idle"] = "idle"
+        clock.idle()
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Books the block as busy, on the compute thread or in children of this worker."""
+        return _Counted(self._count, computing=1, calls=0)
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Counts a call of the work lane that is being served during the block."""
+        return _Counted(self._count, computing=0, calls=1)
+
+    def _count(self, computing: int, calls: int) -> None:
+        left = self._clock.time()
+        with self._lock:
+            self._computing += computing
+            self._calls += calls
+            state: State | Literal["idle"] = "busy" if self._computing else "overhead" if self._calls else "idle"
+            if state != self._state:
+                self._state = state
+                self._clock.idle(left) if state == "idle" else self._clock.enter(state, left)
+
+
+@dataclass(slots=True)
+class _Counted(AbstractContextManager[None]):
+    """Adds to the counts of an Occupancy during a block, at half the cost of a generator, because every call does."""
+
+    count: Callable[[int, int], None]
+    computing: int
+    calls: int
+
+    def __enter__(self) -> None:
+        self.count(self.computing, self.calls)
+
+    def __exit__(self, *_: object) -> None:
+        self.count(-self.computing, -self.calls)

@@ -14,8 +14,8 @@ import threading
 import traceback
 from typing import NoReturn
 
+from asyncrl.concurrency import unwrap
 from asyncrl.engines.models.lean_imports import import_less
-from asyncrl.errors import unwrap
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, ClassVar
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config.schema import Config
-from asyncrl.fleet.worker.compute_thread import Occupancy, ThreadCompute
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_retention import RowRetention
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import Array, Place, SampleName
 from asyncrl.protocols.messages import Health
 from asyncrl.protocols.service_contracts import EndpointSpec
-from asyncrl.telemetry.state_clock import STATES, StateClock
+from asyncrl.telemetry.state_clock import STATES, Occupancy, StateClock
 from asyncrl.telemetry.trace import Tracer
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from structlog.typing import FilteringBoundLogger
 
-from asyncrl.fleet.worker.compute_thread import Occupancy, ThreadCompute
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.dispatcher import Dispatcher
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
@@ -21,7 +21,7 @@ from asyncrl.lanes.data.row_store import RowStore, open_rows
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.service_contracts import Lane
 from asyncrl.telemetry.logs import open_log
-from asyncrl.telemetry.state_clock import StateClock
+from asyncrl.telemetry.state_clock import Occupancy, StateClock
 from asyncrl.telemetry.trace import Tracer
 
 

@@ -8,7 +8,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
-from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, WireError, unwrap
+from asyncrl.concurrency import unwrap
+from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, WireError
 from asyncrl.lanes.control.client import LIVENESS
 from asyncrl.lanes.control.deadlines import Deadline, Deadlines
 from asyncrl.lanes.control.message_codec import MessageSequence

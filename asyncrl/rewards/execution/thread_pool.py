@@ -3,12 +3,10 @@ process. A thread cannot be killed: a function that hangs is reported at its dea
 
 import asyncio
 import itertools
-import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from asyncrl.concurrency import gather
 from asyncrl.config.user_code import name_of
@@ -22,15 +20,6 @@ GRACE = 0.1
 """Seconds after its deadline in which a coroutine function can end by itself and report where it was."""
 THREADS = 4
 """Calls at one time. They share the interpreter with the controller: more would only delay it."""
-
-
-def importable_name(function: Callable[..., Any]) -> str | None:
-    """Returns `module:function` if another process finds this very function under that name, else None."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if module in (None, "__main__") or "." in name:  # Importing a script would run it again.
-        return None
-    found = getattr(sys.modules.get(module), name, None)
-    return f"{module}:{name}" if found is function else None
 
 
 class InProcessPool:

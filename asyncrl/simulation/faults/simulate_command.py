@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from types import FrameType
 
-from asyncrl.errors import root_cause
+from asyncrl.concurrency import root_cause
 from asyncrl.simulation.faults.trial_execution import TrialRun, run_trial
 from asyncrl.simulation.faults.trial_plan import Trial, draw_trial
 from asyncrl.simulation.faults.trial_shrinking import shrink

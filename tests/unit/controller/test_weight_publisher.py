@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.concurrency import root_cause
 from asyncrl.controller.observers.events import Event, WeightsHandedOver
 from asyncrl.controller.weight_publisher import WeightPublisher
-from asyncrl.errors import DeadlineExceeded, PeerLost, root_cause
+from asyncrl.errors import DeadlineExceeded, PeerLost
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.messages import Published, Using
 from asyncrl.protocols.service_contracts import Generation, Reward, Training

@@ -14,13 +14,13 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
-from asyncrl.fleet.worker.compute_thread import Occupancy, ThreadCompute
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column
 from asyncrl.protocols.rank_layout import Layout
-from asyncrl.telemetry.state_clock import StateClock
+from asyncrl.telemetry.state_clock import Occupancy, StateClock
 from asyncrl.telemetry.trace import Tracer
 
 VOCABULARY = 50

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.fleet.worker.compute_thread import Occupancy, ThreadCompute
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.telemetry import trace
-from asyncrl.telemetry.state_clock import StateClock
+from asyncrl.telemetry.state_clock import Occupancy, StateClock
 from asyncrl.telemetry.trace import Tracer, merge_traces
 
 Event = dict[str, Any]

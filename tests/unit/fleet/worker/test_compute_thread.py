@@ -3,8 +3,8 @@ import threading
 
 import pytest
 
-from asyncrl.fleet.worker.compute_thread import Occupancy, ThreadCompute
-from asyncrl.telemetry.state_clock import StateClock
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
+from asyncrl.telemetry.state_clock import Occupancy, StateClock
 
 
 class Hand:

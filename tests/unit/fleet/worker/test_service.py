@@ -12,7 +12,7 @@ import structlog
 
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.errors import ConfigError, LostRows, UnknownEndpoint
-from asyncrl.fleet.worker.compute_thread import Occupancy, ThreadCompute
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.dispatcher import Dispatcher
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
@@ -21,7 +21,7 @@ from asyncrl.protocols.distribute_collect import ONE_OF
 from asyncrl.protocols.messages import Call, PromptGroup
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Lane, endpoint
-from asyncrl.telemetry.state_clock import StateClock
+from asyncrl.telemetry.state_clock import Occupancy, StateClock
 from asyncrl.telemetry.trace import Tracer
 
 GROUP = PromptGroup(7, 0, 0, "hello", (0,), 1, 0, 1.0, 8, deadline=30.0)
