@@ -1,7 +1,8 @@
 """Finds everything that is wrong with a run before it starts. `asyncrl run` refuses it, `asyncrl doctor` prints it."""
 
 import resource
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.algorithms.select import algorithm_problems
@@ -9,35 +10,58 @@ from asyncrl.config.install_hints import missing_packages, program
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import Algorithm
-from asyncrl.deploy.checks.machine import available_memory, free_shared_memory, size_text
+from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text
 from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_of, needs, shape_of, shared_memory
-from asyncrl.deploy.service_specs import worker_count
+from asyncrl.deploy.service_specs import service_specs, worker_count
 from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
 from asyncrl.rewards.functions import function_problems
+from asyncrl.tasks.source_problems import prompt_problems
 from asyncrl.telemetry.sinks import sink_problems
 
+NOWHERE: Mapping[str, str] = {}
 OWN_DESCRIPTORS, WORKERS_DESCRIPTORS = 64, 24
 """Descriptors that a process of a fleet may have open: its own, and for each worker connections, a pipe, a process
 handle and mapped rows. With fewer, libzmq aborts the process or never returns."""
 
 
 def preflight(
-    config: Config, *, algorithm: Algorithm | None = None, served: Collection[str] = (), model_is_made: bool = False
+    config: Config,
+    *,
+    places: Mapping[str, str] = NOWHERE,
+    algorithm: Algorithm | None = None,
+    served: Collection[str] = (),
+    model_is_made: bool = False,
 ) -> Iterator[Problem]:
     """Yields every problem of a run that is known without running the user's code, warnings among them.
 
-    algorithm: given as an object instead of `algorithm.custom`. served: names of services that the caller brings.
-    model_is_made: the run directory has the model already.
+    places: where the value of each key comes from, e.g. "mine.toml:12". algorithm: given as an object instead of
+    `algorithm.custom`. served: names of services that the caller brings. model_is_made: the run directory has the model
+    already.
     """
+    for problem in _problems(config, algorithm, served, model_is_made):
+        yield replace(problem, where=problem.where or places.get(problem.key, ""))
+
+
+def _problems(
+    config: Config, algorithm: Algorithm | None, served: Collection[str], model_is_made: bool
+) -> Iterator[Problem]:
     yield from config.warnings
     yield from _descriptor_problems(worker_count(config))
     damaged = [] if model_is_made else list(_damages(config))
     yield from damaged or model_problems(config, Path(config.model.name).expanduser())
     yield from sink_problems(config.telemetry.sinks)
+    yield from prompt_problems(config)
+    yield from device_mistakes(devices(config))
     yield from scoring_problems(config, served)
     yield from algorithm_problems(config, algorithm)
     yield from missing_packages(config, model_is_made=model_is_made)
+
+
+def devices(config: Config) -> dict[str, str]:
+    """Returns the devices of the services that compute with torch, by config key."""
+    with_torch = (spec.name for spec in service_specs(config) if spec.origin != "plain" and spec.name != "evaluation")
+    return {f"{name}.device": getattr(config, name).device for name in with_torch}
 
 
 def scoring_problems(config: Config, served: Collection[str] = ()) -> Iterator[Problem]:

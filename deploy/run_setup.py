@@ -78,8 +78,9 @@ CAUSES = {
 class RunRequest:
     """A run that the user requests.
 
-    command: resumes the run. prompts, algorithm, services: Python objects that replace those of the config, such as
-    rewards in this process. forks: what workers are forked from, if it was started already.
+    command: resumes the run. places: where the values of keys come from. prompts, algorithm, services: Python objects
+    that replace those of the config, such as rewards in this process. forks: what workers are forked from, if it was
+    started already.
     """
 
     config: Config
@@ -87,6 +88,7 @@ class RunRequest:
     display: Display
     command: str
     accept_changes: bool = False
+    places: Mapping[str, str] = field(default_factory=dict)
     prompts: Rows | None = None
     algorithm: Algorithm | None = None
     services: Mapping[str, ServiceSpec] = field(default_factory=dict)
@@ -141,7 +143,15 @@ def _noted_end(request: RunRequest) -> Iterator[None]:
 def _check(request: RunRequest) -> list[Problem]:
     """Returns warnings, and raises ConfigError with all problems that keep the run from starting."""
     made = is_complete(RunDirectory(request.run_dir).model)
-    problems = list(preflight(request.config, algorithm=request.algorithm, served=request.services, model_is_made=made))
+    problems = list(
+        preflight(
+            request.config,
+            places=request.places,
+            algorithm=request.algorithm,
+            served=request.services,
+            model_is_made=made,
+        )
+    )
     refuse(problems)
     allow_descriptors(worker_count(request.config))
     return problems
@@ -206,6 +216,7 @@ async def _train(
         progress.begin("starting the workers")
         async with _fleet(replace(request, forks=forks), questions, facts, signals, scorers) as running:
             rollback.begun = True
+            display.say(f"run directory: {directory.path}")
             with gc_frozen():
                 run = TrainingRun(
                     state,

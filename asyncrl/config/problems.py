@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncrlError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Problem:
     is_warning: bool = False
 
     @classmethod
-    def of_error(cls, error: ConfigError, key: str) -> Self:
+    def of_error(cls, error: AsyncrlError, key: str) -> Self:
         """Returns the problem with `key` that an error names at its beginning."""
         return cls(key, "", str(error).removeprefix(f"{key}: "))
 

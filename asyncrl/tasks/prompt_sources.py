@@ -70,8 +70,16 @@ def load_prompts(
 
 
 def write_texts(path: Path, task: TaskConfig) -> None:
-    """Writes the rows of `task.pretrain` to `path` for the trainer, one JSON object a line: {text}, or {prompt,
-    answer}; raises TaskError if there is no such source, or no row, or a row has other columns."""
+    """Writes the rows of `task.pretrain` to `path` for the trainer, one JSON object a line."""
+    rows = pretraining_rows(task)
+    with path.open("w", encoding="utf-8") as lines:
+        for row in rows:
+            lines.write(json.dumps(row) + "\n")
+
+
+def pretraining_rows(task: TaskConfig) -> list[dict[str, Any]]:
+    """Reads the rows of `task.pretrain`: {text}, or {prompt, answer}; raises TaskError if there is no such source, or
+    no row, or a row has other columns."""
     key, source = "task.pretrain", task.pretrain
     try:
         rows = _read(source, {"size": task.size, "seed": TRAINING_SEED}, held_out=False)
@@ -80,9 +88,7 @@ def write_texts(path: Path, task: TaskConfig) -> None:
         raise TaskError(text if text.startswith("task.") else f"{key}: {text}") from None
     if len(rows) == 0:
         raise TaskError(f"{key}: {source}: there are no rows")
-    with path.open("w", encoding="utf-8") as lines:
-        for number in range(len(rows)):
-            lines.write(json.dumps(_text_row(rows[number], f"{key}: {source}, row {number}", task.system)) + "\n")
+    return [_text_row(rows[number], f"{key}: {source}, row {number}", task.system) for number in range(len(rows))]
 
 
 def _text_row(row: Mapping[str, Any], where: str, system: str) -> dict[str, Any]:

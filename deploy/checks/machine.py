@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.config.install_hints import install_extra, pip_install
+from asyncrl.config.problems import Problem
 
 Status = Literal["ok", "bad", "note"]
 
@@ -148,17 +149,19 @@ def torch_check() -> Check:
     return check("import torch", done.returncode == 0, found, remedy)
 
 
-def device_checks(devices: Mapping[str, str]) -> Iterator[Check]:
-    """Checks in a child process that torch can compute on each device. devices: by config key."""
+def device_mistakes(devices: Mapping[str, str]) -> list[Problem]:
+    """Returns the devices that torch cannot compute on, which a child process tries. devices: by config key."""
     asked = [f"{key}={device}" for key, device in devices.items() if device != "cpu"]
     if not asked:
-        return
-    done = _run_python("-m", "asyncrl.engines.devices", *asked)
-    failed = ["the devices cannot be tried, because torch fails"] if done.returncode else done.stdout.splitlines()
-    for mistake in failed:
-        yield Check("devices", "bad", mistake, "correct the config, then ask again")
-    if not failed:
-        yield Check("devices", "ok", ", ".join(asked))
+        return []
+    try:
+        done = _run_python("-m", "asyncrl.engines.devices", *asked)
+    except subprocess.TimeoutExpired:
+        return [Problem("", "", f"devices cannot be tried: to import torch takes over {IMPORT_DEADLINE:.0f} s")]
+    if done.returncode:
+        return [Problem("", "", f"devices cannot be tried, because torch fails: {done.stderr.strip()[-200:]}")]
+    mistakes = (line.partition(" = ") for line in done.stdout.splitlines())
+    return [Problem(key, "", text) for key, _, text in mistakes]
 
 
 def _run_python(*arguments: str) -> "subprocess.CompletedProcess[str]":

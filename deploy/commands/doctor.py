@@ -11,7 +11,6 @@ from asyncrl.deploy.checks.machine import (
     Check,
     available_memory,
     check,
-    device_checks,
     machine_checks,
     shared_memory_check,
     size_text,
@@ -50,22 +49,24 @@ def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
     try:
         from asyncrl.config.sources import load
 
-        config = load(target, flags).config
+        loaded = load(target, flags)
     except ImportError as error:
         yield Check(target, "bad", f"cannot be read: {error}", "install what is missing above, then ask again")
         return
     except ConfigError as error:
         yield Check(target, "bad", str(error).replace("\n", f"\n{'':26}"), "correct the experiment, then ask again")
         return
-    from asyncrl.deploy.preflight import preflight
-    from asyncrl.deploy.service_specs import service_specs
+    from asyncrl.deploy.preflight import devices, preflight
 
+    config = loaded.config
     yield Check(target, "ok", f"{config.steps} steps of {config.task.prompts_per_step} prompts")
-    for problem in preflight(config):  # `asyncrl run` refuses these or warns about them.
+    problems = list(preflight(config, places=loaded.sources))  # `asyncrl run` refuses these or warns about them.
+    for problem in problems:
         yield Check("config" if problem.key else "machine", "note" if problem.is_warning else "bad", str(problem))
     yield _workers_check(config)
-    with_torch = [spec.name for spec in service_specs(config) if spec.origin != "plain" and spec.name != "evaluation"]
-    yield from device_checks({f"{name}.device": getattr(config, name).device for name in with_torch})
+    tried = {key: device for key, device in devices(config).items() if device != "cpu"}
+    if tried and not any(problem.key in tried for problem in problems):
+        yield Check("devices", "ok", ", ".join(f"{key} = {device}" for key, device in tried.items()))
     yield from _memory_checks(config)
 
 

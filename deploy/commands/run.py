@@ -69,7 +69,8 @@ def main(arguments: list[str]) -> int:
     from asyncrl.deploy.process.fork_client import early_forks
 
     with early_forks() as forks:  # They import while this process reads the config, and imports what it needs itself.
-        config = _load(request).config
+        loaded = _load(request)
+        config = loaded.config
         from asyncrl.telemetry.run_directory import new_run_directory
 
         fresh = new_run_directory(Path("runs"), f"{config.name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}")
@@ -77,7 +78,7 @@ def main(arguments: list[str]) -> int:
             if not config.fleet.restarts:
                 named = ["--run-dir", str(run_dir)] if request.run_dir is None else []
                 command = f"{program()} {shlex.join(['run', *arguments, *named])}"
-                return train(config, run_dir, request.accept_changes, command, forks)
+                return train(loaded, run_dir, request.accept_changes, command, forks)
             if forks is not None:
                 forks.end()  # The child begins its own.
             return run_with_restarts(_child_arguments(request, run_dir), config.fleet.restarts)
@@ -139,20 +140,21 @@ def _refuse_python_objects(run_dir: Path, config: "Config") -> None:
         )
 
 
-def train(config: "Config", run_dir: Path, accept_changes: bool, command: str, begun: "Forks | None") -> int:
+def train(loaded: "Loaded", run_dir: Path, accept_changes: bool, command: str, begun: "Forks | None") -> int:
     """Runs to the end in this process."""
     import asyncio
 
     from asyncrl.deploy.process.fork_client import forks_of
 
+    config = loaded.config
     with forks_of(config, begun) as forks:
         from asyncrl.deploy.run_setup import RunRequest, run
         from asyncrl.telemetry.display import open_display
         from asyncrl.telemetry.metrics_file import read_metrics
 
         with open_display(config.steps) as display:
-            display.say(f"run directory: {run_dir}")
-            directory = asyncio.run(run(RunRequest(config, run_dir, display, command, accept_changes, forks=forks)))
+            wanted = RunRequest(config, run_dir, display, command, accept_changes, loaded.sources, forks=forks)
+            directory = asyncio.run(run(wanted))
             done = max((int(line["version"]) for line in read_metrics(directory.metrics)), default=0)
             quoted = shlex.quote(str(directory.path))
             display.say(

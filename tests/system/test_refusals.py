@@ -96,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "critic.model: there is no tokenizer in FOLDER/bare",
         ),
         (["--model.name", "model", "--generation.slots", "100000000"], "lower generation.slots, which is 100000000"),
-        (["--training.device", "cuda:99"], 'training.device = "cuda:99" cannot be used: '),
+        (["--training.device", "cuda:99"], 'training.device: "cuda:99" cannot be used: '),
         (["--run-dir", "new/deep", "--model.name", "./nowhere"], "there is no folder FOLDER/nowhere"),
     ],
 )
@@ -106,4 +106,5 @@ def test_refused_run_leaves_no_files(flags: list[str], says: str, folder: Path) 
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2, done.stderr
     assert says.replace("FOLDER", str(folder)) in done.stderr
+    assert "run directory" not in done.stdout
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before

@@ -10,12 +10,14 @@ import pytest
 
 from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
+from asyncrl.config.toml_writer import dump
 from asyncrl.deploy import cli
 from asyncrl.deploy import preflight as preflight_module
 from asyncrl.deploy.commands import doctor
 from asyncrl.deploy.preflight import model_problems, preflight
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.errors import ConfigError, TaskError
+from asyncrl.tasks import source_problems
 from asyncrl.telemetry.display import open_display
 
 PACKAGED = Path("pypi:smollm2")
@@ -24,7 +26,7 @@ UNREAD = 'algorithm.dual_clip, algorithm.loss: nothing reads it with loss = "gsp
 
 def config(**sections: Any) -> Config:
     task = {"prompts": "nowhere.jsonl"}
-    return Config.model_validate({"model": {"name": "warmed:reverse"}, "task": task, **sections})
+    return Config.model_validate({"model": {"name": "warmed:reverse"}, "task": task} | sections)
 
 
 async def started(chosen: Config, run_dir: Path) -> str:
@@ -36,9 +38,13 @@ async def started(chosen: Config, run_dir: Path) -> str:
 
 
 async def test_a_run_says_once_what_nothing_reads(tmp_path: Path) -> None:
-    chosen = config(algorithm={"preset": "gspo", "dual_clip": 3}, reward={"functions": ["exact_match"]})
+    chosen = config(
+        task={"prompts": "asyncrl.tasks.builtin.reverse:training", "options": {"colour": "red"}},
+        algorithm={"preset": "gspo", "dual_clip": 3},
+        reward={"functions": ["exact_match"]},
+    )
     printed = await started(chosen, tmp_path / "run")
-    assert "there is no file nowhere.jsonl" in printed
+    assert "takes no colour" in printed
     assert printed.count(f"warning: {UNREAD}") == printed.count("warning") == 1
 
 
@@ -46,8 +52,8 @@ async def test_a_run_is_refused_with_all_problems_at_once(tmp_path: Path, monkey
     monkeypatch.setattr(preflight_module, "available_memory", lambda: 2**20)
     chosen = config(algorithm={"custom": "gone.py:ALGORITHM"}, reward={"functions": ["exact_mach"]})
     text = await started(chosen, tmp_path / "run")
-    assert text.startswith("3 problems:\n")
-    for part in ("of memory are available", "did you mean exact_match?", "gone.py"):
+    assert text.startswith("4 problems:\n")
+    for part in ("of memory are available", "did you mean exact_match?", "gone.py", "there is no file nowhere.jsonl"):
         assert part in text
     assert not (tmp_path / "run").exists()
 
@@ -65,9 +71,52 @@ def test_doctor_prints_the_same(
     printed = capsys.readouterr().out
     chosen = config(algorithm={"preset": "gspo", "dual_clip": 3}, reward={"functions": ["exact_mach"]})
     problems = list(preflight(chosen))
-    assert [problem.is_warning for problem in problems] == [True, False]
-    assert all(str(problem) in printed for problem in problems)
-    assert f"note  config              {UNREAD}" in printed
+    assert [problem.is_warning for problem in problems] == [True, False, False]
+    assert all(problem.text in printed for problem in problems if problem.key != "task.prompts")
+    assert f"{path}:4: task.prompts: there is no file {tmp_path / 'nowhere.jsonl'}" in printed
+    assert f"note  config              {path}:7: {UNREAD}" in printed
+
+
+def test_sources_of_prompts_are_problems_with_their_key_and_place(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def rows(size):\n    raise RuntimeError('this is not called')\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
+    chosen = config(
+        task={"prompts": f"{tmp_path}/mine.py:row", "pretrain": f"{tmp_path}/gone.csv"},
+        algorithm={"pretrain_coefficient": 0.1},
+        evaluate={"prompts": str(tmp_path / "rows.jsonl")},
+        reward={"functions": ["exact_match"]},
+    )
+    places = {"task.prompts": "mine.toml:3"}
+    found = [str(problem) for problem in preflight(chosen, places=places)]
+    assert [text.partition("; found are")[0] for text in found] == [
+        f"mine.toml:3: task.prompts: {tmp_path}/mine.py has no row; did you mean rows?",
+        f"task.pretrain: there is no file {tmp_path}/gone.csv; there are rows.jsonl",
+        f'evaluate.prompts: {tmp_path}/rows.jsonl, row 1: there is no column "prompt"',
+    ]
+
+
+def test_a_large_file_of_prompts_is_left_to_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_problems, "READ_AHEAD", 4)
+    (tmp_path / "rows.jsonl").write_text("no JSON")
+    chosen = config(task={"prompts": str(tmp_path / "rows.jsonl")}, reward={"functions": ["exact_match"]})
+    assert list(preflight(chosen)) == []
+
+
+def test_an_old_name_of_a_task_in_a_run_directory_is_named_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = config(task={"prompts": "asyncrl.tasks.reverse:training"}, reward={"functions": ["exact_match"]})
+    text = dump(chosen)
+    (tmp_path / "config.toml").write_text(text)
+    (tmp_path / "journal").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(["run", "--run-dir", str(tmp_path)]) == cli.MISTAKE
+    shown = capsys.readouterr()
+    line = text.splitlines().index('prompts = "asyncrl.tasks.reverse:training"') + 1
+    assert f"config.toml:{line}: task.prompts: there is no module asyncrl.tasks.reverse" in shown.err
+    assert "write asyncrl.tasks.builtin.reverse" in shown.err
+    assert shown.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_run_that_takes_more_than_there_is_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from asyncrl.deploy.checks import machine
 from asyncrl.deploy.checks.machine import (
     Check,
     available_memory,
-    device_checks,
+    device_mistakes,
     machine_checks,
     requirements,
     shared_memory_check,
@@ -53,10 +53,10 @@ def test_a_container_gives_up_the_files_that_it_keeps_in_memory(
 
 
 def test_devices_that_torch_cannot_use_are_bad_and_the_cpu_is_not_asked_for() -> None:
-    assert list(device_checks({"generation.device": "cpu"})) == []
-    (found,) = device_checks({"generation.device": "cpu", "training.device": "cuda:99"})
-    assert found.status == "bad"
-    assert found.found.startswith('training.device = "cuda:99" cannot be used: ')
+    assert device_mistakes({"generation.device": "cpu"}) == []
+    (found,) = device_mistakes({"generation.device": "cpu", "training.device": "cuda:99"})
+    assert not found.is_warning
+    assert str(found).startswith('training.device: "cuda:99" cannot be used: ')
 
 
 def test_a_long_temporary_folder_leaves_no_room_for_sockets(tmp_path: Path) -> None:

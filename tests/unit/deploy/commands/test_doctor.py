@@ -8,7 +8,8 @@ import pytest
 
 from asyncrl.config import install_hints
 from asyncrl.config.install_hints import program
-from asyncrl.deploy import cli
+from asyncrl.config.problems import Problem
+from asyncrl.deploy import cli, preflight
 from asyncrl.deploy.checks.machine import Check
 from asyncrl.deploy.commands import doctor
 
@@ -33,6 +34,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )  # whatever is installed here
     path = tmp_path / "mine.toml"
     path.write_text(GOOD)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
     return path
 
 
@@ -62,7 +64,7 @@ def test_an_experiment_too_large_for_the_machine(experiment: Path, capsys: pytes
 def test_a_model_that_is_not_whole(experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"hidden')
     assert cli.main(["doctor", str(experiment), "--model.name", str(tmp_path)]) == 1
-    assert f"BAD   config              model.name: {tmp_path / 'config.json'} is cut short" in capsys.readouterr().out
+    assert f"BAD   config              --model.name: {tmp_path / 'config.json'} is cut short" in capsys.readouterr().out
 
 
 def test_a_device_that_is_not_there(
@@ -70,14 +72,16 @@ def test_a_device_that_is_not_there(
 ) -> None:
     asked: list[Mapping[str, str]] = []
 
-    def checks(devices: Mapping[str, str]) -> list[Check]:
+    def mistakes(devices: Mapping[str, str]) -> list[Problem]:
         asked.append(devices)
-        return [Check("devices", "bad", "there is none")]
+        return [Problem("training.device", "", "there is none")]
 
-    monkeypatch.setattr(doctor, "device_checks", checks)
+    monkeypatch.setattr(preflight, "device_mistakes", mistakes)
     assert cli.main(["doctor", str(experiment), "--training.device", "cuda", "--algorithm.kl", "0.1"]) == 1
     assert asked == [{"generation.device": "cpu", "training.device": "cuda", "reference.device": "cpu"}]
-    assert "there is none" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "BAD   config              --training.device: there is none" in said
+    assert "ok    devices" not in said
 
 
 def test_devices_and_functions_of_costs_are_looked_at(
@@ -85,11 +89,11 @@ def test_devices_and_functions_of_costs_are_looked_at(
 ) -> None:
     asked: list[str] = []
 
-    def checks(devices: Mapping[str, str]) -> list[Check]:
+    def mistakes(devices: Mapping[str, str]) -> list[Problem]:
         asked.extend(devices)
         return []
 
-    monkeypatch.setattr(doctor, "device_checks", checks)
+    monkeypatch.setattr(preflight, "device_mistakes", mistakes)
     flags = [
         "--algorithm.preset",
         "safe_rlhf",

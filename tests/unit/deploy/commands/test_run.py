@@ -7,6 +7,7 @@ import pytest
 
 from asyncrl.config.install_hints import program
 from asyncrl.config.schema import Config
+from asyncrl.config.sources import Loaded
 from asyncrl.config.toml_writer import dump
 from asyncrl.deploy import cli
 from asyncrl.deploy.commands import run
@@ -30,8 +31,8 @@ class Trained:
     def __init__(self) -> None:
         self.asked: list[tuple[Config, Path, bool, str]] = []
 
-    def __call__(self, config: Config, run_dir: Path, accept_changes: bool, command: str, begun: Forks | None) -> int:
-        self.asked.append((config, run_dir, accept_changes, command))
+    def __call__(self, loaded: Loaded, run_dir: Path, accept_changes: bool, command: str, begun: Forks | None) -> int:
+        self.asked.append((loaded.config, run_dir, accept_changes, command))
         return 0
 
 

@@ -1,0 +1,43 @@
+"""Finds mistakes in the sources of prompts before a run starts, without running the user's code."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from asyncrl.config.problems import Problem
+from asyncrl.config.schema import IN_MEMORY, Config
+from asyncrl.config.user_code import source_problem
+from asyncrl.errors import ConfigError, TaskError
+from asyncrl.tasks.prompt_sources import READERS, held_out_prompts, pretraining_rows, training_prompts
+
+READ_AHEAD = 16 * 2**20
+"""Bytes of the largest file whose rows are read before the run starts, in about half a second. The run reads its rows
+once more when it starts, and says then what is wrong with a larger file."""
+PACKAGES = ("hub", "reasoning_gym")
+"""Kinds of sources that a package makes; its absence is another problem, and all else is found as the run reads it."""
+
+
+def prompt_problems(config: Config) -> Iterator[Problem]:
+    """Yields the problems of the sources of prompts and of texts to learn; rows from Python have none here."""
+    sources: dict[str, tuple[str, Callable[[], object]]] = {
+        "task.prompts": (config.task.prompts, lambda: training_prompts(config)),
+        "task.pretrain": (config.task.pretrain, lambda: pretraining_rows(config.task)),
+        "evaluate.prompts": (config.evaluate.prompts, lambda: held_out_prompts(config)),
+    }
+    for key, (spec, read) in sources.items():
+        if spec not in ("", IN_MEMORY) and (problem := _problem(key, spec, read)) is not None:
+            yield problem
+
+
+def _problem(key: str, spec: str, read: Callable[[], object]) -> Problem | None:
+    kind, colon, _ = spec.partition(":")
+    file = Path(spec).expanduser()
+    if file.suffix.lower() in READERS:
+        if file.is_file() and (file.suffix.lower() == ".parquet" or file.stat().st_size > READ_AHEAD):
+            return None
+    elif colon:
+        return None if kind in PACKAGES else source_problem(spec, key)
+    try:
+        read()
+    except (TaskError, ConfigError) as error:
+        return Problem.of_error(error, key)
+    return None
