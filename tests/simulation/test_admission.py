@@ -1,9 +1,11 @@
 """Adaptive admission against full; `python -m asyncrl.simulation.admission_sweep` prints the longer table."""
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
 
+from asyncrl.controller.gate import admission
 from asyncrl.controller.gate.admission import Admission
 from asyncrl.simulation.admission_sweep import compare
 from asyncrl.simulation.scenarios import Scenario
@@ -12,7 +14,11 @@ from asyncrl.simulation.simulated_run import simulate
 STEPS = 60
 LARGE_CUSHION = {"slower generator": 2}
 """Smaller limits for some changes: what full admission has drawn ahead lasts for limit steps when generation becomes
-the slowest stage, so at 4 and more it starves later, once."""
+the slowest stage, so at 4 and more it starves later, once; the tests of a slower generator below are about that."""
+LARGE = 8
+"""A limit at which full admission has many batches ahead."""
+SLOWER_BATCH = 6.0
+"""Seconds in which the slots sample a batch once generation takes three times as long."""
 CASES = (
     *(("trainer", "constant", "steady"), ("trainer", "stragglers", "steady"), ("nothing", "lognormal", "steady")),
     *(("generator", "lognormal", "steady"), ("reward", "lognormal", "steady"), ("latency", "constant", "steady")),
@@ -35,6 +41,38 @@ def test_one_batch_in_waiting_is_enough_for_a_slow_trainer_whatever_the_limit() 
     assert found.full.staleness > 5
     assert found.adaptive.staleness <= 1.3
     assert found.longer_starved <= 0.02
+
+
+def test_what_full_admission_had_ahead_is_lost_once_whatever_the_length_of_the_run() -> None:
+    """No admission that holds less can avoid this loss: from the change on the slots sample no faster for it."""
+    runs = [compare("nothing", "constant", "slower generator", steps=steps, limit=LARGE) for steps in (150, 250)]
+    shorter, longer = (found.adaptive.starved - found.full.starved for found in runs)
+    assert 0 < shorter <= LARGE * SLOWER_BATCH
+    assert longer == pytest.approx(shorter, abs=SLOWER_BATCH / 4)
+
+
+def draw_freely_from(moment: float, patch: pytest.MonkeyPatch) -> None:
+    """Lets adaptive admission draw all that the limit allows from a moment on: what its own reaction can reach."""
+    before = Admission.allows
+
+    def allows(admission: Admission, waiting: int) -> bool:
+        return asyncio.get_running_loop().time() >= moment or before(admission, waiting)
+
+    patch.setattr(Admission, "allows", allows)
+
+
+def test_the_reaction_to_a_slower_generator_costs_little_beside_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, steps = ("trainer", "lognormal", "slower generator"), 150
+    found = compare(*case, steps=steps, limit=LARGE)
+    draw_freely_from(steps / 2 * 6.0, monkeypatch)
+    at_once = compare(*case, steps=steps, limit=LARGE)
+    assert found.adaptive.starved - at_once.adaptive.starved <= 0.01 * found.full.seconds
+
+
+def test_a_latency_that_triples_is_followed_in_time() -> None:
+    found = compare("latency", "constant", "slower generator", steps=150, limit=LARGE)
+    assert found.longer_starved <= 0.02
+    assert found.adaptive.staleness < found.full.staleness
 
 
 def test_nothing_changes_for_synchronous_training() -> None:
@@ -76,3 +114,9 @@ def test_without_the_fall_of_the_bound_samples_wait(monkeypatch: pytest.MonkeyPa
     never_falls(monkeypatch)
     with pytest.raises(AssertionError):
         test_one_batch_in_waiting_is_enough_for_a_slow_trainer_whatever_the_limit()
+
+
+def test_a_bound_that_rises_by_what_is_missing_alone_follows_too_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "RISE", 0.0)
+    with pytest.raises(AssertionError):
+        test_a_latency_that_triples_is_followed_in_time()
