@@ -84,7 +84,7 @@ class Gate:
         assert drawn.id not in self._groups, f"group {drawn.id} is in flight already"
         awaits = self.config.greedy and drawn.greedy is None
         samples = [replace(sample, since=self.version) for sample in drawn.samples]
-        drawn_at = drawn.drawn_at if drawn.members(Stage.READY) else self.version
+        drawn_at = drawn.drawn_at if drawn.has(Stage.READY) else self.version
         self._add(GroupState(drawn.id, drawn_at, samples, drawn.attempt, awaits=awaits, greedy=drawn.greedy))
         for member in drawn.members(Stage.READY):
             self._stamps.add(self.expiry_stamp(samples[member]), drawn.id)
@@ -184,7 +184,7 @@ class Gate:
             for member in members:
                 self._counts.move(self._groups[group].samples[member], Stage.TRAINING)
             self._reconsider(group)
-        open_groups = [self._groups[group] for group, _ in cuts if self._groups[group].members(*OPEN)]
+        open_groups = [self._groups[group] for group, _ in cuts if self._groups[group].has(*OPEN)]
         self._early = {group.id: fmean(group.rewards().values()) for group in open_groups}
         return Pick(tuple(cuts), dropped)
 
@@ -233,7 +233,7 @@ class Gate:
 
     def may_cut(self, group: GroupState) -> bool:
         """Returns whether the READY members of this group may train without waiting for the others."""
-        if group.awaits or not group.members(*OPEN):
+        if group.awaits or not group.has(*OPEN):
             return not group.awaits
         if self.config.policy != "mask" or (self.config.need_signal and not group.has_signal):
             return False
@@ -329,7 +329,7 @@ class Gate:
             self._offers.put(number, self._urgency(group), len(ready))
         else:
             self._offers.remove(number)
-        if ready and not group.awaits and not group.members(*OPEN) and not self.usable(group):
+        if ready and not group.awaits and not group.has(*OPEN) and not self.usable(group):
             self._unusable[number] = None
         else:
             self._unusable.pop(number, None)
@@ -397,4 +397,4 @@ class Gate:
     def _urgency(self, group: GroupState) -> Urgency:
         if self.config.policy == "block":
             return (group.drawn_at, group.id)
-        return (min(group.samples[member].last for member in group.members(Stage.READY)), group.id)
+        return (min([group.samples[member].last for member in group.members(Stage.READY)]), group.id)

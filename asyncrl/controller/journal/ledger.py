@@ -271,7 +271,7 @@ class Ledger:
         return self._sample(group, member, (Stage.READY,), "trained")
 
     def _forget(self, group: int) -> None:
-        if not self.groups[group].members(*IN_FLIGHT):
+        if self.groups[group].finished:
             del self.groups[group]
 
 
