@@ -10,12 +10,13 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.micro_batches import token_ids
 from asyncrl.engines.training.batch.train_rows import COST, REWARD, batch_digest, columns_of, train_rows
-from asyncrl.engines.training.critic_trainer import CriticTrainer
+from asyncrl.engines.training.critic_trainer import CriticStep, CriticTrainer
 from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
 from asyncrl.engines.training.trainer_checkpoint import file_digests
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
+from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Cuts, SampleName
 from asyncrl.protocols.messages import Checkpointed, ValueReport
 from asyncrl.protocols.row_columns import value_columns
@@ -64,7 +65,7 @@ class CriticService(Service, Critic):
         self._used = dict.fromkeys(in_flight)
 
     async def update(self, cuts: Cuts) -> ValueReport:
-        digest = batch_digest(cuts)
+        digest = await run_for_rows(cuts.batch, batch_digest, cuts)
         async with self._lock:
             if self._last_update is None or self._last_digest != digest:
                 await self._finish_update()
@@ -106,12 +107,15 @@ class CriticService(Service, Critic):
             self.context.log.warning("update skipped", reason=str(lost))
             return self._skipped(cuts, "rows lost")
         self._used |= dict.fromkeys(row.name for row in fresh)
-        temperature = self.context.config.generation.temperature
-        run = self._engine.begin(train_rows(fresh, rows, temperature), cuts.incarnation, cuts.version)
+        run = await self.context.compute.run(self._begin, cuts, fresh, rows)
         while await self.context.compute.run(run.advance):
             pass
         outcome = run.outcome
         return ValueReport(cuts.incarnation, cuts.version, outcome.updates, outcome.skipped, outcome.metrics)
+
+    def _begin(self, cuts: Cuts, fresh: BatchRef, rows: Batch) -> CriticStep:
+        joined = train_rows(fresh, rows, self.context.config.generation.temperature)
+        return self._engine.begin(joined, cuts.incarnation, cuts.version)
 
     def _skipped(self, cuts: Cuts, reason: str) -> ValueReport:
         return ValueReport(cuts.incarnation, cuts.version, 0, reason, {f"{self._target.critic}/updates": 0.0})

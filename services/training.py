@@ -11,16 +11,17 @@ import torch
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.train_rows import batch_digest, columns_of, train_rows
 from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks
-from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer
 from asyncrl.engines.training.trainer_checkpoint import file_digests
 from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_prefetch import RowPrefetch
+from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.lanes.weights.arena import Writer, open_writer
 from asyncrl.lanes.weights.leases import Leases, slot_of
-from asyncrl.protocols.batch import BatchRef, Cuts
+from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, Published, StepReport
 from asyncrl.protocols.service_contracts import Training
@@ -72,7 +73,7 @@ class TrainingService(Service, Training):
         await super().stop()
 
     async def step(self, cuts: Cuts) -> StepReport:
-        digest = batch_digest(cuts)
+        digest = await run_for_rows(cuts.batch, batch_digest, cuts)
         async with self._lock:
             if (report := self._last_report.get(digest)) is not None:
                 return report
@@ -139,10 +140,9 @@ class TrainingService(Service, Training):
                 step.lost = await context.compute.run(self._lost_on_any_rank, step.lost)
                 return None
             step.rows_checked.set()
-            rows = train_rows(cuts.batch, columns, context.config.generation.temperature)
             for row in cuts.batch:
                 context.tracer.flow_end(f"sample {row.group}.{row.member}.{row.attempt}")
-            run = self._engine.begin(rows, cuts.incarnation, cuts.version)
+            run = await context.compute.run(self._begin, cuts, columns)
             while await context.compute.run(run.advance):
                 self.counters["micro_batches"] = self.counters.get("micro_batches", 0) + 1
             return run.outcome
@@ -151,6 +151,10 @@ class TrainingService(Service, Training):
             raise
         finally:
             step.rows_checked.set()
+
+    def _begin(self, cuts: Cuts, columns: Batch) -> PolicyStep:
+        rows = train_rows(cuts.batch, columns, self.context.config.generation.temperature)
+        return self._engine.begin(rows, cuts.incarnation, cuts.version)
 
     def _lost_on_any_rank(self, own: LostRows | None) -> LostRows:
         """Returns an error that names what all ranks lost, because the caller sees that of one rank."""

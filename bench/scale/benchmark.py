@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from asyncrl.bench.measurements import MachineLoad, goal_line, number, table
-from asyncrl.bench.scale.call_events import credit, generate_and_release, route, split
+from asyncrl.bench.scale.call_events import credit, generate_and_release, route, step_call
 from asyncrl.bench.scale.journal_events import audit_and_resume
 from asyncrl.bench.scale.sample_events import release_at_owner, sample_events
 
@@ -79,7 +79,7 @@ def of_workers(workers: int) -> dict[str, float]:
 
 
 def of_ranks(ranks: int) -> dict[str, float]:
-    return {"split, a row": split(ranks)}
+    return {f"{event}, a row": value for event, value in step_call(ranks).items()}
 
 
 def of_waiting_calls(waiting: int) -> dict[str, float]:

@@ -95,15 +95,20 @@ def prompt_group(group: int) -> PromptGroup:
     return PromptGroup(group, 0, 0, "a prompt", tuple(range(MEMBERS)), group, 0, 1.0, 100, 600.0)
 
 
-def split(ranks: int) -> float:
-    """Returns CPU-microseconds a row of splitting a batch by tokens over the ranks of the trainer."""
+def step_call(ranks: int) -> dict[str, float]:
+    """Returns CPU-microseconds a row of splitting a batch by tokens over the ranks of the trainer, alone and together
+    with encoding the calls of all ranks: with one rank there is nothing to split, but as much to encode."""
     step = Training.endpoints["step"].transfer
     rows = tuple(row_of(row // MEMBERS, row % MEMBERS, row % 97) for row in range(ROWS))
     cuts = Cuts(0, 0, BatchRef(rows), 100 * ROWS, ROWS)
     gc.collect()
     began = time.process_time()
-    fan_out(step, (cuts,), Layout(dp=ranks))
-    return 1e6 * (time.process_time() - began) / ROWS
+    _, calls = fan_out(step, (cuts,), Layout(dp=ranks))
+    split = time.process_time()
+    for args in calls:
+        encode(Call(0, "step", args, 600.0))
+    costs = {"split alone": split - began, "split and encode": time.process_time() - began}
+    return {event: 1e6 * seconds / ROWS for event, seconds in costs.items()}
 
 
 class EchoCaller:

@@ -12,12 +12,23 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, LostRows, Refused
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.data import row_thread
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Canary
+from asyncrl.services import training
 from asyncrl.simulation.virtual_loop import run
-from tests.unit.services.counting import INCARNATION, CountingService, config, context_maker, cuts, published_weight
+from tests.unit.services.counting import (
+    INCARNATION,
+    CountingEngine,
+    CountingService,
+    config,
+    context_maker,
+    cuts,
+    published_weight,
+)
 
 Serving = Callable[..., AbstractAsyncContextManager[CountingService]]
 
@@ -259,3 +270,24 @@ async def test_rows_are_trained_at_the_temperature_that_sampled_them(tmp_path: P
         service._engine.begin = observed
         await service.step(cuts(service, 0, 4, 7))
     assert temperatures == [0.6, 0.6]
+
+
+async def test_nothing_that_grows_with_the_batch_is_computed_on_the_event_loop(
+    tmp_path: Path, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_loop: dict[str, bool] = {}
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            on_loop[function.__name__] = asyncio._get_running_loop() is not None
+            return function(*args)
+
+        return call
+
+    for name in ("batch_digest", "train_rows"):
+        monkeypatch.setattr(training, name, watched(getattr(training, name)))
+    monkeypatch.setattr(row_thread, "INLINE_TOKENS", 0)
+    async with serving(tmp_path, make_compute=ThreadCompute) as service:
+        monkeypatch.setattr(CountingEngine, "begin", watched(CountingEngine.begin))
+        await service.step(cuts(service, 0, 4, 7))
+    assert on_loop == {"batch_digest": False, "train_rows": False, "begin": False}
