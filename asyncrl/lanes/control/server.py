@@ -3,6 +3,7 @@
 import asyncio
 import math
 import traceback
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -41,6 +42,9 @@ HELLO_BYTES = 4096
 REPORT_PERIOD, SHORTEST_PERIOD, REPORTS = 5.0, 0.25, 4
 """Longest and shortest seconds between two reports of progress, and reports within the shortest deadline of a call."""
 
+THREADED_BYTES = 64 * 1024
+"""Size of a message without its arrays from which it is decoded in a thread: some 700 rows, which take 4 ms."""
+
 TRACEBACK_CHARACTERS = 16_384
 MESSAGE_CHARACTERS = 4_096
 
@@ -48,7 +52,8 @@ MESSAGE_CHARACTERS = 4_096
 @dataclass(eq=False, slots=True)
 class CallerSession:
     """The state of one welcomed caller. name: for messages. windows: how many items each stream may send before its
-    consumer asks for more. missed_heartbeats: since its last message."""
+    consumer asks for more. missed_heartbeats: since its last message. undecoded: a large message that is being decoded,
+    and those that came after it, bounded by the credit of the caller as all its messages are."""
 
     peer: bytes
     sequence: MessageSequence
@@ -56,6 +61,7 @@ class CallerSession:
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     windows: dict[int, asyncio.BoundedSemaphore] = field(default_factory=dict)
     missed_heartbeats: int = 0
+    undecoded: deque[list[Frame]] = field(default_factory=deque)
 
 
 @dataclass(eq=False)
@@ -125,11 +131,34 @@ class Server:
         if session is None:
             return self._handshake(peer, frames)
         session.missed_heartbeats = 0
+        if session.undecoded or _is_large(frames):
+            session.undecoded.append(frames)
+            if len(session.undecoded) == 1:
+                tasks.create_task(self._take_large(tasks, session), name=f"large message of {session.name}")
+            return
         try:
             self._handle(tasks, session, session.sequence.accept(frames))
         except WireError as error:
-            self._forget(session)
-            _send_soon(session.sequence, Rejected(f"{_name(self.identity)} closes the connection: {error}"))
+            self._break_off(session, error)
+
+    async def _take_large(self, tasks: asyncio.TaskGroup, session: CallerSession) -> None:
+        """Decodes a large message in a thread, so that others are answered meanwhile, then takes what came after it."""
+        loop = asyncio.get_running_loop()
+        try:
+            while session.undecoded and session.peer in self._sessions:
+                frames = session.undecoded[0]
+                if _is_large(frames):
+                    message = await loop.run_in_executor(None, session.sequence.accept, frames)
+                else:
+                    message = session.sequence.accept(frames)
+                session.undecoded.popleft()
+                self._handle(tasks, session, message)
+        except WireError as error:
+            self._break_off(session, error)
+
+    def _break_off(self, session: CallerSession, error: WireError) -> None:
+        self._forget(session)
+        _send_soon(session.sequence, Rejected(f"{_name(self.identity)} closes the connection: {error}"))
 
     def _handshake(self, peer: bytes, frames: list[Frame]) -> None:
         sequence = MessageSequence(partial(self.listener.offer, peer), self.listener.room, f"caller {peer.hex()}")
@@ -285,6 +314,10 @@ class Server:
             traceback=_sendable(trace),
             lost=error.places if isinstance(error, LostRows) else (),
         )
+
+
+def _is_large(frames: list[Frame]) -> bool:
+    return bool(frames) and len(frames[0]) >= THREADED_BYTES
 
 
 def _widen(window: asyncio.BoundedSemaphore, items: int) -> None:

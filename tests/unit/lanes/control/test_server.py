@@ -1,13 +1,16 @@
 """The server over both wires: unknown peers, broken callers, and how many of them."""
 
+import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
 from asyncrl.lanes.control.message_codec import encode
-from asyncrl.lanes.control.server import FIRST_SWEEP
+from asyncrl.lanes.control.server import FIRST_SWEEP, THREADED_BYTES
 from asyncrl.protocols.messages import Call
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
@@ -51,3 +54,29 @@ async def test_callers_are_not_counted_out_and_those_that_are_gone_are_forgotten
                 pass
         assert worker.server.callers <= 4 * FIRST_SWEEP
         assert [await link.call("echo", (1,), 5.0) for link in links] == [(1,)] * len(links)
+
+
+async def test_others_are_answered_while_a_large_call_is_decoded_and_its_caller_is_answered_in_order(site: Any) -> None:
+    held = threading.Event()
+    executor = ThreadPoolExecutor(1)
+    executor.submit(held.wait)
+    asyncio.get_running_loop().set_default_executor(executor)
+    large = tuple(f"{number:08d}" for number in range(THREADED_BYTES // 8))
+    async with site.serving() as worker, site.link(worker) as link, site.link(worker) as other:
+        first, second = (asyncio.ensure_future(link.call("echo", args, 5.0)) for args in (large, (2,)))
+        try:
+            for _ in range(64):
+                assert await other.call("echo", (1,), 5.0) == (1,)
+            assert not first.done(), "it waits for the thread"
+            assert not second.done(), "calls of one connection are taken in order"
+        finally:
+            held.set()
+        assert (await first, await second) == (large, (2,))
+
+
+async def test_a_large_message_that_is_garbage_ends_its_link_only(site: Any) -> None:
+    async with site.serving() as worker, site.link(worker) as link, site.link(worker) as other:
+        assert link.caller.offer([b"junk" * THREADED_BYTES])
+        await link.lost.wait()
+        assert "closes the connection" in link.reason
+        assert await other.call("echo", (1,), 5.0) == (1,)
