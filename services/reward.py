@@ -41,9 +41,15 @@ class RewardService(Service, Reward):
             shaping = [(spec.name, load(spec)) for spec in overlong_specs(config)]
             self._pool = InProcessPool([*named(functions), *shaping], self._section.deadline, printed)
         else:
-            deadlines = {"deadline": self._section.deadline, "start_deadline": config.fleet.start_deadline}
-            specs, workers = function_specs(config, service), self._section.workers
-            self._pool = ChildPool(specs, context.tasks, workers=workers, printed=printed, **deadlines)
+            self._pool = ChildPool(
+                function_specs(config, service),
+                context.tasks,
+                workers=self._section.workers,
+                deadline=self._section.deadline,
+                start_deadline=config.fleet.start_deadline,
+                printed=printed,
+                first_failure_only=self._section.on_error == "fail",
+            )
         self._specs: tuple[FunctionSpec, ...] = self._pool.specs
         group_deadline = SHARE_OF_CALL * min(config.generation.deadline, config.fleet.call_deadline)
         self._barrier = GroupBarrier(self._score_group, group_deadline, context.tasks)

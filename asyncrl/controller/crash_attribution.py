@@ -4,7 +4,7 @@
           └── its host was lost: all deaths there are one event, and no group's        └── poison
 
 Everybody who was at a dead worker is under suspicion, and only a group that failed while it ran alone is blamed: an
-isolated group has replicas for itself (`asyncrl/fleet/isolation.py`), so that nobody else can be the cause. Groups are
+isolated group has replicas for itself (`Replicas.reserved`), so that nobody else can be the cause. Groups are
 isolated side by side, each at its own replicas.
 """
 

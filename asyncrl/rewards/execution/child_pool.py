@@ -257,7 +257,8 @@ class ChildPool:
     """Runs reward functions in `workers` children and, if there are coroutine functions, one more. deadline: seconds
     that one call of a function may take. start_deadline: seconds that a child may take to load them. tasks: owns the
     calls, which outlive a caller that was cancelled, so that its child is not killed for it. printed: file of what the
-    functions print."""
+    functions print. first_failure_only: no sample is tried after one at which a child ended, because the caller gives
+    up at the first failure."""
 
     def __init__(
         self,
@@ -268,10 +269,12 @@ class ChildPool:
         deadline: float,
         start_deadline: float,
         printed: Path,
+        first_failure_only: bool = False,
     ) -> None:
         self.specs = tuple(specs)
         self._tasks = tasks
         self._deadline = deadline
+        self._first_failure_only = first_failure_only
         self._output = ChildOutput(PrintedFile(printed))
         spawn = partial(ChildProcess.spawn, self.specs, start_deadline, tasks, self._output)
         self._own = [ChildSlot(spawn) for _ in range(workers)]
@@ -324,17 +327,33 @@ class ChildPool:
         return [result for results in found for result in results]
 
     async def _share(self, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
+        """Calls a coroutine beside others. If their child ends, any of its calls may be the cause, so each is repeated
+        alone."""
+        if self._concurrent[function]:
+            try:
+                async with self._overlapping:
+                    return await (await self._shared.child()).call(function, samples, self._deadline, GRACE)
+            except ChildEnded:
+                pass
+            except AsyncrlError as error:
+                return _uncalled(samples, error)
+        async with self._alone_at_a_time:
+            slot = self._free.pop()
+            try:
+                return await self._alone(slot, function, samples)
+            finally:
+                self._free.append(slot)
+
+    async def _alone(self, slot: ChildSlot, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
         """Calls again with the remaining samples when a child ends; its current sample gets the error as its result,
         after a signal, which may come from outside, only if a second child ends at the same sample."""
+        grace = GRACE if self._concurrent[function] else 0.0
         found: list[FunctionResult] = []
         vanished_at = -1
         while len(found) < len(samples):
             rest = samples[len(found) :]
             try:
-                if self._concurrent[function] and vanished_at < 0:
-                    found += await self._overlapped(function, rest)
-                else:
-                    found += await self._alone(function, rest, GRACE if self._concurrent[function] else 0.0)
+                found += await (await slot.child()).call(function, rest, self._deadline, grace)
             except ChildEnded as ended:
                 self._given_up += 1
                 found += ended.received
@@ -344,22 +363,12 @@ class ChildPool:
                 failed = len(rest) if self.specs[function].group else 1
                 reason = f"{ended}; so was another one at the same sample" if ended.vanished else str(ended)
                 found += [FunctionResult(reason=reason)] * failed
+                if self._first_failure_only:
+                    found += _uncalled(samples[len(found) :], "a sample before it failed")
             except AsyncrlError as error:
-                found += [FunctionResult(reason=f"it could not be called: {error}")] * len(rest)
+                found += _uncalled(rest, error)
         return found
 
-    async def _overlapped(self, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
-        """Calls in the shared child. If it ends, any of its calls may be the cause, so each is repeated alone."""
-        try:
-            async with self._overlapping:
-                return await (await self._shared.child()).call(function, samples, self._deadline, GRACE)
-        except ChildEnded:
-            return await self._alone(function, samples, GRACE)
 
-    async def _alone(self, function: int, samples: Sequence[Sample], grace: float) -> list[FunctionResult]:
-        async with self._alone_at_a_time:
-            slot = self._free.pop()
-            try:
-                return await (await slot.child()).call(function, samples, self._deadline, grace)
-            finally:
-                self._free.append(slot)
+def _uncalled(samples: Sequence[Sample], why: object) -> list[FunctionResult]:
+    return [FunctionResult(reason=f"it could not be called: {why}")] * len(samples)

@@ -47,10 +47,12 @@ class Bench:
     def __init__(self, service: RewardService, store: RowStore) -> None:
         self.service, self.store = service, store
 
-    async def score(self, text: str, member: int = 0, group: int = 4, finish: str = "stop") -> Score:
+    def ref(self, text: str, member: int = 0, group: int = 4, finish: str = "stop") -> RowRef:
         place = self.store.put({"text": np.frombuffer(text.encode(), np.uint8)})
-        ref = RowRef(group, member, 0, 1, 5, len(text), 0, 0, finish, (place,))
-        (score,) = await self.service.score(BatchRef((ref,)), ROW)
+        return RowRef(group, member, 0, 1, 5, len(text), 0, 0, finish, (place,))
+
+    async def score(self, text: str, member: int = 0, group: int = 4, finish: str = "stop") -> Score:
+        (score,) = await self.service.score(BatchRef((self.ref(text, member, group, finish),)), ROW)
         return score
 
 
@@ -123,6 +125,13 @@ async def test_fail_raises_and_names_function_and_sample(tmp_path: Path, mine: s
     async with serving(config(f"{mine}:fussy"), tmp_path) as bench:
         with pytest.raises(RewardError, match=r"mine\.py:fussy on member 2 of group 4: it returned None"):
             await bench.score("none", member=2)
+
+
+async def test_fail_raises_after_the_first_sample_that_hangs(tmp_path: Path, mine: str, serving: Serving) -> None:
+    async with serving(config(f"{mine}:fussy", deadline=0.5), tmp_path) as bench:
+        with pytest.raises(RewardError, match=r"mine\.py:fussy on member 0 of group 4: it hung"):
+            await bench.service.score(BatchRef(tuple(bench.ref("hang", member) for member in range(3))), ROW)
+        assert bench.service.finished == 1
 
 
 @pytest.mark.parametrize(("on_error", "reward"), [("zero", 1.0), ("ignore", None)])

@@ -24,7 +24,12 @@ def pools(functions: str, folder: Path) -> MakePool:
 
     @asynccontextmanager
     async def make(
-        *names: str, group: bool = False, workers: int = 1, deadline: float = 20.0, start: float = 60.0
+        *names: str,
+        group: bool = False,
+        workers: int = 1,
+        deadline: float = 20.0,
+        start: float = 60.0,
+        first_failure_only: bool = False,
     ) -> AsyncIterator[ChildPool]:
         specs = [FunctionSpec(f"{file}:{name}", name, group=group) for name in names]
         async with asyncio.TaskGroup() as tasks:
@@ -35,6 +40,7 @@ def pools(functions: str, folder: Path) -> MakePool:
                 deadline=deadline,
                 start_deadline=start,
                 printed=folder / "reward0.printed",
+                first_failure_only=first_failure_only,
             )
             try:
                 await made.start()

@@ -51,6 +51,11 @@ def crashes_at_times(sample):
         os._exit(7)
     return 1.0
 
+def logs(sample):
+    with open(sample.row["log"], "a") as file:
+        file.write(sample.text + " ")
+    return crashes_at_times(sample)
+
 def dawdles(sample):
     threading.Event().wait(0.6)
     return 1.0
@@ -184,6 +189,26 @@ async def test_of_many_samples_the_one_that_crashes_is_blamed_and_the_rest_is_ju
         FunctionResult(reason="its process ended with status 7"),
         FunctionResult(1.0),
     ]
+
+
+async def test_where_the_first_failure_counts_no_sample_is_tried_after_it(pool: MakePool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with pool("logs", first_failure_only=True) as running:
+        results = await running.run(0, [sample(text, log=str(log)) for text in ("fine", "crash", "crash", "fine")])
+    assert results == [
+        FunctionResult(1.0),
+        FunctionResult(reason="its process ended with status 7"),
+        *[FunctionResult(reason="it could not be called: a sample before it failed")] * 2,
+    ]
+    assert log.read_text() == "fine crash "
+
+
+async def test_a_call_whose_samples_fail_ends_before_the_next_one_begins(pool: MakePool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with pool("logs") as running, asyncio.TaskGroup() as tasks:
+        for call in ("first", "second"):
+            tasks.create_task(running.run(0, [sample(text, log=str(log)) for text in (call, "crash", call)]))
+    assert log.read_text() == "first crash first second crash second "
 
 
 async def test_calls_that_run_when_the_pool_is_stopped_end_and_start_no_process(pool: MakePool, tmp_path: Path) -> None:
