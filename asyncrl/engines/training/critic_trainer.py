@@ -14,8 +14,8 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.training.batch.masking import MaskedRow
-from asyncrl.engines.training.batch.micro_batches import Ids, live_rows, live_values, pad_rows, split_by_row
-from asyncrl.engines.training.batch.train_rows import REWARD, TrainRow, ValueTarget
+from asyncrl.engines.training.batch.micro_batches import live_rows, live_values, pad_rows, split_by_row
+from asyncrl.engines.training.batch.train_rows import REWARD, Ids, TrainRow, ValueTarget
 from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.models_with_heads import load_value_model
 from asyncrl.engines.training.optimizer import Optimizer
@@ -72,7 +72,7 @@ class CriticTrainer(Trainer):
     def values(self, prompts: Sequence[Ids], responses: Sequence[Ids]) -> list[NDArray[np.float32]]:
         """Computes the values [tokens] of each row, before each token was sampled, in one forward pass, on whose rows
         their bits depend."""
-        values = self.model.values(pad_rows(prompts, responses, 1.0, self.model.device))
+        values = self.model.values(pad_rows(prompts, responses, 1.0, self.model.device, self.model.sharing_width))
         return split_by_row(values, [len(response) for response in responses])
 
 
@@ -107,7 +107,7 @@ class CriticStep(TrainingStep):
         samples = [target.of(item.row) for item in rows]
         old = live_values(rows, [values for _, values, _ in samples], model.device)
         returns = live_values(rows, [item.returns for item in rows], model.device)
-        values = model.values(live_rows(rows, model.device))
+        values = model.values(live_rows(rows, model.device, model.sharing_width))
         terms, clipped = value_loss(values, old, returns, target.settings(self._config).value_clip)
         loss = weight * terms.sum()
         if not math.isfinite(loss.item()):

@@ -11,7 +11,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 
 from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier, vocabulary_size
 from asyncrl.engines.models.model_folder import ANOTHER_TOKENIZER
-from asyncrl.engines.training.batch.micro_batches import Ids, PaddedRows, pad_rows
+from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows
+from asyncrl.engines.training.batch.shared_prompts import sharing_width
+from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.errors import ConfigError
 
 Precision = Literal["float32", "bfloat16"]
@@ -23,8 +25,9 @@ class LoadedModel:
     """Holds a transformers model. Its body maps ids to hidden states, its head maps these to the output.
 
     whole: the model with float32 weights. source_config, tokenizer: as loaded, for checkpoints. precision: of the
-    computation; bfloat16 is autocast over the float32 weights. scored: the tokens whose output its own forward returns.
-    Raises ConfigError when its own forward changes the output of the head, by a scale or a soft cap.
+    computation; bfloat16 is autocast over the float32 weights. sharing_width: see `pad_rows`. scored: the tokens whose
+    output its own forward returns. Raises ConfigError when its own forward changes the output of the head, by a scale
+    or a soft cap.
     """
 
     def __init__(
@@ -35,15 +38,23 @@ class LoadedModel:
         self.source_config = source_config
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.device: torch.device = whole.device
+        self.sharing_width = sharing_width(whole.config)
         self._precision = precision
         self._check_head(folder, scored)
 
-    def hidden(self, ids: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor, **layout: Tensor) -> Tensor:
         """Computes hidden states [rows, length, width] of ids [rows, length]. Rows are right-padded: under causal
-        attention no real token sees the padding, so no mask is needed."""
+        attention no real token sees the padding, so that separate rows need no mask. layout: `position_ids` and
+        `attention_mask` of rows that share prompts."""
         with self._autocast():
-            states: Tensor = self.whole.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            states: Tensor = self.whole.base_model(input_ids=ids, use_cache=False, **layout).last_hidden_state
         return states
+
+    def states(self, rows: PaddedRows) -> Tensor:
+        """Computes the hidden states [tokens, width] that predict the response tokens of these rows."""
+        layout = {"position_ids": rows.position_ids, "attention_mask": rows.mask}
+        hidden = self.hidden(rows.ids, **{name: tensor for name, tensor in layout.items() if tensor is not None})
+        return hidden.flatten(0, 1)[rows.positions]
 
     def _autocast(self, *, enabled: bool = True) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled and self._precision == "bfloat16")
@@ -89,7 +100,7 @@ class ValueModel(LoadedModel):
     def values(self, rows: PaddedRows) -> Tensor:
         """Returns the value of the state before each response token, float32 [tokens]. The head computes in float32,
         because bfloat16 would round close scores to the same number."""
-        values: Tensor = self.head(self.hidden(rows.ids).flatten(0, 1)[rows.positions].float())
+        values: Tensor = self.head(self.states(rows).float())
         return values.squeeze(-1)
 
     def scores(self, prompts: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:

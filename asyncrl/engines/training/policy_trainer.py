@@ -172,7 +172,8 @@ class PolicyStep(TrainingStep):
 
     def _policy_pass(self, rows: Sequence[MaskedRow], second_moment: float) -> bool:
         """Runs forward and backward of a micro-batch; returns False and adds nothing if its loss is not finite."""
-        model, batch = self._trainer.model, micro_batch(rows, self._trainer.model.device)
+        model = self._trainer.model
+        batch = micro_batch(rows, model.device, model.sharing_width)
         chunk, bonus = self._config.training.logits_chunk, self._algorithm.entropy_bonus > 0
         logprobs, entropy = token_logprobs(model, batch.padded, chunk, entropy_gradient=bonus)
         terms = policy_loss_terms(self._algorithm, self._trainer.kl.value, second_moment, logprobs, entropy, batch)

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.engines.training.batch.micro_batches import Ids, PaddedRows, pad_rows, split_by_row
+from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows, split_by_row
+from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.engines.training.models_with_heads import CausalModel
 
 
@@ -27,7 +28,7 @@ def token_logprobs(
         for_entropy = logprobs if entropy_gradient else logprobs.detach()
         return logprobs.gather(-1, targets[:, None]).squeeze(-1), -(for_entropy.exp() * for_entropy).sum(-1)
 
-    states = model.hidden(rows.ids).flatten(0, 1)[rows.positions]
+    states = model.states(rows)
     parts: list[tuple[Tensor, Tensor]] = []
     for inputs in zip(*(torch.split(v, chunk) for v in (states, rows.targets, rows.temperatures)), strict=True):
         if len(states) <= chunk or not torch.is_grad_enabled():
@@ -50,6 +51,6 @@ def frozen_logprobs(
 ) -> list[NDArray[np.float32]]:
     """Computes the log-probs [tokens] of each row, without gradient, in one forward pass, on whose rows their bits
     depend."""
-    rows = pad_rows(prompts, responses, temperatures, model.device)
+    rows = pad_rows(prompts, responses, temperatures, model.device, model.sharing_width)
     logprobs, _ = token_logprobs(model, rows, chunk)
     return split_by_row(logprobs, [len(response) for response in responses])

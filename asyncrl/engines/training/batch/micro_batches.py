@@ -12,10 +12,11 @@ from torch import Tensor
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.masking import MaskedRow
+from asyncrl.engines.training.batch.shared_prompts import share_prompts
+from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.objectives.ragged import Ragged
 from asyncrl.protocols.batch import Batch
 
-Ids: TypeAlias = NDArray[np.int64]
 PerToken: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64] | float
 
 SHORTEST = 0.8
@@ -56,34 +57,55 @@ class PaddedRows:
     """Holds the model input of some rows, and where the model predicts their response tokens.
 
     ids: [rows, length], right-padded, without the last token of each row, which predicts nothing. positions: [tokens],
-    indices into the flattened [rows * length] states that predict `targets`, the response ids [tokens].
+    indices into the flattened [rows * length] states that predict `targets`, the response ids [tokens]. position_ids
+    [rows, length], mask [rows, 1, length, length]: only where samples share prompts.
     """
 
     ids: Tensor
     positions: Tensor
     targets: Tensor
     temperatures: Tensor
+    position_ids: Tensor | None = None
+    mask: Tensor | None = None
 
 
 def pad_rows(
-    prompts: Sequence[Ids], responses: Sequence[Ids], temperatures: Sequence[float] | float, device: torch.device
+    prompts: Sequence[Ids],
+    responses: Sequence[Ids],
+    temperatures: Sequence[float] | float,
+    device: torch.device,
+    sharing_width: int = 0,
 ) -> PaddedRows:
-    """Pads rows of prompt and response for the prediction of every response token."""
+    """Pads rows of prompt and response for the prediction of every response token. sharing_width: of the model, whose
+    rows share prompts where that costs less; 0 where they may not."""
+    per_token = np.repeat(
+        np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts)), [len(response) for response in responses]
+    )
+    targets, shared = np.concatenate(responses).astype(np.int64), None
+    if sharing_width:
+        shared = share_prompts(prompts, responses, sharing_width)
+    ids, states = _separate_rows(prompts, responses) if shared is None else (shared.ids, shared.states)
+    return PaddedRows(
+        torch.from_numpy(ids).to(device),
+        torch.from_numpy(np.concatenate(states)).to(device),
+        torch.from_numpy(targets).to(device),
+        torch.from_numpy(per_token).to(device),
+        None if shared is None else torch.from_numpy(shared.position_ids).to(device),
+        None if shared is None else shared.mask(device),
+    )
+
+
+def _separate_rows(prompts: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
+    """Returns ids [rows, length] and the states that predict each response, as in PaddedRows."""
     length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True)) - 1
     ids = np.zeros((len(prompts), length), np.int64)
-    positions = []
+    states = []
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         tokens = np.concatenate([prompt, response[:-1]])
         ids[row, : len(tokens)] = tokens
         first = row * length + len(prompt) - 1
-        positions.append(np.arange(first, first + len(response)))
-    of_rows = np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts))
-    return PaddedRows(
-        torch.from_numpy(ids).to(device),
-        torch.from_numpy(np.concatenate(positions)).to(device),
-        torch.from_numpy(np.concatenate(responses).astype(np.int64)).to(device),
-        torch.from_numpy(np.repeat(of_rows, [len(response) for response in responses])).to(device),
-    )
+        states.append(np.arange(first, first + len(response)))
+    return ids, states
 
 
 def split_by_row(tokens: Tensor, lengths: Sequence[int]) -> list[NDArray[np.float32]]:
@@ -112,13 +134,13 @@ class MicroBatch:
     proximal: Tensor | None
 
 
-def micro_batch(rows: Sequence[MaskedRow], device: torch.device) -> MicroBatch:
-    """Builds the tensors of a pass over these rows."""
+def micro_batch(rows: Sequence[MaskedRow], device: torch.device, sharing_width: int = 0) -> MicroBatch:
+    """Builds the tensors of a pass over these rows. sharing_width: see `pad_rows`."""
     fresh = [(np.maximum.accumulate(row.staleness) == 0).astype(np.float32) for row in rows]
     reference = [row.row.reference_logprobs for row in rows if row.row.reference_logprobs is not None]
     proximal = [row.proximal for row in rows if row.proximal is not None]
     return MicroBatch(
-        padded=live_rows(rows, device),
+        padded=live_rows(rows, device, sharing_width),
         ragged=Ragged.of([row.live_tokens for row in rows], device),
         weights=live_values(rows, [row.weight for row in rows], device),
         behaviour=live_values(rows, [row.row.logprobs for row in rows], device),
@@ -136,11 +158,11 @@ def live_values(rows: Sequence[MaskedRow], columns: Sequence[PerToken], device: 
     return torch.from_numpy(np.concatenate(live).astype(np.float32)).to(device)
 
 
-def live_rows(masked: Sequence[MaskedRow], device: torch.device) -> PaddedRows:
+def live_rows(masked: Sequence[MaskedRow], device: torch.device, sharing_width: int = 0) -> PaddedRows:
     """Pads whole rows for the model, with predictions for live tokens only."""
     rows = [item.row for item in masked]
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
-    padded = pad_rows(prompts, responses, [row.temperature for row in rows], device)
+    padded = pad_rows(prompts, responses, [row.temperature for row in rows], device, sharing_width)
     live = torch.from_numpy(np.concatenate([item.live for item in masked])).to(device)
     return replace(
         padded, positions=padded.positions[live], targets=padded.targets[live], temperatures=padded.temperatures[live]

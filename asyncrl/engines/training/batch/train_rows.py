@@ -2,13 +2,16 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.schema import AlgorithmConfig, Config, CriticConfig
 from asyncrl.protocols.batch import GREEDY, Batch, BatchRef, Cuts, SampleName
+
+Ids: TypeAlias = NDArray[np.int64]
+"""Token ids [tokens]."""
 
 REFERENCE = "reference_logprobs"
 
