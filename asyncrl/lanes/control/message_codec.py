@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.lanes.control.field_checks import field_checks
+from asyncrl.lanes.control.known_rows import ReceivedRows, SentRows, has_rows, row_of
 from asyncrl.lanes.control.wire import HIGH_WATER, LIMIT_BYTES, SEND_DEADLINE, Frame, Frames, Wakeup
 from asyncrl.protocols.messages import WIRE_TYPES
-from asyncrl.protocols.prompt_row import PackedRow, PromptRow
+from asyncrl.protocols.prompt_row import PromptRow
 
 INLINE_BYTES = 256
 """Size under which an array is copied into the header, because a frame of its own costs more than the copy."""
@@ -78,18 +79,10 @@ def _lower(value: Any, frames: list[Frame], depth: int) -> Any:
     if cls is np.ndarray:
         return _lower_array(value, frames)
     if cls is PromptRow:
-        return _lower(_packed(value), frames, depth)
+        return _lower(row_of(value), frames, depth)
     if isinstance(value, np.generic):
         return _lower(value.item(), frames, depth + 1)
     raise WireError(f"a value of type {cls.__module__}.{cls.__qualname__} cannot be sent: {value!r:.100}")
-
-
-def _packed(row: PromptRow) -> PackedRow:
-    """Returns the row as it is sent; a reader gets it packed, too."""
-    try:
-        return row.packed
-    except (ValueError, OverflowError, TypeError) as error:
-        raise WireError(f"the row of a prompt cannot be sent: {error}") from error
 
 
 def _key(key: Any) -> str:
@@ -269,31 +262,37 @@ class MessageSequence:
         self._room = room
         self._receiver = receiver
         self._order = asyncio.Lock()
+        self._sent_rows = SentRows()
+        self._received_rows = ReceivedRows()
 
     async def send(self, message: Any) -> None:
         """Sends, waiting for room. Raises WireError (nothing was sent), PeerLost, DeadlineExceeded."""
-        frames = encode(message)
-        if self._offer_frames(frames):
+        if self.offer(message):
             return
         async with self._order:
+            frames = self._encode(message)  # Nothing else is sent from here on, so the receiver learns of no other row.
             try:
                 async with asyncio.timeout(SEND_DEADLINE):
-                    while not self._offer(numbered(self.sent, frames)):
+                    while not self._offer_frames(message, frames):
                         await self._room.wait()
             except TimeoutError as error:
                 raise DeadlineExceeded(
                     f"{self._receiver} has not read for {SEND_DEADLINE:g} s: its queue of {HIGH_WATER} messages is full"
                 ) from error
-            self.sent += 1
 
     def offer(self, message: Any) -> bool:
         """Sends without waiting; returns False when the queue is full or others wait for it."""
-        return not self._order.locked() and self._offer_frames(encode(message))
+        return not self._order.locked() and self._offer_frames(message, self._encode(message))
 
-    def _offer_frames(self, frames: list[Frame]) -> bool:
-        if self._order.locked() or not self._offer(numbered(self.sent, frames)):
+    def _encode(self, message: Any) -> list[Frame]:
+        return encode(self._sent_rows.shorten(message) if has_rows(message) else message)
+
+    def _offer_frames(self, message: Any, frames: list[Frame]) -> bool:
+        if not self._offer(numbered(self.sent, frames)):
             return False
         self.sent += 1
+        if has_rows(message):
+            self._sent_rows.add(message)
         return True
 
     def accept(self, frames: list[Frame], limit_bytes: int = LIMIT_BYTES) -> Any:
@@ -305,4 +304,5 @@ class MessageSequence:
             raise WireError(f"a gap: message {number} came where {self.received} was next")
         self.received += 1
         frames[0] = frames[0][_NUMBER.size :]
-        return decode(frames, limit_bytes)
+        message = decode(frames, limit_bytes)
+        return self._received_rows.restore(message) if has_rows(message) else message
