@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from asyncrl.deploy.process.worker_environment import worker_environment
@@ -42,6 +43,8 @@ NUMPY_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 ANSWER_BYTES = 4096
 ENDING = 5.0
 """Seconds that the kernel may take to end a process that was killed."""
+LOOK = 1.0
+"""Seconds between two looks at a process whose answer is awaited: one that was stopped (SIGSTOP) never answers."""
 CANCELLED = 1.0
 """Seconds that a cancelled request for a worker waits for its answer; a fork takes 0.05."""
 LAST_WORDS = 300
@@ -97,6 +100,16 @@ class _Servers:
         for channel in self.channels.values():
             with suppress(OSError):
                 channel.shutdown(socket.SHUT_RDWR)
+
+    def are_stopped(self, stage: Stage) -> bool:
+        """Returns whether the process of a stage is stopped; before its imports either of both may be the cause."""
+        if stage in self.pids:
+            return _is_stopped(self.pids[stage])
+        first = self.process.pid
+        with suppress(OSError):
+            children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+            return any(map(_is_stopped, (first, *map(int, children))))
+        return False
 
     def last_words(self) -> str:
         self.output.seek(0)
@@ -229,10 +242,17 @@ class Forks:
             raise
 
     async def _answer(self, servers: _Servers, stage: Stage) -> Any:
+        receiving = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(servers.channels[stage], ANSWER_BYTES))
         try:
-            answer = await asyncio.get_running_loop().sock_recv(servers.channels[stage], ANSWER_BYTES)
+            while not (await asyncio.wait([receiving], timeout=LOOK))[0]:
+                if servers.are_stopped(stage):
+                    self._drop(servers)
+                    raise _ServerGone(f"the process to fork workers from ({stage}) is stopped (SIGSTOP)")
+            answer = receiving.result()
         except ConnectionResetError:
             answer = b""
+        finally:
+            receiving.cancel()
         if not answer:
             raise self._gone(servers, stage)
         return json.loads(answer)
@@ -268,6 +288,12 @@ def forks_of(
     if begun is not None:
         begun.end()
     return Forks(environment, deadline=config.fleet.start_deadline, say=say) if forked else nullcontext()
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _kill(child: int) -> None:

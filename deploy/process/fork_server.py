@@ -44,12 +44,12 @@ def main(parent: int, plain: int, torch: int, modules: Sequence[str]) -> None:
     if second == 0:
         os.close(plain)
         worker_main.die_with(me)
-        worker_main.rename("asyncrl torch")
+        worker_main.rename("asyncrl torch", f"asyncrl fork server (torch) of {parent}")
         for module in modules:
             import_module(module)
         serve(torch, {"torch": os.getpid()})
     os.close(torch)
-    worker_main.rename("asyncrl plain")
+    worker_main.rename("asyncrl plain", f"asyncrl fork server (plain) of {parent}")
     serve(plain, {"plain": me})
 
 
@@ -131,7 +131,7 @@ def _become_a_worker(name: str, source: int, output: int, channel: socket.socket
     os.close(output)
     channel.close()
     os.setpgid(0, 0)
-    worker_main.rename(name)
+    worker_main.rename(name, f"asyncrl worker {name}")
     if (random := sys.modules.get("numpy.random")) is not None:
         random.seed()  # Python's own generator seeds itself anew after a fork.
     gc.enable()

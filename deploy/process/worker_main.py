@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.concurrency import unwrap
@@ -25,6 +26,9 @@ from asyncrl.lanes.control.wire import WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+ARGUMENTS = slice(45, 47)
+"""Fields of /proc/PID/stat after the name of the process: addresses of the first byte of its arguments and of the end
+(proc(5), fields 48 and 49)."""
 ORPHANED = 3
 """Exit status of a worker whose parent is gone, so that nothing reads it."""
 
@@ -59,10 +63,15 @@ def die_with(parent: int) -> None:
         os._exit(ORPHANED)  # It died before this took effect.
 
 
-def rename(name: str) -> None:
-    """Sets the name that `ps` and `top` show; a forked process has the arguments of the one it was forked from."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
+def rename(name: str, command: str) -> None:
+    """Sets the name that `top` shows, and the command line of `ps -ef`: it is written over the arguments, which a
+    forked process has from the one it was forked from."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[ARGUMENTS])
+    if (room := end - begin) > 1:  # Both are 0 where this user may not see them.
+        ctypes.memmove(begin, command.encode()[: room - 1].ljust(room, b"\0"), room)
 
 
 async def _run(spec: WorkerSpec) -> None:

@@ -65,9 +65,13 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def program_of(pid: int) -> str:
-    """The module that Python runs there."""
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[2].rpartition(".")[2]
+def is_spawned(pid: int) -> bool:
+    return "worker_main" in command_of(pid)
+
+
+def command_of(pid: int) -> str:
+    """Returns the command line of a process that `ps -ef` shows."""
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
 
 
 def name_of(pid: int) -> str:
@@ -95,16 +99,17 @@ async def test_forked_workers_are_children_of_the_controller(origin: Origin, tmp
     async with fleet_in(tmp_path, origin=origin) as (_, forks, said):
         for pid in pids_of(tmp_path):
             assert parent_of(pid) == os.getpid()
-            assert program_of(pid) == "fork_server"
             assert name_of(pid).startswith("echo")
+            assert command_of(pid) == f"asyncrl worker {name_of(pid).strip()}"
             assert os.getpgid(pid) == pid
         assert forks.pids[origin] not in pids_of(tmp_path)
+        assert command_of(forks.pids[origin]) == f"asyncrl fork server ({origin}) of {os.getpid()}"
         assert said == []
 
 
 async def test_a_service_that_cannot_be_forked_is_spawned(tmp_path: Path) -> None:
     async with fleet_in(tmp_path, origin="spawn") as (running, _, said), asyncio.timeout(30):
-        assert {program_of(pid) for pid in pids_of(tmp_path)} == {"worker_main"}
+        assert all(map(is_spawned, pids_of(tmp_path)))
         assert "hello" in await running.handle("echo", Echo).echo("hello")
         assert said == []
 
@@ -130,16 +135,36 @@ async def test_workers_outlive_the_fork_server_and_the_next_worker_comes_from_a_
         said.clear()
         await replaced(running, before[0])
         assert pids_of(tmp_path)[0] not in before or pids_of(tmp_path)[1] not in before
-        assert {program_of(pid) for pid in pids_of(tmp_path)} == {"fork_server"}
+        assert not any(map(is_spawned, pids_of(tmp_path)))
         assert [line for line in said if "fork workers from (torch) has ended; another one is started" in line]
 
 
-async def test_hung_fork_server_is_replaced_after_the_deadline(tmp_path: Path) -> None:
-    async with fleet_in(tmp_path, deadline=5.0) as (running, forks, said), asyncio.timeout(40):
-        os.kill(hung := forks.pids["torch"], signal.SIGSTOP)
+@pytest.mark.parametrize("when", ["while it imports", "later"])
+async def test_stopped_fork_server_is_replaced_long_before_the_deadline(when: str, tmp_path: Path) -> None:
+    async with fleet_in(tmp_path, deadline=1000.0) as (running, forks, said), asyncio.timeout(40):
+        stopped = forks.pids["torch"]
+        if when != "later":
+            forks.end()
+            before = set(_pids(children_of(os.getpid())))
+            forks.begin()
+            (first,) = set(_pids(children_of(os.getpid()))) - before
+            wait_until(lambda: len(_pids(children_of(first))) == 1, "the process with torch")
+            (stopped,) = _pids(children_of(first))
+        os.kill(stopped, signal.SIGSTOP)
         await replaced(running, pids_of(tmp_path)[0])
+        assert [line for line in said if "(torch) is stopped (SIGSTOP); another one is started" in line]
+        wait_until(lambda: dead(stopped), "its end", 5)
+
+
+async def test_hung_fork_server_is_replaced_after_the_deadline(tmp_path: Path) -> None:
+    hung = tmp_path / "hung"
+    (tmp_path / "hangs.py").write_text(
+        f"import time, pathlib\nif not pathlib.Path({str(hung)!r}).exists():\n"
+        f"    pathlib.Path({str(hung)!r}).touch()\n    time.sleep(1000)\n"
+    )
+    async with asyncio.timeout(40), fleet_in(tmp_path, "hangs", deadline=5.0) as (_, _, said):
         assert [line for line in said if "was silent for 5 s; another one is started" in line]
-        wait_until(lambda: dead(hung), "its end", 5)
+        assert not any(map(is_spawned, pids_of(tmp_path)))
 
 
 UNFIT = {
@@ -156,7 +181,7 @@ async def test_no_worker_is_forked_from_a_process_with_threads_or_sockets(what: 
     code, why = UNFIT[what]
     (tmp_path / "unfit.py").write_text(code)
     async with fleet_in(tmp_path, "unfit") as (running, _, said), asyncio.timeout(40):
-        assert {program_of(pid) for pid in pids_of(tmp_path)} == {"worker_main"}
+        assert all(map(is_spawned, pids_of(tmp_path)))
         assert len(said) == 2
         assert all("is spawned instead of forked" in line and why in line for line in said)
         assert "hello" in await running.handle("echo", Echo).echo("hello")
@@ -164,7 +189,7 @@ async def test_no_worker_is_forked_from_a_process_with_threads_or_sockets(what: 
 
 async def test_failed_import_is_reported_and_workers_are_spawned(tmp_path: Path) -> None:
     async with fleet_in(tmp_path, "no_such_module") as (_, _, said):
-        assert {program_of(pid) for pid in pids_of(tmp_path)} == {"worker_main"}
+        assert all(map(is_spawned, pids_of(tmp_path)))
         assert "its last words: ModuleNotFoundError: No module named 'no_such_module'" in said[0]
 
 
@@ -220,14 +245,14 @@ async def test_cancelled_start_leaves_no_process(tmp_path: Path) -> None:
 
 
 async def test_a_request_for_a_worker_that_is_cancelled_leaves_no_child(tmp_path: Path) -> None:
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    children = children_of(os.getpid())
     with Forks(os.environ, ()) as forks, (tmp_path / "output").open("ab") as output:
         first = await forks.fork("plain", "first", output)
         request = asyncio.ensure_future(forks.fork("plain", "cancelled", output))
-        before = _words_of(children)
+        before = len(_pids(children))
         for _ in range(3):
             await asyncio.sleep(0)
-        wait_until(lambda: _words_of(children) > before, "the worker, whose pid was not read yet")
+        wait_until(lambda: len(_pids(children)) > before, "the worker, whose pid was not read yet")
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
@@ -251,8 +276,12 @@ def test_runs_one_after_the_other_are_forked_from_the_same_processes(tmp_path: P
         assert begun.pids == pids
 
 
-def _words_of(path: Path) -> int:
-    return len(path.read_text().split())
+def children_of(pid: int) -> Path:
+    return Path(f"/proc/{pid}/task/{pid}/children")
+
+
+def _pids(path: Path) -> list[int]:
+    return [int(word) for word in path.read_text().split()]
 
 
 def _end(worker: ForkedWorker) -> None:

@@ -74,7 +74,7 @@ def forked_from(controller: int) -> list[int]:
     for process in Path("/proc").iterdir():
         try:
             name = (process / "comm").read_text() if process.name.isdecimal() else ""
-            if name.startswith("asyncrl ") and f"\0{controller}\0" in (process / "cmdline").read_text():
+            if name.startswith("asyncrl ") and f" of {controller}\0" in (process / "cmdline").read_text():
                 found.append(int(process.name))
         except OSError:
             continue  # It has ended meanwhile.
