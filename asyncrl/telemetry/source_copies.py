@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import replace_text
 
 LARGEST_COPY = 2**20
@@ -71,9 +72,18 @@ def keep(folder: Path, files: Iterable[SourceFile]) -> None:
 
 
 def kept(folder: Path) -> list[SourceFile]:
-    """Returns what the last start of the run read; empty for a run of an older version."""
+    """Returns what the last start of the run read; empty for a run of an older version. Raises ConfigError for an index
+    that cannot be read."""
     index = folder / INDEX
-    return [SourceFile(**fields) for fields in json.loads(index.read_text())] if index.is_file() else []
+    if not index.is_file():
+        return []
+    try:
+        return [SourceFile(**fields) for fields in json.loads(index.read_text())]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{index} is damaged ({error}): put an undamaged copy in its place, or remove it to go on without knowing "
+            "whether prompts and code have changed"
+        ) from None
 
 
 def changed(old: Iterable[SourceFile], new: Iterable[SourceFile], folder: Path) -> list[SourceChange]:
@@ -99,7 +109,7 @@ def moved(old: Iterable[SourceFile], new: Iterable[SourceFile]) -> set[str]:
 
 
 def damaged_copies(folder: Path) -> list[str]:
-    """Returns the copies that are missing or do not have their digest."""
+    """Returns the copies that are missing or do not have their digest; raises what `kept` raises."""
     found = []
     for file in kept(folder):
         if file.copy and _looked_at(file.key, folder / file.copy).digest != file.digest:

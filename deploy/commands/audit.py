@@ -13,16 +13,22 @@ def main(arguments: list[str]) -> int:
 
     report = audit(asked.run)
     print(report)
-    return 0 if _sources_hold(asked.run) and report.ok else 1
+    holds = _sources_hold(asked.run) and report.ok
+    print("the audit holds" if holds else "the audit FAILS")
+    return 0 if holds else 1
 
 
 def _sources_hold(run: Path) -> bool:
     """Prints whether the copies of prompts and code have their digests, and which originals changed since."""
+    from asyncrl.errors import ConfigError
     from asyncrl.telemetry.run_directory import RunDirectory
     from asyncrl.telemetry.source_copies import changed, damaged_copies, kept, look_at
 
     folder = RunDirectory(run).sources
-    files, damaged = kept(folder), damaged_copies(folder)
+    try:
+        files, damaged = kept(folder), damaged_copies(folder)
+    except ConfigError as error:
+        files, damaged = [], [str(error)]
     state = f"FAILS, {len(damaged)} times; first: {damaged[0]}" if damaged else "holds"
     print(f"copies of prompts and code have their digests: {state} ({len(files)} compared)")
     for change in changed(files, look_at((file.key, Path(file.path)) for file in files), folder):

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.errors import ConfigError
 from asyncrl.telemetry.source_copies import (
+    INDEX,
     LARGEST_COPY,
     changed,
     damaged_copies,
@@ -61,6 +63,14 @@ def test_a_damaged_copy_is_found(tmp_path: Path, reward: tuple[str, Path]) -> No
     (folder / kept(folder)[0].copy).write_text("other")
     (damage,) = damaged_copies(folder)
     assert damage.endswith(f"is not the {reward[1]} that the run read for reward.functions")
+
+
+def test_a_damaged_index_is_an_error_with_a_remedy(tmp_path: Path, reward: tuple[str, Path]) -> None:
+    folder = tmp_path / "sources"
+    keep(folder, look_at([reward]))
+    (folder / INDEX).write_text("[")
+    with pytest.raises(ConfigError, match=r"index\.json is damaged \(.*remove it to go on"):
+        kept(folder)
 
 
 def test_a_run_of_an_older_version_has_no_copies(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ async def test_an_honest_run_holds(run: Any, trainer: Any) -> None:
     assert (ledger.version, ledger.incarnation) == (3, 1)
     assert ledger.drawn == ledger.trained + sum(ledger.dropped.values()) + ledger.samples_in_flight
     assert all(witness.checked > 3 for witness in report.witnesses)
-    assert str(report).endswith("the audit holds")
+    assert str(report).count(": holds (") == 3
 
 
 def skip_an_id(records: list[Record]) -> list[Record]:
@@ -114,7 +114,7 @@ async def test_each_witness_sees_its_corruption(
     report = await audited(run, trainer, change)
     assert not report.ok
     assert failing(report) == [witness]
-    assert str(report).endswith("the audit FAILS")
+    assert str(report).count(": FAILS, ") == 1
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(report.witnesses[witness].failures[0])
 

@@ -15,6 +15,8 @@ from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.deploy import cli
 from asyncrl.protocols.messages import Checkpointed
+from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.source_copies import INDEX, keep, look_at
 
 WEIGHTS = b"weights of version 0"
 
@@ -76,7 +78,27 @@ def test_looking_at_a_run_makes_nothing_in_it(run_dir: Path, tmp_path: Path) -> 
 def test_an_audit_that_fails_says_so_with_its_exit_status(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run_dir / "journal")
     assert cli.main(["audit", str(run_dir)]) == 1
-    assert "the audit FAILS" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.endswith("the audit FAILS\n")
+    assert "first: record 1 of the journal, at byte 0, is damaged" in said, (
+        "the cause comes before what follows from it"
+    )
+
+
+@pytest.mark.parametrize("spoil", [lambda file: file.write_text("[{"), lambda file: file.write_text('[{"key": 1}]')])
+def test_a_damaged_index_of_the_copies_fails_the_audit(
+    run_dir: Path, spoil: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunDirectory(run_dir).sources
+    keep(folder, look_at([("reward.functions", Path(__file__))]))
+    assert cli.main(["audit", str(run_dir)]) == 0
+    assert capsys.readouterr().out.endswith("(1 compared)\nthe audit holds\n")
+    spoil(folder / INDEX)
+    assert cli.main(["audit", str(run_dir)]) == 1
+    said = capsys.readouterr().out
+    assert f"first: {folder / INDEX} is damaged (" in said
+    assert said.endswith("the audit FAILS\n")
+    assert "the audit holds" not in said
 
 
 def test_export_copies_the_model_and_nothing_else(
