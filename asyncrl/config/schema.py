@@ -56,8 +56,6 @@ class TaskConfig(Section):
 class GenerationConfig(Section):
     """Sampling of answers."""
 
-    engine: Literal["torch"] = "torch"
-    """Engine that samples."""
     replicas: Positive = 1
     """Number of generation workers, each with its own copy of the model."""
     slots: Positive = 32
@@ -165,8 +163,6 @@ class ReferenceConfig(Section):
 class TrainingConfig(Section):
     """The optimizer and the trainer."""
 
-    engine: Literal["torch"] = "torch"
-    """Engine that trains."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """Learning rate of the policy."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -14,6 +14,8 @@ from asyncrl.config.schema import Config
 Schema = Mapping[str, Any]
 
 _ALIASES: dict[str, dict[str, str]] = tomllib.loads((files(__package__) / "aliases.toml").read_text(encoding="utf-8"))
+GONE = _ALIASES.pop("gone")
+"""Keys of older versions that had one value, with that value. They stand in the config.toml of earlier runs."""
 REMARKS = _ALIASES.pop("remarks")
 """Advice by the name that another trainer gives to a key."""
 TRANSLATIONS = {name: key for names in _ALIASES.values() for name, key in names.items()}

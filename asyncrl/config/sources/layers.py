@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.source_files import anchored
-from asyncrl.config.sources.keys import Key, advice, all_keys, sections
+from asyncrl.config.sources.keys import GONE, Key, advice, all_keys, sections
 
 PREFIX = "ASYNCRL_"
 """Beginning of the environment variables that are keys."""
@@ -29,7 +29,9 @@ class ConfigLayer:
     folder: Path | None = None
 
     def add(self, name: str, value: Any, place: str) -> None:
-        """Adds an entry of a known key, or the problem of an unknown one."""
+        """Adds an entry of a known key, or the problem of an unknown one; passes over a key that had one value."""
+        if name in GONE and value == GONE[name]:
+            return
         if name in all_keys():
             self.entries[name] = (anchored(name, value, self.folder) if self.folder else value, place)
         else:

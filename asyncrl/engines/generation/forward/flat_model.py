@@ -158,7 +158,7 @@ def refuse_unsupported(config: Any) -> None:
 
 def _unsupported(name: str, reason: str) -> ConfigError:
     return ConfigError(
-        f'model type {name!r} does not run on generation.engine = "torch": {reason}. '
+        f"model type {name!r} does not run on the generation engine: {reason}. "
         "Use a model with plain causal attention (Llama, Qwen2, Qwen3, SmolLM2 and similar models)"
     )
 

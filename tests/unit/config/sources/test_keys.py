@@ -97,7 +97,14 @@ def test_training_at_temperature_0_is_refused_and_evaluation_at_0_is_not() -> No
     assert load("quickstart", ("--evaluate.temperature", "0"), {}).config.evaluate.temperature == 0
 
 
+@pytest.mark.parametrize("critic", ["critic", "cost_critic"])
+def test_several_critics_are_refused_with_the_reason(critic: str) -> None:
+    says = rf"--{critic}\.replicas: there is no such key; there is one critic: each of several would learn other values"
+    with pytest.raises(ConfigError, match=says):
+        load("quickstart", (f"--{critic}.replicas", "2"), {})
+
+
 @pytest.mark.trap("raw_logprobs")
 def test_an_engine_whose_log_probs_nobody_has_compared_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"generation\.engine: must be 'torch', not 'vllm'"):
+    with pytest.raises(ConfigError, match=r"--generation\.engine: there is no such key; there is one generation"):
         load("quickstart", ("--generation.engine", "vllm"), {})
