@@ -1,10 +1,8 @@
 """`asyncrl.train(...)`: runs an experiment from a script or a notebook, and returns its results."""
 
-import asyncio
 import shlex
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +26,6 @@ T = TypeVar("T")
 Rows = Sequence[Mapping[str, Any]]
 Function = Callable[..., Any]
 RewardArgument: TypeAlias = str | Function | Sequence[str | Function | Mapping[str, Any]] | Mapping[str, Any]
-INTERRUPTIBLE = 0.5
-"""Seconds between checks of a waiting thread, which an interrupt just before its wait does not wake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,7 @@ class Run:
                 "there are no held-out prompts: write run.evaluate(prompts=...), or train with "
                 'evaluate={"prompts": ...}'
             )
-        return _run_here_or_beside(evaluate_run(self.path, self.config, prompts, self.services))
+        return _run_to_end(evaluate_run(self.path, self.config, prompts, self.services))
 
     def save_pretrained(self, target: str | Path) -> Path:
         """Copies the newest checkpoint's model and tokenizer to a folder for `from_pretrained`."""
@@ -96,7 +92,7 @@ def train(
     Raises ConfigError or TaskError for mistakes in the arguments, all at once. Works inside a running event loop too;
     there `await train_async(...)` does not block the loop.
     """
-    return _run_here_or_beside(
+    return _run_to_end(
         train_async(
             model=model,
             prompts=prompts,
@@ -162,7 +158,8 @@ def _section(name: str, key: str, given: Any) -> Mapping[str, Any]:
 
 def _algorithm(given: Any) -> tuple[Mapping[str, Any], "Algorithm | None"]:
     """Returns keys of the section, with `custom` as a name, and the algorithm if it was given as an object."""
-    from asyncrl.algorithms.select import FROM_PYTHON, algorithm_from, importable_algorithm
+    from asyncrl.algorithms.select import FROM_PYTHON, importable_algorithm
+    from asyncrl.controller.algorithm import algorithm_from
 
     keys = _section("algorithm", "preset", given if isinstance(given, str | Mapping) else {"custom": given})
     if "custom" not in keys or isinstance(keys["custom"], str):
@@ -255,60 +252,7 @@ def _reward_here(
     return {"reward": ServiceSpec("reward", Reward, partial(RewardService, functions=functions), here=True)}
 
 
-def _run_here_or_beside(work: Coroutine[Any, Any, T]) -> T:
-    """Runs to the end on this thread, or on another thread if an event loop runs here already (Jupyter)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    return _run_beside(work)
+def _run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    from asyncrl.deploy.process.notebook_run import run_here_or_beside
 
-
-def _run_beside(work: Coroutine[Any, Any, T]) -> T:
-    """Runs on another thread. A notebook interrupts only the waiting thread, which passes the interrupt on and waits:
-    the first one ends a run in order, with a checkpoint."""
-    interrupts: list[KeyboardInterrupt] = []
-    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
-
-    async def interruptible() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        begun.append((asyncio.get_running_loop(), task))
-        if interrupts:  # The interrupt came before the task existed.
-            task.cancel()
-        return await work
-
-    supervised = interruptible()
-    try:
-        with ThreadPoolExecutor(1, thread_name_prefix="asyncrl.train") as beside:
-            beside.submit(int).result()  # The thread is there before its work: an executor joins those it has noted.
-            try:
-                done = beside.submit(asyncio.run, supervised)
-            except KeyboardInterrupt as pressed:  # It may be handed over already.
-                _pass_on(pressed, interrupts, begun)
-                raise
-            while not done.done():
-                try:
-                    wait([done], INTERRUPTIBLE)
-                except KeyboardInterrupt as pressed:
-                    _pass_on(pressed, interrupts, begun)
-            if interrupts:
-                raise interrupts[0] from done.exception()
-            return done.result()
-    finally:
-        for each in (supervised, work):  # A coroutine that never started is closed.
-            each.close()
-
-
-def _pass_on(
-    pressed: KeyboardInterrupt,
-    interrupts: list[KeyboardInterrupt],
-    begun: Sequence[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]],
-) -> None:
-    """Passes an interrupt of this thread on to the task that has begun."""
-    from asyncrl.deploy.process.stop_signals import interrupt
-
-    interrupts.append(pressed)
-    for loop, task in begun:
-        with suppress(RuntimeError):  # The loop is closed, because the run has ended.
-            loop.call_soon_threadsafe(interrupt, task)
+    return run_here_or_beside(work)

@@ -35,8 +35,9 @@ from asyncrl.deploy.process.fork_client import Forks, forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.service_specs import service_specs, worker_count
-from asyncrl.engines.models.model_folder import is_complete, scoring_model_folders
+from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare
+from asyncrl.engines.models.scoring_models import scoring_model_folders
 from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError, errno_in
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.leftover_cleanup import new_start

@@ -18,8 +18,8 @@ from asyncrl.deploy.preflight import scoring_problems
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.service_specs import generation_spec, reward_spec
-from asyncrl.engines.models.model_folder import scoring_model_folder
 from asyncrl.engines.models.model_preparation import prepare
+from asyncrl.engines.models.scoring_models import scoring_model_folder
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import ServiceSpec, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts

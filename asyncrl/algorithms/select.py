@@ -1,18 +1,16 @@
 """Selects the algorithm and the estimator of advantages that a config asks for: one of asyncrl or the user's own."""
 
-import inspect
 import os
 import sys
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.config.user_code import module_named, resolve
-from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.algorithm import Algorithm, algorithm_from
 from asyncrl.errors import ConfigError
 from asyncrl.objectives import advantages
 from asyncrl.objectives.advantages import Advantages
@@ -29,8 +27,6 @@ MODELS = {"grpo": 1, "remax": 1, "ppo": 2, "safe_rlhf": 3}
 KEY = "algorithm.custom"
 FROM_PYTHON = "python:algorithm"
 """Value of `algorithm.custom` in the config of a run whose algorithm cannot be imported by a name."""
-ARGUMENTS = {"roll_out": ("fleet", "control", "group"), "train": ("fleet", "control")}
-"""Arguments that each function of an algorithm is called with."""
 
 
 def algorithm_of(config: Config) -> Algorithm:
@@ -105,25 +101,6 @@ def algorithm_named(name: str) -> Algorithm:
     return algorithm_from(found, f"{KEY} = {name}")
 
 
-def algorithm_from(given: Any, where: str) -> Algorithm:
-    """Returns an `Algorithm` as it is, or makes one of a module or object with the two functions.
-
-    Raises ConfigError, whose text begins with `where`, when a function is missing, not async or takes other arguments.
-    """
-    if mistakes := [mistake for name in ARGUMENTS if (mistake := _mistake(given, name))]:
-        raise ConfigError(f"{where} is no algorithm: {_instead(given) or '; '.join(mistakes)}")
-    return given if isinstance(given, Algorithm) else Algorithm(given.roll_out, given.train)
-
-
-def _instead(given: object) -> str:
-    """Says what to write for an object of the wrong kind; empty: its kind is right."""
-    if inspect.isroutine(given):
-        return "it is one function, and an algorithm has two, write `asyncrl.Algorithm(roll_out, train)`"
-    if inspect.isclass(given) and all(callable(getattr(given, name, None)) for name in ARGUMENTS):
-        return f"it is a class, give an instance, write `{given.__name__}(...)`"
-    return ""
-
-
 def importable_algorithm(given: object) -> str | None:
     """Returns the name to import this algorithm by in other processes; None: for one of a script or a notebook."""
     if isinstance(given, ModuleType):
@@ -138,21 +115,3 @@ def importable_algorithm(given: object) -> str | None:
 
 def _importable(module: str | None) -> bool:
     return module in sys.modules and module != "__main__" and sys.modules[module].__spec__ is not None
-
-
-def _mistake(given: object, name: str) -> str:
-    """Says what is wrong with one function of an algorithm; empty: nothing."""
-    function, arguments = getattr(given, name, None), ", ".join(ARGUMENTS[name])
-    write = f"write `async def {name}({arguments})`"
-    if not callable(function):
-        return f"it has no function {name}, {write}"
-    calls = (function, getattr(function, "__call__", None))  # noqa: B004
-    if not any(inspect.iscoroutinefunction(each) for each in calls):
-        kind = "yields" if inspect.isasyncgenfunction(function) else "is not async"
-        return f"its {name} {kind}, {write}"
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*ARGUMENTS[name])
-    except TypeError:
-        return f"its {name} takes ({', '.join(signature.parameters)}) and is called with ({arguments}), {write}"
-    return ""

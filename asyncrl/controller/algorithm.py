@@ -6,11 +6,11 @@ import traceback
 from collections.abc import Awaitable, Callable, Container, Sequence, Sized
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.concurrency import root_cause
 from asyncrl.controller.rollouts import Attempt
-from asyncrl.errors import AlgorithmError, AsyncrlError
+from asyncrl.errors import AlgorithmError, AsyncrlError, ConfigError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Score
@@ -25,6 +25,10 @@ COLUMNS = {
     "cost_critic": ("cost_values", "samples = control.holds(samples.also_at(await fleet.cost_critic.values(samples)))"),
 }
 """The column that the trainer reads of each sample where a service is part of the fleet, and the call that makes it."""
+
+
+ARGUMENTS = {"roll_out": ("fleet", "control", "group"), "train": ("fleet", "control")}
+"""Arguments that each function of an algorithm is called with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +132,40 @@ class AlgorithmChecks:
                     f"control.ready got sample {row.key} without what the {service} service says of it ({column}), "
                     f"which this algorithm trains with: write `{write}` before"
                 )
+
+
+def algorithm_from(given: Any, where: str) -> Algorithm:
+    """Returns an `Algorithm` as it is, or makes one of a module or object with the two functions.
+
+    Raises ConfigError, whose text begins with `where`, when a function is missing, not async or takes other arguments.
+    """
+    if mistakes := [mistake for name in ARGUMENTS if (mistake := _mistake(given, name))]:
+        raise ConfigError(f"{where} is no algorithm: {_instead(given) or '; '.join(mistakes)}")
+    return given if isinstance(given, Algorithm) else Algorithm(given.roll_out, given.train)
+
+
+def _instead(given: object) -> str:
+    """Says what to write for an object of the wrong kind; empty: its kind is right."""
+    if inspect.isroutine(given):
+        return "it is one function, and an algorithm has two, write `asyncrl.Algorithm(roll_out, train)`"
+    if inspect.isclass(given) and all(callable(getattr(given, name, None)) for name in ARGUMENTS):
+        return f"it is a class, give an instance, write `{given.__name__}(...)`"
+    return ""
+
+
+def _mistake(given: object, name: str) -> str:
+    """Says what is wrong with one function of an algorithm; empty: nothing."""
+    function, arguments = getattr(given, name, None), ", ".join(ARGUMENTS[name])
+    write = f"write `async def {name}({arguments})`"
+    if not callable(function):
+        return f"it has no function {name}, {write}"
+    calls = (function, getattr(function, "__call__", None))  # noqa: B004
+    if not any(inspect.iscoroutinefunction(each) for each in calls):
+        kind = "yields" if inspect.isasyncgenfunction(function) else "is not async"
+        return f"its {name} {kind}, {write}"
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*ARGUMENTS[name])
+    except TypeError:
+        return f"its {name} takes ({', '.join(signature.parameters)}) and is called with ({arguments}), {write}"
+    return ""

@@ -11,7 +11,8 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from asyncrl.engines.models.model_folder import HEADS, refuse_damaged
+from asyncrl.engines.models.model_folder import refuse_damaged
+from asyncrl.engines.models.scoring_models import HEADS
 from asyncrl.errors import ConfigError
 
 _loading = threading.Lock()  # transformers patches global state of torch while it loads a model

@@ -1,24 +1,16 @@
-"""Computes the metrics of `metrics.jsonl`, one object per finished step, and reads the file; metrics.toml describes
-them."""
+"""Reads `metrics.jsonl`, one object per finished step; metrics.toml describes the metrics."""
 
 import tomllib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean, pstdev
 
-from asyncrl.protocols.batch import BatchRef
-from asyncrl.protocols.messages import Health, StepReport
 from asyncrl.telemetry.jsonl import Object, read_lines
-from asyncrl.telemetry.state_clock import STATES
 
 Metrics = Mapping[str, float]
 
 _MEANINGS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text("utf-8"))
 METRICS, FURTHER_METRICS = _MEANINGS["every_line"], _MEANINGS["further"]
 """Meanings of the metrics of every line, and of those of lines to which they apply."""
-COSTS = "cost/"
-"""Prefix of the terms of a sample's cost, among those of its reward."""
 
 
 def read_metrics(path: Path) -> list[Object]:
@@ -30,88 +22,3 @@ def read_metrics(path: Path) -> list[Object]:
             surviving.pop()
         surviving.append(line)
     return surviving
-
-
-def batch_metrics(batch: BatchRef) -> dict[str, float]:
-    """Computes `reward/*`, `cost/*` and `completions/*` of the samples of one step."""
-    rewards = [row.reward for row in batch if row.reward is not None]
-    costs = [row.cost for row in batch if row.cost is not None]
-    return {
-        **({"cost/mean": fmean(costs)} if costs else {}),
-        "reward/mean": _mean(rewards),
-        "reward/std": pstdev(rewards) if rewards else float("nan"),
-        **_within_groups(batch),
-        "completions/length_mean": _mean([row.tokens for row in batch]),
-        "completions/truncated_fraction": _mean([row.finish == "length" for row in batch]),
-    }
-
-
-def _within_groups(batch: BatchRef) -> dict[str, float]:
-    """Computes metrics of the groups with at least two rewards; returns none when there is no such group."""
-    groups: dict[int, list[float]] = {}
-    for row in batch:
-        if row.reward is not None:
-            groups.setdefault(row.group, []).append(row.reward)
-    deviations = [pstdev(rewards) for rewards in groups.values() if len(rewards) > 1]
-    if not deviations:
-        return {}
-    equal = fmean(deviation == 0 for deviation in deviations)
-    return {"reward/group_std": fmean(deviations), "reward/equal_groups": equal}
-
-
-def term_metric(term: str) -> str:
-    """Returns the metric name for the mean of a score's term; terms of costs have their own prefix."""
-    return term if term.startswith(COSTS) else f"reward/{term}"
-
-
-def step_of(report: StepReport) -> int:
-    """Returns the number of a step: the version it led to or, when it trained nothing, would have led to."""
-    return report.version + bool(report.skipped)
-
-
-def report_metrics(report: StepReport, seconds: float) -> dict[str, float]:
-    """Returns the trainer's measurements, its masks as shares, and its rate. seconds: wall clock since the end of the
-    previous step."""
-    trained = sum(sample.trained for sample in report.samples)
-    total = trained + sum(sample.masked + sample.rejected for sample in report.samples)
-    masked = Counter[str]()
-    for sample in report.samples:
-        masked[sample.reason] += sample.masked
-    return {
-        **report.metrics,
-        "version": report.version,
-        "mask/stale_fraction": masked["stale"] / max(1, total),
-        "mask/truncated_fraction": masked["truncated"] / max(1, total),
-        "perf/tokens_per_s": trained / seconds if seconds > 0 else 0.0,
-    }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else float("nan")
-
-
-class TimeShares:
-    """Turns the running totals of workers into `time/<service>/<state>` for the time between two calls."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, Health] = {}
-
-    def since_last(self, healths: Sequence[Health]) -> dict[str, float]:
-        """Returns shares of wall clock by service and state, mean over workers; with `unaccounted` they sum to 1."""
-        by_service: dict[str, list[dict[str, float]]] = {}
-        for health in healths:
-            by_service.setdefault(health.service, []).append(self._shares(health))
-        self._before = {health.instance: health for health in healths}
-        return {
-            f"time/{service}/{state}": fmean(worker[state] for worker in workers)
-            for service, workers in by_service.items()
-            for state in (*STATES, "unaccounted")
-        }
-
-    def _shares(self, health: Health) -> dict[str, float]:
-        before = self._before.get(health.instance)
-        wall, seconds = (before.wall, before.seconds) if before else (0.0, {})
-        passed = max(health.wall - wall, 1e-9)
-        spent = {state: health.seconds.get(state, 0.0) - seconds.get(state, 0.0) for state in STATES}
-        shares: dict[str, float] = {state: each / passed for state, each in spent.items()}
-        return {**shares, "unaccounted": 1.0 - sum(shares.values())}

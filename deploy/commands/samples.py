@@ -10,7 +10,7 @@ def main(arguments: list[str]) -> int:
     from rich.console import Console
 
     from asyncrl.errors import ConfigError
-    from asyncrl.telemetry.display import sample_panel
+    from asyncrl.telemetry.sample_panel import sample_panel
     from asyncrl.telemetry.samples_file import read_samples, select_samples
 
     parser = argparse.ArgumentParser("asyncrl samples", description=DESCRIPTION)

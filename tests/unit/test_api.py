@@ -15,10 +15,12 @@ import pytest
 
 import asyncrl.api
 from asyncrl.algorithms import grpo
-from asyncrl.api import _algorithm, _algorithm_here, _by_name, _reward, _reward_here, _run_here_or_beside, _section
+from asyncrl.api import _algorithm, _algorithm_here, _by_name, _reward, _reward_here, _section
 from asyncrl.config.schema import RewardConfig
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
+from asyncrl.deploy.process import notebook_run
+from asyncrl.deploy.process.notebook_run import run_here_or_beside
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import Fleet
 
@@ -44,11 +46,11 @@ async def double(number: int) -> int:
 
 
 def test_without_a_loop_it_runs_here() -> None:
-    assert _run_here_or_beside(double(2)) == 4
+    assert run_here_or_beside(double(2)) == 4
 
 
 async def test_inside_a_loop_it_runs_beside() -> None:
-    assert _run_here_or_beside(double(3)) == 6
+    assert run_here_or_beside(double(3)) == 6
 
 
 async def test_an_interrupt_of_the_thread_that_waits_stops_what_runs_beside() -> None:
@@ -66,7 +68,7 @@ async def test_an_interrupt_of_the_thread_that_waits_stops_what_runs_beside() ->
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a notebook
     try:
         with pytest.raises(KeyboardInterrupt):
-            _run_here_or_beside(until_cancelled())
+            run_here_or_beside(until_cancelled())
     finally:
         signal.signal(signal.SIGINT, before)
     assert stopped == [True]
@@ -93,10 +95,10 @@ async def test_an_interrupt_while_work_is_handed_over_leaves_nothing_running(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(InterruptedSubmit, "queued", queued)
-    monkeypatch.setattr(asyncrl.api, "ThreadPoolExecutor", InterruptedSubmit)
+    monkeypatch.setattr(notebook_run, "ThreadPoolExecutor", InterruptedSubmit)
     work = until_cancelled()
     with pytest.raises(KeyboardInterrupt):
-        _run_here_or_beside(work)
+        run_here_or_beside(work)
     assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncrl.train")]
 

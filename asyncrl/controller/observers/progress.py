@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from asyncrl.concurrency import running_beside
 from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Dropped, Generated
 from asyncrl.controller.observers.events import Event, SampleScored, StepDone
-from asyncrl.telemetry.metrics_file import step_of
+from asyncrl.controller.observers.step_metrics import step_of
 
 INTERVAL = 10.0
 """Seconds. A run that says nothing for longer looks as if it hung."""

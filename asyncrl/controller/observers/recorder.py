@@ -15,12 +15,12 @@ from typing import Literal
 from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers.events import Event, SampleScored, StepBegan, StepDone
 from asyncrl.controller.observers.held_out_evaluation import Evaluation
+from asyncrl.controller.observers.step_metrics import TimeShares, batch_metrics, report_metrics, step_of, term_metric
 from asyncrl.errors import FleetFailed, Retryable
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Health, SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
-from asyncrl.telemetry.metrics_file import TimeShares, batch_metrics, report_metrics, step_of, term_metric
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import SampleRecord, sample_record, to_show
 from asyncrl.telemetry.sinks import SinkWorker

@@ -14,9 +14,9 @@ from typing import Any
 from asyncrl.config.schema import Config, GuardsConfig
 from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers.events import Event, GroupFinished, SampleScored, StepDone
+from asyncrl.controller.observers.step_metrics import batch_metrics, step_of
 from asyncrl.errors import TrainingStopped
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.telemetry.metrics_file import batch_metrics, step_of
 
 WINDOW = 5
 """Steps over which training is judged: a single batch may be all right or all wrong by chance."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier, vocabulary_size
-from asyncrl.engines.models.model_folder import ANOTHER_TOKENIZER
+from asyncrl.engines.models.scoring_models import ANOTHER_TOKENIZER
 from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows
 from asyncrl.engines.training.batch.shared_prompts import sharing_width
 from asyncrl.engines.training.batch.train_rows import Ids

@@ -4,18 +4,16 @@ same way, and prints the command that runs it again."""
 import argparse
 import signal
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
-from pathlib import Path
 from types import FrameType
 
 from asyncrl.concurrency import root_cause
 from asyncrl.simulation.faults.trial_execution import TrialRun, run_trial
 from asyncrl.simulation.faults.trial_plan import Trial, draw_trial
-from asyncrl.simulation.faults.trial_shrinking import shrink
+from asyncrl.simulation.faults.trial_shrinking import kind_of, shrink
 
 CPU_LIMIT = 60.0
 """CPU-seconds of one trial, hundreds of times what it takes: a loop that awaits nothing stops the virtual clock."""
@@ -65,15 +63,6 @@ def outcome_of(trial: Trial, cpu_limit: float = CPU_LIMIT) -> TrialRun | BaseExc
             return run_trial(trial)
     except Exception as error:  # any error of a trial is its failure, and is reported with its seed
         return root_cause(error)
-
-
-def kind_of(outcome: TrialRun | BaseException) -> str:
-    """Returns the class of a failure and where it was raised, "" for a trial that held."""
-    if isinstance(outcome, TrialRun):
-        return ""
-    frames = traceback.extract_tb(outcome.__traceback__)
-    where = f" in {Path(frames[-1].filename).name}:{frames[-1].name}" if frames else ""
-    return f"{type(outcome).__name__}{where}"
 
 
 def described(outcome: TrialRun | BaseException) -> str:

@@ -1,9 +1,12 @@
 """Makes a trial that fails smaller, as long as it fails in the same way."""
 
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
+from asyncrl.simulation.faults.trial_execution import TrialRun
 from asyncrl.simulation.faults.trial_plan import Trial
 
 MOST_RUNS = 200
@@ -11,6 +14,15 @@ MOST_RUNS = 200
 
 SIMPLEST = Trial(groups=1, limit=0, slots=1, cut_at=None, steps=1, reward_time=0.0)
 """Shrinking sets the attributes of a trial to those of this one, except its seed and its faults."""
+
+
+def kind_of(outcome: TrialRun | BaseException) -> str:
+    """Returns the class of a failure and where it was raised, "" for a trial that held."""
+    if isinstance(outcome, TrialRun):
+        return ""
+    frames = traceback.extract_tb(outcome.__traceback__)
+    where = f" in {Path(frames[-1].filename).name}:{frames[-1].name}" if frames else ""
+    return f"{type(outcome).__name__}{where}"
 
 
 def shrink(trial: Trial, fails: Callable[[Trial], str]) -> Trial:

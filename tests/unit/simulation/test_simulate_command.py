@@ -11,12 +11,11 @@ from asyncrl.controller.gate.gate import Gate
 from asyncrl.simulation.faults.simulate_command import (
     command,
     described,
-    kind_of,
     main,
     outcome_of,
 )
 from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_trial
-from asyncrl.simulation.faults.trial_shrinking import candidates, shrink
+from asyncrl.simulation.faults.trial_shrinking import candidates, kind_of, shrink
 
 TRIAL = Trial(seed=3, steps=4)
 

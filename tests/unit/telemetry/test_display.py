@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncrl.telemetry.display import LineDisplay, LiveDisplay, LoggedDisplay, open_display, sample_panel, shown
+from asyncrl.telemetry.display import LineDisplay, LiveDisplay, LoggedDisplay, open_display, shown
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
+from asyncrl.telemetry.sample_panel import sample_panel
 from asyncrl.telemetry.samples_file import SampleRecord
 
 SAMPLE = SampleRecord(

@@ -18,11 +18,10 @@ from asyncrl.engines.models.model_folder import (
     WEIGHTS,
     context_of,
     damages,
-    head_labels,
     refuse_damaged,
-    scoring_model_folders,
     vocabulary,
 )
+from asyncrl.engines.models.scoring_models import head_labels, scoring_model_folders
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.prompt_lengths import TokenBudget
 

@@ -7,16 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.controller.observers.step_metrics import TimeShares, batch_metrics, report_metrics, step_of
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Health, StepReport, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
-from asyncrl.telemetry.metrics_file import (
-    TimeShares,
-    batch_metrics,
-    read_metrics,
-    report_metrics,
-    step_of,
-)
+from asyncrl.telemetry.metrics_file import read_metrics
 
 
 def row(member: int, tokens: int, reward: float | None, finish: str = "stop") -> RowRef:

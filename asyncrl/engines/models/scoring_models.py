@@ -1,0 +1,91 @@
+"""Checks that a scoring model (reward, cost, critics) fits the policy: its tokenizer, its head, and its context, beyond
+which a model does not fail but computes nonsense."""
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.models.model_folder import (
+    TOKENIZERS,
+    context_of_folder,
+    existing_folder,
+    longest_row,
+    refuse_damaged,
+    vocabulary,
+    weight_files,
+)
+from asyncrl.errors import ConfigError
+
+HEADS = ("score", "classifier")
+"""Names of a classifier's head in transformers, which depend on the model family."""
+ANOTHER_TOKENIZER = (
+    "its tokenizer is not that of model.name, and it reads the policy's token ids, so it would score other texts than "
+    "were generated; take a model with the same tokenizer, or call yours from a reward function"
+)
+
+
+def head_labels(folder: Path) -> int | None:
+    """Returns the number of labels of a classifier's head in an undamaged folder, from safetensors headers or else from
+    config.json: 0 without a head, None where only loading would tell."""
+    names = weight_files(folder)
+    if not names:
+        described = json.loads((folder / "config.json").read_bytes())
+        return len(described.get("id2label") or ()) or described.get("num_labels")
+    heads: set[str] = set()
+    for name in names:
+        with safe_open(folder / name, framework="np") as tensors:
+            heads |= {tensor for tensor in tensors.keys() if tensor.split(".")[0] in HEADS}  # noqa: SIM118
+            if weight := next((f"{head}.weight" for head in HEADS if f"{head}.weight" in heads), None):
+                return int(tensors.get_slice(weight).get_shape()[0])
+    return None if heads else 0
+
+
+def scoring_model_folders(config: Config, policy: Path) -> dict[str, Path]:
+    """Returns the model folder of each service that scores or values samples, by service; a critic without a `model`
+    starts from the folder of the policy. Raises ConfigError like `scoring_model_folder`."""
+    folders = {"critic": policy, "cost_critic": policy}
+    for service in ("reward", "cost", "critic", "cost_critic"):
+        if name := getattr(config, service).model:
+            folders[service] = scoring_model_folder(config, name, f"{service}.model", policy)
+    return folders
+
+
+def scoring_model_folder(config: Config, name: str, key: str, policy: Path) -> Path:
+    """Returns the folder that `key` names. Raises ConfigError when it is missing, holds no model, is damaged, has no
+    tokenizer or not that of the policy, a head with several outputs, or a context shorter than the longest row."""
+    folder = existing_folder(name, key)
+    if folder is None:
+        raise ConfigError(f"{key}: there is no folder {name}; write one that from_pretrained loads")
+    refuse_damaged(folder)
+    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
+        raise ConfigError(f"{key}: there is no tokenizer in {folder}; save that of model.name beside it")
+    own, others = vocabulary(folder), vocabulary(policy)
+    if own and others and own != others:
+        raise ConfigError(f"{key}: {ANOTHER_TOKENIZER}")
+    _refuse_other_heads(folder, key)
+    context, longest = context_of_folder(folder), longest_row(config, context_of_folder(policy))
+    if context is not None and context < longest:
+        raise ConfigError(
+            f"{key}: {folder} was made for {context} positions (max_position_embeddings in its config.json), and a "
+            f"prompt with its answer may have {longest} tokens: write a smaller task.max_prompt_tokens or "
+            "generation.max_new_tokens, or take a model with a longer context"
+        )
+    return folder.absolute()
+
+
+def _refuse_other_heads(folder: Path, key: str) -> None:
+    """Raises ConfigError when the head does not have one output. Only a critic may start without a head."""
+    labels = head_labels(folder)
+    if "critic" in key:
+        if labels is not None and labels > 1 and next(folder.glob("*.safetensors"), None):
+            raise ConfigError(
+                f"{key}: the head of {folder} has {labels} labels, and a value is one number; take one of 1 label"
+            )
+    elif labels is not None and labels != 1:
+        found = f"the head of {folder} has {labels} labels" if labels else f"{folder} has no head that scores"
+        raise ConfigError(
+            f"{key}: {found}, and a score is one number; take a folder that AutoModelForSequenceClassification with "
+            "num_labels=1 was saved to after training"
+        )
