@@ -254,7 +254,8 @@ class GuardsConfig(Section):
     no_signal: Reaction = "warn"
     """Reaction to 128 groups in a row (or four batches) with equal rewards, all dropped by dynamic sampling."""
     no_variance: Reaction = "warn"
-    """Reaction to a start in which every sample of 5 steps, at least 64, got the same reward."""
+    """Reaction to a start of 5 steps or more with one reward for all samples (64 or more), or a gradient of 0 (512 or
+    more)."""
     reward_errors: Reaction = "warn"
     """Reaction to a failed reward on each of the last samples, twice as many as can be in flight, where
     `on_error = "zero"` hides it. With "ignore" the run always ends then."""

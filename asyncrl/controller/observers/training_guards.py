@@ -113,13 +113,18 @@ def _no_signal(history: TrainingHistory) -> str:
 
 
 def _no_variance(history: TrainingHistory) -> str:
-    enough = history.samples >= FEWEST_SAMPLES and len(history.steps) == WINDOW
-    if history.rewards_varied or not enough:
+    if len(history.steps) < WINDOW:
         return ""
-    reward = history.steps[-1]["reward/mean"]
-    return (
-        f"all {history.samples} samples up to step {history.step} got the same reward, {reward:g}, and none can teach"
-    )
+    if not history.rewards_varied and history.samples >= FEWEST_SAMPLES:
+        reward = history.steps[-1]["reward/mean"]
+        return (
+            f"all {history.samples} samples up to step {history.step} got the same reward, {reward:g}, and none can "
+            "teach"
+        )
+    if history.untrainable == history.samples >= STREAK_SAMPLES:
+        equal = ": the samples of each group got equal rewards" if history.mean("reward/equal_groups") == 1 else ""
+        return f"the gradient was 0 in every step up to step {history.step}, for {history.samples} samples{equal}"
+    return ""
 
 
 def _reward_errors(history: TrainingHistory) -> str:
@@ -133,7 +138,7 @@ def _collapse(history: TrainingHistory) -> str:
     if not history.reward_fell:
         return ""
     fell = f"the mean reward fell from {history.best:.3g} to {history.mean('reward/mean'):.3g}"
-    if history.untrainable >= STREAK_SAMPLES:
+    if STREAK_SAMPLES <= history.untrainable < history.samples:
         return f"the gradient is 0 since {history.untrainable} samples, and {fell}"
     if entropy is not None and entropy < ENTROPY_LEFT * first:
         return f"the entropy of the policy fell from {first:.3g} to {entropy:.3g} nats a token, and {fell}"

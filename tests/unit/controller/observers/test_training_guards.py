@@ -76,6 +76,24 @@ def test_a_constant_reward_is_said_once() -> None:
     assert 'guards.no_variance = "stop" ends such a run' in text
 
 
+def test_rewards_that_are_equal_in_each_group_are_told_though_groups_differ() -> None:
+    said: list[str] = []
+    watching = guards(said)
+    for number in range(1, 20):
+        watching.observe(step(number, half(96 if number < 6 else 16), grad_norm=0.0))
+    (text,) = said  # A reward that fell with the prompts is no collapse.
+    assert "the gradient was 0 in every step up to step 5, for 640 samples: the samples of each group got equal" in text
+
+
+@pytest.mark.parametrize(("rewards", "first_gradient"), [(half(), 0.1), (half(of=16, right=8), 0.0)])
+def test_a_gradient_or_few_samples_are_no_constant_reward(rewards: list[float], first_gradient: float) -> None:
+    said: list[str] = []
+    watching = guards(said)
+    for number in range(1, 9):
+        watching.observe(step(number, rewards, grad_norm=first_gradient if number == 1 else 0.0))
+    assert said == []
+
+
 def test_the_end_of_a_run_that_learnt_all_is_no_alarm() -> None:
     said: list[str] = []
     watching = guards(said)
