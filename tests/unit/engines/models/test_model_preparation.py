@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.config.install_hints import PACKAGED
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_folder import is_complete
-from asyncrl.engines.models.model_preparation import prepare
+from asyncrl.engines.models.model_preparation import make_model, prepare
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer, completion_loss, train
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
 from asyncrl.tasks.builtin.reverse import DEMONSTRATIONS
@@ -43,9 +43,17 @@ def quick(tmp_path: Path) -> str:
     return f"warmed:{file}:QUICK"
 
 
-async def test_a_warmed_model_loads_by_from_pretrained(tmp_path: Path, quick: str) -> None:
-    lines: list[str] = []
-    target = await prepare(config(quick), tmp_path / "run" / "model", lines.append)
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[str]]:
+    """Name, folder and progress of a model that a child process has made with seed 5."""
+    folder, lines = tmp_path_factory.mktemp("warmed"), list[str]()
+    (folder / "quick.py").write_text(QUICK)
+    name = f"warmed:{folder / 'quick.py'}:QUICK"
+    return name, asyncio.run(prepare(config(name, 5), folder / "run" / "model", lines.append)), lines
+
+
+def test_a_warmed_model_loads_by_from_pretrained(warmed: tuple[str, Path, list[str]]) -> None:
+    _, target, lines = warmed
     model = AutoModelForCausalLM.from_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(target)
     assert model.num_parameters() < 3_000_000
@@ -57,18 +65,24 @@ async def test_a_warmed_model_loads_by_from_pretrained(tmp_path: Path, quick: st
     assert "step 3 of 3" in lines[-1]
 
 
-async def test_the_same_seed_makes_the_same_model_and_another_one_another(tmp_path: Path, quick: str) -> None:
-    made = [await prepare(config(quick, seed), tmp_path / f"{n}", print) for n, seed in enumerate((5, 5, 6))]
-    first, again, other = [(folder / "model.safetensors").read_bytes() for folder in made]
-    assert first == again
-    assert first != other
+async def test_the_same_seed_makes_the_same_model_and_another_one_another(
+    tmp_path: Path, warmed: tuple[str, Path, list[str]]
+) -> None:
+    """In another process; the other seed is used here."""
+    name, first, _ = warmed
+    again = await prepare(config(name, 5), tmp_path / "again", print)
+    make_model(name, 6, tmp_path / "other", print)
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (first, again, tmp_path / "other")]
+    assert weights[0] == weights[1]
+    assert weights[0] != weights[2]
 
 
-async def test_what_was_made_before_is_not_made_again(tmp_path: Path, quick: str) -> None:
-    await prepare(config(quick), tmp_path / "model", print)
-    lines: list[str] = []
-    await prepare(config(quick), tmp_path / "model", lines.append)
+async def test_what_was_made_before_is_not_made_again(warmed: tuple[str, Path, list[str]]) -> None:
+    name, folder, _ = warmed
+    before, lines = sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir()), list[str]()
+    await prepare(config(name, 5), folder, lines.append)
     assert lines == []
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir()) == before
 
 
 async def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
