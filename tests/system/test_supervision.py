@@ -53,11 +53,11 @@ def facts_at(run_dir: Path, start: Start) -> RunFacts:
 
 @asynccontextmanager
 async def fleet_in(
-    tmp_path: Path, start: Start, report: Callable[[str], None] = print, **options: Any
+    tmp_path: Path, start: Start, report: Callable[[str], None] = print, *, replicas: int = 2, **options: Any
 ) -> AsyncIterator[RunningFleet]:
     facts = facts_at(tmp_path, start)
     specs = [
-        ServiceSpec("echo", Echo, "standins:EchoService", replicas=2, options=options),
+        ServiceSpec("echo", Echo, "standins:EchoService", replicas=replicas, options=options),
         ServiceSpec("training", Trainer, "standins:TrainerService"),
     ]
     with (
@@ -164,7 +164,7 @@ async def test_worker_death_during_start_ends_the_fleet_with_the_last_output(
 ) -> None:
     monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.02)  # Its default would have this test wait for 7.5 s.
     with pytest.raises(FleetFailed, match="exited with status 7"):
-        async with asyncio.timeout(60), fleet_in(tmp_path, start, dies=True):
+        async with asyncio.timeout(60), fleet_in(tmp_path, start, replicas=1, dies=True):
             pytest.fail("it started")
 
 
@@ -181,7 +181,13 @@ async def test_worker_death_before_the_handover_of_the_fleet_is_reported(start: 
     assert said[0].endswith("; it is started again")
 
 
-async def test_a_stuck_event_loop_does_not_keep_a_worker_alive(start: Start, tmp_path: Path) -> None:
+async def test_a_stuck_event_loop_does_not_keep_a_worker_alive(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stages take a fifth of their time, so that the test does not wait for seven seconds."""
+    assert sum(seconds for _, seconds in supervisor.STOP_STAGES) < 10
+    short = tuple((stage, seconds / 5) for stage, seconds in supervisor.STOP_STAGES)
+    monkeypatch.setattr(supervisor, "STOP_STAGES", short)
     async with fleet_in(tmp_path, start) as running:
         pids = processes_of(tmp_path)
         os.kill(pids["echo0"], signal.SIGSTOP)
