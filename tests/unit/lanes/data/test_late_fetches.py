@@ -24,13 +24,14 @@ def hello(instance: str) -> Hello:
 
 
 class Owner:
-    """Serves rows; the first `hung` fetches are never answered. fetches: how many came. break_links: whether the
-    connection of such a fetch breaks instead."""
+    """Serves rows; the first `hung` fetches are never answered. fetches: how many came. links: connections that they
+    came on. break_links: whether the connection of such a fetch breaks instead."""
 
     def __init__(self, wire: InprocWire, hung: int, break_links: bool) -> None:
         self.listener = wire.listen("inproc://a")
         self.store = RowStore.private("inproc://a#a", ROWS, 64)
         self.fetches = 0
+        self.links = set[object]()
         self._answer = serve_rows(self.store)
         self._hung = hung
         self._break_links = break_links
@@ -38,6 +39,7 @@ class Owner:
 
     async def dispatch(self, call: Call) -> Batch:
         self.fetches += 1
+        self.links |= set(self.server._sessions)
         if self.fetches <= self._hung:
             if self._break_links:
                 for peer in list(self.server._sessions):
@@ -77,6 +79,7 @@ def test_rows_that_come_late_are_fetched_again(hung: int, break_links: bool) -> 
     assert [int(tokens[0]) for tokens in batch["tokens"]] == list(range(ROWS))
     assert seconds == pytest.approx(FETCH_DEADLINE if hung and not break_links else 0.0, abs=1.0)
     assert owner.fetches >= 4 + hung
+    assert len(owner.links) == (2 if hung else 1)
 
 
 def lost_in(hung: int, free: int | None = None) -> LostRows:
