@@ -72,8 +72,13 @@ def standin_specs(config: Config) -> list[ServiceSpec]:
     ]
 
 
+def use_standins() -> None:
+    """Run services without torch instead of generation and training."""
+    vars(run_setup).update(prepare=no_model, service_specs=standin_specs)
+
+
 if __name__ == "__main__":
     vars(training_run)["commit"] = commit_until_the_fault
     if FAULTS.get("standins"):
-        vars(run_setup).update(prepare=no_model, service_specs=standin_specs)
+        use_standins()
     sys.exit(cli.main())

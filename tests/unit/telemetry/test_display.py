@@ -1,13 +1,17 @@
 """What a person sees: one live picture on a terminal, one line a step when piped."""
 
 import io
+import os
+import pty
+import sys
+import termios
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from asyncrl.telemetry.display import LineDisplay, LiveDisplay, LoggedDisplay, open_display, shown
+from asyncrl.telemetry.display import SHOWN, LineDisplay, LiveDisplay, LoggedDisplay, open_display, shown
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.sample_panel import sample_panel
@@ -72,6 +76,29 @@ def test_on_a_terminal_the_picture_shows_numbers_and_a_sample() -> None:
     drawn = console.file.getvalue()
     for expected in ("resuming at step 2", "3/10", "reward", "0.500", "Reverse abc", "cba [bold]"):
         assert expected in drawn
+
+
+def test_both_kinds_of_kl_are_named() -> None:
+    both = {"policy/kl_rollout_train": 0.01, "policy/kl_reference": 0.2}
+    assert shown(both) == [("kl to engine", "0.01"), ("kl to reference", "0.2")]
+    assert not [name for _, name, _ in SHOWN if name == "kl"]
+
+
+def test_a_terminal_does_not_echo_ctrl_c_into_the_live_picture_and_is_as_before_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An echoed ^C shifts the picture by a line, and what is drawn next leaves a second progress bar."""
+    ours, theirs = pty.openpty()
+
+    def echoes() -> bool:
+        return bool(termios.tcgetattr(theirs)[3] & termios.ECHOCTL)
+
+    with os.fdopen(ours), os.fdopen(theirs, closefd=True) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert echoes()
+        with LiveDisplay(Console(file=io.StringIO(), force_terminal=True), 10):
+            assert not echoes()
+        assert echoes()
 
 
 def test_numbers_that_are_missing_or_none_are_left_out() -> None:
