@@ -25,6 +25,13 @@ def reference_columns(response: int) -> Columns:
     return {"reference_logprobs": (NUMBERS, response)}
 
 
+def restored_columns(prompt: int, response: int, text: int) -> Columns:
+    """Returns what generation stores at most of a sample that a resume restores: the columns of all services."""
+    own = sample_columns(prompt, response, text) | reference_columns(response)
+    values = value_columns("values", "valued_at", response)
+    return own | values | value_columns("cost_values", "cost_valued_at", response)
+
+
 def value_columns(values: str, valued_at: str, response: int) -> Columns:
     """Returns what a critic stores: a value for each token, and the number of its updates before."""
     return {values: (NUMBERS, response), valued_at: (COUNT, 1)}
