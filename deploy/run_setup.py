@@ -24,6 +24,7 @@ from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.group_state import Cut
 from asyncrl.controller.journal.checkpoints import ResumePlan, plan_resume, resume, versions
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
@@ -206,12 +207,12 @@ async def _train(
     config, display = request.config, request.display
     progress.begin("reading the prompts and the model")
     with forks_of(config, request.forks, display.say) as forks:
-        await asyncio.to_thread(settle_config, request, directory, plan)
+        restored = await asyncio.to_thread(settle_config, request, directory, plan)
         questions = await asyncio.to_thread(load_questions, request, directory)
         model = await prepare(config, directory.model, progress.noting(display.say))
         _check_model(config, model, display)
         scorers = await asyncio.to_thread(scoring_model_folders, config, model)
-        state = await asyncio.to_thread(restore_run, config, directory, store, plan)
+        state = await asyncio.to_thread(restore_run, config, directory, store, plan, restored)
         facts = facts_of(config, directory, model, state)
         algorithm, advantages = request.algorithm or algorithm_of(config), advantages_of(config)
         progress.begin("starting the workers")
@@ -247,16 +248,22 @@ def nothing_left(request: RunRequest, directory: RunDirectory, plan: ResumePlan 
     return True
 
 
-def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan | None) -> None:
+def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan | None) -> tuple[Cut, ...]:
     """Refuses changes of config and files, prints what a resume takes over, and writes config.toml and copies of files.
-    At a first start it removes a model that an earlier start made of another config."""
+    At a first start it removes a model that an earlier start made of another config. Returns the samples to restore."""
     config, files = request.config, look_at(source_files(request.config))
+    restored: tuple[Cut, ...] = ()
     if plan is not None:
-        for line in (*plan.said, *(f"changed: {change}" for change in _changes(request, directory, files))):
+        changes = _changes(request, directory, files)
+        if not (changes and request.accept_changes):  # What was sampled and scored before may not count after those.
+            restored = plan.restorable(whole_groups=_scores_groups(config))
+        for line in (*plan.said, *(f"changed: {change}" for change in changes)):
             request.display.say(line)
+        kept = sum(len(members) for _, members in restored)
         request.display.say(
             f"resuming {directory.path} at step {plan.version} of {config.steps}{_repeated_steps(plan)}: "
-            f"model, optimizer and journal are taken over, {len(plan.ledger.groups)} groups in flight start again"
+            f"model, optimizer and journal are taken over; of the samples in flight {kept} wait for training as they "
+            f"are, {plan.ledger.samples_in_flight - kept} are sampled again"
         )
     elif directory.config.exists():
         then = read(directory.config)
@@ -264,6 +271,12 @@ def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan
             shutil.rmtree(directory.model, ignore_errors=True)
     replace_text(directory.config, dump(config))
     keep(directory.sources, files)
+    return restored
+
+
+def _scores_groups(config: Config) -> bool:
+    """Returns whether a function scores all samples of a group together, so that those of a part cannot be."""
+    return any(function.group for section in (config.reward, config.cost) for function in section.functions)
 
 
 def _changes(request: RunRequest, directory: RunDirectory, files: Sequence[SourceFile]) -> list[str]:
@@ -299,12 +312,18 @@ def load_questions(request: RunRequest, directory: RunDirectory) -> Questions:
     return Questions(Draw(prompts, config.seed), questions, name, len(prompts))
 
 
-def restore_run(config: Config, directory: RunDirectory, store: FileStore, plan: ResumePlan | None) -> RunState:
-    """Makes a new gate and journal, or restores those of the checkpoint in `plan`."""
+def restore_run(
+    config: Config,
+    directory: RunDirectory,
+    store: FileStore,
+    plan: ResumePlan | None,
+    restored: tuple[Cut, ...] = (),
+) -> RunState:
+    """Makes a new gate and journal, or restores those of the checkpoint in `plan`, with the samples `restored`."""
     gate_config = GateConfig.of(config)
     if plan is None:
         return RunState(directory, Journal(store), Gate(gate_config), None)
-    journal = resume(store, plan)
+    journal = resume(store, plan, restored)
     gate = Gate(gate_config, plan.version, plan.ledger.next_group)
     for group in journal.ledger.groups.values():
         gate.restore(group)

@@ -298,15 +298,18 @@ class ValueReport:
 @dataclass(frozen=True, slots=True)
 class Checkpointed:
     """The files of a checkpoint: path below its directory -> sha256 hex. chain: the trainer's hash chain at this
-    version, "" of a critic."""
+    version, "" of a critic. ready: the READY samples whose rows are in the files."""
 
     version: int
     chain: str
     files: dict[str, str]
+    ready: tuple[SampleName, ...] = ()
 
     @classmethod
     def merge(cls, parts: "list[Checkpointed]") -> "Checkpointed":
-        return cls(parts[0].version, parts[0].chain, {k: v for part in parts for k, v in part.files.items()})
+        """Joins what several workers wrote; version and chain are those of the first."""
+        files = {path: digest for part in parts for path, digest in part.files.items()}
+        return cls(parts[0].version, parts[0].chain, files, tuple(name for part in parts for name in part.ready))
 
 
 PROTOCOL = 12

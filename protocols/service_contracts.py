@@ -153,6 +153,12 @@ class Generation(Contract):
     async def resume(self) -> Boundary:
         raise NotImplementedError
 
+    @endpoint(ONE_OF, idempotent=Idempotent.PURE, stores=True)
+    async def restore_rows(self, directory: str, samples: BatchRef) -> BatchRef:
+        """Stores the rows again that `Training.save_rows` wrote into the checkpoint in `directory`. Returns those of
+        these samples that it has: with all columns in one place, and of this incarnation."""
+        raise NotImplementedError
+
     @endpoint(TO_HOLDERS, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
     async def texts(self, refs: BatchRef) -> list[SampleText]:
         """Returns prompt, completion and decoded text of the samples that this worker holds; others are left out."""
@@ -242,4 +248,10 @@ class Training(Contract):
     async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
         """Writes model/, optimizer and RNG state of `version` into `directory`, fsynced; answers with file digests.
         What all ranks share is written by the first."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, idempotent=Idempotent.PURE)
+    async def save_rows(self, directory: str, samples: BatchRef) -> Checkpointed:
+        """Writes the rows of these samples into `directory`, fsynced, by the first rank; answers with the digest of the
+        file, and with the samples in it. Rows that are gone are left out, and so is what exceeds the size of a file."""
         raise NotImplementedError

@@ -23,12 +23,13 @@ from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, K
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, TaskError
 from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.lanes.data.row_file import READY_ROWS, store_again
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.weights.arena import Reader, open_reader
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.protocols.batch import Array, BatchRef, RowRef
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
-from asyncrl.protocols.row_columns import sample_columns
+from asyncrl.protocols.row_columns import restored_columns
 from asyncrl.protocols.seeds import member_seed
 from asyncrl.protocols.service_contracts import Generation
 from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
@@ -74,7 +75,7 @@ class GenerationService(Service, Generation):
         # One group of the run at least, and as many groups as an evaluation samples at a time.
         evaluation_slots = max(generation.slots, config.evaluate.samples)
         slots = evaluation_slots if self._evaluates else GateConfig.of(config).row_slots
-        longest = sample_columns(prompt, response, response * tokenizer.longest_token_bytes())
+        longest = restored_columns(prompt, response, response * tokenizer.longest_token_bytes())
         self.rows = context.open_rows(slots, bytes_of_row(longest))
         context.tasks.create_task(self._decode(), name="decode loop")
 
@@ -133,6 +134,10 @@ class GenerationService(Service, Generation):
         boundary = self._set_paused(False)
         self._wakeup.set()
         return boundary
+
+    async def restore_rows(self, directory: str, samples: BatchRef) -> BatchRef:
+        with await asyncio.to_thread(open, Path(directory) / READY_ROWS, "rb") as file:
+            return await store_again(file, samples, self.context.facts.incarnation, self.keep)
 
     async def texts(self, refs: BatchRef) -> list[SampleText]:
         texts = []

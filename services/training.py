@@ -1,10 +1,11 @@
 """Trains the policy and publishes each new version into the weight arena."""
 
 import asyncio
+import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -17,6 +18,7 @@ from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.lanes.data.row_file import READY_ROWS, RowFileWriter
 from asyncrl.lanes.data.row_prefetch import RowPrefetch
 from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.lanes.weights.arena import Writer, open_writer
@@ -119,6 +121,17 @@ class TrainingService(Service, Training):
                 await asyncio.sleep(DEATH_NOTICE)
                 raise FleetFailed(str(lost)) from lost  # A retry would fail too: ranks have lost contact.
             return Checkpointed(version, self._chain.hex(), files)
+
+    async def save_rows(self, directory: str, samples: BatchRef) -> Checkpointed:
+        if self.context.spec.rank > 0:
+            return Checkpointed(self._version, "", {})
+        with await asyncio.to_thread(open, Path(directory) / READY_ROWS, "wb") as file:
+            writer = RowFileWriter(file, self.context.reader)
+            await writer.save(samples)
+            await asyncio.to_thread(_sync, file)
+        if left_out := len(samples) - len(writer.saved):
+            self.context.log.warning("rows not saved: a resume samples them again", samples=left_out)
+        return Checkpointed(self._version, "", {READY_ROWS: writer.digest}, tuple(writer.saved))
 
     async def _running_step(self) -> StepInProgress | None:
         """Returns the step that an earlier call began; None if its rows are lost."""
@@ -268,6 +281,11 @@ class TrainingService(Service, Training):
         facts = {"version": self._version, "incarnation": self.context.facts.incarnation, "chain": self._chain.hex()}
         self._engine.save(directory, facts)
         return file_digests(directory, self.context.spec.rank)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _position_text(incarnation: int, version: int) -> str:

@@ -37,6 +37,7 @@ from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, Obser
 from asyncrl.controller.rollouts import Attempt, PromptSource, Rollouts, wait_of
 from asyncrl.controller.row_releases import RowReleases
 from asyncrl.controller.sample_tracker import SampleTracker
+from asyncrl.controller.saved_rows import restore_rows
 from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import AlgorithmError, TaskError
 from asyncrl.fleet.fleet import Fleet
@@ -54,7 +55,7 @@ class Controller:
 
     gate, journal: new, or restored from a checkpoint. between: awaited with the version before the first draw and after
     each iteration: the place for a checkpoint. observe: takes every event. kill: takes a reader of weights that has to
-    be killed. prompt_name: names the prompt of a group in errors.
+    be killed. prompt_name: names the prompt of a group in errors. checkpoint: folder of the one that was resumed.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Controller:
         observe: Observe = lambda event: None,
         kill: Callable[[str], None] = lambda reader: None,
         prompt_name: Callable[[int], str] = "group {}".format,
+        checkpoint: str = "",
     ) -> None:
         self._gate = gate
         self._fleet = fleet
@@ -77,6 +79,7 @@ class Controller:
         self._between = between
         self._observe = observe
         self._prompt_name = prompt_name
+        self._checkpoint = checkpoint
         self._drawable = asyncio.Event()
         self._pickable = asyncio.Event()
         self._releases = RowReleases(fleet, lambda: gate.oldest, self._drawable.set)
@@ -116,6 +119,7 @@ class Controller:
         self._training_task = asyncio.current_task()
         self._rollouts.tasks = tasks
         self._publisher.announce(await self._fleet.training.published())
+        await restore_rows(self._fleet.generation, self._tracker, self._checkpoint)
         beside = [
             tasks.create_task(self._publisher.run(), name="publish weights"),
             tasks.create_task(self._releases.run(), name="release rows"),
@@ -131,6 +135,10 @@ class Controller:
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_RELEASES):
                 await self._releases.flush()
+
+    def ready_rows(self) -> BatchRef:
+        """Returns the samples that wait for training, whose rows a checkpoint saves."""
+        return self._tracker.ready_rows()
 
     async def _train(self) -> None:
         algorithm = self._algorithm
@@ -178,7 +186,7 @@ class Controller:
     async def _draw(self) -> None:
         await self._drawable.wait()
         for group in self._gate.groups():
-            if self._gate.members(group, Stage.RUNNING):
+            if self._rollouts.unfinished(group):
                 self._rollouts.start(group)
         while True:
             self._rollouts.start_again()

@@ -134,14 +134,14 @@ class Rollouts:
     async def _run_group(self, group: int) -> None:
         crashes, failure = self._crashes, ""
         try:
-            while self._unfinished(group) and not self._stopped:
+            while self.unfinished(group) and not self._stopped:
                 if crashes.kills_workers(group):
                     await asyncio.sleep(self.fault_domains.notice_seconds)  # Its host may still prove to be lost.
                 if crashes.kills_workers(group) or crashes.fails_alone(group):
                     self._poison(group, failure)
                 elif failure and self._open(group):
                     self.tracker.restart(group, failure)
-                failure = await self._try_isolated(group) if self._unfinished(group) else ""
+                failure = await self._try_isolated(group) if self.unfinished(group) else ""
         finally:
             crashes.forget(group)
         del self.running[group]
@@ -161,7 +161,8 @@ class Rollouts:
         self._late.discard(group)
         return failure
 
-    def _unfinished(self, group: int) -> bool:
+    def unfinished(self, group: int) -> bool:
+        """Returns whether the group needs an attempt: for a member without a score, or for its greedy answer."""
         return bool(self._gate.members(group, *OPEN)) or self._gate.awaits(group)
 
     def _end_attempt(self, group: int) -> None:

@@ -11,7 +11,7 @@ from asyncrl.controller.journal import ledger
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import GroupFinished, Observe, SampleScored
 from asyncrl.objectives.advantages import RewardedCut
-from asyncrl.protocols.batch import GREEDY, Place, RowRef, SampleName
+from asyncrl.protocols.batch import GREEDY, BatchRef, Place, RowRef, SampleName
 from asyncrl.protocols.messages import Score
 
 POISON = "poison"
@@ -78,6 +78,32 @@ class SampleTracker:
             self._groups_by_owner[owner].remove(group)
             if not self._groups_by_owner[owner]:
                 del self._groups_by_owner[owner]
+
+    def ready_rows(self) -> BatchRef:
+        """Returns the samples that wait for training."""
+        cuts = ((group, self.gate.members(group, Stage.READY)) for group in self.gate.groups())
+        return BatchRef(tuple(row for group, members in cuts for row in self.rows(group, members)))
+
+    def without_rows(self) -> BatchRef:
+        """Returns the samples that wait for training and whose rows a resume has yet to restore: what is known of them,
+        and no place."""
+        incarnation = self.journal.ledger.incarnation
+        return BatchRef(
+            tuple(
+                RowRef(group, member, sample.attempt, incarnation, 0, sample.tokens, sample.first, sample.last, "", ())
+                for group in self.gate.groups()
+                for member, sample in enumerate(self.gate.group(group).samples)
+                if sample.stage is Stage.READY and sample.row is None
+            )
+        )
+
+    def restored(self, row: RowRef) -> None:
+        """Takes the row of a READY sample that a resume has restored, if it is the one that the journal knows."""
+        state = self.gate.group(row.group)
+        sample = state.samples[row.member]
+        known = (sample.attempt, sample.first, sample.last, sample.tokens, sample.reward)
+        if known == (row.attempt, row.first, row.last, row.tokens, row.reward):
+            self._keep(state, self._compact(row))
 
     def draw(self) -> int:
         drawn = ledger.Drawn(self.gate.draw(), self.gate.version, self.gate.config.members)

@@ -8,7 +8,7 @@ workers ──> WorkerEvents ──> Controller
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from asyncrl.concurrency import running_beside
 from asyncrl.controller.algorithm import Algorithm
@@ -24,6 +24,7 @@ from asyncrl.controller.observers.progress import RunProgress
 from asyncrl.controller.observers.recorder import Recorder
 from asyncrl.controller.observers.reward_output import RewardOutput
 from asyncrl.controller.observers.training_guards import TrainingGuards
+from asyncrl.controller.saved_rows import save_rows
 from asyncrl.errors import DeadlineExceeded, FleetFailed
 from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
@@ -178,6 +179,7 @@ class TrainingRun:
             observe=self._observe,
             kill=self._kill_reader,
             prompt_name=lambda group: self.questions.where(group, self.config.seed),
+            checkpoint=self.state.plan.directory if self.state.plan else "",
         )
 
     async def _train(self) -> None:
@@ -205,12 +207,13 @@ class TrainingRun:
             await self._commit(version)
 
     async def _commit(self, version: int) -> None:
+        ready = self._controller.ready_rows()  # By the records up to here, which `commit` resumes after.
+
         async def write(directory: str) -> Checkpointed:
-            made = await self._fleet.training.checkpoint(directory, self.state.incarnation, version)
+            made = [await self._fleet.training.checkpoint(directory, self.state.incarnation, version)]
             for critic in filter(None, (self._fleet.critic, self._fleet.cost_critic)):
-                learnt = await critic.checkpoint(directory, self.state.incarnation, version)
-                made = replace(made, files={**made.files, **learnt.files})
-            return made
+                made.append(await critic.checkpoint(directory, self.state.incarnation, version))
+            return Checkpointed.merge([*made, await save_rows(self._fleet.training, ready, directory)])
 
         await commit(self.state.journal, write, self.config.training.keep_checkpoints)
         self._last_commit = version

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.controller.gate.group_state import IN_FLIGHT
+from asyncrl.controller.gate.group_state import IN_FLIGHT, Stage
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.ledger import Drawn
 from asyncrl.controller.observers.events import Event, StepDone, StepLost
@@ -61,6 +61,9 @@ class Invariants:
         assert gate.version == ledger.version, "gate and journal are at different versions"
         in_flight = tuple((group, gate.members(group, *IN_FLIGHT)) for group in gate.groups())
         assert in_flight == ledger.in_flight(), "gate and journal differ in what is in flight"
+        waiting = {group: gate.members(group, Stage.READY, Stage.TRAINING) for group in gate.groups()}
+        ready = {group: ledger.groups[group].members(Stage.READY) for group in waiting}
+        assert waiting == ready, "gate and journal differ in what waits for training"
         known = {group: ledger.groups[group].greedy for group in gate.groups()}
         assert known == {each: gate.group(each).greedy for each in known}, "gate and journal differ in a greedy answer"
         assert gate.in_flight <= gate.config.cap * gate.config.members, "more is in flight than the cap"

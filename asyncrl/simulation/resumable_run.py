@@ -11,12 +11,15 @@ from asyncrl.config.schema import Config, GenerationConfig, ModelConfig, TaskCon
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.journal.checkpoints import commit, plan_resume, resume
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event
+from asyncrl.controller.saved_rows import save_rows
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, greedy_baseline, group_baseline, plain_rewards
+from asyncrl.protocols.messages import Checkpointed
 from asyncrl.protocols.service_contracts import Training
 from asyncrl.protocols.staleness import Policy
 from asyncrl.simulation.invariants import Invariants
@@ -68,7 +71,7 @@ class RunShape:
 class ResumableRun:
     """Gate, journal and controller of a run from its beginning, or from the newest checkpoint in `store`.
 
-    check_trainer, thorough: see Invariants.
+    restored: samples that go on as they were at that checkpoint. check_trainer, thorough: see Invariants.
     """
 
     training: Training
@@ -85,10 +88,14 @@ class ResumableRun:
     ) -> None:
         self.plan = plan = plan_resume(store)
         self.incarnation = plan.incarnation if plan else 0
-        self.journal = resume(store, plan) if plan else Journal(store)
+        self.restored = plan.restorable(whole_groups=False) if plan else ()
+        self.journal = resume(store, plan, self.restored) if plan else Journal(store)
         self.gate = gate_class(shape.gate, plan.version, plan.ledger.next_group) if plan else gate_class(shape.gate)
         for group in self.journal.ledger.groups.values():
             self.gate.restore(group)
+        for number, members in self.restored:
+            waiting = self.gate.members(number, Stage.READY)
+            assert set(members) <= set(waiting), f"of group {number} {members} were restored, and {waiting} wait"
         self.committed = plan.version if plan else -1
         self.invariants = Invariants(self.gate, self.journal, check_trainer, thorough=thorough)
         self._shape = shape
@@ -121,6 +128,7 @@ class ResumableRun:
             between=self._between,
             observe=observe,
             kill=kill,
+            checkpoint=self.plan.directory if self.plan else "",
         )
 
     async def run_controller(self, watches: Mapping[str, Coroutine[Any, Any, None]]) -> None:
@@ -139,7 +147,13 @@ class ResumableRun:
             await self.commit(version)
 
     async def commit(self, version: int) -> None:
-        await commit(self.journal, lambda place: self.training.checkpoint(place, self.incarnation, version), keep=2)
+        ready = self.controller.ready_rows()
+
+        async def write(directory: str) -> Checkpointed:
+            made = await self.training.checkpoint(directory, self.incarnation, version)
+            return Checkpointed.merge([made, await save_rows(self.training, ready, directory)])
+
+        await commit(self.journal, write, keep=2)
         self.committed = version
 
 

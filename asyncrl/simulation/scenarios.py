@@ -65,8 +65,9 @@ class SimulationResult:
     digest: hash of every event with its time, and of the journal. idle: share of the time in which the trainer had no
     batch to train. generating: seconds of all generation slots. lengths: tokens of each (group, member) that left the
     engine. live: tokens within the limit of each sample that was trained; in_loss: tokens in the loss, older ones
-    included. dropped: reason of each dropped sample. deaths: how often the run was resumed. staleness: mean
-    of the tokens in the loss, by version of the trainer. in_flight: samples when each step begins.
+    included. dropped: reason of each dropped sample. deaths: how often the run was resumed. restored: samples that the
+    last resume took over. staleness: mean of the tokens in the loss, by version of the trainer. in_flight: samples when
+    each step begins.
     """
 
     seconds: float = 0.0
@@ -81,6 +82,7 @@ class SimulationResult:
     dropped: dict[tuple[int, int], str] = field(default_factory=dict)
     attempts_failed: int = 0
     deaths: int = 0
+    restored: int = 0
     staleness: dict[int, float] = field(default_factory=dict)
     in_flight: list[int] = field(default_factory=list)
 

@@ -48,7 +48,7 @@ class SimulatedRun(ResumableRun):
         self.scenario = scenario
         self.store = store
         self.life = life
-        self.result = SimulationResult(deaths=life)
+        self.result = SimulationResult(deaths=life, restored=sum(len(members) for _, members in self.restored))
         self._events = sha256()
         self._trained_before = self.journal.ledger.trained
         self.make_controller(self._make_services(), scenario.deadline, self._observe)
@@ -76,6 +76,7 @@ class SimulatedRun(ResumableRun):
         paced: tuple[FakeService, ...] = (self.generation, self.reward, training)
         for service in paced:
             service.pace = scenario.pace.get(service.service, steady)
+        training.disk = self.generation.disk = self.store
         if self.plan is not None:
             for service in (*self.owners, training):
                 service.incarnation = self.plan.incarnation
@@ -162,7 +163,7 @@ class SimulatedRun(ResumableRun):
             left = service.stored_rows
             assert left <= most, f"{service.instance} holds {left} rows for {self.gate.in_flight} samples in flight"
             for (group, member), attempt in service.stored_attempts.items():
-                current = self.gate.group(group).attempt
+                current = self.gate.group(group).samples[member].attempt
                 assert attempt == current, f"{service.instance} holds a row of attempt {attempt} of {group, member}"
 
     def _finished(self) -> SimulationResult:

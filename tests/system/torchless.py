@@ -8,6 +8,7 @@ Weights lie in shared memory, and the files of checkpoints are fsynced. Worker p
 import os
 import signal
 from hashlib import sha256
+from io import BufferedIOBase
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,9 @@ class TorchlessGeneration(FakeGeneration):
         assert (incarnation, version) == (published.incarnation, published.version), "overwritten under our lease"
         self._weights[version] = weights
 
+    def open_file(self, directory: str, file: str) -> BufferedIOBase:
+        return open(Path(directory) / file, "rb")
+
     def columns(self, sequence: Sequence, spans: Spans) -> dict[str, Array]:
         columns = super().columns(sequence, spans)
         seed = member_seed(sequence.prompts.seed, sequence.member)
@@ -106,11 +110,14 @@ class TorchlessTraining(FakeTraining):
     def save(self, directory: str) -> dict[str, str]:
         folder = Path(directory)
         self._fault("asked")
-        model = _write(folder / MODEL, str(self._weights))
+        model = _write(folder / MODEL, str(self._weights).encode())
         self._fault(MODEL)
-        state = _write(folder / STATE, f"{self.version} {self.chain.hex()} {self._weights}")
+        state = _write(folder / STATE, f"{self.version} {self.chain.hex()} {self._weights}".encode())
         self._fault(STATE)
         return {MODEL: model, STATE: state}
+
+    def write_file(self, directory: str, file: str, data: bytes) -> None:
+        _write(Path(directory) / file, data)
 
     def _fault(self, where: str) -> None:
         died = Path(self.context.spec.options["died"])
@@ -119,9 +126,9 @@ class TorchlessTraining(FakeTraining):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _write(path: Path, text: str) -> str:
-    with path.open("w") as file:
-        file.write(text)
+def _write(path: Path, data: bytes) -> str:
+    with path.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return sha256(text.encode()).hexdigest()
+    return sha256(data).hexdigest()

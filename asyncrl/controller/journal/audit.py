@@ -13,7 +13,16 @@ from asyncrl.config.install_hints import program
 from asyncrl.controller.gate.group_state import IN_FLIGHT
 from asyncrl.controller.journal.checkpoints import Manifest, read_manifest, versions
 from asyncrl.controller.journal.journal import Framed, Scan
-from asyncrl.controller.journal.ledger import CheckpointMade, InFlight, Ledger, Record, Resumed, Trained, difference
+from asyncrl.controller.journal.ledger import (
+    CheckpointMade,
+    InFlight,
+    Ledger,
+    Record,
+    Restored,
+    Resumed,
+    Trained,
+    difference,
+)
 from asyncrl.controller.journal.run_storage import FileStore, Store
 from asyncrl.errors import ConfigError, JournalError
 
@@ -151,5 +160,7 @@ def _groups_of(record: Record) -> Iterable[int]:
             return [group for group, _ in cuts]
         case InFlight() | CheckpointMade() | Resumed():
             return ()
+        case Restored(groups=groups):
+            return [group for group, _ in groups]
         case _:
             return (record.group,)

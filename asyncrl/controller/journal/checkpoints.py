@@ -5,18 +5,20 @@ files match their digests and the journal still begins with the bytes that the c
 """
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import file_digest, sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from asyncrl.controller.gate.group_state import Cut, Stage
 from asyncrl.controller.journal.journal import Journal, Scan, void_ranges
 from asyncrl.controller.journal.ledger import CheckpointMade, Drawn, InFlight, Ledger, Trained
 from asyncrl.controller.journal.run_storage import FileStore, Store
 from asyncrl.errors import ConfigError, JournalError, RemoteError, WireError
 from asyncrl.lanes.control.field_checks import field_checks
+from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import Checkpointed
 
 MANIFEST = "manifest.json"
@@ -29,7 +31,8 @@ WriteFiles = Callable[[str], Awaitable[Checkpointed]]
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Identifies a checkpoint. offset, crc: of the journal then. chain: the trainer's, hex. files: path -> SHA-256."""
+    """Identifies a checkpoint. offset, crc: of the journal then. chain: the trainer's, hex. files: path -> SHA-256.
+    ready: the READY samples whose rows are in one of the files."""
 
     incarnation: int
     version: int
@@ -37,6 +40,7 @@ class Manifest:
     crc: int
     chain: str
     files: dict[str, str]
+    ready: tuple[Cut, ...] = ()
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
@@ -51,6 +55,7 @@ class ResumePlan:
 
     directory: folder of its files. last_version: that of the last step, which may have come after the checkpoint. said:
     a line for the user about each newer checkpoint that cannot be used. scan: of the journal, until it is resumed.
+    ready: the samples that can be restored, because they were READY and their rows are in the checkpoint.
     """
 
     incarnation: int
@@ -61,6 +66,12 @@ class ResumePlan:
     last_version: int
     said: tuple[str, ...]
     scan: Scan = field(compare=False, repr=False)
+    ready: tuple[Cut, ...] = ()
+
+    def restorable(self, *, whole_groups: bool) -> tuple[Cut, ...]:
+        """Returns the samples to restore. whole_groups: only those of groups in which nothing else is in flight."""
+        in_flight = dict(self.ledger.in_flight())
+        return tuple(cut for cut in self.ready if not whole_groups or in_flight[cut[0]] == cut[1])
 
 
 async def commit(journal: Journal, write: WriteFiles, keep: int) -> Manifest:
@@ -98,9 +109,16 @@ async def _write_files(store: Store, unfinished: str, after: Manifest, write: Wr
             f"the trainer wrote version {made.version} with chain {made.chain[:16]}; "
             f"by the journal it is version {after.version} with chain {after.chain[:16]}"
         )
-    manifest = replace(after, files=made.files)
+    manifest = replace(after, files=made.files, ready=_cuts(made.ready))
     await store.run(store.put, unfinished, MANIFEST, manifest.encode())
     return manifest
+
+
+def _cuts(samples: Iterable[SampleName]) -> tuple[Cut, ...]:
+    members: dict[int, set[int]] = {}
+    for group, member, _ in samples:
+        members.setdefault(group, set()).add(member)
+    return tuple((group, tuple(sorted(members[group]))) for group in sorted(members))
 
 
 def versions(store: Store) -> list[int]:
@@ -122,6 +140,8 @@ def read_manifest(store: Store, version: int) -> Manifest:
 def _manifest(fields: Any) -> Manifest:
     if type(fields) is dict and "epoch" in fields:  # Older versions of asyncrl called the field so.
         fields["incarnation"] = fields.pop("epoch")
+    if type(fields) is dict:  # Older versions saved no rows; and JSON knows no tuples.
+        fields["ready"] = _tuples(fields.get("ready", []))
     if type(fields) is not dict or fields.keys() != MANIFEST_FIELDS.keys():
         raise ValueError(f"it holds other fields than {', '.join(MANIFEST_FIELDS)}")
     manifest = Manifest(**{name: check(fields[name]) for name, check in MANIFEST_FIELDS.items()})
@@ -130,6 +150,10 @@ def _manifest(fields: Any) -> Manifest:
     if outside := [file for file in manifest.files if not _lies_within(file)]:
         raise ValueError(f"{outside[0]!r:.100} is no file of a checkpoint")
     return manifest
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if type(value) is list else value
 
 
 def _lies_within(file: str) -> bool:
@@ -200,11 +224,26 @@ def _plan(store: Store, scan: Scan, manifest: Manifest, ledger: Ledger, said: tu
         last_version=max([manifest.version, *(record.version for record in beyond if isinstance(record, Trained))]),
         said=said,
         scan=scan,
+        ready=_waiting(ledger, manifest.ready),
     )
 
 
-def resume(store: Store, plan: ResumePlan) -> Journal:
-    """Carries out the plan: cuts a torn tail, sets unusable checkpoints aside, and voids the records after the plan."""
+def _waiting(ledger: Ledger, cuts: Iterable[Cut]) -> tuple[Cut, ...]:
+    """Returns those samples that wait for training, with tokens of no later version than the ledger's."""
+    found = []
+    for group, members in cuts:
+        samples = ledger.groups[group].samples if group in ledger.groups else []
+        young = (member for member, sample in enumerate(samples) if sample.last <= ledger.version)
+        if left := tuple(member for member in young if member in members and samples[member].stage is Stage.READY):
+            found.append((group, left))
+    return tuple(found)
+
+
+def resume(store: Store, plan: ResumePlan, restored: tuple[Cut, ...] = ()) -> Journal:
+    """Carries out the plan: cuts a torn tail, sets unusable checkpoints aside, and voids the records after the plan.
+
+    restored: samples that go on as they are; all others in flight begin a new attempt.
+    """
     for folder in store.folders():
         if folder.startswith(UNFINISHED):
             store.remove(folder)
@@ -212,7 +251,7 @@ def resume(store: Store, plan: ResumePlan) -> Journal:
             store.remove(f"{REFUSED}{folder}")
             store.rename(folder, f"{REFUSED}{folder}")
     journal = Journal(store, plan.scan, plan.ledger)
-    journal.resume(plan.incarnation, plan.offset, plan.ledger)
+    journal.resume(plan.incarnation, plan.offset, plan.ledger, restored)
     return journal
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import msgpack
 
-from asyncrl.controller.journal.ledger import KINDS, AttemptStarted, Ledger, Record, Resumed, Trained
+from asyncrl.controller.gate.group_state import Cut
+from asyncrl.controller.journal.ledger import KINDS, AttemptStarted, Ledger, Record, Restored, Resumed, Trained
 from asyncrl.controller.journal.run_storage import Store
 from asyncrl.errors import JournalError, WireError
 from asyncrl.lanes.control.field_checks import field_checks
@@ -229,11 +230,13 @@ class Journal:
     def sync(self) -> None:
         self.store.sync()
 
-    def resume(self, incarnation: int, offset: int, ledger: Ledger | None = None) -> None:
+    def resume(
+        self, incarnation: int, offset: int, ledger: Ledger | None = None, restored: tuple[Cut, ...] = ()
+    ) -> None:
         """Goes back to where the journal was `offset` bytes long; the records after it are void.
 
-        The groups in flight there begin a new attempt. ledger: at that point, if it is known already. Raises
-        JournalError when that point is void itself.
+        The samples in flight there begin a new attempt, except those `restored`, which go on as they are. ledger: at
+        that point, if it is known already. Raises JournalError when that point is void itself.
         """
         ledger = ledger or Scan(self.store).replay(offset)
         resumed = Resumed(incarnation, ledger.version, offset)
@@ -241,5 +244,7 @@ class Journal:
         self._resumes.append((self.offset, resumed))
         self.ledger = ledger
         self.append(resumed)
-        for group, members in ledger.in_flight():
+        if restored:
+            self.append(Restored(restored))
+        for group, members in sorted((group, tuple(sorted(left))) for group, left in ledger.unsettled.items()):
             self.append(AttemptStarted(group, ledger.groups[group].attempt + 1, members, "resumed"))

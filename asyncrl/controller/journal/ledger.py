@@ -17,6 +17,10 @@ MOST_MEMBERS = 1 << 16
 """Members of one group: far more than any run samples, so that a damaged record cannot ask for all memory."""
 
 
+SETTLING = ("restarted", "restored")
+"""What happens first, after a resume, to each sample in flight."""
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """A group was put in flight at this version, with this many members, in attempt 0."""
@@ -112,8 +116,25 @@ class Resumed:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """READY samples that go on after a resume as they are, with the rows that the checkpoint has saved."""
+
+    groups: tuple[Cut, ...]
+
+
 Record = (
-    Drawn | AttemptStarted | Generated | Scored | Compared | Trained | Dropped | InFlight | CheckpointMade | Resumed
+    Drawn
+    | AttemptStarted
+    | Generated
+    | Scored
+    | Compared
+    | Trained
+    | Dropped
+    | InFlight
+    | CheckpointMade
+    | Resumed
+    | Restored
 )
 
 KINDS: dict[str, type[Record]] = {
@@ -127,6 +148,7 @@ KINDS: dict[str, type[Record]] = {
     "in_flight": InFlight,
     "checkpoint": CheckpointMade,
     "resumed": Resumed,
+    "restored": Restored,
 }
 
 
@@ -135,7 +157,8 @@ class Ledger:
     """Derives the state of the run from the records so far. Finished groups are forgotten.
 
     version, incarnation: of the run. next_group: id of the next draw. chain: recomputed from the trained samples.
-    drawn, trained, dropped: samples since the beginning; dropped by reason.
+    drawn, trained, dropped: samples since the beginning; dropped by reason. unsettled: members by group that were in
+    flight when the run was resumed, and are neither restarted nor restored yet; until then they do not move.
     """
 
     version: int = 0
@@ -146,6 +169,7 @@ class Ledger:
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     groups: dict[int, GroupState] = field(default_factory=dict)
+    unsettled: dict[int, set[int]] = field(default_factory=dict)
 
     def apply(self, record: Record) -> None:
         """Takes in a record. Raises IllegalTransition or TrainedTwice, with nothing changed, for an illegal one."""
@@ -171,6 +195,7 @@ class Ledger:
             )
         samples = [self._sample(record.group, member, IN_FLIGHT, "restarted") for member in record.members]
         group.attempt = record.number
+        self._settle(record.group, record.members)
         for sample in samples:
             sample.stage = Stage.RUNNING
             sample.attempt = record.number
@@ -238,6 +263,25 @@ class Ledger:
                 f"the journal was at incarnation {self.incarnation}, version {self.version} there"
             )
         self.incarnation = record.incarnation
+        self.unsettled = {group: set(members) for group, members in self.in_flight()}
+
+    def _restored(self, record: Restored) -> None:
+        for group, member in ((group, member) for group, members in record.groups for member in members):
+            sample = self._sample(group, member, (Stage.READY,), "restored")
+            if member not in self.unsettled.get(group, ()):
+                raise IllegalTransition(f"sample {(group, member)} cannot be restored: it began again, or no run did")
+            if sample.last > self.version:
+                raise IllegalTransition(
+                    f"sample {(group, member)} of version {sample.last} cannot be restored at version {self.version}"
+                )
+        for group, members in record.groups:
+            self._settle(group, members)
+
+    def _settle(self, group: int, members: tuple[int, ...]) -> None:
+        if group in self.unsettled:
+            self.unsettled[group].difference_update(members)
+            if not self.unsettled[group]:
+                del self.unsettled[group]
 
     def in_flight(self) -> tuple[Cut, ...]:
         """Returns the members neither trained nor dropped, by group, both rising: derived, not counted."""
@@ -262,6 +306,10 @@ class Ledger:
             raise IllegalTransition(f"sample {(group, member)} cannot be {what}: the group has {len(samples)} members")
         if samples[member].stage not in stages:
             raise IllegalTransition(f"sample {(group, member)} cannot be {what}: it is {samples[member].stage.value}")
+        if what not in SETTLING and member in self.unsettled.get(group, ()):
+            raise IllegalTransition(
+                f"sample {(group, member)} cannot be {what}: it was neither restarted nor restored since the resume"
+            )
         return samples[member]
 
     def _to_train(self, group: int, member: int) -> SampleState:
@@ -286,6 +334,7 @@ _APPLY: dict[type[Record], Callable[[Ledger, Any], None]] = {
     InFlight: Ledger._listed,
     CheckpointMade: Ledger._checkpoint_made,
     Resumed: Ledger._resumed,
+    Restored: Ledger._restored,
 }
 
 

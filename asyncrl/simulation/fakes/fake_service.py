@@ -4,9 +4,10 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from asyncrl.config.gate_config import GateConfig
+from asyncrl.controller.journal.run_storage import Store
 from asyncrl.errors import ALL_SLOTS, LostRows, PeerLost
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_retention import RowRetention
@@ -16,6 +17,8 @@ from asyncrl.telemetry.state_clock import StateClock
 
 Pace: TypeAlias = Callable[[float], float]
 """Gives by how much longer work takes that begins at a time, in virtual seconds."""
+T = TypeVar("T")
+
 KEY = "key"
 """Column of every sampled row: group, member and attempt, so that a reader can tell that it read the right row."""
 DIRECT_SLOTS = 4096
@@ -51,10 +54,12 @@ class FakeService(Service):
     """Runs in the worker of `context`, or, without one, is called directly and reads the rows of `peers`.
 
     A fake that is called directly can die and come back as another instance.
-    row_bytes: bytes of the longest row that it makes; 0: it makes none. deaths: how often it has died.
+    row_bytes: bytes of the longest row that it makes; 0: it makes none. deaths: how often it has died. disk: holds the
+    checkpoints of a run that is resumed.
     """
 
     row_bytes = 0
+    disk: Store | None = None
 
     def __init__(self, service: str, context: WorkerContext | None, peers: "Iterable[FakeService]" = ()) -> None:
         self.is_direct = context is None
@@ -152,6 +157,11 @@ class FakeService(Service):
         self.instance = f"{self.service}0.0-1-{self.deaths:08x}"
         if self.row_bytes:
             self.rows = RowStore.private(f"direct://{self.instance}", DIRECT_SLOTS, self.row_bytes)
+
+
+async def inline(function: Callable[..., T], *args: Any) -> T:
+    """Runs a function at once: work of a fake takes no time."""
+    return function(*args)
 
 
 def steady(now: float) -> float:

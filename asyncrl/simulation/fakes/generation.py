@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from io import BufferedIOBase
 from typing import TypeAlias
 
 import numpy as np
@@ -13,12 +14,13 @@ import numpy as np
 from asyncrl.errors import AsyncrlError, LostRows, PeerLost, Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.control.wire import Wakeup
+from asyncrl.lanes.data.row_file import READY_ROWS, store_again
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.seeds import member_seed
 from asyncrl.protocols.service_contracts import Generation
-from asyncrl.simulation.fakes.fake_service import KEY, FakeService, now
+from asyncrl.simulation.fakes.fake_service import KEY, FakeService, inline, now
 
 Lengths: TypeAlias = Callable[[random.Random], int]
 """Draws the number of tokens of one completion."""
@@ -66,7 +68,7 @@ class FakeGeneration(FakeService, Generation):
     load. busy: slot-seconds spent on completions, aborted ones included.
     """
 
-    row_bytes = 32_768
+    row_bytes = 65_536
 
     def __init__(
         self,
@@ -146,6 +148,18 @@ class FakeGeneration(FakeService, Generation):
                 yield BatchRef(tuple(map(_raised, finished)))
         finally:
             self._abort(sequences)
+
+    def open_file(self, directory: str, file: str) -> BufferedIOBase:
+        """Opens a file of a checkpoint."""
+        assert self.disk is not None, "set where a run is resumed"
+        return self.disk.open(directory, file)
+
+    async def restore_rows(self, directory: str, samples: BatchRef) -> BatchRef:
+        deaths = await self.wait_until_alive()
+        with self.open_file(directory, READY_ROWS) as file:
+            found = await store_again(file, samples, self.incarnation, self.keep, inline)
+        self.check_alive(deaths)
+        return found
 
     async def texts(self, refs: BatchRef) -> list[SampleText]:
         found = []

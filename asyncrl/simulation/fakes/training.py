@@ -4,10 +4,12 @@ import asyncio
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
 from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, Refused
 from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.data.row_file import READY_ROWS, RowFileWriter
 from asyncrl.lanes.data.row_prefetch import RowPrefetch
 from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
@@ -15,7 +17,7 @@ from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, Published, StepReport, TrainedSample
 from asyncrl.protocols.service_contracts import Training
 from asyncrl.protocols.staleness import live
-from asyncrl.simulation.fakes.fake_service import KEY, FakeService, now
+from asyncrl.simulation.fakes.fake_service import KEY, FakeService, inline, now
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,11 @@ class FakeTraining(FakeService, Training):
         """Writes a checkpoint into the directory; returns the digest of each file."""
         return {}
 
+    def write_file(self, directory: str, file: str, data: bytes) -> None:
+        """Writes a file of a checkpoint."""
+        assert self.disk is not None, "set where a run is resumed"
+        self.disk.put(directory, file, data)
+
     async def published(self) -> Published:
         return Published(self.incarnation, self.version, self.arena, slot_of(self.version), "")
 
@@ -116,6 +123,12 @@ class FakeTraining(FakeService, Training):
             self._check("checkpoint", incarnation, version)
             return Checkpointed(version, self.chain.hex(), self.save(directory))
 
+    async def save_rows(self, directory: str, samples: BatchRef) -> Checkpointed:
+        writer = RowFileWriter(file := BytesIO(), self.context.reader, inline)
+        await writer.save(samples)
+        self.write_file(directory, READY_ROWS, file.getvalue())
+        return Checkpointed(self.version, "", {READY_ROWS: writer.digest}, tuple(writer.saved))
+
     async def prefetch(self, samples: BatchRef) -> list[bool]:
         return await super().prefetch(samples) if self.is_direct else await self._prefetched.prefetch(samples)
 
@@ -123,6 +136,8 @@ class FakeTraining(FakeService, Training):
         return await self._prefetched.read(samples)
 
     async def step(self, cuts: Cuts) -> StepReport:
+        old = [row.name for row in cuts.batch if row.incarnation != self.incarnation]
+        assert not old, f"the samples {old} are of another incarnation of the run than {self.incarnation}"
         asked = (cuts.incarnation, cuts.version, [row.name for row in cuts.batch])
         async with self._turn:
             if self._last_step is not None and self._last_step[0] == asked:

@@ -203,7 +203,7 @@ class ControllerLife(ResumableRun):
     def _specs(self) -> list[ServiceSpec]:
         trial, truth = self._run.trial, self._run.truth
         specs = [
-            ServiceSpec("generation", Generation, partial(TrialGeneration, truth), trial.generators),
+            ServiceSpec("generation", Generation, partial(TrialGeneration, truth, self.disk), trial.generators),
             ServiceSpec("reward", TicketReward, partial(TrialReward, truth), trial.scorers),
             ServiceSpec("training", Training, partial(TrialTraining, truth, self.disk)),
         ]

@@ -137,8 +137,9 @@ class TrialService(FakeService):
 class TrialGeneration(TrialService, FakeGeneration):
     """Crashes on the group that is poison, and is stuck when a fault says so."""
 
-    def __init__(self, truth: GroundTruth, context: WorkerContext) -> None:
+    def __init__(self, truth: GroundTruth, disk: "SlowDisk", context: WorkerContext) -> None:
         self.truth = truth
+        self.disk = disk
         self._stuck_until = 0.0
         trial = truth.trial
         FakeGeneration.__init__(self, trial.slots, TOKEN_TIME, trial.lengths, trial.flip_time, context)
@@ -214,7 +215,7 @@ class TrialTraining(TrialService, FakeTraining):
 
     def __init__(self, truth: GroundTruth, disk: "SlowDisk", context: WorkerContext) -> None:
         self.truth = truth
-        self._disk = disk
+        self.disk = self._disk = disk
         trial = truth.trial
         columns = ("versions", "reference_logprobs") if trial.reference else ("versions",)
         FakeTraining.__init__(
@@ -236,6 +237,10 @@ class TrialTraining(TrialService, FakeTraining):
         self._disk.block()
         self._disk.put(directory, STATE, state)
         return {STATE: sha256(state).hexdigest()}
+
+    def write_file(self, directory: str, file: str, data: bytes) -> None:
+        self._disk.block()
+        super().write_file(directory, file, data)
 
     def on_trained(self, batch: BatchRef, in_loss: SequenceOf[Any]) -> None:
         self.truth.trained(self.version, batch, in_loss)

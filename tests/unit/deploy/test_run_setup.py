@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.controller.journal.checkpoints import ResumePlan
 from asyncrl.controller.journal.journal import Scan
-from asyncrl.controller.journal.ledger import Ledger
+from asyncrl.controller.journal.ledger import Drawn, Generated, Ledger, Scored
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
 from asyncrl.deploy.run_setup import (
     LONGEST,
@@ -140,3 +141,45 @@ def test_what_ran_out(error: Exception, what: str) -> None:
 )
 def test_nothing_ran_out(error: Exception) -> None:
     assert exhausted(error) is None
+
+
+def waiting_plan() -> ResumePlan:
+    """Returns a plan whose ledger has a group that waits for training, and one of which one sample does."""
+    ledger = Ledger()
+    for group in range(2):
+        ledger.apply(Drawn(group, 0, 2))
+        ledger.apply(Generated(group, 0, ((0, 0, 0, 3), (1, 0, 0, 3))))
+    for key in ((0, 0), (0, 1), (1, 0)):
+        ledger.apply(Scored(*key, 1.0))
+    return ResumePlan(1, 0, 0, "checkpoints/0", ledger, 0, (), Scan(MemoryStore()), ((0, (0, 1)), (1, (0,))))
+
+
+@pytest.mark.parametrize(
+    ("sections", "accept", "restored", "said"),
+    [
+        ({}, False, ((0, (0, 1)), (1, (0,))), "3 wait for training as they are, 1 are sampled again"),
+        ({"steps": 9}, False, ((0, (0, 1)), (1, (0,))), "3 wait for training as they are, 1 are sampled again"),
+        ({}, True, ((0, (0, 1)), (1, (0,))), "3 wait for training as they are, 1 are sampled again"),
+        ({"steps": 9}, True, (), "0 wait for training as they are, 4 are sampled again"),
+    ],
+)
+def test_a_resume_restores_what_waited_for_training_unless_a_change_was_accepted(
+    directory: RunDirectory,
+    sections: dict[str, Any],
+    accept: bool,
+    restored: Any,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    task = {"prompts": str(directory.path / "p.jsonl")}
+    settle_config(order(directory.path, task=task), directory, None)
+    request = replace(order(directory.path, task=task, **sections), accept_changes=accept)
+    assert settle_config(request, directory, waiting_plan()) == restored
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_where_a_function_scores_whole_groups_only_whole_groups_are_restored(directory: RunDirectory) -> None:
+    reward = {"functions": [{"use": "length", "group": True}]}
+    request = order(directory.path, reward=reward, task={"prompts": str(directory.path / "p.jsonl")})
+    settle_config(request, directory, None)
+    assert settle_config(request, directory, waiting_plan()) == ((0, (0, 1)),)

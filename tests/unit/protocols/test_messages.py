@@ -15,6 +15,7 @@ DIGESTS = {
     9: "6f29b440aa2f8c60",
     10: "c8bf42e41ef597aa",
     11: "2c72f9e5864ecc90",
+    12: "5232dbe73271673f",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

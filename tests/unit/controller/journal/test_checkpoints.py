@@ -1,16 +1,17 @@
 """A run killed at any point of a checkpoint goes on from a good one; damaged ones are passed over, aloud."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrl.controller.gate.group_state import IN_FLIGHT
+from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Stage
 from asyncrl.controller.journal.audit import Audit
-from asyncrl.controller.journal.checkpoints import commit, plan_resume, resume, versions
+from asyncrl.controller.journal.checkpoints import commit, plan_resume, read_manifest, resume, versions
 from asyncrl.controller.journal.journal import Journal, Scan
-from asyncrl.controller.journal.ledger import CheckpointMade, Trained
+from asyncrl.controller.journal.ledger import CheckpointMade, Drawn, Generated, Scored, Trained
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore, run_lock
 from asyncrl.errors import ConfigError, JournalError, RemoteError
 from asyncrl.protocols.messages import Checkpointed
@@ -165,6 +166,63 @@ async def test_a_checkpoint_of_an_older_version_is_taken_up(saga: Saga) -> None:
     fields["epoch"] = fields.pop("incarnation")
     saga.store.put("1", "manifest.json", json.dumps(fields).encode())
     assert plan_resume(saga.store) == plan
+
+
+async def test_a_manifest_lists_the_samples_whose_rows_were_saved_and_a_resume_restores_these(saga: Saga) -> None:
+    await saga.checkpoint()
+    ledger = saga.journal.ledger
+    for group in range(3):
+        saga.journal.append(Drawn(group, 0, 2))
+        saga.journal.append(Generated(group, 0, ((0, 0, 0, 3), (1, 0, 0, 3))))
+    for key in ((0, 0), (1, 0), (1, 1)):
+        saga.journal.append(Scored(*key, 1.0))
+    saga.store.remove("0")
+    ready = [(group.id, m) for group in ledger.groups.values() for m in group.members(Stage.READY)]
+    others = [(group.id, m) for group in ledger.groups.values() for m in group.members(*OPEN)]
+
+    async def write(directory: str) -> Checkpointed:
+        made = await saga.trainer.write(directory)
+        return replace(made, ready=tuple((*key, 0) for key in (*ready, *others)))
+
+    manifest = await commit(saga.journal, write, 2)
+    assert read_manifest(saga.store, manifest.version) == manifest
+    assert {(group, m) for group, members in manifest.ready for m in members} == {*ready, *others}
+    plan = plan_resume(saga.store.after_death())
+    assert plan is not None
+    assert [(group, m) for group, members in plan.ready for m in members] == sorted(ready)
+    assert plan.restorable(whole_groups=True) == ((1, (0, 1)),)
+    assert plan.restorable(whole_groups=False) == plan.ready
+    journal = resume(saga.store, plan, plan.ready)
+    assert {(g.id, m) for g in journal.ledger.groups.values() for m in g.members(Stage.READY)} == set(ready)
+    assert Audit(saga.store).ok
+
+
+async def test_no_sample_of_a_later_version_than_the_checkpoint_is_restored(saga: Saga) -> None:
+    await saga.checkpoint()
+    saga.journal.append(Drawn(drawn := saga.journal.ledger.next_group, 0, 2))
+    saga.journal.append(Generated(drawn, 0, ((0, 0, 0, 3), (1, 0, 1, 3))))
+    for member in (0, 1):
+        saga.journal.append(Scored(drawn, member, 1.0))
+    store = saga.store
+    store.remove("0")
+
+    async def write(directory: str) -> Checkpointed:
+        return replace(await saga.trainer.write(directory), ready=((drawn, 0, 0), (drawn, 1, 0)))
+
+    await commit(saga.journal, write, 2)
+    plan = plan_resume(store.after_death())
+    assert plan is not None
+    assert plan.ready == ((drawn, (0,)),), "version 1 belongs to a future that is lost"
+
+
+async def test_a_manifest_of_an_older_version_lists_no_saved_rows(saga: Saga) -> None:
+    await saga.with_checkpoints(1)
+    fields = json.load(saga.store.open("1", "manifest.json"))
+    del fields["ready"]
+    saga.store.put("1", "manifest.json", json.dumps(fields).encode())
+    plan = plan_resume(saga.store)
+    assert plan is not None
+    assert plan.ready == ()
 
 
 async def test_a_run_without_any_good_checkpoint_says_why(saga: Saga) -> None:
