@@ -22,8 +22,10 @@ MONTHS = (
     *("December", "Jan", "Feb", "Mar", "Apr", "Jun", "Jul", "Aug", "Sep", "Sept", "Oct", "Nov", "Dec"),
 )
 OPERATORS = {*"+-*×·÷/^<>≤≥≠±∓!|", "x", "<=", ">=", "!=", "**", "//"}
-JOINS = {"to", "or", "and", "&", "through", "until", "versus", "vs", "..", "...", "…", "-", "–", "—"}
+JOINS = {"to", "or", "and", "&", "through", "until", "versus", "vs", ":", "..", "...", "…", "-", "–", "—"}
 """Words between two numbers that make a range, a choice or a list of them."""
+CHANGES_BEFORE = {"plus", "minus", "times", "negative"}
+"""Words before a number that make something else of it."""
 CHANGES_BEHIND = {*"xyznieπk", "K", "M", "B", "T", "bn", "mn", "tn", "pi", "or", "squared", "cubed", "factorial"}
 """Words behind a number that make something else of it."""
 HALVES = {"half", "third", "quarter", "thirds", "quarters"}
@@ -211,10 +213,11 @@ def _stands_alone(word: WordInLine, before: list[str], value: float) -> bool:
         return False  # The number of an item.
     nearest, next_nearest = (*before, "", "")[:2]
     number_before = _has_digit(nearest) and not nearest.endswith((".", ":"))
-    joined = nearest.lower().strip(",") in JOINS and _has_digit(next_nearest)
+    joined = nearest.strip(",") in UNITS or nearest.lower().strip(",") in {*JOINS, *SCALES}
     operator_before = nearest in OPERATORS or nearest.endswith(("<", ">", "≤", "≥", "±", "<=", ">="))
+    changed = nearest.lower() in CHANGES_BEFORE
     date = nearest.rstrip(".") in MONTHS
-    if number_before or joined or operator_before or date:
+    if number_before or (joined and _has_digit(next_nearest)) or operator_before or changed or date:
         return False
     return _keeps_value(word.text, word.behind)
 
@@ -228,5 +231,7 @@ def _keeps_value(word: str, behind: list[str]) -> bool:
         return bool(rest) and len(rest[0].strip(CLOSING)) > 1  # A dash before prose.
     if first == "and" and any(each.strip(CLOSING) in HALVES for each in rest[:2]):
         return False
+    if bool(rest) and {first.lower(), rest[0].strip(CLOSING).lower()} <= SCALES.keys():
+        return False  # Five hundred thousand.
     bare = first.strip(CLOSING)
     return bare not in CHANGES_BEHIND and first not in OPERATORS and bare not in MONTHS and first[0] not in "√^*!+"

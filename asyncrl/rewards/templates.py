@@ -40,8 +40,9 @@ def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
     - 3/4, \\frac{3}{4}, ¾ and 1 3/4 are fractions. 1e3, 1.5E-4, 2 x 10^3 and 10^3 are powers of ten; 2^3 is no number.
     - Percent, currencies and units leave the number what it is: 50%, $50, 50 km and 50km are 50. Words from `hundred`
       to `trillion` and `dozen` multiply it; 50k and 50M are no numbers.
-    - Ranges, lists, tuples, choices (3 or 4), expressions (7-3, x + 1), bounds (> 5), dates, times, versions, names
-      with digits (GPT-4) and numbers of items in a list are no numbers.
+    - Ranges, lists, tuples, choices (3 or 4), expressions (7-3, x + 1, minus 5), quantities of several numbers (5 ft
+      10 in), bounds (> 5), dates, times, versions, names with digits (GPT-4) and numbers of items in a list are no
+      numbers.
     """
 
     def reward(sample: Sample) -> float:

@@ -32,6 +32,9 @@ NUMBERS: dict[str, float] = {
     "3 + 4 = 7": 7,
     "first 3, then 4": 4,
     "5 apples": 5,
+    "5 times a day": 5,
+    "Answer : 5": 5,
+    "of 3 m, then 5": 5,
     "x = 3, y = 5": 5,
     "There are 3. 5 is right": 5,
     "Question 3: 5": 5,
@@ -260,6 +263,9 @@ NOTHING = (
         "|5|",
     ),
     *("10^3^2", "1e3.5", "1e", "2e", "5 and a half", "5 and three quarters"),
+    # words that change a number, and quantities of several numbers
+    *("minus 5", "it is negative 5", "7 minus 3", "2 plus 3", "3 times 4", "5 ft 10 in", "5 ft, 10 in", "2 h 30 min"),
+    *("3 kg 200 g", "5 hundred thousand", "2 million 500 thousand", "5 thousand 3", "3 : 4"),
     # dates, times, ratios, versions, addresses
     *("2024-05", "2024-05-01", "12/25/2024", "01.02.2024", "May 5, 2024", "May 5", "5 May", "May 2024", "10:30", "3:1"),
     *("1.2.3", "v1.2", "1.234.567", "192.168.0.1", "555-1234", "+1 555 123 4567", "10:30:15", "2/3/4", "3/0"),
