@@ -13,9 +13,10 @@ from typing import Any, TypeVar, cast
 
 from asyncrl.concurrency import root_cause
 from asyncrl.errors import FleetFailed, PeerLost
-from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls
+from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls, watch_queues
 from asyncrl.fleet.launcher import InprocLauncher, Launcher
 from asyncrl.fleet.lifecycle_events import (
+    CallsWait,
     FleetEvent,
     FleetStalled,
     WorkerCleanedUp,
@@ -208,7 +209,7 @@ class RunningFleet:
             case WorkerStuck(service, instance, reason):
                 self._report(f"{reason}; {instance} is killed and started again")
                 self.supervisor.kill(instance)
-            case FleetStalled(description):
+            case FleetStalled(description) | CallsWait(description):
                 self._report(description)
         for notify in self.subscribers:
             notify(event)
@@ -291,6 +292,8 @@ async def fleet_on(
                 watches.append(tasks.create_task(stalls, name="stall watchdog"))
                 hangs = detect_hangs(poller, watched, seconds, running.emit)
                 watches.append(tasks.create_task(hangs, name="hang detection"))
+                queues = watch_queues(poller, facts.config.fleet.call_deadline, running.emit)
+                watches.append(tasks.create_task(queues, name="queue watchdog"))
                 yield running
             except (PeerLost, FleetFailed):
                 if not all(worker.alive for replicas in running.workers.values() for worker in replicas):

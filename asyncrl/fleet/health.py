@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.errors import AsyncrlError, DeadlineExceeded
-from asyncrl.fleet.lifecycle_events import FleetStalled, WorkerHung
+from asyncrl.fleet.lifecycle_events import CallsWait, FleetStalled, WorkerHung
 from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.protocols.messages import Health
@@ -28,7 +28,7 @@ MIN_SECONDS = 5.0
 LATE = 1.5
 """A round that took this many times its length does not count."""
 CHECKS = 4
-"""Checks for progress per period of the stall watchdog."""
+"""Checks for progress, and for long waits in queues, per period of a watchdog."""
 
 PACKAGE = Path(__file__).parents[1]
 ALGORITHMS = PACKAGE / "algorithms"
@@ -150,6 +150,31 @@ async def watch_for_stalls(
             emit(FleetStalled(describe(poller, began, stalled, describe_algorithm())))
             since = loop.time()
         await asyncio.sleep(seconds / CHECKS)
+
+
+async def watch_queues(poller: HealthPoller, seconds: float, emit: Callable[[CallsWait], None]) -> None:
+    """Emits CallsWait for a service of which a live worker, with several calls, has not answered one for `seconds`, and
+    again after as long; runs until cancelled. Deadlines count work alone, so none of them ends a wait in a queue."""
+    loop = asyncio.get_running_loop()
+    reported: dict[str, float] = {}
+    while True:
+        await asyncio.sleep(seconds / CHECKS)
+        now = loop.time()
+        for worker in poller.workers:
+            calls = [call for call in worker.outstanding.values() if call.method != "health"]
+            if not worker.alive or len(calls) < 2 or now - reported.get(worker.service, -seconds) < seconds:
+                continue
+            oldest = min(calls, key=lambda call: call.since)
+            if (waited := now - oldest.since) >= seconds:
+                reported[worker.service] = now
+                emit(CallsWait(_queue_report(worker, oldest.method, waited, len(calls))))
+
+
+def _queue_report(worker: RemoteWorker, method: str, waited: float, calls: int) -> str:
+    return (
+        f"{worker.name} has had {method} for {waited:.0f} s, and {calls} calls in all: calls wait long for their turn, "
+        f"and no deadline ends that. More replicas of {worker.service}, or a smaller staleness.limit, shorten its queue"
+    )
 
 
 def describe(poller: HealthPoller, began: float, stalled: float, algorithm: Sequence[str] = ()) -> str:

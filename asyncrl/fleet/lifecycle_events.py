@@ -50,4 +50,13 @@ class FleetStalled:
     description: str
 
 
-FleetEvent = WorkerSpawned | WorkerStarted | WorkerLost | WorkerCleanedUp | WorkerHung | WorkerStuck | FleetStalled
+@dataclass(frozen=True, slots=True)
+class CallsWait:
+    """Calls wait long in the queue of a worker that makes progress. description: one line."""
+
+    description: str
+
+
+FleetEvent = (
+    WorkerSpawned | WorkerStarted | WorkerLost | WorkerCleanedUp | WorkerHung | WorkerStuck | FleetStalled | CallsWait
+)

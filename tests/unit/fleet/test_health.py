@@ -16,6 +16,7 @@ from asyncrl.fleet.health import (
     describe,
     detect_hangs,
     round_seconds,
+    watch_queues,
 )
 from asyncrl.fleet.lifecycle_events import WorkerHung
 from asyncrl.fleet.remote_worker import RemoteWorker
@@ -323,3 +324,37 @@ def test_the_description_names_every_worker_its_activity_and_its_unanswered_call
 def test_without_an_outstanding_call_the_description_points_at_the_algorithm() -> None:
     text = described(lambda: worker("training0.0", "b", 3.0), newest={"training0.0": (IDLE, 0.0)})
     assert "No call is outstanding" in text
+
+
+# ---- long waits in queues -----------------------------------------------------------------------------------
+
+
+def queue_reports(alive: bool = True, **calls: float) -> list[tuple[float, str]]:
+    """Watches a worker for 2000 seconds, with calls that came this many seconds before the watch began and are never
+    answered; returns when something was reported, and what."""
+
+    async def main() -> list[tuple[float, str]]:
+        said: list[tuple[float, str]] = []
+        loop = asyncio.get_running_loop()
+        busy = worker("reward0.0", "reward0.0-0-a", 0.0, "" if alive else DEAD, **calls)
+        busy.service = "reward"
+        poller: Any = SimpleNamespace(workers=[busy])
+        watching = asyncio.ensure_future(
+            watch_queues(poller, 600.0, lambda event: said.append((loop.time(), event.description)))
+        )
+        await asyncio.sleep(2000)
+        watching.cancel()
+        return said
+
+    return virtual_loop.run(main())
+
+
+def test_a_long_wait_in_a_queue_is_reported_once_each_deadline() -> None:
+    reports = queue_reports(score=100.0, score_again=0.0, health=0.0)
+    assert [when for when, _ in reports] == [600.0, 1200.0, 1800.0]
+    assert reports[0][1].startswith("reward0.0 has had score for 700 s, and 2 calls in all: calls wait long")
+
+
+def test_a_single_long_call_is_no_queue_and_a_dead_worker_has_none() -> None:
+    assert queue_reports(score=100.0, health=0.0) == []
+    assert queue_reports(alive=False, score=100.0, other=0.0) == []
