@@ -26,6 +26,9 @@ FAIR_SHARE = 0.5
 """When the longest completions train a smaller share of their tokens, the report names a larger limit."""
 NEWS = 0.2
 """Difference of two shares by length that is worth a sentence: ten samples of a hundred differ by chance."""
+LONGER = 1.5
+"""Times the shortest completions that the longest ones have to be: of lengths that hardly differ, chance alone decides
+which are in flight at the end."""
 UNTRAINED = ("truncated", "rejected", "not finite", LEFT_OUT)
 """Reasons that only a step gives: the gate had accepted these samples."""
 
@@ -108,7 +111,7 @@ class StalenessReport:
         if not (tenths := by_tenth(ends)):
             return None
         (shortest, of_short), (below, _), (longest, of_long) = tenths[0], tenths[-2], tenths[-1]
-        if of_short["trained"] - of_long["trained"] < NEWS:
+        if of_short["trained"] - of_long["trained"] < NEWS or below < LONGER * shortest:
             return None
         drain = '; finish = "drain" trains what is in flight at the end' if of_long["abandoned"] >= NEWS else ""
         return (

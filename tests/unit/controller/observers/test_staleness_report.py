@@ -142,6 +142,13 @@ def test_the_end_of_a_run_tells_by_length_what_was_trained_dropped_and_abandoned
     assert "50% were trained, 50% dropped and 0% abandoned" in str(dropped)
 
 
+@pytest.mark.parametrize(("longest", "news"), [(5, False), (6, True)])
+def test_lengths_that_hardly_differ_are_no_news(longest: int, news: bool) -> None:
+    report = reported([ending(4)] * 80 + [ending(longest)] * 10)
+    waiting = [SampleState(Stage.READY, tokens=longest)] * 10
+    assert (report.length_bias(waiting) is not None) == news
+
+
 def test_without_news_about_lengths_nothing_is_said() -> None:
     assert reported([ending(3)] * 9).length_bias([]) is None
     assert reported([ending(tokens) for tokens in range(1, 11)]).length_bias([]) is None
