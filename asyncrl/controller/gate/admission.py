@@ -1,6 +1,6 @@
 """Admission by feedback: how many samples may be on their way to the trainer, below the hard bound of the gate.
 
-    the trainer is free ──> too few usable samples:       the bound rises at once by what is missing and half a batch
+    the trainer is free ──> too few usable samples:       the bound rises at once by what is missing
                         └─> usable samples are left over: the bound falls slowly by what is left each time
 
 A sample that waits READY gets older with each step and gains nothing. So the bound settles where the trainer just finds
@@ -14,14 +14,10 @@ from collections import deque
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.group_state import Pick
 
-WINDOW = 16
-"""Batches in a row that the trainer must have found with samples left over before the bound falls; half as many until
-the trainer has waited for a second batch. With 8 the bound falls into the next late batch, and swings by a quarter."""
-RISE = 0.5
-"""Share of a batch by which the bound rises beyond what was missing, the first time left out, when the pipeline fills.
-A stage that became slower lets the trainer wait again and again, and each wait shows only a part of what is needed."""
-FALL = 0.75
-"""Share of the samples left over by which the bound falls: not all, because the next batches may come later."""
+WINDOW = 8
+"""Batches in a row that the trainer must have found with samples left over before the bound falls."""
+FALL = 0.5
+"""Share of the samples left over by which the bound falls: half, because the next batches may come later."""
 MARGIN = 0.5
 """Samples that stay left over, as a share of how much their number varied: with none left the next late batch would
 let the trainer wait."""
@@ -42,9 +38,8 @@ class Admission:
         if config.admission == "adaptive":
             at_first = max(2 * config.batch, min(config.batch + config.slots, MOST_AT_FIRST * config.batch))
             self.bound = min(config.credits, at_first)
-        self._left = deque[int](maxlen=WINDOW // 2)
+        self._left = deque[int](maxlen=WINDOW)
         self._starving = False
-        self._waits = 0
 
     def allows(self, waiting: int) -> bool:
         """Returns whether a further group may be drawn. waiting: samples in flight that are not in training."""
@@ -63,17 +58,14 @@ class Admission:
 
     def _starve(self, missing: int, lost: bool) -> None:
         """Raises the bound once for each wait of the trainer, and again when samples that it waited for were lost."""
-        self._waits += not self._starving
-        settled = self._waits > 1
         if missing > 0 and (lost or not self._starving):
-            further = int(RISE * self._config.batch) if settled else 0
-            self.bound = min(self._config.credits, self.bound + missing + further)
+            self.bound = min(self._config.credits, self.bound + missing)
         self._starving = True
-        self._left = deque(maxlen=WINDOW if settled else WINDOW // 2)
+        self._left.clear()
 
     def _leave(self, left: int) -> None:
         self._left.append(left)
-        if len(self._left) < (self._left.maxlen or 0):
+        if len(self._left) < WINDOW:
             return
         least = min(self._left)
         fall = int(FALL * (least - MARGIN * (max(self._left) - least)))

@@ -16,14 +16,6 @@ def admission(limit: int = 8, slots: int = 8, **changes: Any) -> Admission:
     return Admission(GateConfig(groups=4, members=2, limit=limit, policy="mask", slots=slots, **changes))
 
 
-def after_the_first_wait() -> Admission:
-    """Returns an admission whose pipeline has filled; its bound is 16."""
-    made = admission()
-    made.observe(WAIT, 8)
-    made.observe(BATCH, 0)
-    return made
-
-
 @pytest.mark.parametrize(("slots", "first"), [(1, 16), (8, 16), (12, 20), (500, 24)])
 def test_it_starts_at_a_batch_and_the_slots_between_two_batches_and_three(slots: int, first: int) -> None:
     assert admission(slots=slots).bound == first
@@ -44,21 +36,14 @@ def test_it_draws_below_the_bound_only() -> None:
     assert not made.allows(made.bound)
 
 
-def test_the_first_wait_raises_it_once_by_what_was_missing() -> None:
+def test_a_wait_of_the_trainer_raises_it_once_by_what_was_missing() -> None:
     made = admission()
     made.observe(WAIT, 5)
     made.observe(WAIT, 1)
     assert made.bound == 16 + 3
-
-
-def test_later_waits_raise_it_by_half_a_batch_more() -> None:
-    made = after_the_first_wait()
-    made.observe(WAIT, 5)
-    made.observe(WAIT, 1)
-    assert made.bound == 16 + 3 + 4
     made.observe(BATCH, 0)
     made.observe(WAIT, 0)
-    assert made.bound == 23 + 8 + 4
+    assert made.bound == 19 + 8
 
 
 def test_what_was_waited_for_and_dropped_raises_it_again() -> None:
@@ -69,42 +54,37 @@ def test_what_was_waited_for_and_dropped_raises_it_again() -> None:
 
 
 def test_a_wait_for_a_deadline_with_a_whole_batch_does_not_raise_it() -> None:
-    made = after_the_first_wait()
+    made = admission()
     made.observe(WAIT, 9)
     assert made.bound == 16
 
 
-def test_it_falls_by_three_quarters_of_what_every_batch_of_a_window_left() -> None:
+def test_it_falls_by_half_of_what_every_batch_of_a_window_left() -> None:
     made = admission()
-    for _ in range(WINDOW // 2 - 1):
-        made.observe(BATCH, 8)
+    for _ in range(WINDOW - 1):
+        made.observe(BATCH, 6)
     assert made.bound == 16
-    made.observe(BATCH, 8)
-    assert made.bound == 10
+    made.observe(BATCH, 6)
+    assert made.bound == 13
 
 
 def test_it_keeps_more_where_batches_come_unevenly() -> None:
     made = admission()
-    for left in (6, 10) * (WINDOW // 4):
+    for left in (6, 10) * (WINDOW // 2):
         made.observe(BATCH, left)
-    assert made.bound == 16 - 3
+    assert made.bound == 16 - 2
 
 
-def test_once_the_trainer_waited_for_a_second_batch_the_window_is_whole_and_a_late_batch_begins_it_again() -> None:
-    made = after_the_first_wait()
-    for _ in range(WINDOW // 2 - 1):
+def test_a_late_batch_begins_the_window_again_and_it_never_falls_below_a_batch() -> None:
+    made = admission()
+    for _ in range(WINDOW - 1):
         made.observe(BATCH, 60)
     made.observe(WAIT, 7)
     made.observe(BATCH, 60)
     for _ in range(WINDOW - 1):
         made.observe(BATCH, 60)
-    assert made.bound == 16 + 1 + 4
-
-
-def test_it_never_falls_below_a_batch() -> None:
-    made = admission()
-    for _ in range(WINDOW):
-        made.observe(BATCH, 60)
+    assert made.bound == 17
+    made.observe(BATCH, 60)
     assert made.bound == 8
 
 
