@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ ALGORITHM = Algorithm(roll_out, grpo.train)
 SCRIPT = """
 import asyncrl, algorithms
 asyncrl.train(
-    model="runs/best-and-worst/model",
+    model="MODEL",
     prompts="asyncrl.tasks.builtin.reverse:training",
     reward="exact_match",
     algorithm=algorithms.ALGORITHM,
@@ -89,6 +90,15 @@ def shown(project: Path) -> str:
     return run(sys.executable, "example.py", cwd=project)
 
 
+Script = Callable[[str], str]
+
+
+@pytest.fixture
+def script(quickstart_model: Path) -> Script:
+    """script(run) -> SCRIPT for this run, with a model that was made for other tests as well."""
+    return lambda run: SCRIPT.replace("MODEL", str(quickstart_model)).replace("RUN", run)
+
+
 def test_the_documented_algorithm_has_30_lines_and_runs_as_written(shown: str, project: Path) -> None:
     assert len(EXAMPLE.splitlines()) <= 30
     directory = project / "runs/best-and-worst"
@@ -106,9 +116,9 @@ def test_command_line_refuses_to_resume_a_run_with_an_algorithm_object(shown: st
     assert "an algorithm that cannot be imported: resume it there, with the same call" in told
 
 
-def test_raising_algorithm_ends_the_run_which_resumes_once_it_is_corrected(shown: str, project: Path) -> None:
+def test_raising_algorithm_ends_the_run_which_resumes_once_it_is_corrected(script: Script, project: Path) -> None:
     (project / "algorithms.py").write_text(ALGORITHMS)
-    (project / "raises.py").write_text(SCRIPT.replace("RUN", "raises"))
+    (project / "raises.py").write_text(script("raises"))
     told = run(sys.executable, "raises.py", cwd=project, code=1, BREAK="raise")
     line = next(number for number, text in enumerate(ALGORITHMS.splitlines(), 1) if "raise KeyError" in text)
     assert (
@@ -126,9 +136,9 @@ def test_raising_algorithm_ends_the_run_which_resumes_once_it_is_corrected(shown
     assert audit(directory).ok, str(audit(directory))
 
 
-def test_an_algorithm_that_drops_everything_ends_the_run(shown: str, project: Path) -> None:
+def test_an_algorithm_that_drops_everything_ends_the_run(script: Script, project: Path) -> None:
     (project / "algorithms.py").write_text(ALGORITHMS)
-    (project / "drops.py").write_text(SCRIPT.replace("RUN", "drops"))
+    (project / "drops.py").write_text(script("drops"))
     told = run(sys.executable, "drops.py", cwd=project, code=1, BREAK="drop")
     assert re.search(
         r"roll_out of algorithms:ALGORITHM: \d+ samples were dropped as 'all' and none trained since step 0: ", told
@@ -140,9 +150,9 @@ def test_an_algorithm_that_drops_everything_ends_the_run(shown: str, project: Pa
     assert [line["step"] for line in read_metrics(project / "runs/drops/metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_watchdog_names_an_algorithm_that_waits_forever(shown: str, project: Path) -> None:
+def test_watchdog_names_an_algorithm_that_waits_forever(script: Script, project: Path) -> None:
     (project / "algorithms.py").write_text(ALGORITHMS)
-    (project / "waits.py").write_text(SCRIPT.replace("RUN", "waits"))
+    (project / "waits.py").write_text(script("waits"))
     command, environ = [sys.executable, "waits.py"], {**os.environ, **variables(project), "BREAK": "wait"}
     with subprocess.Popen(command, cwd=project, env=environ, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -69,23 +69,27 @@ def test_every_line_of_metrics_has_the_documented_names(
         assert unknown_metrics(line) == []
 
 
-@pytest.fixture
-def model(python_run: str, project: Path) -> Path:
-    return project / "runs/from-python/model"
-
-
-def test_experiment_file_of_the_readme_parses_and_trains(model: Path, project: Path) -> None:
+def test_experiment_file_of_the_readme_parses_and_trains(quickstart_model: Path, project: Path) -> None:
     (project / "my-experiment.toml").write_text(block("toml", 'name = "my-experiment"'))
     assert load(str(project / "my-experiment.toml")).config.staleness.limit == 2
     (project / "my_rewards.py").write_text(block("python", "# my_rewards.py"))
     rows = [{"prompt": f"reverse {word}:", "answer": word[::-1]} for word in ("abo", "tip", "emu")]
     (project / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--model.name", str(model), "--steps", "2", "--task.prompts_per_step", "2", "--run-dir", "runs/mine"]
+    flags = [
+        "--model.name",
+        str(quickstart_model),
+        "--steps",
+        "2",
+        "--task.prompts_per_step",
+        "2",
+        "--run-dir",
+        "runs/mine",
+    ]
     shown = asyncrl("run", "my-experiment.toml", *flags, "--generation.max_new_tokens", "8", cwd=project)
     assert "step 2/2" in shown
 
 
-def test_importable_reward_is_sent_by_name_also_inside_a_running_loop(model: Path, project: Path) -> None:
+def test_importable_reward_is_sent_by_name_also_inside_a_running_loop(quickstart_model: Path, project: Path) -> None:
     (project / "named.py").write_text(
         "def right(sample):\n    return {'right': float(sample.text == sample.row['answer']), 'short': 0.0}\n"
     )
@@ -93,7 +97,7 @@ def test_importable_reward_is_sent_by_name_also_inside_a_running_loop(model: Pat
 import asyncio, asyncrl, named
 async def notebook():
     rows = [{{"prompt": "reverse abo:", "answer": "oba"}}]
-    run = asyncrl.train(model={str(model)!r}, prompts=rows, reward=named.right, steps=1,
+    run = asyncrl.train(model={str(quickstart_model)!r}, prompts=rows, reward=named.right, steps=1,
                         run_dir="runs/notebook", task={{"prompts_per_step": 1}}, evaluate={{"size": 1}})
     print(sorted(name for name in run.metrics[0] if name.startswith("reward/")))
     print(run.evaluate([{{"prompt": "reverse emu:", "answer": "ume"}}]).prompts, run.save_pretrained("saved"))
