@@ -1,6 +1,6 @@
 """Each of these mistakes is found by the random schedules: the invariants can fail."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -143,29 +143,30 @@ def a_change_wakes_nobody(patch: Patch) -> None:
     patch.setattr(Controller, "_state_changed", lambda controller: controller._drawable.set())
 
 
-MUTANTS: Sequence[Callable[[Patch], None]] = (
-    off_by_one_in_the_limit,
-    strictly_less_than_the_limit,
-    one_group_too_many,
-    block_looks_at_the_present_only,
-    answers_of_an_overtaken_attempt_are_accepted,
-    rows_are_never_released,
-    rows_of_a_failed_attempt_are_not_released,
-    a_drop_is_not_journaled,
-    trained_is_told_before_it_is_written_down,
-    all_that_was_sent_counts_as_trained,
-    the_chain_holds_all_that_was_given,
-    neither_looks_at_the_loss,
-    a_step_runs_twice,
-    a_lost_step_counts_as_trained,
-    lost_rows_are_not_made_again,
-    a_skipped_step_raises_the_version,
-    batches_in_order_of_arrival,
-    leases_are_not_relayed,
-    a_late_joiner_gets_no_weights,
-    admission_stops_below_a_batch,
-    a_change_wakes_nobody,
-)
+MUTANTS: Mapping[Callable[[Patch], None], int] = {
+    off_by_one_in_the_limit: 3,
+    strictly_less_than_the_limit: 1,
+    one_group_too_many: 0,
+    block_looks_at_the_present_only: 9,
+    answers_of_an_overtaken_attempt_are_accepted: 12,
+    rows_are_never_released: 4,
+    rows_of_a_failed_attempt_are_not_released: 29,
+    a_drop_is_not_journaled: 1,
+    trained_is_told_before_it_is_written_down: 2,
+    all_that_was_sent_counts_as_trained: 0,
+    the_chain_holds_all_that_was_given: 0,
+    neither_looks_at_the_loss: 15,
+    a_step_runs_twice: 2,
+    a_lost_step_counts_as_trained: 8,
+    lost_rows_are_not_made_again: 8,
+    a_skipped_step_raises_the_version: 0,
+    batches_in_order_of_arrival: 46,
+    leases_are_not_relayed: 2,
+    a_late_joiner_gets_no_weights: 8,
+    admission_stops_below_a_batch: 0,
+    a_change_wakes_nobody: 2,
+}
+"""Each mutant and a seed whose schedule finds it; the seed changes when schedules are drawn in another way."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -173,7 +174,8 @@ def test_a_mutant_is_found(
     mutant: Callable[[Patch], None], monkeypatch: Patch, random_scenario: Callable[[int], Scenario]
 ) -> None:
     mutant(monkeypatch)
-    assert any(_fails(random_scenario(seed)) for seed in range(SEEDS)), "no invariant noticed"
+    seeds = (MUTANTS[mutant], *range(SEEDS))
+    assert any(_fails(random_scenario(seed)) for seed in seeds), "no invariant noticed"
 
 
 def _fails(scenario: Scenario) -> bool:
