@@ -249,7 +249,8 @@ Reaction = Literal["warn", "stop", "off"]
 
 
 class GuardsConfig(Section):
-    """Guards against training that goes on and comes to nothing: each warns once, stops the run, or is off."""
+    """Guards against training that goes on and comes to nothing, and other trouble: each warns, stops the run, or is
+    off."""
 
     no_signal: Reaction = "warn"
     """Reaction to 128 groups in a row (or four batches) with equal rewards, all dropped by dynamic sampling."""
@@ -258,7 +259,15 @@ class GuardsConfig(Section):
     more)."""
     reward_errors: Reaction = "warn"
     """Reaction to a failed reward on each of the last samples, twice as many as can be in flight, where
-    `on_error = "zero"` hides it. With "ignore" the run always ends then."""
+    `on_error = "zero"` hides it."""
+    first_failure: Reaction = "warn"
+    """Reaction to the first reward or cost that fails, where `on_error` lets the run go on."""
+    unscored: Reaction = "stop"
+    """Reaction to a row of samples without any reward, twice as many as can be in flight."""
+    poison: Reaction = "warn"
+    """Reaction to a group that is given up because it fails or crashes workers where it runs alone."""
+    algorithm_drops: Reaction = "stop"
+    """Reaction to an algorithm that drops twice as many samples as can be in flight while none trains."""
     collapse: Reaction = "warn"
     """Reaction to a mean reward that lost half of its best, with a gradient of 0 or hardly any entropy left."""
     truncation: Reaction = "warn"

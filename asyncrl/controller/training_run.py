@@ -17,7 +17,7 @@ from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.journal.checkpoints import ResumePlan, commit
 from asyncrl.controller.journal.journal import Journal
-from asyncrl.controller.observers.alarms import AlgorithmDrops, PoisonedGroups, RewardFailures
+from asyncrl.controller.observers.alarms import Alarm, AlgorithmDrops, PoisonedGroups, RewardFailures
 from asyncrl.controller.observers.events import Event, GroupFinished, StepDone, Warned
 from asyncrl.controller.observers.held_out_evaluation import Evaluation, EvaluationSchedule, Evaluator, Question
 from asyncrl.controller.observers.progress import RunProgress
@@ -133,11 +133,12 @@ class TrainingRun:
         gate = self.state.gate
         # Twice what can be in flight: a row of failures that long contains all members of any good group.
         limit = 2 * gate.config.cap * gate.config.members
+        alarm = Alarm(self.config.guards, self.display.say)
         self._alarms = (
-            RewardFailures(limit, self.display.say),
-            AlgorithmDrops(limit, gate.config.baseline, gate.version),
-            PoisonedGroups(self.display.say),
-            TrainingGuards.of(self.config, limit, self.display.say),
+            RewardFailures(limit, alarm),
+            AlgorithmDrops(limit, gate.config.baseline, gate.version, alarm),
+            PoisonedGroups(alarm),
+            TrainingGuards.of(self.config, limit, alarm),
             RewardOutput(self.state.directory, self.display.say),
             self.progress,
         )

@@ -141,7 +141,9 @@ def test_an_algorithm_that_drops_everything_ends_the_run(script: Script, project
     (project / "drops.py").write_text(script("drops"))
     told = run(sys.executable, "drops.py", cwd=project, code=1, BREAK="drop")
     assert re.search(
-        r"roll_out of algorithms:ALGORITHM: \d+ samples were dropped as 'all' and none trained since step 0: ", told
+        r"roll_out of algorithms:ALGORITHM: guards.algorithm_drops .*: \d+ samples were dropped as 'all' and none "
+        r"trained since step 0: ",
+        told,
     )
     assert "Resume with: the same call with run_dir=runs/drops" in told
     assert audit(project / "runs/drops").ok

@@ -1,4 +1,10 @@
-"""Alarms report trouble once, or end the run: failed rewards, poison, drops, skipped steps, policy mismatch."""
+"""Alarms report trouble, or end the run: failed rewards, poison, drops, skipped steps, policy mismatch.
+
+    events ──> RewardFailures, PoisonedGroups, AlgorithmDrops, TrainingGuards ──> Alarm ──> a line, or the run's end
+
+A key of `[guards]` says what an alarm does. Skipped steps always end the run, because it would go on for ever; the
+bounds of `[mismatch]` are numbers.
+"""
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -6,9 +12,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.config.schema import MismatchConfig
+from asyncrl.config.schema import GuardsConfig, MismatchConfig
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, GroupPoisoned, SampleScored, StepDone
-from asyncrl.errors import AlgorithmError, NonFiniteLoss, OnlyTruncated, PolicyMismatch, RewardError
+from asyncrl.errors import (
+    AlgorithmError,
+    AsyncrlError,
+    NonFiniteLoss,
+    OnlyTruncated,
+    PolicyMismatch,
+    RewardError,
+    TrainingStopped,
+)
 from asyncrl.protocols.batch import Cuts
 
 REPORTED = 5
@@ -32,12 +46,35 @@ FAULTY = (
 )
 
 
+ERRORS: Mapping[str, type[AsyncrlError]] = {"unscored": RewardError, "algorithm_drops": AlgorithmError}
+"""What is raised by key of `[guards]` where the user's code is to be mended; TrainingStopped for all other keys."""
+
+
+@dataclass(slots=True)
+class Alarm:
+    """Reacts to trouble as its key of `[guards]` says. say: takes warnings."""
+
+    reactions: GuardsConfig
+    say: Callable[[str], None]
+    _warned: set[str] = field(default_factory=set)
+
+    def ring(self, key: str, trouble: str) -> None:
+        """Prints the trouble, with the first of its kind the key's choices; raises an error where the key is "stop"."""
+        match getattr(self.reactions, key):
+            case "stop":
+                raise ERRORS.get(key, TrainingStopped)(f'guards.{key} = "stop" ends the run: {trouble}')
+            case "warn":
+                choices = f'(guards.{key} = "stop" ends such a run, "off" silences this)'
+                self.say(f"guards.{key}: {trouble}" + ("" if key in self._warned else f" {choices}"))
+                self._warned.add(key)
+
+
 @dataclass(slots=True)
 class RewardFailures:
-    """Reports the first failed score; raises RewardError after `limit` samples in a row without a reward."""
+    """Rings at the first failed score, and after each `limit` samples in a row without a reward."""
 
     limit: int
-    say: Callable[[str], None]
+    alarm: Alarm
     failed: int = 0
     unscored: int = 0
 
@@ -48,17 +85,19 @@ class RewardFailures:
         self.failed += bool(score.error)
         if score.error and self.failed == 1:
             logs = "logs/cost*.jsonl" if score.error.startswith("cost") else "logs/reward*.jsonl"
-            self.say(f"a reward failed, the run goes on; further failures are in {logs}:\n{score.error}")
+            self.alarm.ring("first_failure", f"a reward failed; further failures are in {logs}:\n{score.error}")
         self.unscored = self.unscored + 1 if score.reward is None else 0
         if self.unscored >= self.limit:
-            raise RewardError(f"the last {self.unscored} samples could not be scored; the last one:\n{score.error}")
+            text = f"the last {self.unscored} samples could not be scored; the last one:\n{score.error}"
+            self.unscored = 0
+            self.alarm.ring("unscored", text)
 
 
 @dataclass(slots=True)
 class PoisonedGroups:
-    """Reports the first poisoned groups one by one, the very first with advice; the others are only counted."""
+    """Rings for the first poisoned groups one by one, for the very first with advice; the others are only counted."""
 
-    say: Callable[[str], None]
+    alarm: Alarm
     total: int = 0
 
     def observe(self, event: Event) -> None:
@@ -70,14 +109,15 @@ class PoisonedGroups:
             excerpt = prompt if len(prompt) <= EXCERPT else f"{prompt[:EXCERPT]}..."
             what = f"group {event.group} is given up as poison, its open samples will not train: {event.reason}"
             advice = [POISON_ADVICE] if self.total == 1 else []
-            self.say("\n".join([what, f"  prompt: {excerpt}", *advice]))
+            self.alarm.ring("poison", "\n".join([what, f"  prompt: {excerpt}", *advice]))
         elif self.total == REPORTED + 1:
-            self.say("further groups are given up as poison; they are counted as data/dropped/poison in metrics.jsonl")
+            further = "further groups are given up as poison; they are counted as data/dropped/poison in metrics.jsonl"
+            self.alarm.ring("poison", further)
 
 
 @dataclass(slots=True)
 class AlgorithmDrops:
-    """Raises AlgorithmError after `limit` drops of an algorithm without a step, or a group that can train, in between.
+    """Rings after each `limit` drops of an algorithm without a step, or a group that can train, in between.
 
     baseline: ready samples that a group needs for its advantages.
     """
@@ -85,6 +125,7 @@ class AlgorithmDrops:
     limit: int
     baseline: int
     version: int
+    alarm: Alarm
     reasons: Counter[str] = field(default_factory=Counter)
     ready: Counter[int] = field(default_factory=Counter)
 
@@ -93,7 +134,9 @@ class AlgorithmDrops:
             case DroppedByAlgorithm(members=members, reason=reason):
                 self.reasons[reason] += len(members)
                 if self.reasons.total() >= self.limit:
-                    raise AlgorithmError(self._message())
+                    text = self._message()
+                    self._clear()
+                    self.alarm.ring("algorithm_drops", text)
             case SampleScored(sample=sample, score=score) if score.reward is not None:
                 self.ready[sample.group] += 1
                 if self.ready[sample.group] >= self.baseline:

@@ -9,13 +9,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
-from asyncrl.config.schema import Config, GuardsConfig
+from asyncrl.config.schema import Config
 from asyncrl.controller.journal.ledger import Dropped
+from asyncrl.controller.observers.alarms import Alarm
 from asyncrl.controller.observers.events import Event, GroupFinished, SampleScored, StepDone
 from asyncrl.controller.observers.step_metrics import batch_metrics, step_of
-from asyncrl.errors import TrainingStopped
 from asyncrl.protocols.batch import BatchRef
 
 WINDOW = 5
@@ -196,29 +195,27 @@ GUARDS = (
 
 
 class TrainingGuards:
-    """Observes a run with all guards that are not off. say: takes warnings. Raises TrainingStopped for "stop"."""
+    """Observes a run with all guards, which ring an alarm."""
 
-    def __init__(self, config: GuardsConfig, history: TrainingHistory, say: Callable[[str], None]) -> None:
+    def __init__(self, history: TrainingHistory, alarm: Alarm) -> None:
         self._history = history
-        self._say = say
-        self._reaction: dict[str, Any] = config.model_dump()
-        self._guards = tuple(guard for guard in GUARDS if self._reaction[guard.key] != "off")
+        self._alarm = alarm
         self._quiet_steps: dict[str, int] = {}  # since the last trouble, by guards that have spoken
 
     @classmethod
-    def of(cls, config: Config, limit: int, say: Callable[[str], None]) -> "TrainingGuards":
+    def of(cls, config: Config, limit: int, alarm: Alarm) -> "TrainingGuards":
         members = config.task.samples_per_prompt
-        return cls(config.guards, TrainingHistory(limit, members, members * config.task.prompts_per_step), say)
+        return cls(TrainingHistory(limit, members, members * config.task.prompts_per_step), alarm)
 
     def observe(self, event: Event) -> None:
         self._history.observe(event)
         match event:
             case SampleScored() | Dropped():
-                for guard in self._guards:
+                for guard in GUARDS:
                     if not guard.looks_at_steps:
                         self._look(guard)
             case StepDone(report=report) if not report.skipped:
-                for guard in self._guards:
+                for guard in GUARDS:
                     self._look(guard)
                     self._count_quiet_step(guard)
 
@@ -226,7 +223,7 @@ class TrainingGuards:
         if not (trouble := guard.sees(self._history)):
             return
         if guard.key not in self._quiet_steps:
-            self._speak(guard, trouble)
+            self._alarm.ring(guard.key, f"{trouble}; {guard.advice}")
         self._quiet_steps[guard.key] = -1
 
     def _count_quiet_step(self, guard: Guard) -> None:
@@ -234,9 +231,3 @@ class TrainingGuards:
             self._quiet_steps[guard.key] += 1
             if self._quiet_steps[guard.key] >= WINDOW:
                 del self._quiet_steps[guard.key]
-
-    def _speak(self, guard: Guard, trouble: str) -> None:
-        text = f"{trouble}; {guard.advice}"
-        if self._reaction[guard.key] == "stop":
-            raise TrainingStopped(f'guards.{guard.key} = "stop" ends the run: {text}')
-        self._say(f'guards.{guard.key}: {text} (guards.{guard.key} = "stop" ends such a run, "off" silences this)')

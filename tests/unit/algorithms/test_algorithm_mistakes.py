@@ -11,10 +11,10 @@ import pytest
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.algorithms.select import FROM_PYTHON, algorithm_problems
 from asyncrl.config.algorithm_config import expanded
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, GuardsConfig
 from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.observers.alarms import AlgorithmDrops
+from asyncrl.controller.observers.alarms import Alarm, AlgorithmDrops
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, SampleScored
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import AlgorithmError
@@ -33,6 +33,10 @@ async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
 
 
 OWN = Algorithm(roll_out, grpo.train)
+
+
+def alarm() -> Alarm:
+    return Alarm(GuardsConfig(), lambda text: None)
 
 
 def line_of(function: Callable[..., Any], text: str) -> int:
@@ -66,7 +70,7 @@ async def drops_all(fleet: Fleet, control: Controller, group: Attempt) -> None:
 
 def test_an_algorithm_that_drops_every_sample_ends_the_run() -> None:
     scene, patience = Scene(steps=9), 2 * CONFIG.cap * CONFIG.members
-    drops = AlgorithmDrops(patience, CONFIG.baseline, 0)
+    drops = AlgorithmDrops(patience, CONFIG.baseline, 0, alarm())
 
     def observe(event: Event) -> None:
         scene.events.append(event)
@@ -98,7 +102,7 @@ async def drops_all_but_one(fleet: Fleet, control: Controller, group: Attempt) -
 
 def test_an_algorithm_that_leaves_too_few_of_each_group_for_a_baseline_ends_the_run() -> None:
     scene, patience = Scene(), 2 * CONFIG.cap * CONFIG.members
-    drops = AlgorithmDrops(patience, CONFIG.baseline, 0)
+    drops = AlgorithmDrops(patience, CONFIG.baseline, 0, alarm())
     scene.observe, scene.algorithm = (
         drops.observe,
         replace(OWN, roll_out=drops_all_but_one, name="algorithms:MINE"),
@@ -110,7 +114,7 @@ def test_an_algorithm_that_leaves_too_few_of_each_group_for_a_baseline_ends_the_
 
 def test_an_algorithm_may_drop_most_of_its_samples() -> None:
     scene = Scene()
-    drops = AlgorithmDrops(2 * CONFIG.cap * CONFIG.members, CONFIG.baseline, 0)
+    drops = AlgorithmDrops(2 * CONFIG.cap * CONFIG.members, CONFIG.baseline, 0, alarm())
     scene.observe, scene.algorithm = drops.observe, replace(OWN, roll_out=drops_most, name="algorithms:MINE")
     scene.play()
     assert scene.gate.version == 3
@@ -288,7 +292,7 @@ def checks_without_columns() -> AlgorithmChecks:
 
 
 def test_one_sample_that_is_ready_begins_the_count_of_drops_anew() -> None:
-    drops, dropped = AlgorithmDrops(3, 1, 0), DroppedByAlgorithm(0, (0, 1), "mine")
+    drops, dropped = AlgorithmDrops(3, 1, 0, alarm()), DroppedByAlgorithm(0, (0, 1), "mine")
     for score in (Score(1.0, {}), Score(0.0, {}), Score(None, {})):
         drops.observe(dropped)
         drops.observe(SampleScored(SAMPLE, score))

@@ -1,17 +1,34 @@
 """Alarms report trouble once, or end a run that would go on for ever."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from asyncrl.config.schema import MismatchConfig
+from asyncrl.config.schema import GuardsConfig, MismatchConfig
 from asyncrl.controller.journal.ledger import Dropped
-from asyncrl.controller.observers.alarms import REPORTED, PoisonedGroups, PolicyMismatchAlarm, RewardFailures
-from asyncrl.controller.observers.events import GroupPoisoned, SampleScored
+from asyncrl.controller.observers.alarms import (
+    REPORTED,
+    Alarm,
+    AlgorithmDrops,
+    PoisonedGroups,
+    PolicyMismatchAlarm,
+    RewardFailures,
+)
+from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, GroupPoisoned, SampleScored
 from asyncrl.engines.canary_logprobs import canary_distance
-from asyncrl.errors import NonFiniteLoss, OnlyTruncated, PolicyMismatch, RewardError
+from asyncrl.errors import (
+    AlgorithmError,
+    AsyncrlError,
+    NonFiniteLoss,
+    OnlyTruncated,
+    PolicyMismatch,
+    RewardError,
+    TrainingStopped,
+)
 from asyncrl.protocols.batch import Cuts, RowRef
 from asyncrl.protocols.messages import Canary, Score, StepReport
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
@@ -94,27 +111,28 @@ def test_without_bounds_and_without_a_trained_token_nothing_is_said() -> None:
 
 def test_a_group_is_told_of_once_with_its_prompt_why_and_what_to_do() -> None:
     said: list[str] = []
-    poisoned = PoisonedGroups(said.append)
+    poisoned = PoisonedGroups(Alarm(GuardsConfig(), said.append))
     poisoned.observe(GroupPoisoned(17, "spell " + "x" * 500, "reward0.0[0] did not answer score within 12 s"))
     poisoned.observe(GroupPoisoned(18, "another", "it died"))
     first, second = said
     what, prompt, advice = first.splitlines()
     assert what == (
-        "group 17 is given up as poison, its open samples will not train: reward0.0[0] did not answer score within 12 s"
+        "guards.poison: group 17 is given up as poison, its open samples will not train: "
+        "reward0.0[0] did not answer score within 12 s"
     )
     assert prompt.startswith("  prompt: 'spell xxx")
     assert len(prompt) < 300
     assert "take it out of the task" in advice
     assert "fleet.call_deadline" in advice
     assert second.splitlines() == [
-        "group 18 is given up as poison, its open samples will not train: it died",
+        "guards.poison: group 18 is given up as poison, its open samples will not train: it died",
         "  prompt: 'another'",
     ]
 
 
 def test_many_groups_do_not_flood_the_screen() -> None:
     said: list[str] = []
-    poisoned = PoisonedGroups(said.append)
+    poisoned = PoisonedGroups(Alarm(GuardsConfig(), said.append))
     for group in range(100):
         poisoned.observe(GroupPoisoned(group, "p", "it died"))
     assert len(said) == REPORTED + 1
@@ -134,7 +152,7 @@ FAILED = scored(Score(None, {}, "reward function f on member 0 of group 0: it re
 
 def test_the_first_failure_is_said_once() -> None:
     said: list[str] = []
-    failures = RewardFailures(10, said.append)
+    failures = RewardFailures(10, Alarm(GuardsConfig(), said.append))
     for _ in range(3):
         failures.observe(FAILED)
     assert failures.failed == 3
@@ -146,12 +164,12 @@ def test_it_names_the_logs_of_the_service_that_failed() -> None:
     for service in ("reward", "cost"):
         said: list[str] = []
         failed = scored(Score(None, {}, f"{service} function f on member 0 of group 0: it hung"))
-        RewardFailures(10, said.append).observe(failed)
+        RewardFailures(10, Alarm(GuardsConfig(), said.append)).observe(failed)
         assert f"logs/{service}*.jsonl" in said[0]
 
 
 def test_a_run_that_can_score_nothing_ends() -> None:
-    failures = RewardFailures(3, lambda text: None)
+    failures = RewardFailures(3, Alarm(GuardsConfig(), lambda text: None))
     failures.observe(FAILED)
     failures.observe(FAILED)
     failures.observe(scored(Score(1.0, {})))
@@ -159,6 +177,36 @@ def test_a_run_that_can_score_nothing_ends() -> None:
     failures.observe(FAILED)
     with pytest.raises(RewardError, match="last 3 samples"):
         failures.observe(FAILED)
+
+
+TROUBLES: tuple[tuple[str, Callable[[Alarm], Any], Event, type[AsyncrlError]], ...] = (
+    ("first_failure", lambda alarm: RewardFailures(9, alarm), FAILED, TrainingStopped),
+    ("unscored", lambda alarm: RewardFailures(1, alarm), FAILED, RewardError),
+    ("poison", PoisonedGroups, GroupPoisoned(3, "p", "it died"), TrainingStopped),
+    (
+        "algorithm_drops",
+        lambda alarm: AlgorithmDrops(1, 2, 0, alarm),
+        DroppedByAlgorithm(0, (0,), "mine"),
+        AlgorithmError,
+    ),
+)
+
+
+@pytest.mark.parametrize(("key", "make", "trouble", "error"), TROUBLES)
+def test_every_alarm_warns_stops_or_is_silent_as_its_key_says(
+    key: str, make: Callable[[Alarm], Any], trouble: Event, error: type[AsyncrlError]
+) -> None:
+    silent = {name: "off" for name in GuardsConfig.model_fields}
+    said: list[str] = []
+    make(Alarm(GuardsConfig(**silent), said.append)).observe(trouble)
+    assert said == []
+    with pytest.raises(error, match=f'guards.{key} = "stop" ends the run: '):
+        make(Alarm(GuardsConfig(**{**silent, key: "stop"}), said.append)).observe(trouble)
+    warning = make(Alarm(GuardsConfig(**{**silent, key: "warn"}), said.append))
+    warning.observe(trouble)
+    (text,) = said
+    assert text.startswith(f"guards.{key}: ")
+    assert text.endswith(f'(guards.{key} = "stop" ends such a run, "off" silences this)')
 
 
 @pytest.mark.trap("not_finite")

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.config.schema import Config, GuardsConfig
 from asyncrl.config.sources import load
+from asyncrl.controller.observers.alarms import Alarm
 from asyncrl.controller.observers.events import StepDone
 from asyncrl.controller.observers.training_guards import GUARDS, WINDOW, TrainingGuards, TrainingHistory
 from asyncrl.errors import ConfigError, TrainingStopped
@@ -22,7 +23,8 @@ LIMIT = 100
 
 
 def guards(said: list[str], limit: int = LIMIT, **reactions: Any) -> TrainingGuards:
-    return TrainingGuards(GuardsConfig(**reactions), TrainingHistory(limit, members=16, batch=128), said.append)
+    alarm = Alarm(GuardsConfig(**reactions), said.append)
+    return TrainingGuards(TrainingHistory(limit, members=16, batch=128), alarm)
 
 
 def row(number: int, reward: float, finish: str = "stop") -> RowRef:
@@ -143,7 +145,7 @@ def test_truncation_is_said_again_only_after_it_was_over() -> None:
 def test_equal_rewards_under_dynamic_sampling_are_told_though_no_step_ends() -> None:
     scene, said = Scene(replace(CONFIG, need_signal=True), steps=3), list[str]()
     scene.reward.value_of = lambda sample: Score(0.0, {"f": 0.0})  # type: ignore[method-assign]
-    watching = TrainingGuards(GuardsConfig(no_signal="stop"), TrainingHistory(LIMIT, 4, 8), said.append)
+    watching = TrainingGuards(TrainingHistory(LIMIT, 4, 8), Alarm(GuardsConfig(no_signal="stop"), said.append))
     scene.observe = watching.observe
     with pytest.raises(TrainingStopped, match=r'guards.no_signal = "stop" ends the run: 128 groups in a row had'):
         scene.play()
@@ -153,7 +155,7 @@ def test_one_group_in_ten_with_a_signal_is_enough() -> None:
     scene, said = Scene(replace(CONFIG, need_signal=True), steps=40), list[str]()
     scene.reward.value_of = lambda sample: Score(float(sample.group % 10 == 0 and sample.member == 0), {})  # type: ignore[method-assign]
     off = GuardsConfig(truncation="off")  # All samples of the scene end at the token cap.
-    scene.observe = TrainingGuards(off, TrainingHistory(LIMIT, 4, 8), said.append).observe
+    scene.observe = TrainingGuards(TrainingHistory(LIMIT, 4, 8), Alarm(off, said.append)).observe
     scene.play()
     assert said == []
 
@@ -176,7 +178,8 @@ def test_guards_that_are_off_say_nothing() -> None:
 
 
 def test_each_guard_has_a_key_and_each_key_a_guard() -> None:
-    assert {guard.key for guard in GUARDS} | {"learning_rate"} == set(GuardsConfig.model_fields)
+    elsewhere = {"learning_rate", "first_failure", "unscored", "poison", "algorithm_drops"}
+    assert {guard.key for guard in GUARDS} | elsewhere == set(GuardsConfig.model_fields)
 
 
 def test_a_learning_rate_that_breaks_a_model_is_known_before_the_start() -> None:
