@@ -14,16 +14,10 @@ from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.protocols.service_contracts import Generation, Training
 
-MOST_SAMPLES = 8192
-"""Samples of which a checkpoint saves the rows, those of the oldest groups: their references take 70 ms of CPU on the
-event loop. Others are sampled again after a resume."""
-
 
 async def save_rows(training: Training, ready: BatchRef, directory: str) -> Checkpointed:
     """Lets the trainer write the rows of these samples into the folder of a checkpoint."""
-    if not len(ready):
-        return Checkpointed(0, "", {})
-    return await training.save_rows(directory, ready.take(range(min(MOST_SAMPLES, len(ready)))))
+    return await training.save_rows(directory, ready) if len(ready) else Checkpointed(0, "", {})
 
 
 async def restore_rows(generation: Generation, tracker: SampleTracker, directory: str) -> None:

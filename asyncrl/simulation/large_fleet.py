@@ -24,7 +24,6 @@ from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.protocols.batch import Batch, BatchRef
-from asyncrl.protocols.messages import Checkpointed
 from asyncrl.protocols.service_contracts import Generation, Reference, Reward, Training
 from asyncrl.simulation.fakes.generation import FakeGeneration, Lengths, constant
 from asyncrl.simulation.fakes.quiet_instruments import quiet
@@ -98,10 +97,6 @@ class LargeTraining(FakeTraining):
     async def prefetch(self, samples: BatchRef) -> list[bool]:
         return [False] * len(samples)
 
-    async def save_rows(self, directory: str, samples: BatchRef) -> Checkpointed:
-        """Saves nothing: no run of this fleet is resumed."""
-        return Checkpointed(self.version, "", {})
-
     async def read(self, samples: BatchRef, columns: Sequence[str]) -> Batch:
         starts = range(0, len(samples), ROWS_AT_ONCE)
         parts = [samples.take(range(start, min(start + ROWS_AT_ONCE, len(samples)))) for start in starts]
@@ -163,6 +158,10 @@ class LargeRun(ResumableRun):
         self._wire = InprocWire()
         self.store = MemoryStore()
         super().__init__(shape, self.store, lambda: None, thorough=False)
+
+    def rows_to_save(self) -> BatchRef:
+        """Returns no sample: no run of this fleet is resumed, and what is counted is the work of its steps."""
+        return BatchRef(())
 
     async def run(self) -> None:
         shape = self.shape

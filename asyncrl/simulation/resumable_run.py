@@ -19,6 +19,7 @@ from asyncrl.controller.observers.events import Event
 from asyncrl.controller.saved_rows import save_rows
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, greedy_baseline, group_baseline, plain_rewards
+from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.protocols.service_contracts import Training
 from asyncrl.protocols.staleness import Policy
@@ -146,8 +147,12 @@ class ResumableRun:
         if self.committed < 0 or version - self.committed >= self._shape.checkpoint_every:
             await self.commit(version)
 
+    def rows_to_save(self) -> BatchRef:
+        """Returns the samples whose rows a checkpoint saves."""
+        return self.controller.ready_rows()
+
     async def commit(self, version: int) -> None:
-        ready = self.controller.ready_rows()
+        ready = self.rows_to_save()
 
         async def write(directory: str) -> Checkpointed:
             made = await self.training.checkpoint(directory, self.incarnation, version)
