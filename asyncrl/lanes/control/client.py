@@ -11,7 +11,8 @@ from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WireError
 from asyncrl.lanes.control.credit import Credit
 from asyncrl.lanes.control.deadlines import Deadline, Deadlines
 from asyncrl.lanes.control.message_codec import MessageSequence
-from asyncrl.lanes.control.pending_calls import PendingReply, PendingStream, error_from
+from asyncrl.lanes.control.pending_calls import PendingReply, PendingStream
+from asyncrl.lanes.control.remote_errors import error_from
 from asyncrl.lanes.control.wire import Caller, Frame
 from asyncrl.protocols.messages import (
     Call,

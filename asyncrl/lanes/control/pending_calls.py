@@ -1,13 +1,11 @@
-"""Calls whose answer is awaited: one reply, or the items of a stream; and errors as they cross a wire."""
+"""Calls whose answer is awaited: one reply, or the items of a stream."""
 
 import asyncio
 from collections import deque
 from typing import Any
 
-from asyncrl import errors
-from asyncrl.errors import AsyncrlError, LostRows, PeerLost, RemoteError, WireError
+from asyncrl.errors import AsyncrlError, PeerLost, WireError
 from asyncrl.lanes.control.wire import Wakeup
-from asyncrl.protocols.messages import Failure
 
 STREAM_WINDOW = 64
 """Items of one stream that may be in flight or wait for the consumer; then the worker waits for `More`."""
@@ -84,16 +82,3 @@ class PendingStream:
         granted = 0 if self.settled or self._taken < STREAM_WINDOW // 2 else self._taken
         self._taken -= granted
         return granted
-
-
-def error_from(failure: Failure) -> AsyncrlError:
-    """Returns the error to raise: the class of asyncrl.errors with that name, caused by a RemoteError, or that."""
-    remote = RemoteError(failure.kind, failure.message, failure.service, failure.rank, failure.traceback)
-    cls = getattr(errors, failure.kind, None)
-    if not (isinstance(cls, type) and issubclass(cls, AsyncrlError)) or cls is RemoteError:
-        return remote
-    error: AsyncrlError = cls(f"{failure.service}[{failure.rank}]: {failure.message}")
-    if isinstance(error, LostRows):
-        error.places = failure.lost
-    error.__cause__ = remote
-    return error

@@ -2,19 +2,18 @@
 
 import asyncio
 import math
-import traceback
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
-from asyncrl.concurrency import unwrap
-from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, WireError
+from asyncrl.errors import DeadlineExceeded, PeerLost, WireError
 from asyncrl.lanes.control.client import LIVENESS
 from asyncrl.lanes.control.deadlines import Deadline, Deadlines
 from asyncrl.lanes.control.message_codec import MessageSequence
 from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
+from asyncrl.lanes.control.remote_errors import failure_from
 from asyncrl.lanes.control.wire import CREDIT, Frame, Listener
 from asyncrl.protocols.messages import (
     Call,
@@ -44,9 +43,6 @@ REPORT_PERIOD, SHORTEST_PERIOD, REPORTS = 5.0, 0.25, 4
 
 THREADED_BYTES = 64 * 1024
 """Size of a message without its arrays from which it is decoded in a thread: some 700 rows, which take 4 ms."""
-
-TRACEBACK_CHARACTERS = 16_384
-MESSAGE_CHARACTERS = 4_096
 
 
 @dataclass(eq=False, slots=True)
@@ -262,7 +258,7 @@ class Server:
             try:
                 await session.sequence.send(answer)
             except WireError as error:
-                await session.sequence.send(self._failure(call, error))
+                await session.sequence.send(failure_from(error, call.call, self.identity))
         except (PeerLost, DeadlineExceeded):
             self._forget(session)
 
@@ -279,12 +275,12 @@ class Server:
                     running = self._send_items(session, call.call, running, arrival)
                 return Reply(call.call, await running)
         except Exception as error:  # every error of a call is handled by its caller
-            return self._failure(call, error)
+            return failure_from(error, call.call, self.identity)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling() > 0:
                 raise
-            return self._failure(call, error)
+            return failure_from(error, call.call, self.identity)
 
     async def _send_items(self, session: CallerSession, number: int, items: AsyncIterator[Any], arrival: int) -> None:
         window = session.windows[number] = asyncio.BoundedSemaphore(STREAM_WINDOW)
@@ -302,19 +298,6 @@ class Server:
         if self.queued:
             self._deadlines.note_answer(arrival)
 
-    def _failure(self, call: Call, raised: BaseException) -> Failure:
-        error = unwrap(raised)
-        trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
-        return Failure(
-            call=call.call,
-            kind=type(error).__name__,
-            message=_sendable(str(error)[:MESSAGE_CHARACTERS]),
-            service=self.identity.service,
-            rank=self.identity.rank,
-            traceback=_sendable(trace),
-            lost=error.places if isinstance(error, LostRows) else (),
-        )
-
 
 def _is_large(frames: list[Frame]) -> bool:
     return bool(frames) and len(frames[0]) >= THREADED_BYTES
@@ -329,11 +312,6 @@ def _widen(window: asyncio.BoundedSemaphore, items: int) -> None:
             window.release()
     except ValueError:
         raise WireError(f"{items} more items of a stream were granted than {STREAM_WINDOW} unused ones allow") from None
-
-
-def _sendable(text: str) -> str:
-    """Returns the text without lone surrogates, which UTF-8 cannot hold."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _send_soon(sequence: MessageSequence, message: Any) -> None:

@@ -12,18 +12,15 @@ from typing import Any
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.journal import Scan
-from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Trained
+from asyncrl.controller.journal.ledger import AttemptStarted, Trained
 from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned, SampleScored
 from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
-from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.fleet.worker.worker_spec import RunFacts
-from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.wire import CREDIT
-from asyncrl.protocols.service_contracts import Generation, Lane, Reference, Training
+from asyncrl.protocols.service_contracts import Generation, Reference, Training
 from asyncrl.simulation import virtual_loop
-from asyncrl.simulation.faults.fault_injection import CHECK_PERIOD, FLEET, FaultInjection
+from asyncrl.simulation.faults.fault_injection import FLEET, FaultInjection
 from asyncrl.simulation.faults.faulty_platform import FaultyLauncher, FaultyWire, ProcessWire, SlowDisk
 from asyncrl.simulation.faults.trial_plan import Trial
 from asyncrl.simulation.faults.trial_services import (
@@ -35,6 +32,7 @@ from asyncrl.simulation.faults.trial_services import (
     TrialTraining,
     TrialViolation,
 )
+from asyncrl.simulation.faults.wait_checks import WaitChecks
 from asyncrl.simulation.resumable_run import ResumableRun
 
 TICKET_PAUSE = 2.0
@@ -213,12 +211,12 @@ class ControllerLife(ResumableRun):
 
     async def _train(self, fleet: RunningFleet) -> None:
         self._fleet = fleet
-        self._drawn = dict.fromkeys(self.gate.groups(), self._run.faults.now())
+        self._waits = WaitChecks(self._run.faults, self.gate.groups())
         self.make_controller(fleet.fleet, self._run.trial.deadline, self._observe, fleet.supervisor.kill)
         await self.run_controller(
             {
                 "worker events": WorkerEvents(fleet, self.controller).follow(),
-                "checks": self._check(),
+                "checks": self._check(fleet),
                 "preemptions": self._preempt(),
                 "tickets": self._count_tickets(fleet.handle("reward", TicketReward)),
             }
@@ -251,47 +249,17 @@ class ControllerLife(ResumableRun):
         if isinstance(event, GroupFinished) and not event.poison:
             self._fleet.supervisor.progressed()
         self.invariants.observe(event)
-        if isinstance(event, Drawn):
-            self._drawn[event.group] = self._run.faults.now()
-        if isinstance(event, GroupFinished):
-            self._drawn.pop(event.group, None)
-        self._check_ages()
+        self._waits.observe(event)
 
     def _check_poison(self, event: GroupPoisoned) -> None:
         self._run.poisoned.append(event.group)
         healthy = event.group not in self._run.trial.poison
         assert not healthy, f"group {event.group} was dropped as poison, but it kills no worker: {event.reason}"
 
-    async def _check(self) -> None:
+    async def _check(self, fleet: RunningFleet) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.invariants.watch(), name="invariants")
-            tasks.create_task(self._check_waits(), name="waits")
-
-    async def _check_waits(self) -> None:
-        while True:
-            await asyncio.sleep(CHECK_PERIOD)
-            self._check_ages()
-            for replicas in self._fleet.workers.values():
-                for worker in replicas:
-                    self._check_calls(worker)
-
-    def _check_ages(self) -> None:
-        faults = self._run.faults
-        group, drawn = next(iter(self._drawn.items()), (0, faults.now()))
-        age = faults.now() - drawn
-        assert age <= faults.age_limit(), f"group {group} has been in flight for {age:g} s"
-
-    def _check_calls(self, worker: RemoteWorker) -> None:
-        """Checks that every call to this worker ends in time, and that no link holds more calls than its credit."""
-        now = asyncio.get_running_loop().time()
-        for call in worker.outstanding.values():
-            waited = now - max(call.since, worker.last_answer_at)
-            assert waited <= self._run.faults.call_limit(), f"{call.method} has waited {waited:g} s for {worker.name}"
-        for lane in Lane:
-            link = worker.channels.get(lane)
-            if isinstance(link, Client):
-                waiting = len(link._pending) + len(link._abandoned)
-                assert waiting <= CREDIT, f"{waiting} calls wait for {link.peer}, more than its credit"
+            tasks.create_task(self._waits.watch(fleet), name="waits")
 
 
 def run_trial(trial: Trial) -> TrialRun:
