@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from asyncrl.bench.measurements import MachineLoad, goal_line, number, table
 from asyncrl.bench.scale.call_events import credit, generate_and_release, route, step_call
+from asyncrl.bench.scale.fleet_events import controller_all_in
 from asyncrl.bench.scale.journal_events import audit_and_resume
-from asyncrl.bench.scale.sample_events import release_at_owner, sample_events
+from asyncrl.bench.scale.sample_events import memory, release_at_owner, sample_events
 
 IN_FLIGHT = (1_024, 10_240, 102_400)
 WORKERS = (8, 64, 1_000)
@@ -20,6 +21,12 @@ RANKS = (1, 64, 512)
 WAITING = (1_000, 4_000, 16_000)
 FLAT = 1.5
 """Largest ratio of a row: cold caches cost more at 100,000 samples than at 1,000; a search costs a hundred times."""
+
+
+ALL_IN = 250.0
+"""CPU-microseconds that the controller may spend on a sample."""
+MEMORY = 1000.0
+"""Megabytes that it may hold with 100,000 samples in flight."""
 
 
 class EventCost(NamedTuple):
@@ -45,8 +52,14 @@ def main(arguments: Sequence[str]) -> None:
         ("replicas", WORKERS, of_workers),
         ("ranks", RANKS, of_ranks),
         ("waiting calls", WAITING, of_waiting_calls),
+        ("workers of a run", WORKERS, of_fleets),
     ):
         rows += _print_rows(title, sizes[: asked.largest], measure, asked.rounds)
+    all_in = rows[-1].values[-1]
+    print(goal_line("controller all in, µs a sample", all_in, ALL_IN, at_most=True))
+    most = IN_FLIGHT[: asked.largest][-1]
+    held = most * memory(most) / 1e6
+    print(goal_line(f"gate, ledger, tracker and audit of {most:,} samples, MB", held, MEMORY, at_most=True))
     for row in rows:
         print(goal_line(f"{row.event}: largest over smallest", row.ratio, FLAT, at_most=True))
     print(f"  {machine}")
@@ -80,6 +93,10 @@ def of_workers(workers: int) -> dict[str, float]:
 
 def of_ranks(ranks: int) -> dict[str, float]:
     return {f"{event}, a row": value for event, value in step_call(ranks).items()}
+
+
+def of_fleets(workers: int) -> dict[str, float]:
+    return {"controller all in, a sample": controller_all_in(workers)}
 
 
 def of_waiting_calls(waiting: int) -> dict[str, float]:

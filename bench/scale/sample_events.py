@@ -2,11 +2,13 @@
 
 import gc
 import time
+import tracemalloc
 from collections import deque
 from collections.abc import Callable
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.sample_tracker import SampleTracker
@@ -39,7 +41,8 @@ class Pipeline:
     def __init__(self, groups: int) -> None:
         config = GateConfig(GROUPS, MEMBERS, groups // GROUPS - 1, "mask", slots=0, cut_at=MEMBERS // 2)
         self.seconds: dict[str, float] = {}
-        self._journal = Journal(MemoryStore())
+        self.store = MemoryStore()
+        self._journal = Journal(self.store)
         self._gate = Gate(config)
         self._tracker = SampleTracker(self._gate, self._journal, lambda event: None, lambda names: None, lambda: None)
         self._running = deque(self._tracker.draw() for _ in range(groups))
@@ -89,6 +92,21 @@ def row_of(
 ) -> RowRef:
     place = Place(owner, member, 1, ("prompt_ids", "response_ids", "logprobs", "versions", "text"))
     return RowRef(group, member, 0, 0, 100, 100, version, version, "stop", (place,))
+
+
+def memory(in_flight: int) -> float:
+    """Returns the bytes that gate, ledger, tracker and an audit of the journal hold for a sample, with the journal."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        pipeline = Pipeline(in_flight // BATCH * GROUPS)
+        audit = Audit(pipeline.store)
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert audit.ok, str(audit)
+    return held / in_flight
 
 
 def release_at_owner(in_flight: int) -> float:
