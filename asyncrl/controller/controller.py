@@ -83,7 +83,9 @@ class Controller:
         self._drawable = asyncio.Event()
         self._pickable = asyncio.Event()
         self._releases = RowReleases(fleet, lambda: gate.oldest, self._drawable.set)
-        self._tracker = tracker = SampleTracker(gate, journal, observe, self._releases.release, self._state_changed)
+        self._tracker = tracker = SampleTracker(
+            gate, journal, observe, self._releases.release, self._state_changed, self._sample_ready
+        )
         self._checks = AlgorithmChecks(fleet)
         self._rollouts = Rollouts(tracker, prompts, config, self._roll_out, fleet.fault_domains)
         self._publisher = WeightPublisher(fleet, config.staleness.publish_deadline, self._handed_over, kill)
@@ -203,6 +205,10 @@ class Controller:
 
     def _state_changed(self) -> None:
         self._drawable.set()
+        self._sample_ready()
+
+    def _sample_ready(self) -> None:
+        """Wakes what waits for a full batch. Drawing sleeps on: a score, of which there are many, makes no room."""
         self._pickable.set()
         self._iterations.state_changed()
 
@@ -308,7 +314,9 @@ class Controller:
     async def _next_batch(self) -> tuple[Cut, ...] | None:
         while not self._ends():
             self._pickable.clear()
-            if (picked := self._tracker.pick()) is not None:
+            picked = self._tracker.pick()
+            self._drawable.set()  # Admission follows from what the trainer takes or lacks.
+            if picked is not None:
                 return picked
             if self._gate.exhausted:
                 return None

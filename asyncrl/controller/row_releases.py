@@ -86,7 +86,8 @@ class RowReleases:
 
     def idle_because(self, reason: str) -> None:
         """Lets generation book idle time as held back by the gate ("blocked") or as without work ("starved")."""
-        self._idle.put([reason])
+        if reason != self._idle_reason or self._idle.unacknowledged:
+            self._idle.put([reason])
 
     async def run(self) -> None:
         await gather(*(queue.run() for queue in self._queues))

@@ -31,7 +31,7 @@ class SampleTracker:
     """Tracks every sample in flight. What it knows of a sample or group is in the gate's state of it.
 
     release: takes samples whose rows, up to these attempts, may be freed. changed: called when a group may be drawn, or
-    a batch may be complete.
+    a batch may be complete. ready: called in its place when a score cannot make room for a group.
     """
 
     gate: Gate
@@ -39,6 +39,7 @@ class SampleTracker:
     observe: Observe
     release: Callable[[Iterable[SampleName]], None]
     changed: Callable[[], None]
+    ready: Callable[[], None]
     _columns: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -175,8 +176,9 @@ class SampleTracker:
         if reward is None:
             self._dropped(state, (row.member,), "unscorable")
             self._close(state)
-        if reward is None or self.gate.worth_picking:
             self.changed()
+        elif self.gate.worth_picking:
+            self.ready()
 
     def _compact(self, row: RowRef) -> RowRef:
         """Returns the row with texts that all rows share; those of its message take half of the memory of a sample."""

@@ -35,6 +35,10 @@ def sample_events(in_flight: int) -> dict[str, float]:
     return {event: 1e6 * seconds / (CYCLES * BATCH) for event, seconds in pipeline.seconds.items()}
 
 
+def _nothing() -> None:
+    """Wakes nobody."""
+
+
 class Pipeline:
     """Groups that move on in the order of their draws, one batch in each cycle."""
 
@@ -44,7 +48,9 @@ class Pipeline:
         self.store = MemoryStore()
         self._journal = Journal(self.store)
         self._gate = Gate(config)
-        self._tracker = SampleTracker(self._gate, self._journal, lambda event: None, lambda names: None, lambda: None)
+        self._tracker = SampleTracker(
+            self._gate, self._journal, lambda event: None, lambda names: None, _nothing, _nothing
+        )
         self._running = deque(self._tracker.draw() for _ in range(groups))
         self._scoring: deque[list[RowRef]] = deque()
         self._generated(groups // 2)

@@ -103,7 +103,9 @@ class Held:
         self.released: list[SampleName] = []
         self.gate, self.journal = Gate(CONFIG), Journal(MemoryStore())
         self.moved = 0
-        self.tracker = SampleTracker(self.gate, self.journal, lambda event: None, self.released.extend, self.move)
+        self.tracker = SampleTracker(
+            self.gate, self.journal, lambda event: None, self.released.extend, self.move, self.move
+        )
         self.group = self.tracker.draw()
 
     def move(self) -> None:

@@ -25,7 +25,7 @@ def test_trained_rows_are_released_while_a_straggler_of_their_group_runs() -> No
     """A full batch of parts of groups: what is in the loss needs no slot, however long the stragglers take."""
     released: list[SampleName] = []
     gate, journal = Gate(CONFIG), Journal(MemoryStore())
-    tracker = SampleTracker(gate, journal, lambda event: None, released.extend, lambda: None)
+    tracker = SampleTracker(gate, journal, lambda event: None, released.extend, lambda: None, lambda: None)
     groups = [tracker.draw(), tracker.draw()]
     for group in groups:
         for member in (0, 1):
@@ -45,8 +45,14 @@ def test_trained_rows_are_released_while_a_straggler_of_their_group_runs() -> No
 def test_a_batch_of_exactly_the_samples_wanted_is_worth_picking_while_others_run() -> None:
     """Nothing else would wake the trainer until a further sample is ready."""
     woken: list[int] = []
+    drawing: list[int] = []
     tracker = SampleTracker(
-        Gate(CONFIG), Journal(MemoryStore()), lambda event: None, lambda samples: None, lambda: woken.append(1)
+        Gate(CONFIG),
+        Journal(MemoryStore()),
+        lambda event: None,
+        lambda samples: None,
+        changed=lambda: drawing.append(1),
+        ready=lambda: woken.append(1),
     )
     groups = [tracker.draw(), tracker.draw()]
     for number, (group, member) in enumerate((group, member) for group in groups for member in (0, 1)):
@@ -54,13 +60,16 @@ def test_a_batch_of_exactly_the_samples_wanted_is_worth_picking_while_others_run
         tracker.generated([row(group, member)])
         tracker.scored(row(group, member), Score(float(member), {}))
     assert len(woken) == 1
+    assert not drawing, "a score makes no room for a group"
     assert tracker.pick() == ((0, (0, 1)), (1, (0, 1)))
 
 
 def test_rows_in_flight_share_their_texts() -> None:
     """Each row arrives in a message of its own, with its own copies of the owner's address and of the column names."""
     gate = Gate(CONFIG)
-    tracker = SampleTracker(gate, Journal(MemoryStore()), lambda event: None, lambda samples: None, lambda: None)
+    tracker = SampleTracker(
+        gate, Journal(MemoryStore()), lambda event: None, lambda samples: None, lambda: None, lambda: None
+    )
     group = tracker.draw()
     rows = [decode(encode(Reply(0, BatchRef((row(group, member),))))).value.rows[0] for member in (0, 1, 2)]
     assert rows[0].places[0].owner is not rows[1].places[0].owner
@@ -76,7 +85,9 @@ def test_rows_in_flight_share_their_texts() -> None:
 def test_what_a_worker_may_have_made_unheard_is_released_too() -> None:
     """An answer that crosses the end of its call is known to nobody here; that of the next attempt is not touched."""
     released: list[SampleName] = []
-    tracker = SampleTracker(Gate(CONFIG), Journal(MemoryStore()), lambda event: None, released.extend, lambda: None)
+    tracker = SampleTracker(
+        Gate(CONFIG), Journal(MemoryStore()), lambda event: None, released.extend, lambda: None, lambda: None
+    )
     group = tracker.draw()
     tracker.restart(group, "its worker died")
     assert released == [(group, member, 0) for member in range(4)]
@@ -100,7 +111,9 @@ def test_the_groups_of_a_dead_worker_are_found_among_its_own() -> None:
 
 def _instructions_to_find_groups(elsewhere: int) -> int:
     gate = Gate(replace(CONFIG, groups=elsewhere + 1))
-    tracker = SampleTracker(gate, Journal(MemoryStore()), lambda event: None, lambda names: None, lambda: None)
+    tracker = SampleTracker(
+        gate, Journal(MemoryStore()), lambda event: None, lambda names: None, lambda: None, lambda: None
+    )
     for _ in range(elsewhere):
         tracker.generated([row(tracker.draw(), 0)])
     mine = tracker.draw()
