@@ -168,7 +168,9 @@ class SampleTracker:
         state = None if self.gate.finished(row.group) else self.gate.group(row.group)
         if not self.gate.scored(row.group, row.member, row.attempt, reward) or state is None:
             return
-        scored = self._compact(row).with_reward(reward, cost)
+        known = state.samples[row.member].row
+        kept = known if known is not None and known.places == row.places else self._compact(row)
+        scored = kept.with_reward(reward, cost)
         self._keep(state, scored)
         if reward is not None:
             self.journal.append(ledger.Scored(row.group, row.member, reward))

@@ -228,8 +228,8 @@ class Gate:
 
     def due(self, group: GroupState) -> bool:
         """Returns whether some READY sample has its last chance: after one more version none of its tokens is live."""
-        ready = (sample for sample in group.samples if sample.stage is Stage.READY)
-        return any(not live(sample.last, self.version + 1, self.config.limit) for sample in ready)
+        last = [group.samples[member].last for member in group.members(Stage.READY)]
+        return bool(last) and not live(min(last), self.version + 1, self.config.limit)
 
     def may_cut(self, group: GroupState) -> bool:
         """Returns whether the READY members of this group may train without waiting for the others."""

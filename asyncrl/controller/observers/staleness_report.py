@@ -7,7 +7,6 @@ members. No bias is corrected; all are reported.
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Literal
 
@@ -53,7 +52,7 @@ class StalenessReport:
         """
         tokens = {(sample.group, sample.member): sample.trained for sample in trained}
         ended = [
-            sample if sample.reason else replace(sample, trained=tokens.get((sample.group, sample.member), 0))
+            sample if sample.reason else sample._replace(trained=tokens.get((sample.group, sample.member), 0))
             for sample in gate.ended
         ]
         wasted = sum(sample.tokens - sample.trained for sample in ended) + gate.abandoned_tokens - self._abandoned

@@ -32,7 +32,7 @@ def check_for(hint: Any) -> Check:
     if origin is tuple and arguments[-1] is not Ellipsis:
         return partial(_record, [check_for(item) for item in arguments])
     if origin in (list, tuple):
-        return partial(_sequence, origin, check_for(arguments[0]))
+        return partial(_sequence, origin, arguments[0], check_for(arguments[0]))
     if origin in (dict, Mapping):
         return partial(_mapping, check_for(arguments[1]))
     assert isinstance(hint, type), f"no rule for a field of type {hint}"
@@ -59,7 +59,9 @@ def _union(options: list[Check], value: Any) -> Any:
     raise refused
 
 
-def _sequence(cls: type[list[Any]] | type[tuple[Any, ...]], item: Check, value: Any) -> Any:
+def _sequence(cls: type[list[Any]] | type[tuple[Any, ...]], hint: Any, item: Check, value: Any) -> Any:
+    if type(value) is cls and {hint}.issuperset(map(type, value)):
+        return value  # All values have the declared type itself, as the names of columns have in every row.
     return cls(map(item, _exactly(cls, value)))
 
 

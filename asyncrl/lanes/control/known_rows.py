@@ -6,7 +6,6 @@
 Both sides know the same rows, because they take in the same calls in the same order, and forget the oldest row first.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,8 +45,7 @@ class SentRows(_KnownRows):
 
     def shorten(self, call: Call) -> Call:
         """Returns the call without the bytes of known rows."""
-        args = [row if (row := row_of(arg)) is not None else arg for arg in call.args]
-        return replace(call, args=tuple([self._shortened(arg) if type(arg) is PackedRow else arg for arg in args]))
+        return _with_args(call, [arg if (row := row_of(arg)) is None else self._shortened(row) for arg in call.args])
 
     def _shortened(self, row: PackedRow) -> PackedRow:
         return self._rows[row.digest][1] if row.digest in self._rows else row
@@ -63,10 +61,10 @@ class ReceivedRows(_KnownRows):
 
     def restore(self, call: Call) -> Call:
         """Returns the call with all bytes. Raises WireError for a row whose bytes the other side has never sent."""
-        args = tuple([self._restored(arg) if type(arg) is PackedRow else arg for arg in call.args])
-        for row in filter(None, map(row_of, args)):
+        call = _with_args(call, [self._restored(arg) if type(arg) is PackedRow else arg for arg in call.args])
+        for row in filter(None, map(row_of, call.args)):
             self._add(len(row.data), row)
-        return replace(call, args=args)
+        return call
 
     def _restored(self, row: PackedRow) -> PackedRow:
         if len(row.data):
@@ -78,6 +76,10 @@ class ReceivedRows(_KnownRows):
 
 def has_rows(message: Any) -> bool:
     return type(message) is Call and any([type(arg) in (PromptRow, PackedRow) for arg in message.args])
+
+
+def _with_args(call: Call, args: list[Any]) -> Call:
+    return Call(call.call, call.method, tuple(args), call.deadline)
 
 
 def row_of(argument: Any) -> PackedRow | None:
