@@ -21,6 +21,7 @@ fleet reports when nothing moves. The controller is the only writer of gate and 
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -46,6 +47,8 @@ from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.messages import Score, StepReport, ValueReport, with_cost
 from asyncrl.protocols.service_contracts import Training
 
+DRAWN_AT_ONCE = 256
+"""Groups drawn before other tasks run: drawing 100,000 groups takes a minute, in which the recorder and health wait."""
 LAST_RELEASES = 1.0
 """Seconds for the last releases at the end of a run: the workers end too, so no answer is necessary."""
 
@@ -192,8 +195,12 @@ class Controller:
                 self._rollouts.start(group)
         while True:
             self._rollouts.start_again()
-            while self._may_draw():
+            for drawn in itertools.count(1):
+                if not self._may_draw():
+                    break
                 self._rollouts.start(self._tracker.draw())
+                if drawn % DRAWN_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             self._releases.idle_because("blocked")
             self._drawable.clear()
             await self._drawable.wait()

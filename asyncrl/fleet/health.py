@@ -195,6 +195,8 @@ def describe(poller: HealthPoller, began: float, stalled: float, algorithm: Sequ
     if calls:
         longest, name, method = max(calls)
         lines.append(f"  The call outstanding for longest is {method}: {name} has had it for {longest:.0f} s.")
+    elif dead := [worker.name for worker in poller.workers if not worker.alive]:
+        lines.append(f"  No call is outstanding: calls to {', '.join(dead)} wait until it is back.")
     else:
         lines.append("  No call is outstanding: the algorithm, which should make the next one, does not.")
     return "\n".join(lines)
@@ -213,7 +215,7 @@ def _activity(poller: HealthPoller, worker: RemoteWorker, began: float) -> str:
     if not worker.alive:
         problem = worker.status
     elif newest is None or newest.received_at < began:
-        problem = f"{worker.name} did not answer health within {now - began:.0f} s"
+        problem = f"{worker.name} has not answered health, asked {now - began:.0f} s ago"
     else:
         return reported
     problem += f"; its last answer came {now - worker.last_answer_at:.0f} s ago"

@@ -11,11 +11,11 @@ import pytest
 
 from asyncrl.algorithms import grpo
 from asyncrl.controller.algorithm import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import DRAWN_AT_ONCE, Controller
 from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Dropped, InFlight, Trained
-from asyncrl.controller.observers.events import GroupPoisoned, StepBegan, StepDone, Warned
+from asyncrl.controller.observers.events import Event, GroupPoisoned, StepBegan, StepDone, Warned
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import (
     PeerLost,
@@ -60,6 +60,22 @@ def test_draws_wait_for_releases_so_that_rows_keep_within_their_slots() -> None:
     scene.play()
     assert slow.most == CONFIG.kept
     assert scene.gate.version == 12
+
+
+def test_other_tasks_run_while_many_groups_are_drawn() -> None:
+    scene = Scene(replace(CONFIG, groups=3 * DRAWN_AT_ONCE, members=2, slots=8 * DRAWN_AT_ONCE), steps=1)
+    drawn_in: list[int] = []
+
+    def observe(event: Event) -> None:
+        if not drawn_in or drawn_in[-1] < 0:
+            drawn_in.append(0)
+            asyncio.get_running_loop().call_soon(drawn_in.append, -1)
+        drawn_in[-1] += isinstance(event, Drawn)
+
+    scene.observe = observe
+    scene.play()
+    assert max(drawn_in) == DRAWN_AT_ONCE
+    assert scene.gate.version == 1
 
 
 def test_a_batch_carries_rewards_advantages_and_the_denominators_of_all() -> None:

@@ -315,15 +315,20 @@ def test_the_description_names_every_worker_its_activity_and_its_unanswered_call
         "  training0.0 (training0.0-0-b): waits for calls; 0 queued; its time so far: starved 139 s",
         "  reward0.0 (no instance): reward0.0 does not answer: was killed by SIGKILL; its last answer came 44 s ago",
         "    has not answered score for 9 s",
-        "  critic0.0 (critic0.0-0-c): critic0.0 did not answer health within 2 s; its last answer came 31 s ago; 31 s "
-        "ago it reported: waits for calls; 0 queued; its time so far: starved 139 s",
+        "  critic0.0 (critic0.0-0-c): critic0.0 has not answered health, asked 2 s ago; its last answer came 31 s ago; "
+        "31 s ago it reported: waits for calls; 0 queued; its time so far: starved 139 s",
         "  The call outstanding for longest is generate: generation0.0 has had it for 130 s.",
     ]
 
 
 def test_without_an_outstanding_call_the_description_points_at_the_algorithm() -> None:
     text = described(lambda: worker("training0.0", "b", 3.0), newest={"training0.0": (IDLE, 0.0)})
-    assert "No call is outstanding" in text
+    assert "No call is outstanding: the algorithm" in text
+
+
+def test_calls_that_wait_for_a_dead_worker_are_no_fault_of_the_algorithm() -> None:
+    text = described(lambda: worker("reward0.0", "", 44.0, DEAD), newest={})
+    assert text.endswith("No call is outstanding: calls to reward0.0 wait until it is back.")
 
 
 # ---- long waits in queues -----------------------------------------------------------------------------------
