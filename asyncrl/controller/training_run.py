@@ -8,7 +8,7 @@ workers ──> WorkerEvents ──> Controller
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.concurrency import running_beside
 from asyncrl.controller.algorithm import Algorithm
@@ -24,7 +24,7 @@ from asyncrl.controller.observers.progress import RunProgress
 from asyncrl.controller.observers.recorder import Recorder
 from asyncrl.controller.observers.reward_output import RewardOutput
 from asyncrl.controller.observers.training_guards import TrainingGuards
-from asyncrl.controller.saved_rows import save_rows
+from asyncrl.controller.saved_rows import read_terms, save_rows, write_terms
 from asyncrl.errors import DeadlineExceeded, FleetFailed
 from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
@@ -160,6 +160,8 @@ class TrainingRun:
         """
         with closing(self._recorder):
             self.running.describe_algorithm = self._controller.describe_waits
+            if self.state.plan:
+                self._recorder.restore_terms(await asyncio.to_thread(read_terms, self.state.plan.directory))
             try:
                 async with self._observers():
                     with self.ending_in_order(self._stop):
@@ -214,7 +216,11 @@ class TrainingRun:
             made = [await self._fleet.training.checkpoint(directory, self.state.incarnation, version)]
             for critic in filter(None, (self._fleet.critic, self._fleet.cost_critic)):
                 made.append(await critic.checkpoint(directory, self.state.incarnation, version))
-            return Checkpointed.merge([*made, await save_rows(self._fleet.training, ready, directory)])
+            made.append(saved := await save_rows(self._fleet.training, ready, directory))
+            if saved.ready:
+                terms = self._recorder.terms_of((group, member) for group, member, _ in saved.ready)
+                made.append(replace(saved, files=await asyncio.to_thread(write_terms, directory, terms), ready=()))
+            return Checkpointed.merge(made)
 
         await commit(self.state.journal, write, self.config.training.keep_checkpoints)
         self._last_commit = version

@@ -59,6 +59,9 @@ class Recorder:
 
     def observe(self, event: Event) -> None:
         """Takes an event without waiting. Raises FleetFailed when far too many events are not written yet."""
+        if isinstance(event, SampleScored):
+            self._terms[event.sample.key] = event.score.terms
+            return
         try:
             self._events.put_nowait(event)
         except asyncio.QueueFull:
@@ -66,6 +69,14 @@ class Recorder:
                 f"{self._events.maxsize:,} events wait to be written below {self.directory.path}: its disk takes no "
                 "writes any more; look at that disk or mount"
             ) from None
+
+    def terms_of(self, samples: Iterable[Key]) -> dict[Key, Mapping[str, float]]:
+        """Returns the terms of the scores of these samples."""
+        return {key: self._terms[key] for key in samples if key in self._terms}
+
+    def restore_terms(self, terms: Mapping[Key, Mapping[str, float]]) -> None:
+        """Takes the terms of samples that were scored before a resume."""
+        self._terms.update(terms)
 
     async def run(self) -> None:
         while True:
@@ -93,8 +104,6 @@ class Recorder:
 
     async def _handle(self, event: Event) -> None:
         match event:
-            case SampleScored(sample, score):
-                self._terms[sample.key] = score.terms
             case Dropped(group, members, reason):
                 self._dropped[reason] += len(members)
                 self._forget((group, member) for member in members)

@@ -1,6 +1,7 @@
 """What a recorder keeps of samples until their step is written."""
 
 import asyncio
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers import recorder as recorder_module
 from asyncrl.controller.observers.events import SampleScored, StepDone
 from asyncrl.controller.observers.recorder import Recorder
+from asyncrl.controller.saved_rows import READY_TERMS, read_terms, write_terms
 from asyncrl.errors import FleetFailed
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
@@ -47,6 +49,20 @@ async def test_nothing_is_kept_of_attempts_that_were_overtaken(tmp_path: Path) -
         assert not recorder._terms
         running.cancel()
     recorder.close()
+
+
+async def test_terms_of_samples_that_wait_outlive_a_checkpoint(tmp_path: Path) -> None:
+    before, after = recorder_of(NO_FLEET, tmp_path), recorder_of(NO_FLEET, tmp_path)
+    for member in range(3):
+        before.observe(scored(member, 0))
+    files = write_terms(str(tmp_path), before.terms_of([(0, 0), (0, 2), (7, 7)]))
+    assert files == {READY_TERMS: sha256((tmp_path / READY_TERMS).read_bytes()).hexdigest()}
+    after.restore_terms(read_terms(str(tmp_path)))
+    assert after._term_means(BatchRef((scored(0, 0).sample,))) == {"reward/right": 1.0}
+    assert after.terms_of([(0, 0), (0, 1), (0, 2)]) == {(0, 0): {"right": 1.0}, (0, 2): {"right": 1.0}}
+    assert read_terms(str(tmp_path / "older")) == {}
+    for recorder in (before, after):
+        recorder.close()
 
 
 @pytest.mark.parametrize(("critic", "advantage"), [(None, 0.25), (SimpleNamespace(), None)])
@@ -86,7 +102,7 @@ async def test_events_that_nothing_writes_end_the_run_and_say_where(
     monkeypatch.setattr(recorder_module, "WAITING_EVENTS", 4)
     recorder = recorder_of(NO_FLEET, tmp_path)
     for member in range(4):
-        recorder.observe(scored(member, 0))
+        recorder.observe(Dropped(0, (member,), "stale"))
     with pytest.raises(FleetFailed, match=f"4 events wait to be written below {tmp_path}"):
-        recorder.observe(scored(4, 0))
+        recorder.observe(Dropped(0, (4,), "stale"))
     recorder.close()
