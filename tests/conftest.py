@@ -5,6 +5,7 @@ import gc
 import inspect
 import os
 import re
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # A shell starts what it runs in the background like this.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     session.stash[BEFORE] = _segments()
 
 

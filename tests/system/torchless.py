@@ -8,7 +8,6 @@ Weights lie in shared memory, and the files of checkpoints are fsynced. Worker p
 import os
 import signal
 from hashlib import sha256
-from io import BufferedIOBase
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +57,6 @@ class TorchlessGeneration(FakeGeneration):
         ).tolist()
         assert (incarnation, version) == (published.incarnation, published.version), "overwritten under our lease"
         self._weights[version] = weights
-
-    def open_file(self, directory: str, file: str) -> BufferedIOBase:
-        return open(Path(directory) / file, "rb")
 
     def columns(self, sequence: Sequence, spans: Spans) -> dict[str, Array]:
         columns = super().columns(sequence, spans)

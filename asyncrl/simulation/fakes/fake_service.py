@@ -55,7 +55,7 @@ class FakeService(Service):
 
     A fake that is called directly can die and come back as another instance.
     row_bytes: bytes of the longest row that it makes; 0: it makes none. deaths: how often it has died. disk: holds the
-    checkpoints of a run that is resumed.
+    files of checkpoints; None: they are real files.
     """
 
     row_bytes = 0

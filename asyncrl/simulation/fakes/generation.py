@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from io import BufferedIOBase
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -151,8 +152,7 @@ class FakeGeneration(FakeService, Generation):
 
     def open_file(self, directory: str, file: str) -> BufferedIOBase:
         """Opens a file of a checkpoint."""
-        assert self.disk is not None, "set where a run is resumed"
-        return self.disk.open(directory, file)
+        return (Path(directory) / file).open("rb") if self.disk is None else self.disk.open(directory, file)
 
     async def restore_rows(self, directory: str, samples: BatchRef) -> BatchRef:
         deaths = await self.wait_until_alive()
