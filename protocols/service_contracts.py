@@ -77,7 +77,7 @@ def endpoint(
     stores: bool = False,
     frees: bool = False,
 ) -> Callable[[F], F]:
-    """Declares a contract method as a message, without changing its type."""
+    """Declares a method of a service's contract as an endpoint, without changing its type."""
 
     def declare(method: F) -> F:
         spec = EndpointSpec(method.__name__, transfer, lane, idempotent, stream, stores, frees)

@@ -23,7 +23,7 @@ async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
 
 
 async def compare(fleet: Fleet, control: Controller, group: Attempt) -> None:
-    """Asks for a greedy answer and its reward."""
+    """Asks for the greedy answer, the baseline of ReMax, and its reward."""
     async for answer in fleet.generation.generate(group.greedy):
         control.compared(answer, await fleet.reward.score(answer, group.row))
 
