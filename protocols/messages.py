@@ -138,7 +138,8 @@ class Boundary:
 class PromptGroup:
     """A group to sample. prompt: text, or chat messages ({"role", "content"}); members: which samples of the group are
     wanted; seed: the group's, a member's is derived from it; not_before: start no sequence with older weights;
-    deadline: seconds that a sample may hold a slot."""
+    deadline: seconds that a sample may hold a slot; continues: rows of these members, each an episode that goes on
+    after what its environment answered last."""
 
     id: int
     attempt: int
@@ -150,6 +151,16 @@ class PromptGroup:
     temperature: float
     max_new_tokens: int
     deadline: float
+    continues: BatchRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The beginning of the episodes of a group. prompt: what the policy is asked first; tools: JSON schemas of the
+    functions that it may call, for the chat template."""
+
+    prompt: str | list[dict[str, Any]]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +323,9 @@ class Checkpointed:
         return cls(parts[0].version, parts[0].chain, files, tuple(name for part in parts for name in part.ready))
 
 
-PROTOCOL = 12
+PROTOCOL = 13
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
-_SERVICES = (Health, Boundary, PromptGroup, SampleText, Score, Canary, Published, Using)
+_SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)
 _ROWS = (Place, RowRef, BatchRef, Cuts, Column, Batch, PackedRow)
 WIRE_TYPES: tuple[type, ...] = (*_CONNECTION, *_SERVICES, *_TRAINING, *_ROWS)

@@ -21,6 +21,13 @@ def sample_columns(prompt: int, response: int, text: int) -> Columns:
     }
 
 
+def trajectory_columns(turns: int, transcript: int) -> Columns:
+    """Returns what the row of an episode has besides. spans: for each turn, the tokens sampled and those given after
+    it; response_ids has all of them, in order, and every other column of tokens has one entry for a sampled token.
+    transcript: bytes of the messages after the prompt, as JSON. turn_rewards: of the environment."""
+    return {"spans": (IDS, 2 * turns), "transcript": (BYTES, transcript), "turn_rewards": (NUMBERS, turns)}
+
+
 def reference_columns(response: int) -> Columns:
     return {"reference_logprobs": (NUMBERS, response)}
 

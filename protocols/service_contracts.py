@@ -23,6 +23,7 @@ from asyncrl.protocols.messages import (
     Boundary,
     Checkpointed,
     Health,
+    Opening,
     PromptGroup,
     Published,
     SampleText,
@@ -180,6 +181,23 @@ class GroupReward(Reward):
 
     @endpoint(ONE_OF_BY_GROUP, idempotent=Idempotent.PURE)
     async def score(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Score]:
+        raise NotImplementedError
+
+
+class Environment(Contract):
+    """Plays the other side of episodes: the user's environments, in children that can be killed."""
+
+    @endpoint(ONE_OF_BY_GROUP, idempotent=Idempotent.PURE, stores=True)
+    async def reset(self, prompts: PromptGroup, row: dict[str, Any] | PackedRow) -> Opening:
+        """Begins an episode for each of the members, all with the seed of the group. row: the row of their prompt."""
+        raise NotImplementedError
+
+    @endpoint(ONE_OF_BY_GROUP, idempotent=Idempotent.PURE, stores=True)
+    async def step(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> BatchRef:
+        """Answers the newest turn of each sample. Returns the samples as rows of this worker, with all columns that
+        they had and what the environment answered; `finish` is "" for those whose episode goes on. Asked again about a
+        turn that was answered, it gives the same answer. An episode that this worker does not know is played again from
+        its transcript."""
         raise NotImplementedError
 
 

@@ -46,7 +46,7 @@ class CriticService(Service, Critic):
     async def start(self) -> None:
         """Loads the model, or the checkpoint of a resumed run, and opens rows for every sample in flight."""
         config = self.context.config
-        columns = value_columns(self._target.values, self._target.valued_at, config.generation.max_new_tokens)
+        columns = value_columns(self._target.values, self._target.valued_at, config.response_tokens)
         self.rows = self.context.open_rows(GateConfig.of(config).row_slots, bytes_of_row(columns))
         self._engine = await self.context.compute.run(self._load)
 

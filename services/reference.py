@@ -29,7 +29,7 @@ class ReferenceService(Service, Reference):
     async def start(self) -> None:
         """Loads the initial model of the run, and opens rows for every sample that can be in flight."""
         config = self.context.config
-        row_bytes = bytes_of_row(reference_columns(config.generation.max_new_tokens))
+        row_bytes = bytes_of_row(reference_columns(config.response_tokens))
         self.rows = self.context.open_rows(GateConfig.of(config).row_slots, row_bytes)
         self._model = await self.context.compute.run(self._load)
 

@@ -151,6 +151,21 @@ class CostConfig(RewardConfig):
     """Largest value of the multiplier."""
 
 
+class EnvironmentConfig(Section):
+    """The environment that answers the policy, for samples of several turns."""
+
+    use: str = ""
+    """Name of a built-in environment, or `FILE.py:Class`; default: none, each sample is one answer to its prompt."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of the environment."""
+    max_turns: Positive = 8
+    """Largest number of turns of the policy in an episode."""
+    max_tokens: Positive = 1024
+    """Largest number of tokens of an episode after its prompt, sampled and given ones."""
+    max_bytes: Positive = 16384
+    """Largest size of an observation, in UTF-8 bytes. The rest is cut off."""
+
+
 class ReferenceConfig(Section):
     """The frozen reference model of the KL term."""
 
@@ -346,6 +361,7 @@ class Config(Section):
     model: ModelConfig
     task: TaskConfig
     generation: GenerationConfig = GenerationConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
     reference: ReferenceConfig = ReferenceConfig()
     training: TrainingConfig = TrainingConfig()
@@ -365,6 +381,11 @@ class Config(Section):
         if problems := [problem for problem in rule_problems(self) if not problem.is_warning]:
             raise Incoherent(problems)
         return self
+
+    @property
+    def response_tokens(self) -> int:
+        """The most tokens that a row has after its prompt: those of an answer, or of an episode."""
+        return self.environment.max_tokens if self.environment.use else self.generation.max_new_tokens
 
     @property
     def warnings(self) -> list[Problem]:

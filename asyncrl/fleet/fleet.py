@@ -36,7 +36,7 @@ from asyncrl.lanes.control.wire import Wire, WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.shared_memory import unlink_run_segments
 from asyncrl.protocols.rank_layout import Layout
-from asyncrl.protocols.service_contracts import Contract, Critic, Generation, Reference, Reward, Training
+from asyncrl.protocols.service_contracts import Contract, Critic, Environment, Generation, Reference, Reward, Training
 from asyncrl.telemetry.run_directory import replace_text
 
 C = TypeVar("C", bound=Contract)
@@ -68,7 +68,8 @@ class Fleet:
     """The services of a training run: handles typed by contracts, or the services themselves.
 
     reference: None without a KL term. evaluation: None without held-out prompts. critic, cost, cost_critic: None when
-    the algorithm has none. fault_domains: what the controller and the calls know of hosts that fail.
+    the algorithm has none. environment: None where each sample is one answer. fault_domains: what the controller and
+    the calls know of hosts that fail.
     """
 
     generation: Generation
@@ -79,6 +80,7 @@ class Fleet:
     critic: Critic | None = None
     cost: Reward | None = None
     cost_critic: Critic | None = None
+    environment: Environment | None = None
     fault_domains: FaultDomains = field(default_factory=FaultDomains)
 
 

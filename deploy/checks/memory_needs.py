@@ -182,7 +182,7 @@ def shared_memory(config: Config, shape: Shape, longest_token: int = TEXT_BYTES_
 
 def _rows(config: Config, text: int) -> int:
     """Returns the bytes of all rows in flight, with so many bytes of text for each sampled token."""
-    gate, response = GateConfig.of(config), config.generation.max_new_tokens
+    gate, response = GateConfig.of(config), config.response_tokens
     sample = bytes_of_row(sample_columns(config.task.max_prompt_tokens, response, text * response))
     total = bytes_of_rows(gate.kept, sample, config.generation.replicas)
     if config.algorithm.kl > 0:

@@ -99,7 +99,7 @@ def context_of(shape: Mapping[str, Any]) -> int | None:
 
 def longest_row(config: Config, context: int | None = None) -> int:
     """Returns the tokens of the longest prompt with its longest answer, at most `context`."""
-    tokens = config.task.max_prompt_tokens + config.generation.max_new_tokens
+    tokens = config.task.max_prompt_tokens + config.response_tokens
     return tokens if context is None else min(tokens, context)
 
 

@@ -144,7 +144,7 @@ class PolicyStep(TrainingStep):
 
     def _backward(self, rows: Sequence[MaskedRow], number: int, tokens: int, samples: int) -> Backward:
         lengths = torch.tensor([len(item.live) for item in rows])
-        divisor = self._algorithm.divisor or self._config.generation.max_new_tokens
+        divisor = self._algorithm.divisor or self._config.response_tokens
         weights = row_weights(self._algorithm.aggregation, lengths, tokens, samples, divisor)
         for item, weight in zip(rows, weights.tolist(), strict=True):
             item.weight = weight

@@ -113,7 +113,7 @@ def _parts(samples: BatchRef) -> Iterator[BatchRef]:
     part: list[RowRef] = []
     tokens = 0
     for row in samples:
-        size = row.prompt_tokens + row.tokens
+        size = row.length
         if part and (_columns(row) != _columns(part[0]) or tokens + size > PART_TOKENS or len(part) == PART_ROWS):
             yield BatchRef(tuple(part))
             part, tokens = [], 0

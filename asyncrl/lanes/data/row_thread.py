@@ -23,6 +23,6 @@ Arguments = TypeVarTuple("Arguments")
 async def run_for_rows(refs: BatchRef, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
     """Returns the result of a function that handles these rows: here when they are few, else in the thread of rows.
     Cancelling the wait does not stop a function that has begun."""
-    if sum(row.prompt_tokens + row.tokens + ROW_COST for row in refs) <= INLINE_TOKENS:
+    if sum(row.length + ROW_COST for row in refs) <= INLINE_TOKENS:
         return function(*args)
     return await asyncio.get_running_loop().run_in_executor(_thread, function, *args)

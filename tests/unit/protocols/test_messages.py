@@ -16,6 +16,7 @@ DIGESTS = {
     10: "c8bf42e41ef597aa",
     11: "2c72f9e5864ecc90",
     12: "5232dbe73271673f",
+    13: "15026719780ed870",
 }
 """Of what the messages and the calls of each protocol are made of."""
 
