@@ -16,7 +16,7 @@ FLOORS = (
     ("errors", "protocols", "objectives"),
     ("concurrency", "experiments"),
     ("config", "lanes"),
-    ("telemetry", "rewards"),
+    ("telemetry", "rewards", "environments"),
     ("fleet", "tasks"),
     ("controller",),
     ("engines", "algorithms"),

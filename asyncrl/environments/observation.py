@@ -1,0 +1,21 @@
+"""Defines what an environment answers: `async reset(row, seed)` and `async step(message)` return an Observation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+"""A chat message: {"role", "content"}, and what a chat template knows besides, e.g. the `name` of a tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the policy is shown next. text: the text of one user message, or chat messages with roles of their own; for
+    `reset` the prompt. reward: of the turn that it answers. done: the episode has ended. info: plain values for metrics
+    and for a reader of the samples. tools: of `reset` only, JSON schemas of the functions that the policy may call."""
+
+    text: str | list[Message]
+    reward: float = 0.0
+    done: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] = ()
