@@ -32,7 +32,8 @@ class Transfer:
     """distribute(row weights, layout) -> rows of each rank; collect(layout) -> ranks whose answers are kept, in order.
 
     one_of: the whole call goes to a single replica, which the runtime chooses; by_group: to the same one as the running
-    calls of its group. to_holders: it goes to the replicas that hold rows of the samples in its first argument.
+    calls of its group; by_holder: to the one that made the newest rows of the samples it goes on with. to_holders: it
+    goes to the replicas that hold rows of the samples in its first argument.
     per_rank: the caller passes one value for each rank in every argument, and gets the list of all answers.
     """
 
@@ -41,6 +42,7 @@ class Transfer:
     collect: Callable[[Layout], list[int]]
     one_of: bool = False
     by_group: bool = False
+    by_holder: bool = False
     to_holders: bool = False
     per_rank: bool = False
 
@@ -212,6 +214,10 @@ ONE_OF = Transfer("ONE_OF", _to_everyone, lambda layout: [layout.rank(pp=-1)], o
 ONE_OF_BY_GROUP = replace(ONE_OF, name="ONE_OF_BY_GROUP", by_group=True)
 """The whole call to the replica that runs other calls of its group, so that its samples meet; else as ONE_OF. Not in
 Table 3."""
+
+ONE_OF_HOLDER = replace(ONE_OF, name="ONE_OF_HOLDER", by_holder=True)
+"""The whole call to the replica that made the newest rows of its samples, if it lives; else as ONE_OF, also for a call
+that continues nothing. Not in Table 3."""
 
 TO_HOLDERS = Transfer("TO_HOLDERS", _to_everyone, _all_ranks, to_holders=True)
 """Each replica gets the samples whose rows it may hold; the answers of all, those without rows are not called. Not in

@@ -13,6 +13,7 @@ from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
 from asyncrl.protocols.distribute_collect import (
     ONE_OF,
     ONE_OF_BY_GROUP,
+    ONE_OF_HOLDER,
     ONE_TO_ALL,
     THREE_D_PROTO,
     TO_HOLDERS,
@@ -133,10 +134,10 @@ Contract.endpoints = {
 class Generation(Contract):
     """Samples completions; keeps sampling while new weights arrive."""
 
-    @endpoint(ONE_OF, idempotent=Idempotent.PURE, stream=True, stores=True)
+    @endpoint(ONE_OF_HOLDER, idempotent=Idempotent.PURE, stream=True, stores=True)
     def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         """Yields the samples of a group as they finish: each item holds those finished since the item before. Closing
-        the stream aborts the samples that still run."""
+        the stream aborts the samples that still run. Episodes go on where their last turn was sampled, if it lives."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
@@ -192,7 +193,7 @@ class Environment(Contract):
         """Begins an episode for each of the members, all with the seed of the group. row: the row of their prompt."""
         raise NotImplementedError
 
-    @endpoint(ONE_OF_BY_GROUP, idempotent=Idempotent.PURE, stores=True)
+    @endpoint(ONE_OF_HOLDER, idempotent=Idempotent.PURE, stores=True)
     async def step(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> BatchRef:
         """Answers the newest turn of each sample. Returns the samples as rows of this worker, with all columns that
         they had and what the environment answered; `finish` is "" for those whose episode goes on. Asked again about a

@@ -1,4 +1,7 @@
-"""Which replicas of a service may hold rows of which samples: what their calls were about, answered or not."""
+"""Which replicas of a service may hold rows of which samples: what their calls were about, answered or not.
+
+A sample of several turns may have rows at several replicas; the call that came last made the newest ones.
+"""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -13,11 +16,12 @@ R = TypeVar("R", bound=Hashable)
 @dataclass(slots=True)
 class _Held(Generic[R]):
     """Members of one attempt at a group that a replica may hold. members: bit member + 1 of a number, for the greedy
-    answer is member -1."""
+    answer is member -1. newest: those of them that no other replica was called for later."""
 
     replica: R
     attempt: int
     members: int
+    newest: int
 
 
 class RowHolders(Generic[R]):
@@ -36,11 +40,26 @@ class RowHolders(Generic[R]):
                 self._add(replica, row.group, row.attempt, _bit(row.member))
 
     def _add(self, replica: R, group: int, attempt: int, members: int) -> None:
+        own = None
         for held in self._held.setdefault(group, []):
-            if held.replica is replica and held.attempt == attempt:
-                held.members |= members
-                return
-        self._held[group].append(_Held(replica, attempt, members))
+            if held.attempt == attempt:
+                held.newest &= ~members
+                if held.replica is replica:
+                    own = held
+        if own is None:
+            own = _Held(replica, attempt, 0, 0)
+            self._held[group].append(own)
+        own.members |= members
+        own.newest |= members
+
+    def newest(self, samples: BatchRef | Iterable[SampleName]) -> R | None:
+        """Returns the replica that was called last for the most of these samples; None when no replica was."""
+        found: dict[R, int] = {}
+        for group, member, attempt in _names(samples):
+            for held in self._held.get(group, ()):
+                if held.attempt == attempt and held.newest & _bit(member):
+                    found[held.replica] = found.get(held.replica, 0) + 1
+        return max(found, key=found.__getitem__, default=None)
 
     def split(self, samples: BatchRef | Iterable[SampleName]) -> dict[R, list[int]]:
         """Returns the indices of the samples of which each replica may hold a row of this or an earlier attempt."""
@@ -60,6 +79,7 @@ class RowHolders(Generic[R]):
             for held in self._held.get(group, ()):
                 if held.replica is replica and held.attempt <= attempt:
                     held.members &= ~_bit(member)
+                    held.newest &= held.members
                 if held.members:
                     left.append(held)
             if left:

@@ -6,9 +6,10 @@
         RemoteWorker   sends one call on the endpoint's lane to the instance that is alive   remote_worker.py
 
 A call goes to all live replicas; their ranks count as data-parallel copies of one layout. `ONE_OF` calls go whole to
-the replica with the fewest calls, `ONE_OF_BY_GROUP` calls to the one that works for the group. `TO_HOLDERS` calls go
-to the replicas that hold rows of these samples. When no replica is alive a call waits for a restarted one. A call with
-the same arguments for every rank leaves out a replica that dies meanwhile, because its successor starts afresh.
+the replica with the fewest calls, `ONE_OF_BY_GROUP` calls to the one that works for the group, `ONE_OF_HOLDER` calls to
+the one that made the newest rows of their samples. `TO_HOLDERS` calls go to the replicas that hold rows of these
+samples. When no replica is alive a call waits for a restarted one. A call with the same arguments for every rank leaves
+out a replica that dies meanwhile, because its successor starts afresh.
 """
 
 import inspect
@@ -106,9 +107,16 @@ class Handle:
                 return await self._call_replicas([replica], spec, args, seconds)
         if spec.transfer.by_group:
             return await self._call_by_group(spec, args, seconds)
-        replica = await self._service.least_loaded(seconds)
+        replica = self._newest_holder(spec, args) or await self._service.least_loaded(seconds)
         with replica:
             return await self._call_replicas([replica], spec, args, seconds)
+
+    def _newest_holder(self, spec: EndpointSpec, args: Arguments) -> Replica | None:
+        """Returns the replica that made the newest rows of the samples that a call goes on with, if it takes calls."""
+        if not spec.transfer.by_holder or (samples := _continued(args[0])) is None:
+            return None
+        replica = self._service.holders.newest(samples)
+        return replica if replica is not None and replica.free else None
 
     async def _call_by_group(self, spec: EndpointSpec, args: Arguments, seconds: float) -> Any:
         """Calls the replica that works for the group of these samples, or the freest one when none does."""
@@ -192,7 +200,7 @@ class Handle:
                 async for item in items:
                     yield item
             return
-        replica = await self._service.least_loaded(seconds)
+        replica = self._newest_holder(spec, args) or await self._service.least_loaded(seconds)
         async with aclosing(self._items(replica, spec, args, seconds)) as items:
             with replica:
                 async for item in items:
@@ -230,6 +238,13 @@ class Handle:
     def _deadline(self, args: Arguments) -> float:
         seconds = [arg.deadline + GROUP_MARGIN for arg in args if isinstance(arg, PromptGroup)]
         return max(seconds) if seconds else self._call_deadline
+
+
+def _continued(argument: Any) -> BatchRef | None:
+    """Returns the samples that a call with this first argument goes on with; None when it begins samples."""
+    if isinstance(argument, PromptGroup):
+        return argument.continues
+    return argument if isinstance(argument, BatchRef) else None
 
 
 @cache

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from asyncrl.fleet.service_calls import make_handle
 from asyncrl.protocols.batch import BatchRef, Place, RowRef, SampleName
 from asyncrl.protocols.messages import PromptGroup, SampleText
 from asyncrl.protocols.rank_layout import Layout
-from asyncrl.protocols.service_contracts import Generation, GroupReward, Lane, Reference
+from asyncrl.protocols.service_contracts import Environment, Generation, GroupReward, Lane, Reference
 from tests.instruction_count import counting
 
 
@@ -241,3 +242,76 @@ def test_the_greedy_answer_of_a_group_is_held_like_its_samples() -> None:
     holders.add("a", group(1, members=(-1,)))
     holders.add("b", group(1))
     assert holders.split([(1, -1, 0), (1, 1, 0)]) == {"a": [0], "b": [1]}
+
+
+# ---- that of the newest rows -----------------------------------------------------------------------------
+
+
+def served(workers: list[Worker], method: str) -> list[int]:
+    return [len(worker.of(method)) for worker in workers]
+
+
+async def test_an_episode_goes_on_where_its_newest_turn_was_sampled() -> None:
+    replicas, workers = service(3)
+    generation = make_handle(Generation, replicas, 5.0)
+    for number in range(3):
+        await generate(generation, group(number))
+    for turn in range(2, 5):
+        await generate(generation, replace(group(1, members=(1,)), continues=rows((1, 1, 0))))
+        assert served(workers, "generate") == [1, turn, 1]
+    replicas.worker(1, 0).lost("killed", restarting=True)
+    for turns in (2, 3):
+        await generate(generation, replace(group(1, members=(1,)), continues=rows((1, 1, 0))))
+        assert served(workers, "generate") == [turns, 4, 1], "the others stay where the first went"
+        replicas.worker(1, 0).connected("its successor", dict.fromkeys(Lane, workers[1]))
+    await generate(generation, replace(group(1, members=(0,)), continues=rows((1, 0, 0))))
+    assert served(workers, "generate") == [3, 5, 1], "another member has its newest rows elsewhere"
+
+
+async def test_a_group_that_continues_nothing_goes_to_the_freest_replica() -> None:
+    replicas, workers = service(3)
+    generation = make_handle(Generation, replicas, 5.0)
+    for _ in range(3):
+        await generate(generation, group(1))
+    assert served(workers, "generate") == [1, 1, 1]
+    await generate(generation, replace(group(1, attempt=1), continues=rows((1, 0, 1))))
+    assert served(workers, "generate") == [2, 1, 1], "rows of an earlier attempt are not gone on with"
+
+
+async def test_an_episode_is_answered_where_it_was_begun_and_elsewhere_after_a_death() -> None:
+    replicas, workers = service(3)
+    environment = make_handle(Environment, replicas, 5.0)
+    await environment.reset(group(4), {})
+    await environment.reset(group(5), {})
+    for _ in range(2):
+        await environment.step(rows((5, 0, 0)), {})
+    assert served(workers, "step") == [0, 2, 0]
+    workers[1].dead = True
+    replicas.worker(1, 0).lost("killed", restarting=True)
+    for _ in range(2):
+        await environment.step(rows((5, 0, 0)), {})
+    assert sorted(served(workers, "step")) == [0, 2, 2]
+
+
+async def test_an_isolated_group_has_the_replica_of_an_episode_for_itself() -> None:
+    replicas, workers = service(2)
+    generation = make_handle(Generation, replicas, 5.0)
+    await generate(generation, group(1))
+    replicas.isolated = {9: frozenset()}
+    async with replicas.reserved(9, 1.0) as reserved:
+        assert reserved is replicas.replicas[0]
+        await generate(generation, replace(group(1, members=(0,)), continues=rows((1, 0, 0))))
+    assert served(workers, "generate") == [1, 1]
+
+
+def test_the_newest_holder_is_the_one_that_was_called_last_for_most_of_the_samples() -> None:
+    holders = RowHolders[str]()
+    assert holders.newest([(1, 0, 0)]) is None
+    holders.add("a", group(1, members=(-1, 0, 1, 2)))
+    holders.add("b", group(1, members=(1, 2)))
+    assert holders.newest([(1, 0, 0)]) == holders.newest([(1, -1, 0)]) == "a"
+    assert holders.newest([(1, 0, 0), (1, 1, 0), (1, 2, 0)]) == "b"
+    holders.add("a", group(1, members=(2,)))
+    assert [holders.newest([(1, member, 0)]) for member in (1, 2)] == ["b", "a"]
+    holders.forget("a", [(1, 2, 0)])
+    assert holders.newest([(1, 2, 0)]) is None

@@ -86,7 +86,7 @@ def test_graph_shows_what_the_contracts_say(tmp_path: Path, capsys: pytest.Captu
     assert "mine: grpo on 4 services, 5 workers, one process each" in text
     assert "generation1.0-<incarnation>-<id>.{control,work,data}" in text
     generate = next(line.split() for line in text.splitlines() if line.strip().startswith("generate "))
-    assert generate[:3] == ["generate", "ONE_OF", "work"]
+    assert generate[:3] == ["generate", "ONE_OF_HOLDER", "work"]
     assert "ReferenceService" not in text
     lanes = [line for line in text.splitlines() if "idempotent: " in line]
     assert any("balanced THREE_D_PROTO  " in line for line in lanes)
