@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from asyncrl.children.pipe_messages import packed
 from asyncrl.controller.journal import ledger as records
 from asyncrl.controller.journal.checkpoints import MANIFEST, Manifest, plan_resume
 from asyncrl.controller.journal.journal import FRAME, Scan, encode
@@ -42,7 +43,6 @@ from asyncrl.protocols.messages import (
     Welcome,
 )
 from asyncrl.rewards.execution.child_pool import Answer, ChildProcess
-from asyncrl.rewards.execution.child_server import packed
 
 Frames = list[bytes]
 PATIENCE = 10.0

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl.children.pipe_messages import packed
 from asyncrl.controller.journal.journal import FRAME, encode
 from asyncrl.lanes.data.row_server import FETCH
 from asyncrl.protocols.messages import Call
-from asyncrl.rewards.execution.child_server import packed
 from tests.fuzz.targets import RECORDS, TARGETS, framed, frames_of, joined
 
 HERE = Path(__file__).parent

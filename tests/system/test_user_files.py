@@ -10,8 +10,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from torchless_runs import EXPERIMENT, Run  # noqa: E402
 
+from asyncrl.children.printed_output import BLOCK, LARGEST  # noqa: E402
 from asyncrl.deploy import cli  # noqa: E402
-from asyncrl.rewards.execution.printed_output import BLOCK, LARGEST  # noqa: E402
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 

@@ -5,9 +5,7 @@ one more child. Further calls wait here; the gate bounds the samples in flight, 
 import asyncio
 import itertools
 import math
-import signal
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -15,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.children.guarded_process import ChildEnded, GuardedProcess, VanishedEarly
+from asyncrl.children.printed_output import ChildOutput, PrintedFile
 from asyncrl.concurrency import gather
-from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
-from asyncrl.rewards.execution.child_server import packed, plain_samples, receive
-from asyncrl.rewards.execution.printed_output import ChildOutput, PrintedFile
+from asyncrl.errors import AsyncrlError, WireError
+from asyncrl.rewards.execution.child_server import plain_samples
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
 
@@ -28,22 +27,15 @@ OVERLAPPING = 64
 GRACE = 1.0
 """Seconds a child has to end an overdue coroutine by itself, before it is killed."""
 
-KILL_TIMEOUT = 5.0
-"""Seconds the kernel may take to end a process that was killed."""
+SERVER = "asyncrl.rewards.execution.child_server"
 
 
-class ChildEnded(AsyncrlError):
-    """The child was killed, exited or crashed; the message says which. received: results of the call that came before;
-    the child ended at the sample after them. vanished: a signal, perhaps from outside, ended the child."""
+class CallEnded(ChildEnded):
+    """The child ended during a call. received: results that came before; it ended at the sample after them."""
 
-    def __init__(self, why: str, *, vanished: bool = False, received: Sequence[FunctionResult] = ()) -> None:
-        super().__init__(why)
-        self.vanished = vanished
+    def __init__(self, ended: ChildEnded, received: Sequence[FunctionResult]) -> None:
+        super().__init__(str(ended), vanished=ended.vanished)
         self.received = received
-
-
-class VanishedEarly(ConfigError):
-    """A signal ended the child while it loaded the functions."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,45 +66,23 @@ class Answer:
         return self.results
 
 
-class ChildProcess:
-    """A running child; calls may overlap. concurrent: which functions are coroutines. ended: it ends or has ended.
-    finished: results that it sent so far."""
+class ChildProcess(GuardedProcess):
+    """A running child; calls may overlap. concurrent: which functions are coroutines. finished: results so far."""
 
     def __init__(self, process: Process) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process = process
-        self._calls = process.stdin
-        self._results = process.stdout
+        super().__init__(process)
         self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count()
         self.concurrent: list[bool] = []
-        self.ended = False
         self.finished = 0
 
     @classmethod
     async def spawn(
         cls, specs: Sequence[FunctionSpec], deadline: float, tasks: asyncio.TaskGroup, output: ChildOutput
     ) -> "ChildProcess":
-        """Starts a child; raises ConfigError if it cannot load a function, VanishedEarly if a signal ended it, and
-        DeadlineExceeded after `deadline` seconds. tasks: owns the task that reads answers. output: takes what it
-        prints."""
-        guard = (sys.executable, "-m", "asyncrl.rewards.execution.guard_process")
-        process = await asyncio.create_subprocess_exec(
-            *guard, stdin=PIPE, stdout=PIPE, stderr=output.end, start_new_session=True
-        )
-        child = cls(process)
-        try:
-            async with asyncio.timeout(deadline):
-                await child._load(specs, output.file.path)
-        except TimeoutError:
-            uses = ", ".join(spec.use for spec in specs)
-            raise DeadlineExceeded(f"the reward functions {uses} were not loaded within {deadline:.0f} s") from None
-        finally:
-            if not child.concurrent:
-                await child.kill()
-        tasks.create_task(child._read(), name=f"answers of reward child {process.pid}")
-        return child
+        """Starts a child that loads these functions; raises as `GuardedProcess.launch` does."""
+        name = f"{specs[0].key}: {', '.join(spec.use for spec in specs)}"
+        return await cls.launch(SERVER, [asdict(spec) for spec in specs], name, deadline, tasks, output)
 
     async def call(
         self, function: int, samples: Sequence[Sample], deadline: float, grace: float
@@ -123,64 +93,29 @@ class ChildProcess:
         number, answer = next(self._numbers), Answer(len(samples))
         self._answers[number] = answer
         try:
-            await self._send({"call": number, "function": function, "deadline": deadline, **plain_samples(samples)})
+            await self.send({"call": number, "function": function, "deadline": deadline, **plain_samples(samples)})
             return await answer.whole(deadline + grace)
         except TimeoutError:
             await self.kill()
-            raise ChildEnded(f"it hung: no answer within {deadline:g} s", received=answer.results) from None
+            raise CallEnded(ChildEnded(f"it hung: no answer within {deadline:g} s"), answer.results) from None
         except ChildEnded as ended:
             await self.kill()
-            raise ChildEnded(str(ended), vanished=ended.vanished, received=answer.results) from None
+            raise CallEnded(ended, answer.results) from None
         finally:
             self._answers.pop(number, None)
 
-    async def kill(self) -> None:
-        """Ends the child and all processes that it started, at once."""
-        self.ended = True
-        if not self._calls.is_closing():
-            self._calls.transport.abort()
-        async with asyncio.timeout(KILL_TIMEOUT):
-            await self._process.wait()
-
-    async def _load(self, specs: Sequence[FunctionSpec], printed: Path) -> None:
-        await self._send([asdict(spec) for spec in specs])
-        try:
-            message = await receive(self._results)
-        except asyncio.IncompleteReadError:
-            status = await self._process.wait()
-            why = f"{specs[0].key}: the process {_ended(status)} while it loaded them; see {printed}"
-            raise (VanishedEarly if status < 0 else ConfigError)(why) from None
+    def greeted(self, message: Any) -> None:
         match message:
-            case {"mistake": str(mistake)}:
-                raise ConfigError(mistake)
             case {"concurrent": [*concurrent]}:
                 self.concurrent = concurrent
             case _:
                 raise WireError(f"a reward child began with {message!r:.100}")
 
-    async def _send(self, message: Any) -> None:
-        try:
-            self._calls.write(packed(message))
-            await self._calls.drain()
-        except (BrokenPipeError, ConnectionResetError):
-            raise ChildEnded(f"its process {self._process.pid} was gone", vanished=True) from None
-
-    async def _read(self) -> None:
-        why = ""
-        try:
-            while True:
-                self._take(await receive(self._results))
-        except asyncio.IncompleteReadError:
-            pass
-        except WireError as error:
-            why = f"it said what is no answer: {error}"
-            await self.kill()
-        status = await self._process.wait()
-        self.ended = True
+    def finish(self, ended: ChildEnded) -> None:
         for answer in self._answers.values():
-            answer.take((), ChildEnded(why or f"its process {_ended(status)}", vanished=not why and status < 0))
+            answer.take((), ended)
 
-    def _take(self, message: Any) -> None:
+    def take(self, message: Any) -> None:
         match message:
             case {"call": int(number), "results": [*results]}:
                 self.finished += len(results)
@@ -188,13 +123,6 @@ class ChildProcess:
                     answer.take([_result(fields) for fields in results])
             case _:
                 raise WireError(f"{message!r:.100}")
-
-
-def _ended(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    memory = ", as the kernel does where memory runs out" if -status == signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-status).name}{memory}"
 
 
 def _result(fields: Any) -> FunctionResult:
@@ -356,7 +284,7 @@ class ChildPool:
                 found += await (await slot.child()).call(function, rest, self._deadline, grace)
             except ChildEnded as ended:
                 self._given_up += 1
-                found += ended.received
+                found += ended.received if isinstance(ended, CallEnded) else ()
                 if ended.vanished and vanished_at != len(found):
                     vanished_at = len(found)
                     continue

@@ -1,6 +1,6 @@
 """Serves calls of reward functions inside a child process, which its guard starts and ends (guard_process.py).
 The first message in has the functions, the first message out which of them are coroutine functions, or the user's
-mistake. Then calls come in and results go out. A message is a length of four bytes, then MessagePack."""
+mistake. Then calls come in and results go out."""
 
 import asyncio
 import os
@@ -10,23 +10,12 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.errors import ConfigError, WireError
+from asyncrl.children.pipe_messages import open_pipes, receive, send
+from asyncrl.errors import ConfigError
 from asyncrl.protocols.prompt_row import PromptRow
 from asyncrl.rewards.execution.function_call import attempt, trace
-from asyncrl.rewards.execution.guard_process import STDERR, STDIN, STDOUT
 from asyncrl.rewards.functions import FunctionSpec, is_concurrent, load
 from asyncrl.rewards.sample import Columns, Function, Sample
-
-LARGEST = 64 * 2**20
-"""Bytes; a group of a thousand samples of 16k characters fits twice."""
-
-
-def packed(message: Any) -> bytes:
-    """Returns the frame of a message; raises WireError when it is too large."""
-    body: bytes = msgpack.packb(message, use_bin_type=True)
-    if len(body) > LARGEST:
-        raise WireError(f"a message to or from a reward child has {len(body)} bytes; at most {LARGEST} are sent")
-    return len(body).to_bytes(4, "little") + body
 
 
 def plain_samples(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -50,18 +39,6 @@ def samples_of(message: dict[str, Any]) -> list[Sample]:
         row = Columns(msgpack.unpackb(rows[digest], raw=False, strict_map_key=False))
         found.append(Sample(prompt, text, row, *fields))
     return found
-
-
-async def receive(reader: asyncio.StreamReader) -> Any:
-    """Reads the next message; raises asyncio.IncompleteReadError at the end, WireError for anything malformed."""
-    size = int.from_bytes(await reader.readexactly(4), "little")
-    if size > LARGEST:
-        raise WireError(f"a frame of {size} bytes was announced; at most {LARGEST} are sent")
-    body = await reader.readexactly(size)
-    try:
-        return msgpack.unpackb(body, raw=False, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
-        raise WireError(f"a frame of {size} bytes that is no MessagePack: {error!r:.200}") from error
 
 
 @dataclass(eq=False, slots=True)
@@ -101,20 +78,10 @@ class ChildServer:
             self._send({"call": message["call"], "results": [astuple(result) for result in results]})
 
     def _send(self, message: dict[str, Any]) -> None:
-        """Blocks while the pipe is full; the parent always reads."""
-        rest = memoryview(packed(message))
-        while rest:
-            rest = rest[os.write(self._results, rest) :]
+        send(self._results, message)
 
 
 async def serve_pipes() -> None:
-    """Serves copies of stdin and stdout; the user's code then reads nothing and prints to stderr."""
-    calls, results = os.dup(STDIN), os.dup(STDOUT)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, STDIN)
-    os.close(nothing)
-    os.dup2(STDERR, STDOUT)
-    reader = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(reader)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(calls, "rb"))
-    await ChildServer(reader, results).serve()
+    """Serves calls until the worker closes the pipe."""
+    calls, results = await open_pipes()
+    await ChildServer(calls, results).serve()

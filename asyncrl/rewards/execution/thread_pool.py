@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from asyncrl.children.printed_output import PrintedFile, ThreadOutputs, printing_to
 from asyncrl.concurrency import gather
 from asyncrl.config.user_code import name_of
 from asyncrl.rewards.execution.child_pool import CallSlots
 from asyncrl.rewards.execution.function_call import attempt
-from asyncrl.rewards.execution.printed_output import PrintedFile, ThreadOutputs, printing_to
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import Function, FunctionResult, Sample, with_columns
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.children.printed_output import BLOCK, LARGEST
 from asyncrl.errors import ConfigError, DeadlineExceeded
 from asyncrl.rewards.execution.child_pool import ChildPool
-from asyncrl.rewards.execution.printed_output import BLOCK, LARGEST
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult
 from tests.unit.rewards.execution.pools import MakePool, pools, sample
@@ -322,7 +322,7 @@ async def test_loading_has_a_deadline(tmp_path: Path) -> None:
                 start_deadline=2,
                 printed=tmp_path / "printed",
             ).start()
-    assert raised.group_contains(DeadlineExceeded, match="slow.py:f were not loaded within 2 s")
+    assert raised.group_contains(DeadlineExceeded, match="slow.py:f could not be loaded within 2 s")
 
 
 PARENT = """

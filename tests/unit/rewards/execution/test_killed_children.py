@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.children.guarded_process import ChildEnded
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.execution.child_pool import Answer, ChildEnded, ChildPool
+from asyncrl.rewards.execution.child_pool import Answer, ChildPool
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult
 from tests.unit.rewards.execution.pools import MakePool, pools, sample

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.rewards.execution.printed_output import LARGEST, SHOWN
+from asyncrl.children.printed_output import LARGEST, SHOWN
 from asyncrl.rewards.execution.thread_pool import THREADS, InProcessPool, named
 from asyncrl.rewards.sample import Sample
 

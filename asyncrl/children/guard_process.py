@@ -1,7 +1,7 @@
-"""A process that starts the one that runs reward functions, and ends it with everything that one started.
+"""A process that starts the one that runs the user's code, and ends it with everything that one started.
 
-    reward worker ──stdin, stdout──> runner (child_server.py) ──> whatever the user's functions start
-              └─stdin──> guard ──ends all of them──┘
+    worker ──stdin, stdout──> runner (`serve_pipes` of the named module) ──> whatever the user's code starts
+       └─stdin──> guard ──ends all of them──┘
 
 The guard waits for the end of stdin, when the worker ends a child or dies, and for the end of the runner. Then it finds
 all processes of the user's code, also in sessions of their own and orphans, which the kernel gives to the guard.
@@ -87,7 +87,7 @@ def _prctl(option: int, value: int) -> None:
 if __name__ == "__main__":
     main()
     import asyncio  # After the fork: the guard stays small.
+    import sys
+    from importlib import import_module
 
-    from asyncrl.rewards.execution.child_server import serve_pipes
-
-    asyncio.run(serve_pipes())
+    asyncio.run(import_module(sys.argv[1]).serve_pipes())

@@ -1,0 +1,140 @@
+"""A child process of a worker, behind a guard that ends it with everything that it started (guard_process.py)."""
+
+import asyncio
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from asyncrl.children.pipe_messages import packed, receive
+from asyncrl.children.printed_output import ChildOutput
+from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
+
+KILL_TIMEOUT = 5.0
+"""Seconds the kernel may take to end a process that was killed."""
+
+
+class ChildEnded(AsyncrlError):
+    """The child was killed, exited or crashed; the message says which. vanished: a signal, perhaps from outside, ended
+    the child."""
+
+    def __init__(self, why: str, *, vanished: bool = False) -> None:
+        super().__init__(why)
+        self.vanished = vanished
+
+
+class VanishedEarly(ConfigError):
+    """A signal ended the child while it loaded the user's code."""
+
+
+class GuardedProcess:
+    """A running child that answers messages. A subclass says what answers mean. ended: it ends or has ended."""
+
+    def __init__(self, process: Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process = process
+        self._calls = process.stdin
+        self._answers_pipe = process.stdout
+        self.loaded = False
+        self.ended = False
+
+    @classmethod
+    async def launch(
+        cls,
+        server: str,
+        code: Any,
+        name: str,
+        deadline: float,
+        tasks: asyncio.TaskGroup,
+        output: ChildOutput,
+        descriptors: Sequence[int] = (),
+    ) -> Self:
+        """Starts a child; raises ConfigError if it cannot load the user's code, VanishedEarly if a signal ended it, and
+        DeadlineExceeded after `deadline` seconds.
+
+        server: module whose `serve_pipes` runs in the child. code: the first message, which says what it loads. name:
+        what it loads, for errors. tasks: owns the task that reads answers. output: takes what the child prints.
+        descriptors: open files that it inherits.
+        """
+        guard = (sys.executable, "-m", "asyncrl.children.guard_process", server)
+        process = await asyncio.create_subprocess_exec(
+            *guard, stdin=PIPE, stdout=PIPE, stderr=output.end, start_new_session=True, pass_fds=descriptors
+        )
+        child = cls(process)
+        try:
+            async with asyncio.timeout(deadline):
+                await child._load(code, name, output.file.path)
+            child.loaded = True
+        except TimeoutError:
+            raise DeadlineExceeded(f"{name} could not be loaded within {deadline:.0f} s") from None
+        finally:
+            if not child.loaded:
+                await child.kill()
+        tasks.create_task(child._read(), name=f"answers of child {process.pid}")
+        return child
+
+    def greeted(self, message: Any) -> None:
+        """Takes the first message of the child; raises WireError when it is none of this kind of child."""
+        raise NotImplementedError
+
+    def take(self, message: Any) -> None:
+        """Takes an answer of the child; raises WireError for what is none."""
+        raise NotImplementedError
+
+    def finish(self, ended: ChildEnded) -> None:
+        """Ends all calls: no answers follow."""
+        raise NotImplementedError
+
+    async def send(self, message: Any) -> None:
+        """Sends a message to the child; raises ChildEnded when there is no child any more."""
+        try:
+            self._calls.write(packed(message))
+            await self._calls.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            raise ChildEnded(f"its process {self.process.pid} was gone", vanished=True) from None
+
+    async def kill(self) -> None:
+        """Ends the child and all processes that it started, at once."""
+        self.ended = True
+        if not self._calls.is_closing():
+            self._calls.transport.abort()
+        async with asyncio.timeout(KILL_TIMEOUT):
+            await self.process.wait()
+
+    async def _load(self, code: Any, name: str, printed: Path) -> None:
+        await self.send(code)
+        try:
+            message = await receive(self._answers_pipe)
+        except asyncio.IncompleteReadError:
+            status = await self.process.wait()
+            why = f"{name}: the process {_ended(status)} while it loaded them; see {printed}"
+            raise (VanishedEarly if status < 0 else ConfigError)(why) from None
+        match message:
+            case {"mistake": str(mistake)}:
+                raise ConfigError(mistake)
+            case _:
+                self.greeted(message)
+
+    async def _read(self) -> None:
+        why = ""
+        try:
+            while True:
+                self.take(await receive(self._answers_pipe))
+        except asyncio.IncompleteReadError:
+            pass
+        except WireError as error:
+            why = f"it said what is no answer: {error}"
+            await self.kill()
+        status = await self.process.wait()
+        self.ended = True
+        self.finish(ChildEnded(why or f"its process {_ended(status)}", vanished=not why and status < 0))
+
+
+def _ended(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    memory = ", as the kernel does where memory runs out" if -status == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-status).name}{memory}"
