@@ -139,7 +139,8 @@ class PromptGroup:
     """A group to sample. prompt: text, or chat messages ({"role", "content"}); members: which samples of the group are
     wanted; seed: the group's, a member's is derived from it; not_before: start no sequence with older weights;
     deadline: seconds that a sample may hold a slot; continues: rows of these members, each an episode that goes on
-    after what its environment answered last."""
+    after what its environment answered last; tools: JSON schemas of functions that the model may call, for the chat
+    template."""
 
     id: int
     attempt: int
@@ -152,6 +153,7 @@ class PromptGroup:
     max_new_tokens: int
     deadline: float
     continues: BatchRef | None = None
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +325,7 @@ class Checkpointed:
         return cls(parts[0].version, parts[0].chain, files, tuple(name for part in parts for name in part.ready))
 
 
-PROTOCOL = 13
+PROTOCOL = 14
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

@@ -17,6 +17,7 @@ DIGESTS = {
     11: "2c72f9e5864ecc90",
     12: "5232dbe73271673f",
     13: "15026719780ed870",
+    14: "0ea7b132d4857811",
 }
 """Of what the messages and the calls of each protocol are made of."""
 
