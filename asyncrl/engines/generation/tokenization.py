@@ -1,5 +1,6 @@
 """Tokenization of prompts (text, or messages with a chat template) and completions, stop strings and end ids."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,39 @@ class TokenizerWithStops:
         some decoders put a space between words."""
         return 1 + max(3, *(len(token.encode()) for token in self._tokenizer.get_vocab()))
 
-    def prompt_ids(self, prompt: str | list[Message]) -> NDArray[np.int32]:
+    def prompt_ids(self, prompt: str | list[Message], tools: Sequence[dict[str, Any]] = ()) -> NDArray[np.int32]:
         """Returns the token ids of a prompt: text is tokenized with special tokens, messages by the chat template,
-        which writes its first token. Raises TaskError when there is none, it fails, or it changes or omits a part."""
-        text = prompt if isinstance(prompt, str) else _render_chat(self._tokenizer, prompt)
-        encoded = self._tokenizer(text, add_special_tokens=isinstance(prompt, str))
-        return np.asarray(encoded["input_ids"], np.int32)
+        which writes its first token. tools: JSON schemas of functions, for the template. Raises TaskError when there is
+        none, it fails, or it changes or omits a part."""
+        if isinstance(prompt, str):
+            return np.asarray(self._tokenizer(prompt)["input_ids"], np.int32)
+        text = self.render_chat(prompt, tools)
+        _refuse_changed_parts(prompt, text)
+        return self.text_ids(text)
+
+    def text_ids(self, text: str) -> NDArray[np.int32]:
+        """Returns the token ids of a text alone, without special tokens."""
+        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+        """Renders messages with the model's template, which is third-party code, and its mark for the start of an
+        answer. Raises TaskError when there is no template or it fails."""
+        if not self._tokenizer.chat_template:
+            raise TaskError(
+                "the prompt is a list of messages and the model's tokenizer has no chat template: write the prompts as "
+                "text, without task.system, or use a model with a chat template (most -Instruct models have one)"
+            )
+        settings = {"add_generation_prompt": True, "tokenize": False}
+        try:
+            return str(self._tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **settings))
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise TaskError(
+                f"the model's chat template fails on this prompt: {type(error).__name__}: {error}; write messages that "
+                "it takes, or the prompt as text"
+            ) from error
+
+    def is_special(self, token: int) -> bool:
+        return token in self._tokenizer.all_special_ids
 
     def decode(self, tokens: NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
         settings = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
@@ -64,21 +92,8 @@ def end_ids(generation_config: Any, tokenizer: Any) -> NDArray[np.int64]:
     return np.array(sorted(ids - {None}), np.int64)
 
 
-def _render_chat(tokenizer: Any, messages: list[Message]) -> str:
-    """Renders messages with the model's template, which is third-party code, and its mark for the start of an answer.
-    Refuses templates that drop a part, such as the thoughts of earlier answers."""
-    if not tokenizer.chat_template:
-        raise TaskError(
-            "the prompt is a list of messages and the model's tokenizer has no chat template: write the prompts as "
-            "text, without task.system, or use a model with a chat template (most -Instruct models have one)"
-        )
-    try:
-        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise TaskError(
-            f"the model's chat template fails on this prompt: {type(error).__name__}: {error}; write messages that it "
-            "takes, or the prompt as text"
-        ) from error
+def _refuse_changed_parts(messages: list[Message], text: str) -> None:
+    """Refuses a template that drops a part of a prompt, such as the thoughts of earlier answers."""
     for number, message in enumerate(messages, 1):
         content = message["content"]
         for each in content if isinstance(content, list) else [content]:
@@ -90,4 +105,3 @@ def _render_chat(tokenizer: Any, messages: list[Message]) -> str:
                     f"{excerpt}: the model would see another history than the row has; write the message as the "
                     "template shows it (without <think> parts where it drops them), or the prompt as text"
                 )
-    return text

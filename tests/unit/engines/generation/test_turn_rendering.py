@@ -1,0 +1,163 @@
+"""Turns of an episode: given tokens extend what was sampled, as the template would write the whole conversation."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
+from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.errors import TaskError
+
+EOS, IM_END = 2, 3
+ENDS = np.array([EOS, IM_END])
+SAYS = {"role": "system", "content": "be kind"}
+ASKS = {"role": "user", "content": "hi there"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+GENERATE = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + GENERATE
+TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+RESPONSES = (  # Answers of tools that stand side by side are one message of the user.
+    "{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+)
+QWEN2 = (
+    TOOLS + "{% for m in messages %}" + RESPONSES + "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endif %}{% endfor %}" + GENERATE
+)
+# Thoughts are shown after the newest message of the user only.
+QWEN3 = (
+    "{% set found = namespace(user=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set found.user = loop.index0 %}{% endif %}{% endfor %}"
+    + QWEN2.replace(
+        "{{ m.content }}<|im_end|>",
+        "{{ m.content.split('</think>\n\n')[-1] if loop.index0 < found.user else m.content }}<|im_end|>",
+    )
+)
+LLAMA3 = (
+    "<bos>{% for m in messages %}{% set role = 'ipython' if m.role == 'tool' else m.role %}"
+    "<|start_header_id|>{{ role }}<|end_header_id|>\n\n"
+    "{% if tools and loop.first %}{{ tools | tojson }}{% endif %}{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+SMOLLM2 = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}" + CHATML
+STABLE = {"llama3": LLAMA3, "qwen2": QWEN2, "smollm2": SMOLLM2}
+
+
+@pytest.fixture
+def tokenizer(model_folder: Callable[[str], Path]) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(model_folder("llama"))
+
+
+def renderer(tokenizer: PreTrainedTokenizerFast, template: str | None) -> TurnRenderer:
+    tokenizer.chat_template = template
+    return TurnRenderer(TokenizerWithStops(tokenizer, ()), ENDS)
+
+
+def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
+    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def said(role: str, *texts: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": text} for text in texts]
+
+
+@pytest.mark.trap("rewritten_history")
+@pytest.mark.parametrize("opening", [[ASKS], [SAYS, ASKS]], ids=["user", "system"])
+@pytest.mark.parametrize("tools", [(), (TOOL,)], ids=["no tools", "tools"])
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize("family", list(STABLE))
+def test_prompt_sampled_and_given_tokens_are_the_whole_conversation(
+    tokenizer: PreTrainedTokenizerFast, family: str, role: str, tools: Any, opening: list[dict[str, Any]]
+) -> None:
+    """A sampled end of a turn is not given again, and a missing one is given."""
+    turns = renderer(tokenizer, STABLE[family])
+    messages = list(opening)
+    tokens = turns.prompt_ids(messages, tools).tolist()
+    for turn, ended in enumerate([True, False, True]):
+        answer = f"answer {turn}" + "<|im_end|>" * ended
+        answers = said(role, f"more {turn}", *["beside"] * (role == "tool"))
+        sampled = ids(tokenizer, answer)
+        tokens += [*sampled, *turns.given_ids(sampled, answers, chat=True, tools=tools)]
+        messages += [{"role": "assistant", "content": f"answer {turn}"}, *answers]
+    settings = {"add_generation_prompt": True, "tokenize": False, "tools": list(tools) or None}
+    whole = tokenizer.apply_chat_template(messages, **settings)
+    assert tokenizer.decode(tokens) == whole
+    assert tokens == ids(tokenizer, whole).tolist()
+    assert ("add" in whole) == bool(tools) or family == "smollm2"
+
+
+def test_what_was_sampled_is_kept_where_text_would_be_tokenized_otherwise(tokenizer: PreTrainedTokenizerFast) -> None:
+    """An answer that ends with another end of the vocabulary has its end."""
+    turns = renderer(tokenizer, CHATML)
+    given = turns.given_ids(np.array([70, EOS], np.int32), said("user", "x"), chat=True)
+    assert tokenizer.decode(given) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    assert given.dtype == np.int32
+    cut = turns.given_ids(np.array([70], np.int32), said("user", "x"), chat=True)
+    assert cut.tolist() == [IM_END, *given.tolist()]
+
+
+def test_an_end_that_is_no_end_of_the_model_is_not_given_twice(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = CHATML
+    turns = TurnRenderer(TokenizerWithStops(tokenizer, ()), np.array([EOS]))
+    cut = turns.given_ids(np.array([70, IM_END], np.int32), said("user", "x"), chat=True)
+    assert IM_END not in cut[:1]
+    ended = turns.given_ids(np.array([70, EOS], np.int32), said("user", "x"), chat=True)
+    assert ended[0] == IM_END, "the template's own mark is missing"
+
+
+def test_text_is_added_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = renderer(tokenizer, None)
+    found = turns.given_ids(ids(tokenizer, "guess 3"), said("user", " higher", "\n"), chat=False)
+    assert found.tolist() == ids(tokenizer, " higher\n").tolist()
+    assert turns.given_ids(ids(tokenizer, "3"), said("user", ""), chat=False).tolist() == []
+    assert turns.prompt_ids("guess").tolist() == tokenizer("guess")["input_ids"]
+
+
+@pytest.mark.trap("rewritten_history")
+def test_a_template_that_drops_thoughts_before_a_users_message_takes_answers_of_tools(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    turns = renderer(tokenizer, QWEN3)
+    turns.prompt_ids([ASKS])
+    turns.prompt_ids([ASKS], (TOOL,))
+    answer = ids(tokenizer, "<think>\n2\n</think>\n\n<tool_call>")
+    assert len(turns.given_ids(answer, said("tool", "4"), chat=True, tools=(TOOL,)))
+    with pytest.raises(
+        TaskError, match=r"in the role 'user': .*removes or rewrites the thoughts \(<think>\) of earlier"
+    ):
+        turns.given_ids(answer, said("user", "4"), chat=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (CHATML.replace("for m in messages", "for m in messages if m.role in ('user', 'assistant')"), "leaves out"),
+        (
+            "{% for m in messages %}{{ raise_exception('no tools') if m.role == 'tool' else m.content }}{% endfor %}",
+            "no t",
+        ),
+        (CHATML.replace("{{ m.role }}", "{{ m.role }}{{ loop.revindex }}"), "removes or rewrites earlier messages"),
+        (CHATML.replace("for m in messages", "for m in messages[-4:]"), "removes or rewrites earlier messages"),
+        ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", "shows no earlier answers"),
+        (CHATML + "<think>\n", "removes or rewrites earlier messages"),
+    ],
+)
+def test_a_template_without_a_role_for_tools_or_that_rewrites_is_refused_when_tools_are_there(
+    tokenizer: PreTrainedTokenizerFast, template: str, says: str
+) -> None:
+    turns = renderer(tokenizer, template)
+    with pytest.raises(TaskError, match=f"in the role 'tool': .*{says}.*; give the model folder a chat template"):
+        turns.prompt_ids([ASKS], (TOOL,))
+
+
+def test_a_chat_is_refused_at_once_when_no_role_can_answer_and_text_is_not(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = renderer(tokenizer, CHATML + "<think>\n")
+    with pytest.raises(TaskError, match=r"in the role 'user': .*in the role 'tool'"):
+        turns.prompt_ids([ASKS])
+    assert len(turns.prompt_ids("hi"))
