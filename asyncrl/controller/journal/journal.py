@@ -215,13 +215,13 @@ class Journal:
             store.truncate(self.offset)
 
     def append(self, record: Record) -> None:
-        """Appends a record. Raises JournalError, with nothing written, if it contradicts the records before it."""
-        self.ledger.apply(record)
-        if isinstance(record, Trained) and record.chain != self.ledger.chain.hex():
+        """Appends a record. Raises JournalError, with nothing changed, if it contradicts those before."""
+        if isinstance(record, Trained) and record.chain != (own := self.ledger.chain_after(record).hex()):
             raise JournalError(
                 f"the trainer did not train what the journal says for version {record.version}: "
-                f"its chain is {record.chain[:16]}, by the records it is {self.ledger.chain.hex()[:16]}"
+                f"its chain is {record.chain[:16]}, by the records it is {own[:16]}"
             )
+        self.ledger.apply(record)
         frame = encode(record)
         self.store.append(frame)
         self.offset += len(frame)

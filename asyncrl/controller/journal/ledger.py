@@ -5,13 +5,16 @@ The ledger checks the gate without using the gate's rules: samples move along le
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from asyncrl.controller.gate.group_state import DROPPABLE, IN_FLIGHT, Cut, GroupState, SampleState, Stage
 from asyncrl.errors import IllegalTransition, JournalError, TrainedTwice
 from asyncrl.protocols.hash_chain import GENESIS, chain
+
+SampleKey: TypeAlias = tuple[int, int]
+"""(group, member)."""
 
 MOST_MEMBERS = 1 << 16
 """Members of one group: far more than any run samples, so that a damaged record cannot ask for all memory."""
@@ -228,17 +231,21 @@ class Ledger:
         group.greedy = record.reward
 
     def _trained(self, record: Trained) -> None:
-        if record.version != self.version + 1:
-            raise IllegalTransition(f"an iteration led from version {self.version} to {record.version}")
-        keys = [(group, member) for group, members in record.cuts for member in members]
-        samples = [self._to_train(*key) for key in keys]
-        self.chain = chain(self.chain, [(*key, each.attempt) for key, each in zip(keys, samples, strict=True)])
-        for sample in samples:
+        samples = self._to_train(record)
+        self.chain = self._link(samples)
+        for sample in samples.values():
             sample.stage = Stage.TRAINED
         self.trained += len(samples)
         self.version = record.version
         for group, _ in record.cuts:
             self._forget(group)
+
+    def chain_after(self, record: Trained) -> bytes:
+        """Returns the chain that this record leads to, with nothing changed. Raises what `apply` raises."""
+        return self._link(self._to_train(record))
+
+    def _link(self, samples: Mapping[SampleKey, SampleState]) -> bytes:
+        return chain(self.chain, [(*key, sample.attempt) for key, sample in samples.items()])
 
     def _dropped(self, record: Dropped) -> None:
         samples = [self._sample(record.group, member, DROPPABLE, "dropped") for member in record.members]
@@ -312,7 +319,19 @@ class Ledger:
             )
         return samples[member]
 
-    def _to_train(self, group: int, member: int) -> SampleState:
+    def _to_train(self, record: Trained) -> dict[SampleKey, SampleState]:
+        """Returns the samples of a record. Raises IllegalTransition or TrainedTwice when they cannot be trained."""
+        if record.version != self.version + 1:
+            raise IllegalTransition(f"an iteration led from version {self.version} to {record.version}")
+        samples: dict[SampleKey, SampleState] = {}
+        for group, members in record.cuts:
+            for member in members:
+                if (group, member) in samples:
+                    raise TrainedTwice(f"sample {(group, member)} cannot be trained: the record names it twice")
+                samples[group, member] = self._ready(group, member)
+        return samples
+
+    def _ready(self, group: int, member: int) -> SampleState:
         finished = group not in self.groups and group < self.next_group
         if finished or self._sample(group, member, tuple(Stage), "trained").stage is Stage.TRAINED:
             raise TrainedTwice(f"sample {(group, member)} cannot be trained: it was trained or dropped before")

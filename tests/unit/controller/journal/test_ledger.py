@@ -332,6 +332,18 @@ def test_a_trainer_that_trained_something_else_is_found_at_once(run: Any) -> Non
     trained = history.records[-1]
     with pytest.raises(JournalError, match="the trainer did not train what the journal says for version 1"):
         journal.append(Trained(trained.version, trained.cuts, trained.advantages, "0" * 64))
+    ledger, size = journal.ledger, journal.offset
+    assert (ledger.version, ledger.trained, journal.store.size) == (0, 0, size)
+    journal.append(trained)
+    assert ledger.version == 1
+
+
+def test_a_record_that_names_a_sample_twice_is_refused() -> None:
+    journal = waiting_for_training()
+    cuts = ((0, (0, 0)),)
+    with pytest.raises(TrainedTwice, match="names it twice"):
+        journal.append(Trained(1, cuts, (0.5, 0.5), chain(GENESIS, [(0, 0, 0)] * 2).hex()))
+    assert journal.ledger.trained == 0
 
 
 def waiting_for_training() -> Journal:
