@@ -16,6 +16,8 @@ UNITS = (
     *("GB", "TB", "mph", "kph", "px", "USD", "EUR", "GBP"),
 )
 """Units that may stand directly behind a number. The letters k, M and B are none: they may be units or factors."""
+SIGNS = ("%", "‰", "°", "$", "€", "£", "¥", "₹")
+"""Signs that may stand behind a number like a unit, with a space between."""
 SCALES = {"hundred": 1e2, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12, "dozen": 12.0}
 MONTHS = (
     *("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November"),
@@ -211,15 +213,22 @@ def _stands_alone(word: WordInLine, before: list[str], value: float) -> bool:
     """Returns whether the neighbours leave a number what it is: not part of a list, range, date or expression."""
     if not before and len(word.behind) > 0 and ENUMERATOR.fullmatch(word.text):
         return False  # The number of an item.
-    nearest, next_nearest = (*before, "", "")[:2]
+    nearest, *others = [each.lstrip("([{") or each for each in (*before, "")]  # A bracket opens no other meaning.
     number_before = _has_digit(nearest) and not nearest.endswith((".", ":"))
-    joined = nearest.strip(",") in UNITS or nearest.lower().strip(",") in {*JOINS, *SCALES}
     operator_before = nearest in OPERATORS or nearest.endswith(("<", ">", "≤", "≥", "±", "<=", ">="))
     changed = nearest.lower() in CHANGES_BEFORE
     date = nearest.rstrip(".") in MONTHS
-    if number_before or (joined and _has_digit(next_nearest)) or operator_before or changed or date:
+    if number_before or _joins_numbers(nearest, others) or operator_before or changed or date:
         return False
     return _keeps_value(word.text, word.behind)
+
+
+def _joins_numbers(nearest: str, others: list[str]) -> bool:
+    """Returns whether the nearest word before a number joins it to another one, behind which its unit may stand."""
+    if nearest.strip(",") not in UNITS and nearest.lower().strip(",") not in {*JOINS, *SCALES}:
+        return False
+    has_unit = bool(others) and (others[0].strip(CLOSING) in UNITS or others[0].startswith(SIGNS))
+    return any(map(_has_digit, others[1:2] if has_unit else others[:1]))
 
 
 def _keeps_value(word: str, behind: list[str]) -> bool:

@@ -31,7 +31,7 @@ def regex_format(pattern: str) -> OfSample:
 def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
     """Gives 1 if the last number of the completion is the row's `column`, within `tolerance` (relative above 1).
 
-    What may mean several things is no number and gives 0, whatever stands before it; in the row it is an error.
+    A text that may mean several numbers holds none and gives 0, whatever stands before it; in the row it is an error.
     The number is what the last `\\boxed{}` holds, if there is one, else the last word with a digit.
 
     - A point is the decimal mark. Groups of three are thousands: 1,234.5, 1'234, 1_234, 1\\,234, and 1 234 with a thin
@@ -40,9 +40,9 @@ def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
     - 3/4, \\frac{3}{4}, ¾ and 1 3/4 are fractions. 1e3, 1.5E-4, 2 x 10^3 and 10^3 are powers of ten; 2^3 is no number.
     - Percent, currencies and units leave the number what it is: 50%, $50, 50 km and 50km are 50. Words from `hundred`
       to `trillion` and `dozen` multiply it; 50k and 50M are no numbers.
-    - Ranges, lists, tuples, choices (3 or 4), expressions (7-3, x + 1, minus 5), quantities of several numbers (5 ft
-      10 in), bounds (> 5), dates, times, versions, names with digits (GPT-4) and numbers of items in a list are no
-      numbers.
+    - Ranges, lists, tuples, choices (3 or 4, 3 (or 4), 3 kg or 4 kg), expressions (7-3, x + 1, minus 5), quantities of
+      several numbers (5 ft 10 in), bounds (> 5), dates, times, versions, names with digits (GPT-4) and numbers of items
+      in a list are no numbers.
     """
 
     def reward(sample: Sample) -> float:

@@ -46,6 +46,9 @@ NUMBERS: dict[str, float] = {
     "[72]": 72,
     "{72}": 72,
     "the sum (that is 72)": 72,
+    "8 (and so 72)": 72,
+    "of 3 m and then (in all 72)": 72,
+    "it is red (or 72)": 72,
     "the answer\nis\n72": 72,
     "72 - because": 72,
     "<answer>72</answer>": 72,
@@ -224,7 +227,8 @@ NOTHING = (
     *("1 2", "1 234", "1 234 567", "555 123", "(1,2,3)", "\\boxed{1,2}", "\\boxed{(1,2)}", "\\boxed{1, 2}"),
     # choices and ranges
     *("3 or 5", "3, or 5", "5 or more", "5 or so", "3-5", "3–5", "3 - 5", "3 — 5", "3 to 5", "from 3 to 5", "3..5"),
-    *("between 3 and 5", "3~5", "3 through 5", "3 vs 5", "3…5"),
+    *("between 3 and 5", "3~5", "3 through 5", "3 vs 5", "3…5", "5 (or 6)", "5 (to 6)", "5 [or 6]", "5 km or 6 km"),
+    *("5 kg (or 6 kg)", "5 m, or 6", "5 % or 6 %", "5 °C to 6 °C"),
     # expressions and bounds
     *("7-3", "7+3", "7*3", "7 - 3", "7 + 3", "7 * 3", "7 × 3", "2 x 3", "7x3", "x + 5", "5 + x", "5 x", "x-5", "5x"),
     *(
@@ -264,10 +268,12 @@ NOTHING = (
     ),
     *("10^3^2", "1e3.5", "1e", "2e", "5 and a half", "5 and three quarters"),
     # words that change a number, and quantities of several numbers
+    *("it is (minus 5)", "(- 5)"),
     *("minus 5", "it is negative 5", "7 minus 3", "2 plus 3", "3 times 4", "5 ft 10 in", "5 ft, 10 in", "2 h 30 min"),
     *("3 kg 200 g", "5 hundred thousand", "2 million 500 thousand", "5 thousand 3", "3 : 4"),
     # dates, times, ratios, versions, addresses
     *("2024-05", "2024-05-01", "12/25/2024", "01.02.2024", "May 5, 2024", "May 5", "5 May", "May 2024", "10:30", "3:1"),
+    "it is (May 5)",
     *("1.2.3", "v1.2", "1.234.567", "192.168.0.1", "555-1234", "+1 555 123 4567", "10:30:15", "2/3/4", "3/0"),
     # decimal commas and groups that are none
     *("0,5", "3,14", "1234,5", "1,23", "1,2345", "1,00,000", "12,34,567", "0,123", "1,234,56", ",5", "1_0", "1,,000"),
