@@ -63,7 +63,7 @@ class RunDirectory:
 def open_run_directory(path: Path) -> RunDirectory:
     """Opens the directory at `path`, and makes it when it does not exist. Raises ConfigError when it is not empty and
     holds no run, or cannot be written."""
-    directory = RunDirectory(path.absolute())
+    directory = RunDirectory(path.resolve() if ".." in path.parts else path.absolute())
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
         entries = {entry.name for entry in directory.path.iterdir()}

@@ -90,16 +90,14 @@ def available_memory() -> int:
     return available
 
 
-def shared_memory_check(need: int = 0, folder: Path = SHARED_MEMORY) -> Check:
-    """Checks that shared memory exists and has room for `need` bytes."""
+def shared_memory_check(folder: Path = SHARED_MEMORY) -> Check:
+    """Checks that shared memory exists, and says how much of it is free."""
     if not folder.is_dir():
         remedy = "mount a tmpfs there; without it rows travel as frames and weights cannot be shared"
         return Check(str(folder), "bad", "is not there", remedy)
     state = os.statvfs(folder)
-    free, size = free_shared_memory(folder), state.f_blocks * state.f_frsize
-    needed = f", about {size_text(need)} needed" if need else ""
-    more = "give it more (docker: --shm-size, compose: shm_size), or lower generation.slots or max_prompt_tokens"
-    return check(str(folder), free >= need, f"{size_text(free)} free of {size_text(size)}{needed}", more)
+    size = state.f_blocks * state.f_frsize
+    return Check(str(folder), "ok", f"{size_text(free_shared_memory(folder))} free of {size_text(size)}")
 
 
 def free_shared_memory(folder: Path = SHARED_MEMORY) -> int:

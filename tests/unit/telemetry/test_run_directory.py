@@ -37,6 +37,17 @@ def test_two_runs_of_the_same_second_get_two_directories(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a-1200-2"]
 
 
+def test_a_path_is_shown_without_what_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere, here = tmp_path / "elsewhere" / "deep", tmp_path / "here"
+    elsewhere.mkdir(parents=True)
+    here.mkdir()
+    (here / "link").symlink_to(elsewhere)
+    monkeypatch.chdir(here)
+    assert open_run_directory(Path("../r")).path == tmp_path / "r"
+    assert open_run_directory(Path("link/../r")).path == tmp_path / "elsewhere" / "r"  # As the kernel reads it.
+    assert open_run_directory(Path("link/r")).path == here / "link" / "r"
+
+
 def test_a_new_directory_that_stays_empty_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError), new_run_directory(tmp_path / "runs", "a"):
         raise ConfigError("a mistake")

@@ -33,12 +33,11 @@ def test_the_checkout_is_named() -> None:
     assert package.found == f"{Path(machine.__file__).parents[2]}: a checkout"
 
 
-def test_shared_memory_is_compared_with_the_need(tmp_path: Path) -> None:
-    assert shared_memory_check(1, tmp_path).status == "ok"
-    small = shared_memory_check(2**60, tmp_path)
-    assert small.status == "bad"
-    assert "--shm-size" in small.remedy
-    assert shared_memory_check(1, tmp_path / "gone").status == "bad"
+def test_shared_memory_is_there_or_not(tmp_path: Path) -> None:
+    there = shared_memory_check(tmp_path)
+    assert there.status == "ok"
+    assert " free of " in there.found
+    assert shared_memory_check(tmp_path / "gone").status == "bad"
 
 
 def test_a_container_gives_up_the_files_that_it_keeps_in_memory(

@@ -28,7 +28,6 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(doctor, "machine_checks", lambda: [Check("python", "ok", "3.11")])
     monkeypatch.setattr(doctor, "fork_check", lambda: Check("forked workers", "ok", ""))
     monkeypatch.setattr(doctor, "available_memory", lambda: 64 * 2**30)
-    monkeypatch.setattr(doctor, "shared_memory_check", lambda needed: Check("/dev/shm", "ok", f"{needed} bytes needed"))
     monkeypatch.setattr(
         install_hints, "find_spec", lambda module: ModuleSpec(module, None)
     )  # whatever is installed here
@@ -47,7 +46,7 @@ def test_a_good_experiment_gets_its_bytes_by_service(experiment: Path, capsys: p
         "training",
         "reward",
         "services on the CPU",
-        "/dev/shm",
+        "shared memory",
         "ready",
     ):
         assert expected in text
@@ -59,6 +58,17 @@ def test_an_experiment_too_large_for_the_machine(experiment: Path, capsys: pytes
     assert "BAD   services on the CPU" in text
     assert "lower training.micro_batch_tokens or generation.slots" in text
     assert "to repair" in text
+
+
+def test_shared_memory_that_is_too_small_is_said_once(
+    experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "free_shared_memory", lambda: 2**20)
+    assert cli.main(["doctor", str(experiment)]) == 1
+    said = capsys.readouterr().out
+    assert said.count("BAD") == 1
+    assert "of shared memory (/dev/shm) are free, and two versions of the weights take 1.0 GB" in said
+    assert said.endswith("1 to repair\n")
 
 
 def test_a_model_that_is_not_whole(experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
