@@ -14,7 +14,7 @@ from asyncrl.lanes.control.deadlines import Deadline, Deadlines
 from asyncrl.lanes.control.message_codec import MessageSequence
 from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
 from asyncrl.lanes.control.remote_errors import failure_from
-from asyncrl.lanes.control.wire import CREDIT, Frame, Listener
+from asyncrl.lanes.control.wire import CREDIT, Frame, Listener, Wakeup
 from asyncrl.protocols.messages import (
     Call,
     Cancel,
@@ -91,6 +91,7 @@ class Server:
     _deadlines: Deadlines = field(default_factory=Deadlines, init=False)
     _arrived: int = field(default=0, init=False)
     _report_period: float = field(default=REPORT_PERIOD, init=False)
+    _period_shortened: Wakeup = field(default_factory=Wakeup, init=False)
     _sweep_at: int = field(default=FIRST_SWEEP, init=False)
 
     @property
@@ -210,7 +211,12 @@ class Server:
         """Lets callers know that the worker makes progress with a long call: they see answers only."""
         reported = parts()
         while True:
-            await asyncio.sleep(self._report_period)
+            try:
+                async with asyncio.timeout(self._report_period):
+                    await self._period_shortened.wait()
+                continue  # A call with a short deadline has come: it cannot wait for the end of a longer period.
+            except TimeoutError:
+                pass
             if (finished := parts()) == reported:
                 continue
             reported = finished
@@ -237,8 +243,9 @@ class Server:
     def _start(self, tasks: asyncio.TaskGroup, session: CallerSession, call: Call) -> None:
         if not (math.isfinite(call.deadline) and call.deadline > 0):
             raise WireError(f"call {call.call} of {call.method} has the deadline {call.deadline}")
-        if call.deadline < self._report_period * REPORTS:
-            self._report_period = max(SHORTEST_PERIOD, call.deadline / REPORTS)
+        if (period := max(SHORTEST_PERIOD, call.deadline / REPORTS)) < self._report_period:
+            self._report_period = period
+            self._period_shortened.wake()
         if call.call in session.tasks:
             raise WireError(f"call {call.call} came twice")
         # A cancelled call gives its credit back at once, while its task may need a moment to end.

@@ -208,6 +208,29 @@ def test_a_worker_that_makes_progress_with_one_long_call_is_not_late(told: bool)
     assert answer == "scored" if told else isinstance(answer, DeadlineExceeded)
 
 
+def test_progress_is_reported_in_time_for_the_first_call_with_a_short_deadline() -> None:
+    """Six parts of a second each; then calls so short that a report lies between each two of them."""
+    finished = 0
+
+    async def score(call: Call) -> str:
+        nonlocal finished
+        for _ in range(int(call.method)):
+            await asyncio.sleep(1.0)
+            finished += 1
+        return "scored"
+
+    async def calls(client: Client) -> list[str]:
+        await asyncio.sleep(0.1)
+        first = await client.call("6", (), 2.0)
+        long = asyncio.ensure_future(client.call("6", (), 2.0))
+        for _ in range(40):
+            await client.call("0", (), 0.5)
+            await asyncio.sleep(0.1)
+        return [first, await long]
+
+    assert over_a_wire(score, calls, finished=lambda: finished) == ["scored", "scored"]
+
+
 def test_a_heartbeat_is_no_progress() -> None:
     async def hang(call: Call) -> None:
         await asyncio.Event().wait()
