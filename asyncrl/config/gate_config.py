@@ -16,8 +16,8 @@ class GateConfig:
     eta, in versions. slots: sequences that all replicas together decode at one time. cut_at: members that must be
     scored before a part of a group may train; None: only whole groups train. baseline: fewest rewards of a group from
     which advantages can be computed. need_signal: groups whose rewards are all equal are not trained. greedy: each
-    group waits for the reward of a greedy answer beside its members. admission: "full" draws as
-    far ahead of the trainer as the limit allows, "adaptive" as far as keeps the trainer busy."""
+    group waits for the reward of a greedy answer beside its members. admission: "full" draws as far ahead of the
+    trainer as the limit allows, "adaptive" as far as keeps the trainer busy."""
 
     groups: int
     members: int
@@ -28,7 +28,7 @@ class GateConfig:
     baseline: int = 2
     need_signal: bool = False
     greedy: bool = False
-    admission: Literal["adaptive", "full"] = "adaptive"
+    admission: Literal["adaptive", "full"] = "full"
 
     @classmethod
     def of(cls, config: Config) -> Self:

@@ -49,9 +49,10 @@ RANKS = 4
 ROW = ("ids", "logp", "mask", "versions")
 """Columns of a rollout batch that hold a value per token; the others hold a value per sample."""
 SMALL = 2**20
-SLOT = 1024
+SMALLEST_ROW = 1024
 """Bytes of a row in the store of a worker that makes none."""
 PART = bytes_of_row({"data": (np.dtype(np.uint8), LARGE // RANKS)})
+"""Bytes of a row with the part of a large batch that one rank gets."""
 
 
 # ---- worker processes ------------------------------------------------------------------------------------
@@ -165,14 +166,8 @@ async def _echo_fleet(folder: Path) -> AsyncIterator[RunningFleet]:
     facts = RunFacts(secrets.token_hex(4), run_dir, run_dir, 0, "none", config)
     service = f"{__name__}:EchoService"
     specs = [
-        ServiceSpec("one", Echo, service, options={"row_bytes": SLOT}),
-        ServiceSpec(
-            "all",
-            Echo,
-            service,
-            layout=Layout(dp=RANKS),
-            options={"row_bytes": bytes_of_row({"data": (np.dtype(np.uint8), LARGE // RANKS)})},
-        ),
+        ServiceSpec("one", Echo, service, options={"row_bytes": SMALLEST_ROW}),
+        ServiceSpec("all", Echo, service, layout=Layout(dp=RANKS), options={"row_bytes": PART}),
     ]
     with LocalLauncher(run=facts.run) as launcher:
         async with running_fleet(specs, facts, launcher=launcher) as running:

@@ -232,7 +232,7 @@ class Forks:
     async def _answer_to_fork(self, servers: _Servers, stage: Stage) -> Any:
         """Returns the answer to a request for a worker. When it is cancelled, it waits for the answer a moment longer
         and kills the worker, which would remain as a child of this process with a pid that is not known."""
-        answering = asyncio.ensure_future(self._answer(servers, stage))
+        answering = asyncio.create_task(self._answer(servers, stage), name="answer to a fork")
         try:
             return await asyncio.shield(answering)
         except asyncio.CancelledError:
@@ -242,7 +242,8 @@ class Forks:
             raise
 
     async def _answer(self, servers: _Servers, stage: Stage) -> Any:
-        receiving = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(servers.channels[stage], ANSWER_BYTES))
+        answer_bytes = asyncio.get_running_loop().sock_recv(servers.channels[stage], ANSWER_BYTES)
+        receiving = asyncio.create_task(answer_bytes, name=f"bytes of the fork server ({stage})")
         try:
             while not (await asyncio.wait([receiving], timeout=LOOK))[0]:
                 if servers.are_stopped(stage):

@@ -13,7 +13,8 @@ DROPPED = Pick(None, (Drop(GroupState(0, 0, []), (0, 1), "no_signal"),))
 
 
 def admission(limit: int = 8, slots: int = 8, **changes: Any) -> Admission:
-    return Admission(GateConfig(groups=4, members=2, limit=limit, policy="mask", slots=slots, **changes))
+    options = {"admission": "adaptive", **changes}
+    return Admission(GateConfig(groups=4, members=2, limit=limit, policy="mask", slots=slots, **options))
 
 
 @pytest.mark.parametrize(("slots", "first"), [(1, 16), (8, 16), (12, 20), (500, 24)])
