@@ -6,6 +6,7 @@
 so that a benchmark can time the controller alone, and a test can count what it executes.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -190,11 +191,18 @@ class LargeRun(ResumableRun):
 
 
 def run_large_fleet(shape: LargeFleet, observe: Callable[[Event], None]) -> LargeRun:
-    """Runs to the last step on a virtual loop of its own. Raises AssertionError when gate and journal do not agree."""
+    """Runs to the last step on a virtual loop of its own. Raises AssertionError when gate and journal do not agree.
+
+    The collector of garbage is off, because it would scan the objects of all workers."""
 
     async def main() -> LargeRun:
         large = LargeRun(shape, observe)
         await large.run()
         return large
 
-    return run(main(), WatchedLoop)
+    gc.collect()
+    gc.disable()
+    try:
+        return run(main(), WatchedLoop)
+    finally:
+        gc.enable()

@@ -6,7 +6,6 @@ garbage, which here scans the objects of all workers too.
 """
 
 import asyncio
-import gc
 import random
 import time
 from collections.abc import Callable
@@ -66,10 +65,5 @@ def controller_all_in(workers: int) -> float:
         lengths=_different,
     )
     timed = _Timed()
-    gc.collect()
-    gc.disable()
-    try:
-        run_large_fleet(shape, timed.observe)
-    finally:
-        gc.enable()
+    run_large_fleet(shape, timed.observe)
     return median(timed.steps)

@@ -13,6 +13,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.toml_writer import dump
 from asyncrl.deploy import cli
 from asyncrl.deploy import preflight as preflight_module
+from asyncrl.deploy.checks.machine import Check
 from asyncrl.deploy.commands import doctor
 from asyncrl.deploy.preflight import model_problems, preflight
 from asyncrl.deploy.run_setup import RunRequest, run
@@ -62,6 +63,7 @@ def test_doctor_prints_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "machine_checks", list)
+    monkeypatch.setattr(doctor, "fork_check", lambda: Check("forked workers", "ok", ""))
     path = tmp_path / "mine.toml"
     path.write_text(
         '[model]\nname = "warmed:reverse"\n[task]\nprompts = "nowhere.jsonl"\n'

@@ -41,9 +41,9 @@ def test_small_probabilities_survive_a_large_vocabulary() -> None:
     """Near 1 float32 has steps of 6e-8; here each of 150,000 tokens behind the first has 5.6e-9."""
     logits = torch.full((150_000,), -19.0)
     logits[0] = 0.0
-    numbers = 1 - 4e-4 + 1e-8 * torch.arange(500, dtype=torch.float64)
-    tokens, _ = sample(logits.expand(500, -1), torch.ones(500), numbers)
-    assert len(tokens.unique()) > 490
+    numbers = 1 - 4e-4 + 1e-8 * torch.arange(100, dtype=torch.float64)
+    tokens, _ = sample(logits.expand(100, -1), torch.ones(100), numbers)
+    assert len(tokens.unique()) > 98
     assert (tokens > 0).all()
 
 
