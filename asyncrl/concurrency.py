@@ -1,8 +1,8 @@
 """Runs several coroutines side by side, as one that can fail or be cancelled."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar, overload
 
 from asyncrl.errors import Retryable
@@ -49,14 +49,12 @@ async def running_beside(work: Mapping[str, Coroutine[Any, Any, None]]) -> Async
 
     Raises the root cause of all errors; the first error of the block or of a task ends the others.
     """
-    try:
+    with one_error():
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(each, name=name) for name, each in work.items()]
             yield
             for task in running:
                 task.cancel()
-    except BaseExceptionGroup as errors:
-        raise (error := root_cause(errors)) from error.__cause__
 
 
 def unwrap(error: BaseException) -> BaseException:
@@ -73,6 +71,15 @@ def root_cause(error: BaseException) -> BaseException:
     """
     leaves = list(_leaves(error))
     return next((leaf for leaf in leaves if not isinstance(leaf, Retryable)), leaves[0])
+
+
+@contextmanager
+def one_error(choose: Callable[[BaseExceptionGroup[BaseException]], BaseException] = root_cause) -> Iterator[None]:
+    """Raises one error, with its own cause, in place of the group of errors with which a TaskGroup inside ends."""
+    try:
+        yield
+    except BaseExceptionGroup as errors:
+        raise (error := choose(errors)) from error.__cause__
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import cast
 
-from asyncrl.concurrency import root_cause
+from asyncrl.concurrency import one_error, root_cause
 from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks, AttributedTo
 from asyncrl.controller.gate.gate import Gate
@@ -112,11 +112,9 @@ class Controller:
         Raises FleetFailed when the trainer was lost, TaskError when generation refused a prompt, and other errors from
         the algorithm, its iterations, the journal or an observer.
         """
-        try:
+        with one_error():
             async with asyncio.TaskGroup() as tasks:
                 await self._run(algorithm, tasks)
-        except BaseExceptionGroup as errors:
-            raise (error := root_cause(errors)) from error.__cause__
         await self._tracker.close()
 
     async def _run(self, algorithm: Algorithm, tasks: asyncio.TaskGroup) -> None:

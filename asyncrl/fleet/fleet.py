@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from asyncrl.concurrency import root_cause
+from asyncrl.concurrency import one_error, root_cause
 from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls, watch_queues
 from asyncrl.fleet.launcher import InprocLauncher, Launcher
@@ -284,7 +284,7 @@ async def fleet_on(
     # A trainer that hangs is left to the deadlines of its calls.
     watched = [spec.name for spec in specs if not issubclass(spec.contract, Training)]
     watches: list[asyncio.Task[None]] = []
-    try:
+    with one_error(_cause):
         async with asyncio.TaskGroup() as tasks:
             running.health_poller = poller = HealthPoller(running.workers, round_seconds(seconds), tasks)
             supervision = tasks.create_task(running.supervisor.run(), name="supervisor")
@@ -306,8 +306,6 @@ async def fleet_on(
                     task.cancel()
                 poller.close()
                 supervision.cancel()
-    except BaseExceptionGroup as errors:
-        raise (error := _cause(errors)) from error.__cause__
 
 
 def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:

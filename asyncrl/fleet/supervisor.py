@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from asyncrl.concurrency import gather, unwrap
+from asyncrl.concurrency import gather, one_error, unwrap
 from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost
 from asyncrl.fleet.launcher import Launcher, WorkerProcess
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerSpawned, WorkerStarted
@@ -130,12 +130,10 @@ class Supervisor:
             FleetFailed: a worker that is not restarted died, or another one too often.
             AsyncrlError: what a worker raised during its first start.
         """
-        try:
+        with one_error(unwrap):
             async with asyncio.TaskGroup() as tasks:
                 for slot in self._slots:
                     tasks.create_task(self._keep_alive(slot), name=f"supervision of {slot.worker.name}")
-        except BaseExceptionGroup as errors:
-            raise unwrap(errors) from None
 
     async def _keep_alive(self, slot: WorkerSlot) -> None:
         while True:

@@ -3,8 +3,8 @@ from typing import NoReturn
 
 import pytest
 
-from asyncrl.concurrency import gather, running_beside
-from asyncrl.errors import LostRows
+from asyncrl.concurrency import gather, one_error, running_beside, unwrap
+from asyncrl.errors import FleetFailed, LostRows, PeerLost
 
 
 async def value(number: int) -> int:
@@ -94,3 +94,19 @@ async def test_an_error_of_the_block_comes_bare() -> None:
     with pytest.raises(LostRows, match="gone"):
         async with running_beside({"waits": forever()}):
             raise LostRows("gone")
+
+
+def test_one_error_of_several_is_raised_with_its_own_cause() -> None:
+    reason = ValueError("why")
+    failed = FleetFailed("the fleet")
+    failed.__cause__ = reason
+    with pytest.raises(FleetFailed) as raised, one_error():
+        raise ExceptionGroup("of a group", [ExceptionGroup("inside", [PeerLost("follows from it")]), failed])
+    assert raised.value is failed
+    assert raised.value.__cause__ is reason
+
+
+def test_what_is_chosen_may_be_the_group_itself() -> None:
+    with pytest.raises(ExceptionGroup) as raised, one_error(unwrap):
+        raise ExceptionGroup("both", [KeyError("one"), KeyError("another")])
+    assert len(raised.value.exceptions) == 2
