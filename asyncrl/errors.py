@@ -49,7 +49,7 @@ class PeerLost(Retryable):
 
 
 ALL_SLOTS = -1
-"""In place of a slot: all rows of an owner."""
+"""Stands in place of a slot for all rows of an owner."""
 
 
 class LostRows(Retryable):

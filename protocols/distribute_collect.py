@@ -49,8 +49,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Fan:
-    """How one call goes out and comes back. rows: of each rank; kept: ranks whose answers are kept, in order; count:
-    rows of the call, None without an argument that can be split; gather: answers are listed, not joined."""
+    """Describes how one call goes out and comes back. rows: of each rank; kept: ranks whose answers are kept, in order;
+    count: rows of the call, None without an argument that can be split; gather: answers are listed, not joined."""
 
     rows: tuple[tuple[int, ...], ...]
     kept: tuple[int, ...]
@@ -206,7 +206,7 @@ def _all_ranks(layout: Layout) -> list[int]:
 
 
 ONE_TO_ALL = Transfer("ONE_TO_ALL", _to_everyone, _all_ranks)
-"""The same input to all ranks, the answers of all."""
+"""Gives all ranks the same input, and keeps the answers of all."""
 
 ONE_OF = Transfer("ONE_OF", _to_everyone, lambda layout: [layout.rank(pp=-1)], one_of=True)
 """The whole call to one replica, the answer of its last pipeline stage. Not in Table 3."""
@@ -239,7 +239,7 @@ first rank. The table's "micro DP group" is read as the ranks that generate toge
 THREE_D_PP_ONLY = Transfer(
     "THREE_D_PP_ONLY", _to_everyone, lambda layout: [layout.rank(pp=index) for index in range(layout.pp)]
 )
-"""The same input to all ranks; the answers of each pipeline stage's first tensor and data rank."""
+"""Gives all ranks the same input, and keeps the answers of each pipeline stage's first tensor and data rank."""
 
 DP_PROTO = Transfer("DP_PROTO", lambda weights, layout: even_parts(weights, layout.size), _all_ranks)
 """Split over all ranks, each a data-parallel one; the answers of all."""

@@ -34,7 +34,7 @@ class PromptRow(dict[str, Any]):
 
     @cached_property
     def packed(self) -> PackedRow:
-        """The encoded row. Raises ValueError, OverflowError or TypeError for values that cannot be sent."""
+        """Returns the encoded row. Raises ValueError, OverflowError or TypeError for values that cannot be sent."""
         data = msgpack.packb(self, use_bin_type=True)
         return PackedRow(hashlib.blake2b(data, digest_size=16).digest(), np.frombuffer(data, np.uint8))
 

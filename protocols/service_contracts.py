@@ -39,7 +39,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Lane(StrEnum):
-    """Which socket and task carry a call. CONTROL is always answered, also while WORK is busy."""
+    """Names the socket and task that carry a call. CONTROL is always answered, also while WORK is busy."""
 
     CONTROL = "control"
     WORK = "work"

@@ -38,7 +38,7 @@ EVALUATION = "evaluation"  # samples held-out prompts: copies the version under 
 SLICE_SECONDS = 0.02  # longest wait of another call for the compute thread, plus one decode step
 
 SLACK_SHARE, SLACK = 1.5, 5.0
-"""How late the end of a sample at its deadline may be, as a share of that and in seconds: less than its call waits."""
+"""Time, as a share of a sample's deadline and in seconds, by which its end may be late: less than its call waits."""
 
 CompletionQueue = asyncio.Queue[Completion]
 

@@ -23,7 +23,7 @@ MADE_FOR = {
     "safe_rlhf": 'constraint = "lagrangian"',
 }
 MODELS = {"grpo": 1, "remax": 1, "ppo": 2, "safe_rlhf": 3}
-"""How many models the `train` of each algorithm updates; it also runs where there are more."""
+"""Number of models that the `train` of each algorithm updates; it also runs where there are more."""
 KEY = "algorithm.custom"
 FROM_PYTHON = "python:algorithm"
 """Value of `algorithm.custom` in the config of a run whose algorithm cannot be imported by a name."""

@@ -31,7 +31,7 @@ HIGHEST_LEARNING_RATE = 0.03
 
 
 class Incoherent(ValueError):
-    """Raised by a config whose values contradict each other."""
+    """Reports that values of a config contradict each other."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("; ".join(map(str, problems)))

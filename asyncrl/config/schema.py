@@ -105,7 +105,7 @@ class RewardFunction(Section):
 
     @property
     def term(self) -> str:
-        """Name of the function's term in metrics and samples."""
+        """Returns the name of the function's term in metrics and samples."""
         return self.name or self.use.rpartition(":")[2]
 
 
@@ -384,16 +384,16 @@ class Config(Section):
 
     @property
     def response_tokens(self) -> int:
-        """The most tokens that a row has after its prompt: those of an answer, or of an episode."""
+        """Returns the most tokens that a row has after its prompt: those of an answer, or of an episode."""
         return self.environment.max_tokens if self.environment.use else self.generation.max_new_tokens
 
     @property
     def warnings(self) -> list[Problem]:
-        """One line for each value that nothing reads."""
+        """Returns a problem for each value that nothing reads."""
         return [problem for problem in rule_problems(self) if problem.is_warning]
 
     @property
     def scorers(self) -> dict[Scorer, RewardConfig]:
-        """The services that score samples, with their sections; costs only where the algorithm has costs."""
+        """Returns the sections of the services that score samples; costs only where the algorithm has costs."""
         costs: dict[Scorer, RewardConfig] = {"cost": self.cost} if self.algorithm.constraint != "none" else {}
         return {"reward": self.reward, **costs}

@@ -8,12 +8,12 @@
 Each loop is a task that waits for one thing at a time; another loop or a worker wakes it:
 
     loop         function                        waits for                         woken by
-    draw         Controller._draw                room for a further group          _state_changed, RowReleases
+    draw         Controller._draw                room for a further group          _state_changed, RowReleases, train
     each group   Rollouts._run_group: roll_out   its samples and their scores      workers, Rollouts.lost
-    train        Controller.iterations: train    a full batch, then its step       _state_changed, then the trainer
+    train        Controller.iterations: train    a full batch, then its step       _sample_ready, then the trainer
     weights      WeightPublisher.run             a newer version                   trained, worker_started
     releases     RowReleases.run                 rows that are no longer needed    SampleTracker
-    prefetch     Iterations.prefetch             the batch after the running one   _state_changed
+    prefetch     Iterations.prefetch             the batch after the running one   _sample_ready
     workers      WorkerEvents.follow             starts and ends of workers        the supervisor of the fleet
 
 A wait for another loop has no deadline of its own: it ends in a call to a worker that has one, and the watchdog of the

@@ -167,8 +167,9 @@ class Iterations:
     async def prefetch(self, training: Training) -> None:
         """Has the trainer prefetch once in an iteration, as soon as the samples of the next batch are ready.
 
-        Runs until cancelled, or until something fails: a run can do without, so no error of it ends the run. This is a
-        supervised boundary.
+        Runs until cancelled, or until the first error, which becomes a warning. This is a supervised boundary: a run
+        trains the same without any prefetch, for the preview changes nothing in the gate, and the trainer reads in its
+        steps the rows that it does not hold.
         """
         try:
             while True:

@@ -75,7 +75,7 @@ class RowReleases:
 
     @property
     def unreleased(self) -> int:
-        """Number of samples whose rows some service may still hold."""
+        """Returns the number of samples whose rows some service may still hold."""
         return max(queue.unacknowledged for queue in self._releases)
 
     def release(self, samples: Iterable[SampleName]) -> None:

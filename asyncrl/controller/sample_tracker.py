@@ -46,7 +46,7 @@ class SampleTracker:
         self.admission = Admission(self.gate.config)
         self._groups_by_owner: dict[str, set[int]] = {}
         self._owners: dict[int, set[str]] = {}
-        """Both of the groups in flight: whose rows have lain at which owners."""
+        """Owners that have stored rows of each group in flight; `_groups_by_owner` is the inverse."""
 
     def may_draw(self) -> bool:
         """Returns whether the gate has room for a further group and the trainer will need it in time."""

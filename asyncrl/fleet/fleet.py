@@ -181,7 +181,7 @@ class RunningFleet:
 
     @property
     def fleet(self) -> Fleet:
-        """The services of a training run, which has generation, reward and training."""
+        """Returns the services of a training run, which has generation, reward and training."""
         handles = {name: handle for name, handle in self._handles.items() if name in Fleet.__annotations__}
         return Fleet(**handles, fault_domains=self.fault_domains)
 

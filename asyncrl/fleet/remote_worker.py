@@ -155,7 +155,7 @@ class RemoteWorker:
 
     @property
     def status(self) -> str:
-        """One clause for errors and the watchdog."""
+        """Returns a clause for errors and the watchdog."""
         cause = self.cause.result() if self.cause.done() else "its connection broke"
         return f"{self.name} is alive" if self.alive else f"{self.name} does not answer: {cause}"
 

@@ -1,4 +1,4 @@
-"""Which replicas of a service may hold rows of which samples: what their calls were about, answered or not.
+"""Remembers which replicas of a service may hold rows of which samples: those of their calls, answered or not.
 
 A sample of several turns may have rows at several replicas; the call that came last made the newest ones.
 """

@@ -27,7 +27,7 @@ LONGEST_PAUSE = 8.0
 LONG_LIFE = 60.0
 """Seconds of taking calls after which a death counts as the first of its kind, and not as part of a crash loop."""
 STOP_STAGES = (("stop", 5.0), ("terminate", 2.0), ("kill", 2.0))
-"""How a worker is ended, and seconds until the next stage; under 10 s in all."""
+"""Ways to end a worker, with the seconds until the next one; under 10 s in all."""
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""How messages, rows and weights move between workers: one folder a lane."""
+"""Moves messages, rows and weights between workers: one folder a lane."""

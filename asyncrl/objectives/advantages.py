@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 STD_EPSILON = 1e-4
-"""Added to the standard deviation. TRL uses the same value, so that learning curves can be compared."""
+"""Small number that is added to the standard deviation. TRL uses the same one, so that learning curves compare."""
 
 
 @dataclass(frozen=True, slots=True)

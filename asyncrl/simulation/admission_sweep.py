@@ -81,12 +81,12 @@ class Comparison:
 
     @property
     def longer_starved(self) -> float:
-        """How much longer the trainer starves, as a share of the run with full admission."""
+        """Returns how much longer the trainer starves, as a share of the run with full admission."""
         return (self.adaptive.starved - self.full.starved) / self.full.seconds
 
     @property
     def tokens(self) -> float:
-        """Trained tokens a second, as a share of those with full admission."""
+        """Returns the trained tokens a second, as a share of those with full admission."""
         return self.adaptive.tokens / self.full.tokens
 
 

@@ -65,7 +65,7 @@ class RunShape:
 
     @property
     def enforced_limit(self) -> int | None:
-        """The limit that the trainer enforces; None admits every token."""
+        """Returns the limit that the trainer enforces; None admits every token."""
         return None if self.policy == "admit" else self.limit
 
 

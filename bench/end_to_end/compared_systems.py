@@ -25,7 +25,7 @@ BENCH = Path(__file__).resolve().parents[1]
 SAMPLER = "asyncrl.bench.end_to_end.benchmark_model:PrescribedLengths"
 STAGES = ("generation", "reward", "training")
 SLOTS, MICRO_BATCH_TOKENS, THREADS = 256, 1312, 1
-"""How asyncrl runs."""
+"""Modes in which asyncrl runs."""
 TRL_STAGES = {"generation": "generation", "reward": "reward_seconds"}
 
 

@@ -14,7 +14,7 @@ from asyncrl.bench.learning.result_cells import Cell, cells
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 56, 176, 34, 44
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#000000", "#bb8866", "#777777", "#4444cc")
-"""Told apart by most people (after Paul Tol's scheme `bright`)."""
+"""Colours that most people can tell apart (Paul Tol's scheme `bright`)."""
 
 FOLDER = FileSystemLoader(Path(__file__).parent)
 TEMPLATES = Environment(

@@ -83,7 +83,7 @@ class ForkedWorker:
 
 @dataclass(slots=True)
 class _Servers:
-    """Both processes. output: what they write. pids: of those that have imported all."""
+    """Holds both processes. output: what they write. pids: of those that have imported all."""
 
     process: "subprocess.Popen[bytes]"
     channels: Mapping[Stage, socket.socket]

@@ -49,7 +49,7 @@ class StopSignals:
 
     @contextmanager
     def ending_in_order(self, end: Callable[[], None]) -> Iterator[None]:
-        """Inside, the first signal calls `end` instead of abandoning the work."""
+        """Lets the first signal inside the block call `end` instead of abandoning the work."""
         self._end_in_order = end
         try:
             yield

@@ -10,11 +10,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE_FOLDERS = ("asyncrl", "services", "protocols", "deploy", "bench")
 
-OPENINGS = ("Of", "What", "Whether", "The same", "As", "Those", "Whoever", "Where")
+OPENINGS = ("Of", "What", "Whether", "The same", "As", "Those", "Whoever", "Where", "How", "Which", "When")
 """Openings of docstrings that are no sentences."""
 
-MAX_OPENINGS = 0.02
-"""Share of docstrings that may still begin so."""
+MAX_OPENINGS = 5
+"""Docstrings of modules, classes, functions and constants that may still begin so."""
+MAX_WITHOUT_VERB = 10
+"""Docstrings of functions that may still begin with something else than a verb, as `Returns`."""
 MAX_TUPLE_ASSIGNMENTS = 0
 """Assignments such as `self._a, self._b = 1, 2` that may still be in the source: they hide attributes."""
 MAX_SHARED_NAMES = 0
@@ -84,13 +86,14 @@ def classes() -> Iterator[tuple[str, str]]:
         yield from ((node.name, file) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
-    """Yields the place and the text of each docstring."""
+def docstrings(*kinds: type[ast.AST]) -> Iterator[tuple[str, str]]:
+    """Yields the place and the text of each string that stands for itself in nodes of these kinds."""
     for file, tree in trees().items():
         for node in ast.walk(tree):
-            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            if documented and (text := ast.get_docstring(node)):
-                yield f"{file}:{getattr(node, 'lineno', 1)}", text
+            for statement in getattr(node, "body", ()) if isinstance(node, kinds) else ():
+                match statement:
+                    case ast.Expr(ast.Constant(str(text))):
+                        yield f"{file}:{statement.lineno}", text
 
 
 def tuple_assignments() -> Iterator[str]:
@@ -141,10 +144,23 @@ def test_a_class_name_is_defined_once() -> None:
 
 def test_docstrings_are_sentences() -> None:
     opening = re.compile(rf"({'|'.join(OPENINGS)})\b")
-    found = dict(docstrings())
-    fragments = [f"{place} {text.splitlines()[0]}" for place, text in found.items() if opening.match(text)]
-    share = len(fragments) / len(found)
-    assert share <= MAX_OPENINGS, f"{share:.1%} of docstrings begin with one of {OPENINGS}:\n" + "\n".join(fragments)
+    found = docstrings(ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    fragments = [f"{place} {text.splitlines()[0]}" for place, text in found if opening.match(text)]
+    assert len(fragments) <= MAX_OPENINGS, f"docstrings that begin with one of {OPENINGS}:\n" + "\n".join(fragments)
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    """A string of a function that is no docstring describes an attribute; those of `__init__` begin with a noun."""
+    verb = re.compile(r"[A-Z][a-z]+s\b")
+    found = ((place, text) for file, tree in trees().items() for place, text in function_docstrings(file, tree))
+    others = [f"{place} {text.splitlines()[0]}" for place, text in found if not verb.match(text)]
+    assert len(others) <= MAX_WITHOUT_VERB, "docstrings of functions without a verb at the start:\n" + "\n".join(others)
+
+
+def function_docstrings(file: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+            yield f"{file}:{node.lineno}", text
 
 
 def test_attributes_are_not_assigned_as_tuples() -> None:

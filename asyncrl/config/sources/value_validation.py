@@ -13,7 +13,7 @@ from asyncrl.config.schema import Config, RewardFunction
 from asyncrl.config.sources.keys import all_keys, closest
 
 Entries = Mapping[str, tuple[Any, str]]
-"""Dotted key -> (value, place)."""
+"""Values with their places, by dotted key."""
 
 
 def config_of(entries: Entries) -> Config:

@@ -91,12 +91,12 @@ class Gate:
         self._reconsider(drawn.id)
 
     def stop_drawing(self) -> None:
-        """The groups in flight still train, at last in a short batch."""
+        """Draws no further group. The groups in flight still train, at last in a short batch."""
         self._stopped = True
 
     @property
     def oldest(self) -> int:
-        """Id of the first group in flight, or of the next draw."""
+        """Returns the id of the first group in flight, or of the next draw."""
         while self._oldest < self.next_group and self._oldest not in self._groups:
             self._oldest += 1
         return self._oldest
@@ -110,7 +110,7 @@ class Gate:
     # ---- a sample's way ----------------------------------------------------------------------------------
 
     def generated(self, group: int, member: int, attempt: int, first: int, last: int, tokens: int = 0) -> bool:
-        """RUNNING -> SCORING. Returns False for an old attempt or a repeated answer, which is refused."""
+        """Moves a sample RUNNING -> SCORING. Returns False for an old attempt or a repeated answer."""
         assert first <= last, f"sample {(group, member)}: first version {first} is newer than its last {last}"
         sample = self._current(group, member, attempt, Stage.RUNNING)
         if sample is None:
@@ -122,7 +122,7 @@ class Gate:
         return True
 
     def scored(self, group: int, member: int, attempt: int, reward: float | None) -> bool:
-        """SCORING -> READY; without a reward -> DROPPED as `unscorable`. Returns False as `generated` does."""
+        """Moves a sample SCORING -> READY; one without a reward is dropped as `unscorable`. Returns as `generated`."""
         sample = self._current(group, member, attempt, Stage.SCORING)
         if sample is None:
             return False
@@ -163,7 +163,7 @@ class Gate:
         return entry.attempt
 
     def drop(self, group: int, members: Iterable[int], reason: str) -> None:
-        """RUNNING, SCORING or READY -> DROPPED. Samples in TRAINING go through `requeue` first."""
+        """Moves samples RUNNING, SCORING or READY -> DROPPED. Samples in TRAINING go through `requeue` first."""
         for member in members:
             sample = self._expect(group, member, DROPPABLE, "dropped")
             sample.reason = reason
@@ -189,7 +189,7 @@ class Gate:
         return Pick(tuple(cuts), dropped)
 
     def requeue(self, cuts: Iterable[Cut]) -> None:
-        """TRAINING -> READY after a failed step; members restarted or dropped meanwhile keep their stage."""
+        """Moves samples TRAINING -> READY after a failed step; those restarted or dropped meanwhile stay so."""
         for group, members in cuts:
             for member in members:
                 sample = self._groups[group].samples[member] if group in self._groups else None

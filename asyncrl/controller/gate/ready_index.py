@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 Urgency = tuple[int, int]
 """A version and the id of a group; the smallest trains first. No two groups have the same urgency."""
 SPARE_ENTRIES = 64
-"""Replaced entries that the heap of a CutQueue may hold even when it is short."""
+"""Number of replaced entries that the heap of a CutQueue may hold even when it is short."""
 
 
 class CutQueue:

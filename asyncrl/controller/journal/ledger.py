@@ -21,7 +21,7 @@ MOST_MEMBERS = 1 << 16
 
 
 SETTLING = ("restarted", "restored")
-"""What happens first, after a resume, to each sample in flight."""
+"""Words for the first move of a sample after a resume: every sample that was in flight is restarted or restored."""
 
 
 @dataclass(frozen=True, slots=True)

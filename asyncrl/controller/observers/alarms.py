@@ -26,7 +26,7 @@ from asyncrl.errors import (
 from asyncrl.protocols.batch import Cuts
 
 REPORTED = 5
-"""Poisoned groups that are reported one by one."""
+"""Number of poisoned groups that are reported one by one."""
 EXCERPT = 200
 """Characters of a prompt that are shown."""
 NAMED = 3
@@ -47,7 +47,8 @@ FAULTY = (
 
 
 ERRORS: Mapping[str, type[AsyncrlError]] = {"unscored": RewardError, "algorithm_drops": AlgorithmError}
-"""What is raised by key of `[guards]` where the user's code is to be mended; TrainingStopped for all other keys."""
+"""Class of the error by the key of `[guards]` that raises it, where the user's code has to be corrected. All other keys
+raise TrainingStopped."""
 
 
 @dataclass(slots=True)

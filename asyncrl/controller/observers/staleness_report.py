@@ -22,12 +22,12 @@ WINDOW = 1024
 """Number of last samples that the shares by length are taken over: about a hundred a decile, one to twenty steps."""
 DECILES = 10
 FAIR_SHARE = 0.5
-"""When the longest completions train a smaller share of their tokens, the report names a larger limit."""
+"""Share of their tokens that the longest completions should train; under it the report names a larger limit."""
 NEWS = 0.2
 """Difference of two shares by length that is worth a sentence: ten samples of a hundred differ by chance."""
 LONGER = 1.5
-"""Times the shortest completions that the longest ones have to be: of lengths that hardly differ, chance alone decides
-which are in flight at the end."""
+"""Ratio of the longest completions to the shortest ones from which the report compares them: where lengths hardly
+differ, chance alone decides which are in flight at the end."""
 UNTRAINED = ("truncated", "rejected", "not finite", LEFT_OUT)
 """Reasons that only a step gives: the gate had accepted these samples."""
 

@@ -38,7 +38,7 @@ class TrainingHistory:
     """Collects what the guards look at. steps: metrics of the last trained steps. Rewards count since this start.
 
     rewards_varied: whether a batch had unequal rewards. untrainable: samples of the steps in a row without a gradient.
-    groups_without_signal, errors_in_a_row: counts up to now. limit: samples that may be in flight, twice.
+    groups_without_signal, errors_in_a_row: counts up to now. limit: twice the samples that may be in flight.
     """
 
     limit: int

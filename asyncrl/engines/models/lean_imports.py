@@ -72,7 +72,7 @@ def _disable(function: Any = None, recursive: bool = True, **_: Any) -> Any:
 
 
 def _graph_break(*_: Any, **__: Any) -> None:
-    """Nothing, outside of a compiled function."""
+    """Does nothing, as torch's own function does outside of a compiled one."""
 
 
 EARLY = {"assume_constant_result": _constant, "disable": _disable, "graph_break": _graph_break}
@@ -122,5 +122,5 @@ class _Finder(MetaPathFinder):
 
 
 def import_less() -> None:
-    """From now on, in this process; what is imported already stays."""
+    """Leaves these modules out of all imports of this process from now on; what is imported already stays."""
     sys.meta_path.insert(0, _Finder())

@@ -98,7 +98,7 @@ class Deadline:
 
     @property
     def end(self) -> float:
-        """Loop time at which it is reached if there is no further progress."""
+        """Returns the loop time at which it is reached if there is no further progress."""
         return max(self.began, self.deadlines.progress_for(self.number)) + self.seconds
 
     def __enter__(self) -> None:

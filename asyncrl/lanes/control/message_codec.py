@@ -241,7 +241,7 @@ _CODEC_OF = dict(zip(WIRE_TYPES, _CODECS, strict=True))
 # ---- the numbers of a connection's messages ----------------------------------------------------------------------
 
 _NUMBER = struct.Struct("<Q")
-"""In the frame of the header, because a frame of its own costs the I/O threads of ZeroMQ more than its content."""
+"""Number of a message, in the frame of the header: a frame of its own would cost the I/O threads of ZeroMQ more."""
 
 
 def numbered(number: int, frames: list[Frame]) -> list[Frame]:

@@ -96,12 +96,12 @@ class Server:
 
     @property
     def callers(self) -> int:
-        """Number of callers that are connected, or gone since the last sweep."""
+        """Returns the number of callers that are connected, or gone since the last sweep."""
         return len(self._sessions)
 
     @property
     def running(self) -> int:
-        """Number of calls being served now."""
+        """Returns the number of calls that are being served now."""
         return sum(len(session.tasks) for session in self._sessions.values())
 
     async def serve(self) -> None:

@@ -1,4 +1,4 @@
-"""Which row of which sample a worker keeps, until the sample is released."""
+"""Remembers which row of each sample a worker keeps, until the sample is released."""
 
 from collections.abc import Iterable
 

@@ -186,7 +186,7 @@ class RowStore(RowTable):
 
     @property
     def used(self) -> int:
-        """Number of slots in use."""
+        """Returns the number of slots in use."""
         return self.slots - len(self._free)
 
     @property

@@ -46,7 +46,7 @@ class WeightsSpec:
 
     @cached_property
     def digest(self) -> bytes:
-        """sha256 of the whole layout, 32 bytes; a reader with another digest is refused."""
+        """Returns the SHA-256 of the whole layout, 32 bytes; a reader with another digest is refused."""
         lines = [self.dtype, *(f"{t.name} {t.shape} {t.offset}" for t in self.tensors)]
         lines += [f"{alias} = {name}" for alias, name in self.aliases]
         return hashlib.sha256("\n".join(lines).encode()).digest()

@@ -109,7 +109,7 @@ class FakeGeneration(FakeService, Generation):
 
     @property
     def version(self) -> int:
-        """Version of the weights that sample now; -1 before the first ones."""
+        """Returns the version of the weights that sample now; -1 before the first ones."""
         return self._flips[-1][1] if self._flips else -1
 
     async def use_weights(self, published: Published) -> Using:
