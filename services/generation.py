@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,10 @@ import numpy as np
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest
+from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Key
 from asyncrl.engines.generation.torch_engine import TorchEngine
+from asyncrl.engines.generation.trajectory import ROW, Trajectory
+from asyncrl.engines.generation.turn_requests import Turn, TurnRequests
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, TaskError
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_file import READY_ROWS, store_again
@@ -29,8 +32,7 @@ from asyncrl.lanes.weights.arena import Reader, open_reader
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.protocols.batch import Array, BatchRef, RowRef
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
-from asyncrl.protocols.row_columns import restored_columns
-from asyncrl.protocols.seeds import member_seed
+from asyncrl.protocols.row_columns import restored_columns, trajectory_columns
 from asyncrl.protocols.service_contracts import Generation
 from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
 
@@ -39,6 +41,9 @@ SLICE_SECONDS = 0.02  # longest wait of another call for the compute thread, plu
 
 SLACK_SHARE, SLACK = 1.5, 5.0
 """Time, as a share of a sample's deadline and in seconds, by which its end may be late: less than its call waits."""
+
+JSON_BYTES = 6
+"""Most bytes of JSON that one byte of text becomes."""
 
 CompletionQueue = asyncio.Queue[Completion]
 
@@ -68,14 +73,22 @@ class GenerationService(Service, Generation):
         context = self.context
         self._engine: TorchEngine = await context.compute.run(self._load_engine)
         config, generation, tokenizer = context.config, context.config.generation, self._engine.tokenizer
-        prompt, response = config.task.max_prompt_tokens, generation.max_new_tokens
-        self._token_budget = TokenBudget(prompt, response, self._engine.context)
+        prompt, response = config.task.max_prompt_tokens, config.response_tokens
+        episodes = bool(config.environment.use)
+        key = "environment.max_tokens" if episodes else "generation.max_new_tokens"
+        budget = TokenBudget(prompt, response, self._engine.context, key)
+        self._turns = TurnRequests(tokenizer, self._engine.turns if episodes else None, budget)
         if prompts := context.spec.options.get("longest_prompts"):
-            await context.compute.run(refuse_what_has_no_room, Path(prompts), tokenizer.prompt_ids, self._token_budget)
+            prompt_ids = self._engine.turns.prompt_ids if episodes else tokenizer.prompt_ids
+            await context.compute.run(refuse_what_has_no_room, Path(prompts), prompt_ids, budget)
         # One group of the run at least, and as many groups as an evaluation samples at a time.
         evaluation_slots = max(generation.slots, config.evaluate.samples)
         slots = evaluation_slots if self._evaluates else GateConfig.of(config).row_slots
-        longest = restored_columns(prompt, response, response * tokenizer.longest_token_bytes())
+        text = response * tokenizer.longest_token_bytes()
+        longest = restored_columns(prompt, response, text)
+        if episodes:
+            said = text + config.environment.max_turns * config.environment.max_bytes
+            longest |= trajectory_columns(config.environment.max_turns, JSON_BYTES * said)
         self.rows = context.open_rows(slots, bytes_of_row(longest))
         context.tasks.create_task(self._decode(), name="decode loop")
 
@@ -87,7 +100,9 @@ class GenerationService(Service, Generation):
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         """Yields samples as they finish, one row each: columns prompt_ids, response_ids, versions (int32), logprobs
         (float32) and text (uint8, UTF-8, cut before a stop string). A sample that holds a slot for the deadline of the
-        group ends as `length`.
+        group ends as `length`. In an experiment with an environment each sample is a turn, its row has the turns so far
+        (trajectory.py), and what has no room for another turn comes back as it was, with the finish reason
+        `token_limit`.
 
         Raises Refused for a group of another incarnation, TaskError for a prompt without tokens, with too many, or that
         cannot be rendered, and DeadlineExceeded when no sample of any group finishes in that time.
@@ -100,17 +115,20 @@ class GenerationService(Service, Generation):
             )
         began = asyncio.get_running_loop().time()
         stream = CompletionQueue()
-        requests = await self.context.compute.run(self._requests, prompts)
-        keys = [request.key for request in requests]
+        turns, ended = await self._requested(prompts)
+        if ended:
+            yield BatchRef(tuple(ended))
+        before = {turn.request.key: turn.before for turn in turns}
+        keys = list(before)
         self._streams |= dict.fromkeys(keys, stream)
         try:
-            await self.context.compute.run(self._engine.submit, *requests)
+            await self.context.compute.run(self._engine.submit, *(turn.request for turn in turns))
             self._wakeup.set()
             left = len(keys)
             while left:
                 finished = await self._next_completions(stream, keys, began, prompts.deadline)
                 left -= len(finished)
-                yield BatchRef(tuple(self._store(completion) for completion in finished))
+                yield BatchRef(tuple(self._store(each, before[each.request.key]) for each in finished))
         finally:
             self._abort(keys)
 
@@ -151,15 +169,16 @@ class GenerationService(Service, Generation):
                 texts.append(SampleText(row.group, row.member, prompt, bytes(text).decode()))
         return texts
 
-    def _requests(self, prompts: PromptGroup) -> list[SampleRequest]:
-        ids = self._engine.tokenizer.prompt_ids(prompts.prompt)
-        if mistake := self._token_budget.mistake(len(ids)):
-            raise TaskError(mistake)
-        settings = (prompts.temperature, prompts.max_new_tokens, prompts.not_before, prompts.deadline)
-        return [
-            SampleRequest((prompts.id, member, prompts.attempt), ids, member_seed(prompts.seed, member), *settings)
-            for member in prompts.members
-        ]
+    async def _requested(self, prompts: PromptGroup) -> tuple[list[Turn], list[RowRef]]:
+        """Returns the turns that a call asks for, and samples that have no room for one."""
+        if prompts.continues is None:
+            return await self.context.compute.run(self._turns.first, prompts), []
+        rows = [row for row in prompts.continues if row.member in prompts.members]
+        if missing := set(prompts.members) - {row.member for row in rows}:
+            group = f"group {prompts.id}"
+            raise TaskError(f"{group}, member {min(missing)} is to go on, but `continues` has no row of this member")
+        read = await self.context.reader.read(BatchRef(tuple(rows)), ROW)
+        return await self.context.compute.run(self._turns.later, prompts, rows, read)
 
     async def _next_completions(
         self, stream: CompletionQueue, keys: Sequence[Key], began: float, deadline: float
@@ -178,21 +197,19 @@ class GenerationService(Service, Generation):
             f"wait, among them members {members} of group {keys[0][0]}, and its weights have version {version}"
         )
 
-    def _store(self, completion: Completion) -> RowRef:
-        request, versions = completion.request, completion.versions
+    def _store(self, completion: Completion, before: Trajectory | None) -> RowRef:
+        """Stores a sample, or the turns before with the one that was sampled, and frees the row of those turns."""
+        request = completion.request
         group, member, attempt = request.key
-        columns: dict[str, Array] = {
-            "prompt_ids": request.prompt,
-            "response_ids": completion.tokens,
-            "logprobs": completion.logprobs,
-            "versions": versions,
-            "text": np.frombuffer(completion.text.encode(), np.uint8),
-        }
+        after = None if before is None else before.with_answer(completion)
+        columns = _columns(completion) if after is None else after.columns()
         place = self.keep(request.key, columns)
         self.context.tracer.flow_start(f"sample {group}.{member}.{attempt}")
-        prompt_tokens, tokens, first, last = len(request.prompt), len(versions), int(versions[0]), int(versions[-1])
+        prompt, versions = columns["prompt_ids"], columns["versions"]
+        prompt_tokens, tokens, first, last = len(prompt), len(versions), int(versions[0]), int(versions[-1])
         identity = (group, member, attempt, self.context.facts.incarnation)
-        return RowRef(*identity, prompt_tokens, tokens, first, last, completion.finish, (place,))
+        row = RowRef(*identity, prompt_tokens, tokens, first, last, completion.finish, (place,))
+        return row if after is None else replace(row, turns=after.turns, given=after.given)
 
     def _abort(self, keys: Iterable[Key]) -> None:
         """Ends the open samples of these keys at the next decode step."""
@@ -270,6 +287,16 @@ class GenerationService(Service, Generation):
         own, instance = self.context.facts.incarnation, self.context.spec.instance
         if incarnation != own:
             raise Refused(f"{subject} has incarnation {incarnation}; {instance} has incarnation {own}")
+
+
+def _columns(completion: Completion) -> dict[str, Array]:
+    return {
+        "prompt_ids": completion.request.prompt,
+        "response_ids": completion.tokens,
+        "logprobs": completion.logprobs,
+        "versions": completion.versions,
+        "text": np.frombuffer(completion.text.encode(), np.uint8),
+    }
 
 
 def _drain(stream: CompletionQueue) -> list[Completion]:

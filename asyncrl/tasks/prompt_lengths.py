@@ -24,20 +24,23 @@ THOUGHTS = "<think>"
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """Bounds of a row. prompt, answer: largest numbers of tokens by the config. context: positions of the model."""
+    """Bounds of a row. prompt, answer: largest numbers of tokens by the config. context: positions of the model. key:
+    of the config, that bounds what follows the prompt."""
 
     prompt: int
     answer: int
     context: int | None = None
+    key: str = "generation.max_new_tokens"
 
     def mistake(self, tokens: int) -> str | None:
         """Returns what is wrong with a prompt of so many tokens, and what to do; None if it fits."""
         if tokens == 0:
             return "the prompt has no tokens: nothing of it is left by the model's tokenizer; write what to answer"
         if self.context is not None and tokens + self.answer > self.context:
-            fewer = f", or write max_new_tokens = {self.context - tokens}" if tokens < self.context else ""
+            name = self.key.rpartition(".")[2]
+            fewer = f", or write {name} = {self.context - tokens}" if tokens < self.context else ""
             return (
-                f"the prompt has {tokens} tokens, and with generation.max_new_tokens = {self.answer} its answer may "
+                f"the prompt has {tokens} tokens, and with {self.key} = {self.answer} its answer may "
                 f"end beyond the {self.context} positions that the model was made for (max_position_embeddings): "
                 f"shorten it{fewer}"
             )

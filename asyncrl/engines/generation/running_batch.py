@@ -10,12 +10,13 @@ from asyncrl.protocols.seeds import draws
 
 
 class RunningBatch:
-    """Holds one array per column, each with one entry per slot. sampled: number of sampled tokens. cached: whether the
-    KV cache holds all tokens of the row but the newest."""
+    """Holds one array per column, each with one entry per slot. sampled: number of sampled tokens. drawn: of earlier
+    turns. cached: whether the KV cache holds all tokens of the row but the newest."""
 
     def __init__(self, slots: int, max_new_tokens: int) -> None:
         self.requests: list[SampleRequest] = []
         self.sampled = np.zeros(slots, np.int64)
+        self.drawn = np.zeros(slots, np.int64)
         self.cached = np.zeros(slots, np.bool_)
         self.tokens = np.zeros((slots, max_new_tokens), np.int32)
         self.logprobs = np.zeros((slots, max_new_tokens), np.float32)
@@ -31,13 +32,14 @@ class RunningBatch:
         """Gives a request a row, from which on its deadline runs. now: in seconds of any clock."""
         self.ends_at[len(self.requests)] = now + request.deadline
         self.sampled[len(self.requests)] = 0
+        self.drawn[len(self.requests)] = request.drawn
         self.cached[len(self.requests)] = False
         self.requests.append(request)
 
     def remove(self, row: int) -> None:
         """Removes a row; the last row takes its place."""
         last = len(self.requests) - 1
-        columns: list[list[Any] | NDArray[Any]] = [self.requests, self.sampled, self.cached, self.ends_at]
+        columns: list[list[Any] | NDArray[Any]] = [self.requests, self.sampled, self.drawn, self.cached, self.ends_at]
         for column in (*columns, self.tokens, self.logprobs, self.versions):
             column[row] = column[last]
         self.requests.pop()
@@ -58,7 +60,7 @@ class RunningBatch:
     def uniforms(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns the uniform numbers that draw the next token of each row."""
         seeds = np.array([self.requests[row].seed for row in rows], np.uint64)
-        return draws(seeds, self.sampled[rows].astype(np.uint64))
+        return draws(seeds, (self.drawn[rows] + self.sampled[rows]).astype(np.uint64))
 
     def record(
         self, rows: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int

@@ -14,11 +14,12 @@ NO_WEIGHTS = -1  # version of an engine before its first weights; the engine the
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleRequest:
-    """Asks for one sample.
+    """Asks for one sample, or for the next turn of one.
 
-    prompt: int32 [prompt tokens]; requests that share the array share its prefill. seed: of the member; draw i of the
-    sample is `draws(seed, i)`. temperature: 0 takes the likeliest token. not_before: oldest weight version that may
-    start the sample. deadline: seconds in a slot after which the sample ends as `length`; waiting for a slot is free.
+    prompt: int32 [tokens]; in a later turn everything that came before, sampled and given. Requests that share the
+    array share its prefill. seed: of the member; draw i of the sample is `draws(seed, i)`. temperature: 0 takes the
+    likeliest token. not_before: oldest weight version that may start the turn. deadline: seconds in a slot after which
+    the turn ends as `length`; waiting for a slot is free. drawn: tokens sampled in earlier turns.
     """
 
     key: Key
@@ -28,11 +29,12 @@ class SampleRequest:
     max_new_tokens: int
     not_before: int = 0
     deadline: float = math.inf
+    drawn: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """Holds one finished sample. All arrays are [sampled tokens], including a sampled end-of-sequence token.
+    """Holds one finished sample, or turn. All arrays are [sampled tokens], including a sampled end-of-sequence token.
 
     logprobs: float32, log-softmax(logits / temperature) over the whole vocabulary, from the forward that sampled; for
     temperature 0, whose samples never enter a loss, at temperature 1. versions: weight version that sampled each token.

@@ -27,6 +27,7 @@ from asyncrl.engines.generation.running_batch import RunningBatch
 from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
 from asyncrl.engines.generation.sampling import sample
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
+from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.model_loading import vocabulary_size
 from asyncrl.engines.models.model_folder import context_of, longest_row
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
@@ -65,6 +66,7 @@ class TorchEngine:
         self._config = config
         self.tokenizer = TokenizerWithStops(tokenizer, generation.stop)
         self._end_ids = end_ids(model.generation_config, tokenizer)
+        self.turns = TurnRenderer(self.tokenizer, self._end_ids)
         self._batch = RunningBatch(slots, generation.max_new_tokens)
         self._waiting: deque[SampleRequest] = deque()  # bounded by the gate, which bounds the groups in flight
         self.version = version
@@ -87,9 +89,14 @@ class TorchEngine:
         """Queues requests, which start in order of arrival once a slot is free and the weights are new enough. Raises
         ConfigError when prompt or completion does not fit into a slot."""
         answer, prompt = self._config.generation.max_new_tokens, self._config.task.max_prompt_tokens
+        longest = longest_row(self._config)
         for request in requests:
             asked = {"generation.max_new_tokens": (request.max_new_tokens, answer)}
-            asked["task.max_prompt_tokens"] = (len(request.prompt), prompt)
+            if request.drawn:
+                whole = len(request.prompt) + request.max_new_tokens
+                asked["task.max_prompt_tokens + environment.max_tokens"] = (whole, longest)
+            else:
+                asked["task.max_prompt_tokens"] = (len(request.prompt), prompt)
             for key, (found, most) in asked.items():
                 if not 0 < found <= most:
                     raise ConfigError(f"group {request.key[0]} asks for {found} tokens where {key} is {most}")

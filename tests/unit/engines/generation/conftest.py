@@ -41,13 +41,16 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
 }
 MakeEngine = Callable[..., TorchEngine]
 OTHER_SECTIONS = {"max_prompt_tokens": "task", "dtype": "model", "float32_head": "model"}
+OTHER_SECTIONS |= {"use": "environment", "max_tokens": "environment"}
+EPISODES = {"use": "unused.py:Unused", "max_tokens": 90}
+"""Settings of an engine whose samples have turns."""
 
 
 def engine_config(**settings: Any) -> Config:
     """The config of an engine; each setting goes to its section."""
     sections: dict[str, dict[str, Any]] = {"model": {"name": "tiny"}, "task": {"prompts": "none"}, "generation": {}}
     for name, value in settings.items():
-        sections[OTHER_SECTIONS.get(name, "generation")][name] = value
+        sections.setdefault(OTHER_SECTIONS.get(name, "generation"), {})[name] = value
     return Config.model_validate(sections)
 
 

@@ -1,6 +1,7 @@
 """What the engine records equals a plain forward, whatever shares its batch; bit for bit in deterministic mode."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from asyncrl.engines.generation.forward import kv_cache
 from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import ConfigError, WeightsError
+from tests.unit.engines.generation.conftest import EPISODES
 
 Drain = Callable[..., dict[Any, Completion]]
 MakeEngine = Callable[..., TorchEngine]
@@ -321,3 +323,46 @@ def test_bfloat16_stays_near_its_own_plain_forward(
     for completion in drain(make_engine(dtype="bfloat16"), requests(6)).values():
         assert completion.logprobs.dtype == np.float32
         np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=0.8, rtol=0)
+
+
+def next_turn(done: Completion, given: list[int], tokens: int) -> SampleRequest:
+    request = done.request
+    so_far = np.concatenate([request.prompt, done.tokens, np.array(given, np.int32)])
+    drawn = request.drawn + len(done.tokens)
+    return SampleRequest(request.key, so_far, request.seed, request.temperature, tokens, drawn=drawn)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_turns_with_nothing_given_are_one_answer(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, deterministic: bool
+) -> None:
+    """Draws go on where they ended, so it does not matter where a sample is interrupted."""
+    engine = make_engine(deterministic=deterministic, **EPISODES)
+    wanted = requests(7, max_new_tokens=24)
+    whole = drain(engine, wanted)
+    cut = drain(engine, [replace(request, max_new_tokens=7) for request in wanted])
+    rest = drain(engine, [next_turn(done, [], 17) for done in cut.values() if done.finish == "length"])
+    assert len(rest) > 3
+    for key, done in rest.items():
+        assert [*cut[key].tokens, *done.tokens] == whole[key].tokens.tolist()
+        np.testing.assert_allclose(done.logprobs, whole[key].logprobs[7:], atol=1e-5, rtol=0)
+
+
+def test_stop_strings_and_ends_are_looked_for_in_the_newest_turn(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain
+) -> None:
+    engine = make_engine(stop=["zz"], **EPISODES)
+    (first,) = drain(engine, requests(1, seed=2, max_new_tokens=5)).values()
+    text = engine.tokenizer.text_ids("zz<eos>zz").tolist()
+    (second,) = drain(engine, [next_turn(first, text, 6)]).values()
+    assert (second.finish, len(second.tokens)) == ("length", 6)
+    assert second.text == engine.tokenizer.decode(second.tokens)
+
+
+def test_a_turn_that_may_pass_the_longest_episode_is_refused(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain
+) -> None:
+    engine = make_engine(**EPISODES)
+    (first,) = drain(engine, requests(1)).values()
+    with pytest.raises(ConfigError, match=r"131 tokens where task.max_prompt_tokens \+ environment.max_tokens is 130"):
+        engine.submit(next_turn(first, [5] * (130 - len(first.request.prompt) - len(first.tokens)), 1))

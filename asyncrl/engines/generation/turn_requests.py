@@ -1,0 +1,78 @@
+"""Makes the requests of turns: the first one from the prompt of a group, each later one from the row of its sample."""
+
+from dataclasses import dataclass, replace
+
+from asyncrl.engines.generation.sample_requests import SampleRequest
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
+from asyncrl.engines.generation.trajectory import ROW, Ids, Trajectory
+from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.errors import TaskError
+from asyncrl.protocols.batch import Batch, RowRef
+from asyncrl.protocols.messages import PromptGroup
+from asyncrl.protocols.seeds import member_seed
+from asyncrl.tasks.prompt_lengths import TokenBudget
+
+NO_ROOM = "token_limit"
+"""Finish reason of an episode without room for what its environment said and one more token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn to sample. before: what its answer is added to, None where each sample is one answer."""
+
+    request: SampleRequest
+    before: Trajectory | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequests:
+    """Makes requests. renderer: None where each sample is one answer. budget: of a whole row."""
+
+    tokenizer: TokenizerWithStops
+    renderer: TurnRenderer | None
+    budget: TokenBudget
+
+    def first(self, prompts: PromptGroup) -> list[Turn]:
+        """Returns the first turn of each member. Raises TaskError for a prompt that cannot be rendered or has no
+        room."""
+        if self.renderer is None:
+            ids = self.tokenizer.prompt_ids(prompts.prompt)
+        else:
+            ids = self.renderer.prompt_ids(prompts.prompt, prompts.tools)
+        if mistake := self.budget.mistake(len(ids)):
+            raise TaskError(mistake)
+        before = None if self.renderer is None else Trajectory.begin(ids)
+        return [Turn(self._request(prompts, member, ids, before), before) for member in prompts.members]
+
+    def later(self, prompts: PromptGroup, continued: list[RowRef], rows: Batch) -> tuple[list[Turn], list[RowRef]]:
+        """Returns the next turn of each of these samples, and those that have no room for one, as they were but for
+        their finish reason. rows: the columns `ROW` of the samples. Raises TaskError where what an environment said
+        cannot be rendered."""
+        assert self.renderer is not None, "samples go on in experiments with an environment only"
+        turns, ended = [], []
+        for number, sample in enumerate(continued):
+            before = Trajectory.of_row({name: rows[name][number] for name in ROW})
+            chat = not isinstance(prompts.prompt, str)
+            try:
+                given = self.renderer.given_ids(before.answer, before.unanswered, chat=chat, tools=prompts.tools)
+            except TaskError as error:
+                raise TaskError(f"group {prompts.id}, member {sample.member}, turn {before.turns}: {error}") from None
+            after = before.with_given(given)
+            if len(after.response) < self.budget.answer:
+                turns.append(Turn(self._request(prompts, sample.member, after.tokens, after), after))
+            else:
+                ended.append(replace(sample, finish=NO_ROOM))
+        return turns, ended
+
+    def _request(self, prompts: PromptGroup, member: int, ids: Ids, before: Trajectory | None) -> SampleRequest:
+        used, drawn = (0, 0) if before is None else (len(before.response), len(before.versions))
+        return SampleRequest(
+            (prompts.id, member, prompts.attempt),
+            ids,
+            member_seed(prompts.seed, member),
+            prompts.temperature,
+            min(prompts.max_new_tokens, self.budget.answer - used),
+            prompts.not_before,
+            prompts.deadline,
+            drawn,
+        )

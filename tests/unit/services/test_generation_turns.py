@@ -1,0 +1,253 @@
+"""Episodes at the generation service: rows of several turns, whoever goes on with them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
+from asyncrl.errors import LostRows, TaskError
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.data.row_store import RowStore
+from asyncrl.protocols.batch import BatchRef, RowRef
+from asyncrl.protocols.messages import PromptGroup
+from asyncrl.services.generation import GenerationService
+
+COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "spans", "transcript", "text")
+CHATML = (
+    "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MAX_TOKENS = 150
+Start = Callable[..., AbstractAsyncContextManager[GenerationService]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer(("left", "right"))
+    tokenizer.chat_template = CHATML
+    target = tmp_path_factory.mktemp("model")
+    model = build_model(tokenizer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)  # logits that are not flat
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target
+
+
+@pytest.fixture
+def config() -> Config:
+    task = {"prompts": "unused.jsonl", "max_prompt_tokens": 40, "prompts_per_step": 2, "samples_per_prompt": 4}
+    generation = {"slots": 6, "max_new_tokens": 8, "deterministic": True}
+    environment = {"use": "unused.py:Unused", "max_tokens": MAX_TOKENS}
+    sections = {"task": task, "generation": generation, "environment": environment}
+    return Config.model_validate({"model": {"name": "tiny"}, **sections})
+
+
+class PlayedEnvironment:
+    """Stores what a service sampled, with what it says itself, as the environment's worker does."""
+
+    def __init__(self) -> None:
+        self.store = RowStore.private("inproc://environment", 64, 1 << 16)
+
+    def step(self, service: GenerationService, samples: BatchRef, *said: str, role: str = "user") -> BatchRef:
+        return BatchRef(
+            tuple(self._answer(service, row, [{"role": role, "content": text} for text in said]) for row in samples)
+        )
+
+    def _answer(self, service: GenerationService, row: RowRef, said: list[dict[str, str]]) -> RowRef:
+        columns = dict(zip(COLUMNS, columns_of(service, row), strict=True))
+        transcript = json.dumps(json.loads(bytes(columns["transcript"])) + said)
+        columns |= {"transcript": np.frombuffer(transcript.encode(), np.uint8)}
+        columns |= {"turn_rewards": np.zeros(row.turns, np.float32)}
+        return replace(row, finish="", places=(self.store.put(columns),))
+
+
+@pytest.fixture
+def environment() -> PlayedEnvironment:
+    return PlayedEnvironment()
+
+
+@pytest.fixture
+def start(
+    folder: Path, config: Config, worker_context: Callable[..., WorkerContext], environment: PlayedEnvironment
+) -> Start:
+    @asynccontextmanager
+    async def started(config: Config = config, version: int = 0) -> AsyncIterator[GenerationService]:
+        async with asyncio.TaskGroup() as tasks:
+            here = {"model_dir": folder, "options": {"own_version": version}, "source": environment.store}
+            context = worker_context("generation", config, tasks, make_compute=ThreadCompute, **here)
+            before = asyncio.all_tasks()
+            made = GenerationService(context)
+            await made.begin()
+            (loop,) = asyncio.all_tasks() - before
+            await made.started()
+            yield made
+            await made.stop()
+            loop.cancel()
+        context.compute.close()
+
+    return started
+
+
+def group(prompt: Any = "go left: ", members: tuple[int, ...] = (0, 1, 2), **changes: Any) -> PromptGroup:
+    return replace(PromptGroup(3, 0, 1, prompt, members, 77, -1, 1.0, 8, 60.0), **changes)
+
+
+async def sampled(service: GenerationService, prompts: PromptGroup) -> BatchRef:
+    rows = [row async for samples in service.generate(prompts) for row in samples]
+    return BatchRef(tuple(sorted(rows, key=lambda row: row.member)))
+
+
+def going_on(prompts: PromptGroup, rows: BatchRef) -> PromptGroup:
+    return replace(prompts, members=tuple(row.member for row in rows), continues=rows)
+
+
+def columns_of(service: GenerationService, row: RowRef) -> list[Any]:
+    assert service.rows is not None
+    (place,) = row.places
+    return [each.copy() for each in service.rows.read(place, list(COLUMNS))]
+
+
+async def played(
+    service: GenerationService, environment: PlayedEnvironment, prompts: PromptGroup, *said: str
+) -> BatchRef:
+    rows = await sampled(service, prompts)
+    for text in said:
+        rows = await sampled(service, going_on(prompts, environment.step(service, rows, text)))
+    return rows
+
+
+@pytest.mark.parametrize("prompt", ["go left: ", [{"role": "user", "content": "go left"}]], ids=["text", "chat"])
+async def test_a_row_has_the_turns_so_far_and_their_logprobs_are_those_of_a_plain_forward(
+    start: Start, environment: PlayedEnvironment, folder: Path, prompt: Any
+) -> None:
+    async with start(version=4) as service:
+        for row in await played(service, environment, group(prompt), " no", " not at all", " yes"):
+            prompt_ids, response, logprobs, versions, spans, transcript, text = columns_of(service, row)
+            messages = json.loads(bytes(transcript))
+            assert [each["role"] for each in messages] == ["assistant", "user"] * 3 + ["assistant"]
+            assert [each["content"] for each in messages[1::2]] == [" no", " not at all", " yes"]
+            assert messages[-1]["content"] == bytes(text).decode()
+            own, given = spans[::2], spans[1::2]
+            assert (row.turns, row.given, row.tokens) == (4, given.sum(), own.sum()) == (4, row.given, len(versions))
+            assert (row.prompt_tokens, row.first, row.last) == (len(prompt_ids), 4, 4)
+            assert given[-1] == 0 < given[:-1].min()
+            starts = np.cumsum(spans) - spans
+            mask = np.concatenate([np.arange(a, a + n) for a, n in zip(starts[::2], own, strict=True)])
+            found = plain_logprobs(folder, prompt_ids, response)[mask]
+            np.testing.assert_allclose(logprobs, found, atol=1e-5, rtol=0)
+
+
+def plain_logprobs(folder: Path, prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+    with torch.no_grad():
+        every = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    found: np.ndarray = every.gather(-1, ids[len(prompt) :, None])[:, 0].numpy()
+    return found
+
+
+async def test_given_tokens_are_the_rendered_messages_and_nothing_sampled_is_tokenized_again(
+    start: Start, environment: PlayedEnvironment, folder: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    async with start() as service:
+        prompts = group([{"role": "user", "content": "go left"}])
+        first = await sampled(service, prompts)
+        before = [columns_of(service, row) for row in first]
+        second = await sampled(service, going_on(prompts, environment.step(service, first, "a", "b")))
+        for row, (_, response, *_) in zip(second, before, strict=True):
+            _, after, *_ = columns_of(service, row)
+            assert after[: len(response)].tolist() == response.tolist()
+            ended = response[-1] == tokenizer.eos_token_id
+            said = "<eos>" * (not ended) + "<user>a<eos><user>b<eos><assistant>"
+            assert tokenizer.decode(after[len(response) : len(response) + row.given]) == said
+
+
+async def test_the_next_turn_is_the_same_at_another_worker(start: Start, environment: PlayedEnvironment) -> None:
+    async with start() as one, start() as other:
+        first = await sampled(one, group())
+        continued = going_on(group(), environment.step(one, first, " no"))
+        here, there = await sampled(one, continued), await sampled(other, continued)
+        for left, right in zip(here, there, strict=True):
+            for mine, others in zip(columns_of(one, left), columns_of(other, right), strict=True):
+                assert mine.tobytes() == others.tobytes()
+
+
+async def test_members_go_on_one_by_one_and_a_turn_frees_the_row_of_the_turns_before(
+    start: Start, environment: PlayedEnvironment
+) -> None:
+    async with start() as service:
+        assert service.rows is not None
+        rows = environment.step(service, await sampled(service, group()), " no")
+        for row in reversed(rows.rows):
+            (after,) = await sampled(service, going_on(group(), BatchRef((row,))))
+            assert (after.member, after.turns) == (row.member, 2)
+            assert service.rows.used == len(rows)
+        await service.release([row.name for row in rows], 0)
+        assert service.rows.used == 0
+
+
+async def test_an_episode_without_room_for_one_more_token_ends_as_it_was(
+    start: Start, environment: PlayedEnvironment
+) -> None:
+    async with start() as service:
+        first = await sampled(service, group(members=(0,)))
+        (row,) = first
+        room = MAX_TOKENS - row.tokens
+        fits = environment.step(service, first, "x" * (room - 1))
+        too_long = environment.step(service, first, "x" * room)
+        (last,) = await sampled(service, going_on(group(), fits))
+        assert (last.tokens - row.tokens, last.given, last.finish in ("length", "stop")) == (1, room - 1, True)
+        (ended,) = await sampled(service, going_on(group(), too_long))
+        assert ended == replace(too_long.rows[0], finish="token_limit")
+
+
+async def test_what_cannot_be_shown_is_an_error_that_names_the_member(
+    start: Start, environment: PlayedEnvironment
+) -> None:
+    async with start() as service:
+        prompts = group([{"role": "user", "content": "go"}])
+        rows = environment.step(service, await sampled(service, prompts), "4", role="tool")
+        says = r"group 3, member 0, turn 1: an environment cannot answer in the role 'tool': .*leaves out messages"
+        with pytest.raises(TaskError, match=says):
+            await sampled(service, going_on(prompts, rows))
+        with pytest.raises(TaskError, match=r"group 3, member 9 is to go on, but `continues` has no row"):
+            await sampled(service, replace(going_on(prompts, rows), members=(0, 9)))
+        with pytest.raises(TaskError, match="in the role 'tool'"):
+            await sampled(service, replace(prompts, tools=({"name": "add"},)))
+
+
+async def test_rows_that_are_gone_are_lost_rows(start: Start, environment: PlayedEnvironment) -> None:
+    async with start() as service:
+        rows = environment.step(service, await sampled(service, group()), " no")
+        environment.store.free([rows.rows[0].places[0]])
+        with pytest.raises(LostRows):
+            await sampled(service, going_on(group(), rows))
+        assert service.counters["running"] == 0
+
+
+async def test_turns_are_bounded_by_the_episode_and_the_prompt_by_both(
+    start: Start, config: Config, environment: PlayedEnvironment
+) -> None:
+    short = config.model_copy(update={"environment": config.environment.model_copy(update={"max_tokens": 5})})
+    async with start(short) as service:
+        assert all(row.tokens <= 5 for row in await sampled(service, group()))
+    long = config.model_copy(update={"environment": config.environment.model_copy(update={"max_tokens": 251})})
+    async with start(long) as service:
+        with pytest.raises(TaskError, match=r"with environment.max_tokens = 251 .*, or write max_tokens = 250"):
+            await sampled(service, group())
