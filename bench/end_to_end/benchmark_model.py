@@ -13,8 +13,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, SampleRequest
+from asyncrl.engines.generation.sample_requests import NO_WEIGHTS
 from asyncrl.engines.generation.torch_engine import TorchEngine
+from asyncrl.engines.generation.turn_requests import Turn
+from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.services.generation import GenerationService
 
@@ -75,13 +77,14 @@ class EndlessEngine(TorchEngine):
 class PrescribedLengths(GenerationService):
     """Samples completions of the option `lengths`: tokens of each sample of a batch, the same for every batch."""
 
-    def _requests(self, prompts: PromptGroup) -> list[SampleRequest]:
+    async def _requested(self, prompts: PromptGroup) -> tuple[list[Turn], list[RowRef]]:
         task, lengths = self.context.config.task, self.context.spec.options["lengths"]
         first = (prompts.id % task.prompts_per_step) * task.samples_per_prompt
+        turns, ended = await super()._requested(prompts)
         return [
-            replace(request, max_new_tokens=lengths[first + member])
-            for request, member in zip(super()._requests(prompts), prompts.members, strict=True)
-        ]
+            replace(turn, request=replace(turn.request, max_new_tokens=lengths[first + member]))
+            for turn, member in zip(turns, prompts.members, strict=True)
+        ], ended
 
     def _load_engine(self) -> EndlessEngine:
         version = self.context.spec.options.get("own_version", NO_WEIGHTS)
