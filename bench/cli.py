@@ -21,10 +21,12 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHMARKS:
         listed = "\n".join(f"  {key:10} {help_text}" for key, (_, help_text) in BENCHMARKS.items())
-        if not name.startswith("-") and name:
-            print(f"asyncrl-bench: there is no benchmark {name!r}; these are there:\n")
-        print(f"usage: asyncrl-bench NAME [flags]\n{listed}")
-        sys.exit(0 if name in {"", "-h", "--help"} else 2)
+        usage = f"usage: asyncrl-bench NAME [flags]\n{listed}"
+        if name not in {"", "-h", "--help"}:
+            print(f"asyncrl-bench: there is no benchmark {name!r}; these are there:\n\n{usage}", file=sys.stderr)
+            sys.exit(2)
+        print(usage)
+        sys.exit(0)
     import_module(f"asyncrl.bench.{BENCHMARKS[name][0]}").main(sys.argv[2:])
 
 

@@ -52,7 +52,7 @@ def _reference_lines() -> Iterator[str]:
     yield from ("## Top level", "", *_table([key for key in known if "." not in key.name]))
     for section in sections():
         model = Config.model_fields[section].annotation
-        title = (model.__doc__ or "").strip() if model is not None else ""
+        title = " ".join((model.__doc__ or "").split()) if model is not None else ""
         yield from ("", f"## [{section}]", "", title, "")
         yield from _table([key for key in known if key.name.startswith(f"{section}.")])
     yield from ("", "## Entries of reward.functions and cost.functions", "", "| key | meaning |", "|---|---|")
