@@ -68,8 +68,9 @@ def test_failures_at_different_places_are_of_different_kinds(monkeypatch: pytest
 
 def test_a_trial_that_computes_without_end_is_stopped_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, endless)
-    assert "test_simulate_command.py" in described(outcome_of(TRIAL, cpu_limit=1.0))
-    assert "EndlessTrial" in described(outcome_of(TRIAL, cpu_limit=1.0))
+    shown = described(outcome_of(TRIAL, cpu_limit=1.0))
+    assert "test_simulate_command.py" in shown
+    assert "EndlessTrial" in shown
 
 
 def test_the_same_seeds_print_the_same_digest(capsys: pytest.CaptureFixture[str]) -> None:

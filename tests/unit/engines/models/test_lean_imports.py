@@ -13,11 +13,13 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_services_import_neither_the_compiler_nor_sympy() -> None:
+def test_services_import_neither_the_compiler_nor_sympy_and_ranks_have_torch_distributed() -> None:
     run(
         "import asyncrl.services.generation, asyncrl.services.training, asyncrl.services.critic\n"
         "found = {'sympy', 'torch._dynamo.config', 'torch.distributed.tensor'} & set(sys.modules)\n"
         "assert not found, found\n"
+        "import torch.distributed\n"
+        "assert torch.distributed.is_available()\n"
     )
 
 
@@ -37,10 +39,6 @@ def test_the_compiler_is_there_when_it_is_used() -> None:
         "assert compiled(torch.ones(1)).item() == 4\n"
         "assert disabled(torch.ones(1)).item() == 2\n"
     )
-
-
-def test_ranks_have_torch_distributed() -> None:
-    run("import asyncrl.services.training\nimport torch.distributed\nassert torch.distributed.is_available()\n")
 
 
 def test_transformers_finds_the_same_models() -> None:
