@@ -54,19 +54,22 @@ class FaultInjection:
         self._stalled: dict[str, float] = {}
 
     def fault_of_message(self, address: str, size: int) -> Fault | None:
-        """Counts a message that is sent; returns the fault that this very message meets, if there is one."""
+        """Counts a message that is sent; returns the fault that this very message meets, if there is one. Of several
+        that could meet it, the last one does, and the others are not injected."""
         self.sent += 1
         self.digest.update(f"{now()!r} {address} {size}\n".encode())
-        found = None
+        met = None
         for fault in self._faults.pop(self.sent, ()):
-            self.injected.append(fault)
             if fault.kind in MESSAGE_FAULTS:
-                found = fault
-                if fault.kind in ("lose", "repeat"):
-                    self._expect_end(address)
+                met = fault
             else:
+                self.injected.append(fault)
                 self.loop.after_turns(fault.turns, partial(self._inject, fault, self.life))
-        return found
+        if met is not None:
+            self.injected.append(met)
+            if met.kind in ("lose", "repeat"):
+                self._expect_end(address)
+        return met
 
     def latency(self, address: str) -> float:
         """Returns the seconds that a message to or from this worker takes now."""
