@@ -2,15 +2,16 @@
 
 import asyncio
 import itertools
+import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
 
 from asyncrl.errors import DeadlineExceeded, PeerLost
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
-from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.client import Client, Silence
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Hello, PromptGroup
@@ -84,9 +85,13 @@ class WorkerConnection:
 
 
 class Channel(Protocol):
-    """The part of a client that calls need. lost: set once no call can reach the worker any more."""
+    """The part of a client that calls need. lost: set once no call can reach the worker any more. silence: heartbeats
+    that the worker has not answered."""
 
     lost: asyncio.Event
+
+    @property
+    def silence(self) -> Silence | None: ...
 
     async def call(self, method: str, args: Arguments, deadline: float) -> Any: ...
 
@@ -141,6 +146,7 @@ class RemoteWorker:
         self.cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.cause.set_result("it is starting")
         self.restarting = True
+        self._silence: Silence | None = None
         self.on_stuck: Callable[[str, str], None] = lambda instance, why: None
         self._changed = changed
 
@@ -162,11 +168,13 @@ class RemoteWorker:
     def connected(self, instance: str, channels: Mapping[Lane, Channel]) -> None:
         self.instance = instance
         self.channels = channels
+        self._silence = None
         self.cause = asyncio.get_running_loop().create_future()
         self._changed()
 
     def lost(self, cause: str, *, restarting: bool) -> None:
         """Fails calls from now on. restarting: whether another instance is being started."""
+        self._silence = _silence_of(self.channels.values())
         self.channels = {}
         self.restarting = restarting
         if self.cause.done():
@@ -196,11 +204,17 @@ class RemoteWorker:
         self.answer_count += spec.name != "health"
 
     def groups_at(self, instance: str) -> list[int]:
-        """Returns the groups of calls outstanding at this instance and of calls that failed there a moment ago: a call
-        that reads rows of a dying worker may fail, and end calls there, before the death is known."""
-        recent = _now() - 2 * DEATH_NOTICE
+        """Returns the groups for which an instance worked when it died: those of calls outstanding, and of calls that
+        failed there since it went silent, or a moment ago. Calls that need rows of a dead worker may fail, and end
+        calls there, before the death is known; calls that came after heartbeats without an answer met a dead worker."""
+        recent, last_call = _now() - 2 * DEATH_NOTICE, math.inf
+        if self._silence is not None:
+            recent = min(recent, self._silence.since)
+            if self._silence.heartbeats > 1:
+                last_call = self._silence.since
         calls = [*self.outstanding.values(), *(call for failed_at, call in self.failed if failed_at >= recent)]
-        return [group for call in calls if call.instance == instance for group in call.groups]
+        present = [call for call in calls if call.instance == instance and call.since <= last_call]
+        return [group for call in present for group in call.groups]
 
     async def explain(self, lost: PeerLost, instance: str, cause: asyncio.Future[str]) -> PeerLost:
         """Returns the error with the cause of the death once that is known; `lost` itself when no worker died."""
@@ -241,6 +255,12 @@ class _TrackedCall:
         if isinstance(raised, PeerLost):
             explained = await self._worker.explain(raised, self._call.instance, self._cause)
             raise explained from explained.__cause__
+
+
+def _silence_of(channels: Collection[Channel]) -> Silence | None:
+    """Returns the shortest silence of the channels to one worker; None when it was heard on some channel."""
+    silences = [channel.silence for channel in channels if channel.silence is not None]
+    return max(silences) if silences and len(silences) == len(channels) else None
 
 
 def _now() -> float:

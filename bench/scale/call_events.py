@@ -29,6 +29,8 @@ CALLS_IN_FLIGHT = 4
 class InstantWorker:
     """A worker that answers every call at once."""
 
+    silence = None
+
     def __init__(self, instance: str) -> None:
         self.lost = asyncio.Event()
         self.instance = instance

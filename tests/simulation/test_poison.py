@@ -78,6 +78,32 @@ def test_a_group_whose_rows_fail_to_be_read_as_its_worker_dies_was_there() -> No
     assert outcome.poisoned == [1]
 
 
+def test_a_group_that_left_a_silent_worker_before_its_death_was_known_was_there() -> None:
+    """Its rows cannot be read there, so that its attempt ends, and another group calls the dead worker."""
+    faults = (
+        Fault("delay", 3, seconds=5.0),
+        Fault("cut", 9, seconds=20.0),
+        Fault("repeat", 73, seconds=0.05),
+        Fault("host", 96, target="reward"),
+        Fault("host", 331, target="generation"),
+        Fault("controller", 362, turns=8, power=True),
+    )
+    shape = {"groups": 1, "slots": 2, "flip_time": 0.3, "reward_time": 0.0, "latency": 0.1}
+    outcome = run_trial(
+        Trial(
+            seed=29447,
+            **shape,
+            greedy=True,
+            reference=True,
+            remote=True,
+            shape="lognormal",
+            poison=(2,),
+            faults=faults,
+        )
+    )
+    assert outcome.poisoned == [2]
+
+
 def test_the_trials_know_poison() -> None:
     poisonous = [trial for trial in map(draw_trial, range(500)) if trial.poison]
     assert 20 < len(poisonous) < 80

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WireError
 from asyncrl.lanes.control.credit import Credit
@@ -35,6 +35,13 @@ LIVENESS = 3
 """Consecutive heartbeats that a remote peer may miss."""
 
 
+class Silence(NamedTuple):
+    """Heartbeats that a peer has not answered. since: loop time of the first of them."""
+
+    since: float
+    heartbeats: int
+
+
 @dataclass(eq=False)
 class Client:
     """A connection to one worker.
@@ -52,6 +59,7 @@ class Client:
             reports to the supervisor, which calls `fail`.
         lost: set once the connection is broken or closed, with the reason in `reason`.
         late_replies: answers that came for calls given up before.
+        silence: heartbeats since the last message of the worker; None: there were none.
     """
 
     caller: Caller
@@ -64,6 +72,7 @@ class Client:
     lost: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     reason: str = field(default="", init=False)
     late_replies: int = field(default=0, init=False)
+    silence: Silence | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._sequence = MessageSequence(self.caller.offer, self.caller.room, self.caller.address)
@@ -73,7 +82,6 @@ class Client:
         self._calls = 0
         self._credit = Credit()
         self._welcome: PendingReply | None = None
-        self._missed_heartbeats = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._group = asyncio.TaskGroup()
 
@@ -210,7 +218,7 @@ class Client:
     def _receive(self, frames: list[Frame]) -> None:
         self._check()
         self._handle(self._sequence.accept(frames))
-        self._missed_heartbeats = 0
+        self.silence = None
         if self._abandoned:
             self._cancel_abandoned()
 
@@ -258,11 +266,12 @@ class Client:
     async def _send_heartbeats(self, seconds: float) -> None:
         """Counts heartbeats in place of seconds, so that a stall of our own loop is no silence of the peer."""
         while not self.lost.is_set():
-            self._missed_heartbeats += 1
-            if self._missed_heartbeats > LIVENESS:
+            since, missed = self.silence or (asyncio.get_running_loop().time(), 0)
+            if missed >= LIVENESS:
                 return self.fail(f"no sign of life for {LIVENESS} heartbeats of {seconds:g} s")
+            self.silence = Silence(since, missed + 1)
             try:
-                self._sequence.offer(Ping(self._missed_heartbeats))
+                self._sequence.offer(Ping(missed + 1))
             except PeerLost as error:
                 return self.fail(str(error))
             await asyncio.sleep(seconds)

@@ -35,6 +35,8 @@ HOUR = 3600.0
 class Instance:
     """A worker that answers calls while it is well; health after `slow` seconds. `silent`: from when to when it is."""
 
+    silence = None
+
     def __init__(self, slow: float = 0.01) -> None:
         self.lost = asyncio.Event()
         self.slow, self.silent = slow, (HOUR, HOUR)

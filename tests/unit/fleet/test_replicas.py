@@ -23,6 +23,8 @@ class Worker:
     """Answers calls at once. released: samples of each release; dead: whether calls find it dead; late: whether a
     release is not answered in time; held: set while scores are not answered."""
 
+    silence = None
+
     def __init__(self) -> None:
         self.lost = asyncio.Event()
         self.calls: list[tuple[str, Any]] = []

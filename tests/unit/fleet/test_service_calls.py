@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, UnknownEndpoint
+from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.service_calls import GROUP_MARGIN, make_handle
+from asyncrl.lanes.control.client import Silence
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
 from asyncrl.protocols.distribute_collect import ONE_OF, ONE_TO_ALL, Rows, Transfer
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Idempotent, Lane, endpoint
+from asyncrl.simulation import virtual_loop
 
 
 def striped(weights: object, layout: Layout) -> list[Rows]:
@@ -54,6 +57,7 @@ class ScriptedChannel:
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.lost = asyncio.Event()
+        self.silence: Silence | None = None
         self.calls: list[tuple[str, tuple[Any, ...], float]] = []
         self.closed: list[str] = []
 
@@ -165,6 +169,55 @@ async def test_a_dead_instance_is_asked_which_groups_it_worked_for() -> None:
         assert sorted(workers.groups_at(first)) == [4, 4, 5, 7], "its last calls end after its successor came"
         answered.set()
     assert workers.groups_at(first) == []
+
+
+@pytest.mark.parametrize(
+    ("heartbeats", "present"), [(0, [2, 3]), (1, [1, 2, 3]), (2, [1, 2])], ids=["heard", "one unanswered", "silent"]
+)
+def test_a_silent_worker_died_of_a_call_that_came_before_its_silence(heartbeats: int, present: list[int]) -> None:
+    """Group 1 gives up its call long before the death is known, and group 3 makes one in the silence."""
+
+    async def main() -> list[int]:
+        channel = ScriptedChannel(lambda group: asyncio.Event().wait())
+        (worker,) = fleet_of(channel)
+
+        def call(group: int) -> asyncio.Task[Any]:
+            prompts = PromptGroup(group, 0, 0, "prompt", (0,), 1, 0, 1.0, 8, 30.0)
+            return tasks.create_task(worker.call(Sums.endpoints["ask"], (prompts,), 60.0))
+
+        async with asyncio.TaskGroup() as tasks:
+            calls = [call(1), call(2)]
+            await asyncio.sleep(4.0)
+            channel.silence = Silence(asyncio.get_running_loop().time(), heartbeats) if heartbeats else None
+            await asyncio.sleep(2.0)
+            calls.append(call(3))
+            calls[0].cancel()
+            await asyncio.sleep(6.0)
+            worker.lost("no sign of life", restarting=True)
+            found = worker.groups_at(worker.instance)
+            for each in calls:
+                each.cancel()
+        return sorted(found)
+
+    assert virtual_loop.run(main()) == present
+
+
+def test_a_worker_that_is_heard_on_one_lane_is_not_silent() -> None:
+    async def main() -> list[int]:
+        work, control = (ScriptedChannel(lambda group: asyncio.Event().wait()) for _ in range(2))
+        worker = RemoteWorker("sums", 0, 0, lambda: None)
+        worker.connected("sums0.0-0-1", {Lane.WORK: work, Lane.CONTROL: control})
+        work.silence = Silence(asyncio.get_running_loop().time() - 1.0, 2)
+        prompts = PromptGroup(3, 0, 0, "prompt", (0,), 1, 0, 1.0, 8, 30.0)
+        async with asyncio.TaskGroup() as tasks:
+            call = tasks.create_task(worker.call(Sums.endpoints["ask"], (prompts,), 60.0))
+            await asyncio.sleep(0)
+            worker.lost("a gap", restarting=True)
+            found = worker.groups_at(worker.instance)
+            call.cancel()
+        return found
+
+    assert virtual_loop.run(main()) == [3]
 
 
 async def test_a_pure_call_is_repeated_once_on_the_restarted_replica() -> None:

@@ -69,6 +69,8 @@ class FakeProcess:
 class FakeConnection(WorkerConnection):
     """Greets at once, and takes calls when `start` is over."""
 
+    silence = None
+
     def __init__(self, start: Callable[[], Awaitable[None]], greets: bool) -> None:
         self.lost, self.reason = asyncio.Event(), ""
         self.channels: Mapping[Lane, Any] = dict.fromkeys(Lane, self)

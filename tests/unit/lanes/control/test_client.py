@@ -295,11 +295,15 @@ async def test_a_worker_that_greets_nobody_by_that_number_ends_the_link(site: An
 async def test_silent_peers_are_lost_after_three_heartbeats(site: Any, eventually: Eventually) -> None:
     async with site.serving() as worker, site.link(worker, heartbeat=0.02) as link:
         await eventually(lambda: worker.server._sessions != {})
+        asked = asyncio.get_running_loop().time()
         assert await link.call("echo", (), 5.0) == ()
         worker.server._take = lambda *_: None
         async with asyncio.timeout(5):
             await link.lost.wait()
         assert "no sign of life for 3 heartbeats" in link.reason
+        assert link.silence is not None
+        assert link.silence.heartbeats == 3
+        assert link.silence.since > asked, "the answer was a sign of life"
 
 
 async def test_pings_keep_both_ends_alive(site: Any, eventually: Eventually) -> None:
