@@ -17,6 +17,13 @@ def sample(text: str = "four", member: int = 0, **row: Any) -> Sample:
     return Sample("p", text, row, group=3, member=member, finish="stop", tokens=1)
 
 
+def pool_of_file(file: Path, tasks: asyncio.TaskGroup, start: float = 60.0) -> ChildPool:
+    """Makes a pool of one child for the function `f` of this file. The test starts and stops it."""
+    spec = FunctionSpec(f"{file}:f", "f")
+    printed = file.with_suffix(".printed")
+    return ChildPool([spec], tasks, workers=1, deadline=20.0, start_deadline=start, printed=printed)
+
+
 def pools(functions: str, folder: Path) -> MakePool:
     """Makes pools of the functions of this source that are named."""
     file = folder / "functions.py"

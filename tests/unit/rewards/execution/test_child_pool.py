@@ -9,10 +9,8 @@ import pytest
 
 from asyncrl.children.printed_output import BLOCK, LARGEST
 from asyncrl.errors import ConfigError, DeadlineExceeded
-from asyncrl.rewards.execution.child_pool import ChildPool
-from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult
-from tests.unit.rewards.execution.pools import MakePool, pools, sample
+from tests.unit.rewards.execution.pools import MakePool, pool_of_file, pools, sample
 
 FUNCTIONS = r"""
 import asyncio, os, re, subprocess, sys, threading
@@ -298,14 +296,7 @@ async def test_a_file_that_does_not_run_is_a_config_error_with_its_traceback(tmp
     file.write_text("import no_such_module_here\n")
     with pytest.raises(ExceptionGroup) as raised:
         async with asyncio.TaskGroup() as tasks:
-            await ChildPool(
-                [FunctionSpec(f"{file}:f", "f")],
-                tasks,
-                workers=1,
-                deadline=1,
-                start_deadline=60,
-                printed=tmp_path / "printed",
-            ).start()
+            await pool_of_file(file, tasks).start()
     assert raised.group_contains(ConfigError, match="broken.py.*line 1")
 
 
@@ -314,14 +305,7 @@ async def test_loading_has_a_deadline(tmp_path: Path) -> None:
     file.write_text("import threading\nthreading.Event().wait()")
     with pytest.raises(ExceptionGroup) as raised:
         async with asyncio.TaskGroup() as tasks:
-            await ChildPool(
-                [FunctionSpec(f"{file}:f", "f")],
-                tasks,
-                workers=1,
-                deadline=1,
-                start_deadline=2,
-                printed=tmp_path / "printed",
-            ).start()
+            await pool_of_file(file, tasks, start=2.0).start()
     assert raised.group_contains(DeadlineExceeded, match="slow.py:f could not be loaded within 2 s")
 
 

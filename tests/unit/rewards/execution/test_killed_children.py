@@ -9,10 +9,9 @@ import pytest
 
 from asyncrl.children.guarded_process import ChildEnded
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.execution.child_pool import Answer, ChildPool
-from asyncrl.rewards.functions import FunctionSpec
+from asyncrl.rewards.execution.child_pool import Answer
 from asyncrl.rewards.sample import FunctionResult
-from tests.unit.rewards.execution.pools import MakePool, pools, sample
+from tests.unit.rewards.execution.pools import MakePool, pool_of_file, pools, sample
 
 FUNCTIONS = """
 import asyncio, os, signal, threading
@@ -105,24 +104,10 @@ async def test_a_process_that_is_killed_while_it_loads_is_started_once_more(tmp_
         "def f(sample):\n    return 1.0\n"
     )
     async with asyncio.TaskGroup() as tasks:
-        pool = ChildPool(
-            [FunctionSpec(f"{file}:f", "f")],
-            tasks,
-            workers=1,
-            deadline=20,
-            start_deadline=60,
-            printed=tmp_path / "printed",
-        )
+        pool = pool_of_file(file, tasks)
         await pool.start()
         await pool.stop()
-        again = ChildPool(
-            [FunctionSpec(f"{file}:f", "f")],
-            tasks,
-            workers=1,
-            deadline=20,
-            start_deadline=60,
-            printed=tmp_path / "printed",
-        )
+        again = pool_of_file(file, tasks)
         with pytest.raises(ConfigError, match=r"the process was ended by SIGKILL.* while it loaded them; see"):
             await again.start()
     assert tries.read_text() == "xxxx"
