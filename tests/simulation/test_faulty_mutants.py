@@ -64,7 +64,7 @@ def heartbeats_never_fire(patch: Patch) -> None:
 
 
 def deadlines_are_not_enforced(patch: Patch) -> None:
-    patch.setattr(Client, "_within", lambda link, seconds, method: nullcontext())
+    patch.setattr(Client, "_within", lambda link, seconds, method, number: nullcontext())
 
 
 def a_broken_link_fails_no_call(patch: Patch) -> None:
@@ -204,7 +204,7 @@ def an_attempt_keeps_its_number(patch: Patch) -> None:
 MUTANTS: Mapping[Callable[[Patch], None], int] = {
     a_gap_in_the_numbers_is_ignored: 23,
     heartbeats_never_fire: 30,
-    deadlines_are_not_enforced: 19,
+    deadlines_are_not_enforced: 35,
     a_broken_link_fails_no_call: 25,
     a_late_answer_is_given_to_another_call: 56,
     a_call_that_may_not_be_repeated_is: 9,
