@@ -99,7 +99,7 @@ class CrashAttribution:
     def last_death(self, group: int) -> str:
         return next((death.why for death in reversed(self._deaths) if group in death.present), "")
 
-    def blame(self, group: int) -> None:
+    def give_up(self, group: int) -> None:
         """Notes that the group was given up; the deaths in its presence have a cause."""
         self._given_up.add(group)
 

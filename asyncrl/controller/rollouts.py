@@ -215,7 +215,7 @@ class Rollouts:
     def _poison(self, group: int, failure: str) -> None:
         if members := self._open(group):
             prompt, _ = self.prompts(group)
-            self._crashes.blame(group)
+            self._crashes.give_up(group)
             self.tracker.observe(GroupPoisoned(group, prompt, failure or self._crashes.last_death(group)))
             self.tracker.drop(group, members, POISON)
 

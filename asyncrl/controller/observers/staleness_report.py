@@ -23,7 +23,7 @@ WINDOW = 1024
 DECILES = 10
 FAIR_SHARE = 0.5
 """Share of their tokens that the longest completions should train; under it the report names a larger limit."""
-NEWS = 0.2
+NOTEWORTHY = 0.2
 """Difference of two shares by length that is worth a sentence: ten samples of a hundred differ by chance."""
 LONGER = 1.5
 """Ratio of the longest completions to the shortest ones from which the report compares them: where lengths hardly
@@ -110,9 +110,9 @@ class StalenessReport:
         if not (tenths := by_tenth(ends)):
             return None
         (shortest, of_short), (below, _), (longest, of_long) = tenths[0], tenths[-2], tenths[-1]
-        if of_short["trained"] - of_long["trained"] < NEWS or below < LONGER * shortest:
+        if of_short["trained"] - of_long["trained"] < NOTEWORTHY or below < LONGER * shortest:
             return None
-        drain = '; finish = "drain" trains what is in flight at the end' if of_long["abandoned"] >= NEWS else ""
+        drain = '; finish = "drain" trains what is in flight at the end' if of_long["abandoned"] >= NOTEWORTHY else ""
         return (
             f"of the longest tenth of the completions ({below} to {longest} tokens) {of_long['trained']:.0%} were "
             f"trained, {of_long['dropped']:.0%} dropped and {of_long['abandoned']:.0%} abandoned at the end; of the "

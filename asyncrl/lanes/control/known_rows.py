@@ -20,7 +20,7 @@ KEPT_BYTES = 16 * 2**20
 SHORTEST = 256
 """Bytes from which a row is left out: a shorter one costs little more than its digest."""
 
-_LEFT_OUT = np.zeros(0, np.uint8)
+_NO_BYTES = np.zeros(0, np.uint8)
 
 
 class _KnownRows:
@@ -53,7 +53,7 @@ class SentRows(_KnownRows):
     def add(self, call: Call) -> None:
         """Takes in a call once it was sent."""
         for row in filter(None, map(row_of, call.args)):
-            self._add(len(row.data), PackedRow(row.digest, _LEFT_OUT))
+            self._add(len(row.data), PackedRow(row.digest, _NO_BYTES))
 
 
 class ReceivedRows(_KnownRows):

@@ -126,7 +126,7 @@ def test_deaths_that_another_suspect_explains_excuse_nobody() -> None:
         fleet.die(3, alone=True)
         fleet.die(4, host="h9", alone=True)
     assert fleet.crashes.kills_workers(3)
-    fleet.crashes.blame(3)
+    fleet.crashes.give_up(3)
     fleet.crashes.forget(3)
     assert fleet.crashes.kills_workers(4)
 
