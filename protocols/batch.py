@@ -19,6 +19,9 @@ Array = NDArray[Any]
 SampleName = tuple[int, int, int]
 """Group, member and attempt: identifies a sample, and is never used twice in a run."""
 
+TRUNCATED = frozenset(("length", "turn_limit", "token_limit", "time_limit"))
+"""Finish reasons of a sample that a limit ended, and not the policy or its environment."""
+
 GREEDY = -1
 """Member of a group's greedy answer, sampled at temperature 0. The answer is no sample: only its reward is used."""
 
@@ -156,6 +159,11 @@ class RowRef:
     @property
     def name(self) -> SampleName:
         return (self.group, self.member, self.attempt)
+
+    @property
+    def truncated(self) -> bool:
+        """Returns whether a limit ended the sample."""
+        return self.finish in TRUNCATED
 
     @property
     def length(self) -> int:

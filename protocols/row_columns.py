@@ -3,9 +3,13 @@
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 Columns = dict[str, tuple[np.dtype[Any], int]]
 """Column -> dtype and length."""
+
+SPANS = "spans"
+"""The column that tells sampled tokens from given ones, only in rows of episodes."""
 
 IDS, NUMBERS, BYTES, COUNT = (np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8"))
 
@@ -25,7 +29,12 @@ def trajectory_columns(turns: int, transcript: int) -> Columns:
     """Returns what the row of an episode has besides. spans: for each turn, the tokens sampled and those given after
     it; response_ids has all of them, in order, and every other column of tokens has one entry for a sampled token.
     transcript: bytes of the messages after the prompt, as JSON. turn_rewards: of the environment."""
-    return {"spans": (IDS, 2 * turns), "transcript": (BYTES, transcript), "turn_rewards": (NUMBERS, turns)}
+    return {SPANS: (IDS, 2 * turns), "transcript": (BYTES, transcript), "turn_rewards": (NUMBERS, turns)}
+
+
+def sampled_places(spans: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Returns the indices of the sampled tokens in `response_ids`, int64 [sampled]."""
+    return np.flatnonzero(np.repeat(np.arange(len(spans)) % 2 == 0, spans))
 
 
 def reference_columns(response: int) -> Columns:

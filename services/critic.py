@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.training.batch.micro_batches import token_ids
+from asyncrl.engines.training.batch.micro_batches import sampled_of, token_ids
 from asyncrl.engines.training.batch.train_rows import COST, REWARD, batch_digest, columns_of, train_rows
 from asyncrl.engines.training.critic_trainer import CriticStep, CriticTrainer
 from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
@@ -25,7 +25,7 @@ from asyncrl.services.forward_passes import results_of_forward_passes
 
 
 class CriticService(Service, Critic):
-    """Stores one row per sample: `values` float32 [tokens], and `valued_at` int64 [1], the updates taken before.
+    """Stores one row per sample: `values` float32 [sampled tokens], and `valued_at` int64 [1], the updates before.
     options: `model`: the initial model folder. The service `cost_critic` predicts costs, in columns `cost_values` and
     `cost_valued_at`.
 
@@ -102,7 +102,7 @@ class CriticService(Service, Critic):
         if not fresh.rows:
             return self._skipped(cuts, "learnt before")
         try:
-            rows = await self.context.reader.read(fresh, columns_of(self.context.config.algorithm))
+            rows = await self.context.reader.read(fresh, columns_of(self.context.config))
         except LostRows as lost:
             self.context.log.warning("update skipped", reason=str(lost))
             return self._skipped(cuts, "rows lost")
@@ -136,7 +136,8 @@ class CriticService(Service, Critic):
 
     def _forward(self, rows: Batch) -> list[tuple[NDArray[np.float32], int]]:
         """Returns for each row its values and the updates taken before them."""
-        return [(values, self._engine.optimizer.updates) for values in self._engine.values(*token_ids(rows))]
+        values = self._engine.values(*token_ids(rows), sampled_of(rows))
+        return [(own, self._engine.optimizer.updates) for own in values]
 
     def _save(self, directory: Path, version: int) -> dict[str, str]:
         directory.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from asyncrl.engines.training.batch.micro_batches import forward_passes
+from asyncrl.engines.training.batch.train_rows import token_columns
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import Batch, BatchRef
 
@@ -14,7 +15,7 @@ async def results_of_forward_passes(
     context: WorkerContext, samples: BatchRef, forward: Callable[[Batch], Sequence[T]]
 ) -> list[T]:
     """Reads the samples, and returns what `forward` computes of each, pass by pass on the compute thread."""
-    rows = await context.reader.read(samples, ["prompt_ids", "response_ids"])
+    rows = await context.reader.read(samples, token_columns(context.config))
     results: dict[int, T] = {}
     for part in forward_passes(rows, context.config):
         results.update(zip(part, await context.compute.run(forward, rows.take(part)), strict=True))

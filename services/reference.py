@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.training.batch.micro_batches import token_ids
+from asyncrl.engines.training.batch.micro_batches import sampled_of, token_ids
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.fleet.worker.service import Service, WorkerContext
@@ -20,7 +20,7 @@ COLUMN = "reference_logprobs"
 
 
 class ReferenceService(Service, Reference):
-    """Stores one row per sample: `reference_logprobs` float32 [tokens]."""
+    """Stores one row per sample: `reference_logprobs` float32 [sampled tokens]."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -48,4 +48,5 @@ class ReferenceService(Service, Reference):
     def _forward(self, rows: Batch) -> list[NDArray[np.float32]]:
         config = self.context.config
         temperatures = [config.generation.temperature] * len(rows)
-        return frozen_logprobs(self._model, *token_ids(rows), temperatures, config.training.logits_chunk)
+        chunk, sampled = config.training.logits_chunk, sampled_of(rows)
+        return frozen_logprobs(self._model, *token_ids(rows), temperatures, chunk, sampled)

@@ -60,7 +60,7 @@ class TrainingService(Service, Training):
         self._step: StepInProgress | None = None
         self._last_report: dict[str, StepReport] = {}  # of the step that made this version, by the digest of its batch
         self._lock = asyncio.Lock()
-        self._row_prefetch = RowPrefetch(context.reader, columns_of(context.config.algorithm))
+        self._row_prefetch = RowPrefetch(context.reader, columns_of(context.config))
         self._leases_changed = asyncio.Event()
 
     async def start(self) -> None:

@@ -124,7 +124,8 @@ class Recorder:
         now = asyncio.get_running_loop().time()
         metrics: Metrics = {"step": step_of(done.report), "time": now - self._began, "incarnation": self.incarnation}
         metrics |= done.staleness
-        metrics |= batch_metrics(done.cuts.batch) | self._term_means(done.cuts.batch)
+        episodes = self.fleet.environment is not None
+        metrics |= batch_metrics(done.cuts.batch, episodes=episodes) | self._term_means(done.cuts.batch)
         metrics |= report_metrics(done.report, now - self._last_step)
         metrics |= {f"skipped/{done.report.skipped}": 1.0} if done.report.skipped else {}
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}

@@ -12,8 +12,9 @@ COSTS = "cost/"
 """Prefix of the terms of a sample's cost, among those of its reward."""
 
 
-def batch_metrics(batch: BatchRef) -> dict[str, float]:
-    """Computes `reward/*`, `cost/*` and `completions/*` of the samples of one step."""
+def batch_metrics(batch: BatchRef, *, episodes: bool = False) -> dict[str, float]:
+    """Computes `reward/*`, `cost/*` and `completions/*` of the samples of one step, and `episodes/*` where they are
+    episodes."""
     rewards = [row.reward for row in batch if row.reward is not None]
     costs = [row.cost for row in batch if row.cost is not None]
     return {
@@ -22,7 +23,18 @@ def batch_metrics(batch: BatchRef) -> dict[str, float]:
         "reward/std": pstdev(rewards) if rewards else float("nan"),
         **_within_groups(batch),
         "completions/length_mean": _mean([row.tokens for row in batch]),
-        "completions/truncated_fraction": _mean([row.finish == "length" for row in batch]),
+        "completions/truncated_fraction": _mean([row.truncated for row in batch]),
+        **(_of_episodes(batch) if episodes else {}),
+    }
+
+
+def _of_episodes(batch: BatchRef) -> dict[str, float]:
+    """Computes how long episodes are and, as shares, why they ended."""
+    ends = Counter(row.finish for row in batch)
+    return {
+        "episodes/turns_mean": _mean([row.turns for row in batch]),
+        "episodes/given_tokens_mean": _mean([row.given for row in batch]),
+        **{f"episodes/finish/{reason}": count / len(batch) for reason, count in sorted(ends.items())},
     }
 
 

@@ -15,7 +15,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.micro_batches import live_rows, live_values, pad_rows, split_by_row
-from asyncrl.engines.training.batch.train_rows import REWARD, Ids, TrainRow, ValueTarget
+from asyncrl.engines.training.batch.train_rows import REWARD, Ids, Sampled, TrainRow, ValueTarget
 from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.models_with_heads import load_value_model
 from asyncrl.engines.training.optimizer import Optimizer
@@ -69,11 +69,14 @@ class CriticTrainer(Trainer):
         return CriticStep(self, rows, incarnation, version)
 
     @torch.no_grad()
-    def values(self, prompts: Sequence[Ids], responses: Sequence[Ids]) -> list[NDArray[np.float32]]:
+    def values(
+        self, prompts: Sequence[Ids], responses: Sequence[Ids], sampled: Sequence[Sampled] | None = None
+    ) -> list[NDArray[np.float32]]:
         """Computes the values [tokens] of each row, before each token was sampled, in one forward pass, on whose rows
-        their bits depend."""
-        values = self.model.values(pad_rows(prompts, responses, 1.0, self.model.device, self.model.sharing_width))
-        return split_by_row(values, [len(response) for response in responses])
+        their bits depend. sampled: see `pad_rows`."""
+        model = self.model
+        rows = pad_rows(prompts, responses, 1.0, model.device, model.sharing_width, sampled)
+        return split_by_row(model.values(rows), responses, sampled)
 
 
 class CriticStep(TrainingStep):

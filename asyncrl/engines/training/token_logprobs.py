@@ -1,4 +1,4 @@
-"""Log-probs of response tokens; trainer and reference compute them only here."""
+"""Log-probs of sampled tokens; trainer and reference compute them only here."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows, split_by_row
-from asyncrl.engines.training.batch.train_rows import Ids
+from asyncrl.engines.training.batch.train_rows import Ids, Sampled
 from asyncrl.engines.training.models_with_heads import CausalModel
 
 
 def token_logprobs(
     model: CausalModel, rows: PaddedRows, chunk: int, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Computes log-probs of the response tokens, with gradient in grad mode, and entropies, with gradient only on
+    """Computes log-probs of the sampled tokens, with gradient in grad mode, and entropies, with gradient only on
     request, of log-softmax(logits / temperature), float32 [tokens].
 
     The head processes `chunk` tokens at a time, so that no larger [tokens, vocabulary] tensor exists. The backward pass
@@ -47,10 +47,15 @@ def logprobs_after(model: CausalModel, prompt: NDArray[np.int64]) -> Tensor:
 
 @torch.no_grad()
 def frozen_logprobs(
-    model: CausalModel, prompts: Sequence[Ids], responses: Sequence[Ids], temperatures: Sequence[float], chunk: int
+    model: CausalModel,
+    prompts: Sequence[Ids],
+    responses: Sequence[Ids],
+    temperatures: Sequence[float],
+    chunk: int,
+    sampled: Sequence[Sampled] | None = None,
 ) -> list[NDArray[np.float32]]:
     """Computes the log-probs [tokens] of each row, without gradient, in one forward pass, on whose rows their bits
-    depend."""
-    rows = pad_rows(prompts, responses, temperatures, model.device, model.sharing_width)
+    depend. sampled: see `pad_rows`."""
+    rows = pad_rows(prompts, responses, temperatures, model.device, model.sharing_width, sampled)
     logprobs, _ = token_logprobs(model, rows, chunk)
-    return split_by_row(logprobs, [len(response) for response in responses])
+    return split_by_row(logprobs, responses, sampled)

@@ -13,9 +13,10 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.shared_prompts import share_prompts
-from asyncrl.engines.training.batch.train_rows import Ids
+from asyncrl.engines.training.batch.train_rows import ALL_SAMPLED, Ids, Sampled
 from asyncrl.objectives.ragged import Ragged
 from asyncrl.protocols.batch import Batch
+from asyncrl.protocols.row_columns import SPANS, sampled_places
 
 PerToken: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64] | float
 
@@ -44,7 +45,8 @@ def forward_passes(rows: Batch, config: Config) -> list[list[int]]:
     row has a pass of its own, so that its bits do not depend on other rows."""
     if config.generation.deterministic:
         return [[row] for row in range(len(rows))]
-    return micro_batches(rows.row_weights(), config.training.micro_batch_tokens)
+    lengths = rows["prompt_ids"].lengths() + rows["response_ids"].lengths()
+    return micro_batches(lengths.tolist(), config.training.micro_batch_tokens)
 
 
 def token_ids(rows: Batch) -> tuple[list[Ids], list[Ids]]:
@@ -52,12 +54,17 @@ def token_ids(rows: Batch) -> tuple[list[Ids], list[Ids]]:
     return [ids.astype(np.int64) for ids in rows["prompt_ids"]], [ids.astype(np.int64) for ids in rows["response_ids"]]
 
 
+def sampled_of(rows: Batch) -> list[Sampled]:
+    """Returns which tokens of each response were sampled: all, unless the rows are episodes."""
+    return [*map(sampled_places, rows[SPANS])] if SPANS in rows.columns else [ALL_SAMPLED] * len(rows)
+
+
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """Holds the model input of some rows, and where the model predicts their response tokens.
+    """Holds the model input of some rows, and where the model predicts their sampled tokens.
 
     ids: [rows, length], right-padded, without the last token of each row, which predicts nothing. positions: [tokens],
-    indices into the flattened [rows * length] states that predict `targets`, the response ids [tokens]. position_ids
+    indices into the flattened [rows * length] states that predict `targets`, the sampled ids [tokens]. position_ids
     [rows, length], mask [rows, 1, length, length]: only where samples share prompts.
     """
 
@@ -75,20 +82,23 @@ def pad_rows(
     temperatures: Sequence[float] | float,
     device: torch.device,
     sharing_width: int = 0,
+    sampled: Sequence[Sampled] | None = None,
 ) -> PaddedRows:
-    """Pads rows of prompt and response for the prediction of every response token. sharing_width: of the model, whose
-    rows share prompts where that costs less; 0 where they may not."""
+    """Pads rows of prompt and response for the prediction of the sampled tokens. sharing_width: of the model, whose
+    rows share prompts where that costs less; 0 where they may not. sampled: tokens of each response that the policy
+    sampled, by default all; it sees the others as it sees the prompt."""
+    chosen = [ALL_SAMPLED] * len(prompts) if sampled is None else sampled
+    targets = [response[own] for response, own in zip(responses, chosen, strict=True)]
     per_token = np.repeat(
-        np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts)), [len(response) for response in responses]
+        np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts)), [len(target) for target in targets]
     )
-    targets, shared = np.concatenate(responses).astype(np.int64), None
-    if sharing_width:
-        shared = share_prompts(prompts, responses, sharing_width)
+    shared = share_prompts(prompts, responses, sharing_width) if sharing_width else None
     ids, states = _separate_rows(prompts, responses) if shared is None else (shared.ids, shared.states)
+    positions = [state[own] for state, own in zip(states, chosen, strict=True)]
     return PaddedRows(
         torch.from_numpy(ids).to(device),
-        torch.from_numpy(np.concatenate(states)).to(device),
-        torch.from_numpy(targets).to(device),
+        torch.from_numpy(np.concatenate(positions)).to(device),
+        torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
         torch.from_numpy(per_token).to(device),
         None if shared is None else torch.from_numpy(shared.position_ids).to(device),
         None if shared is None else shared.mask(device),
@@ -108,8 +118,12 @@ def _separate_rows(prompts: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Id
     return ids, states
 
 
-def split_by_row(tokens: Tensor, lengths: Sequence[int]) -> list[NDArray[np.float32]]:
-    """Splits flat per-token values into one numpy array per row."""
+def split_by_row(
+    tokens: Tensor, responses: Sequence[Ids], sampled: Sequence[Sampled] | None = None
+) -> list[NDArray[np.float32]]:
+    """Splits flat values of sampled tokens into one numpy array per row. sampled: see `pad_rows`."""
+    chosen = [ALL_SAMPLED] * len(responses) if sampled is None else sampled
+    lengths = [len(response[own]) for response, own in zip(responses, chosen, strict=True)]
     return np.split(tokens.detach().cpu().numpy(), np.cumsum(lengths)[:-1])
 
 
@@ -162,7 +176,8 @@ def live_rows(masked: Sequence[MaskedRow], device: torch.device, sharing_width: 
     """Pads whole rows for the model, with predictions for live tokens only."""
     rows = [item.row for item in masked]
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
-    padded = pad_rows(prompts, responses, [row.temperature for row in rows], device, sharing_width)
+    temperatures, sampled = [row.temperature for row in rows], [row.sampled for row in rows]
+    padded = pad_rows(prompts, responses, temperatures, device, sharing_width, sampled)
     live = torch.from_numpy(np.concatenate([item.live for item in masked])).to(device)
     return replace(
         padded, positions=padded.positions[live], targets=padded.targets[live], temperatures=padded.temperatures[live]

@@ -9,23 +9,29 @@ from numpy.typing import NDArray
 
 from asyncrl.config.schema import AlgorithmConfig, Config, CriticConfig
 from asyncrl.protocols.batch import GREEDY, Batch, BatchRef, Cuts, SampleName
+from asyncrl.protocols.row_columns import SPANS, sampled_places
 
 Ids: TypeAlias = NDArray[np.int64]
 """Token ids [tokens]."""
+
+Sampled: TypeAlias = Ids | slice
+"""Selects the tokens of a response that the policy sampled; the others were given to it."""
+ALL_SAMPLED = slice(None)
 
 REFERENCE = "reference_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainRow:
-    """Holds one sample as training reads it. Arrays are one-dimensional.
+    """Holds one sample as training reads it. Arrays are one-dimensional; [tokens] counts sampled tokens only.
 
-    group, member, attempt: identify the sample. prompt_ids [prompt], response_ids [tokens]: token ids. logprobs
-    [tokens]: of the engine that sampled, at `temperature`. versions [tokens]: weight version of `incarnation` that
-    sampled each token. reference_logprobs [tokens]: of the frozen reference model, only with a KL term. truncated: the
-    sample ended at its token limit. advantage: one number for all tokens, or float64 [tokens]; with a critic it is the
-    reward of the sample. values [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps that
-    the critic had taken by then. cost, cost_values, cost_valued_at: the same for the cost.
+    group, member, attempt: identify the sample. prompt_ids [prompt], response_ids [sampled and given tokens]: token
+    ids. logprobs [tokens]: of the engine that sampled, at `temperature`. versions [tokens]: weight version of
+    `incarnation` that sampled each token. reference_logprobs [tokens]: of the frozen reference model, only with a KL
+    term. spans [2 x turns]: of an episode, see `trajectory_columns`; None: all tokens of the response were sampled.
+    truncated: a limit ended the sample. advantage: one number for all tokens, or float64 [tokens]; with a critic it is
+    the reward of the sample. values [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps
+    that the critic had taken by then. cost, cost_values, cost_valued_at: the same for the cost.
     """
 
     group: int
@@ -39,6 +45,7 @@ class TrainRow:
     advantage: float | NDArray[np.float64]
     temperature: float = 1.0
     truncated: bool = False
+    spans: NDArray[np.int32] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
     valued_at: int = 0
@@ -49,12 +56,19 @@ class TrainRow:
     def __post_init__(self) -> None:
         tokens = len(self.response_ids)
         assert len(self.prompt_ids) > 0, f"sample {self.key} has no prompt token"
+        if self.spans is not None:
+            assert self.spans.sum() == tokens, f"sample {self.key}: spans {self.spans} are not {tokens} tokens"
+            tokens = int(self.spans[::2].sum())
         assert tokens > 0, f"sample {self.key} has no response token"
         assert len(self.logprobs) == len(self.versions) == tokens, f"sample {self.key}: columns differ in length"
 
     @property
     def key(self) -> SampleName:
         return (self.group, self.member, self.attempt)
+
+    @property
+    def sampled(self) -> Sampled:
+        return ALL_SAMPLED if self.spans is None else sampled_places(self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +95,7 @@ class ValueTarget:
 REWARD = ValueTarget("critic", "values", "valued_at")
 COST = ValueTarget("cost_critic", "cost_values", "cost_valued_at")
 VALUED_AT = (REWARD.valued_at, COST.valued_at)
-OPTIONAL = (REFERENCE, REWARD.values, COST.values, *VALUED_AT)
+OPTIONAL = (REFERENCE, REWARD.values, COST.values, *VALUED_AT, SPANS)
 
 
 def value_targets_of(algorithm: AlgorithmConfig) -> list[ValueTarget]:
@@ -91,11 +105,16 @@ def value_targets_of(algorithm: AlgorithmConfig) -> list[ValueTarget]:
     return [REWARD] if algorithm.constraint == "none" else [REWARD, COST]
 
 
-def columns_of(algorithm: AlgorithmConfig) -> list[str]:
+def token_columns(config: Config) -> list[str]:
+    """Returns the columns that the forward pass of any model reads."""
+    return ["prompt_ids", "response_ids", *([SPANS] if config.environment.use else [])]
+
+
+def columns_of(config: Config) -> list[str]:
     """Returns the columns that the algorithm reads."""
-    reference = [REFERENCE] if algorithm.kl > 0 else []
-    targets = value_targets_of(algorithm)
-    plain = ["prompt_ids", "response_ids", "logprobs", "versions"]
+    reference = [REFERENCE] if config.algorithm.kl > 0 else []
+    targets = value_targets_of(config.algorithm)
+    plain = [*token_columns(config), "logprobs", "versions"]
     return [*plain, *reference, *(column for each in targets for column in (each.values, each.valued_at))]
 
 
@@ -117,7 +136,7 @@ def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRo
                 versions=batch["versions"][index].astype(np.int64),
                 advantage=ref.advantage,
                 temperature=temperature,
-                truncated=ref.finish == "length",
+                truncated=ref.truncated,
                 cost=ref.cost,
                 **others,
             )

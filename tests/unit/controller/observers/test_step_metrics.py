@@ -63,6 +63,20 @@ def test_batch_metrics() -> None:
     assert found["completions/length_mean"] == 20
     assert found["completions/truncated_fraction"] == pytest.approx(1 / 3)
     assert math.isnan(batch_metrics(BatchRef(()))["reward/mean"])
+    assert not [name for name in found if name.startswith("episodes/")]
+
+
+def test_batch_metrics_of_episodes_say_how_long_they_are_and_why_they_ended() -> None:
+    ends = (("stop", 3, 12), ("turn_limit", 8, 40), ("environment", 1, 0), ("stop", 2, 8))
+    rows = [replace(row(m, 10, 1.0, end), turns=turns, given=given) for m, (end, turns, given) in enumerate(ends)]
+    found = batch_metrics(BatchRef(tuple(rows)), episodes=True)
+    assert (found["episodes/turns_mean"], found["episodes/given_tokens_mean"]) == (3.5, 15)
+    assert {name: share for name, share in found.items() if name.startswith("episodes/finish/")} == {
+        "episodes/finish/environment": 0.25,
+        "episodes/finish/stop": 0.5,
+        "episodes/finish/turn_limit": 0.25,
+    }
+    assert (found["completions/length_mean"], found["completions/truncated_fraction"]) == (10, 0.25)
 
 
 @pytest.mark.trap("masked_denominators")

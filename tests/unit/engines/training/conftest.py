@@ -1,7 +1,7 @@
 """A tiny model with a tokenizer smaller than its head, and random rows that it could have sampled."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,33 @@ def _row(draw: np.random.Generator, index: int, changes: dict[str, Any]) -> Trai
         "advantage": float(draw.normal()),
     }
     return TrainRow(**{**values, **changes})
+
+
+SPANS = ([5, 3, 4, 0], [3, 2, 1, 4, 6, 0], [7, 0], [4, 2, 3, 2], [1, 1, 1, 0])
+"""Tokens sampled and given: of two turns and of three, of one, with tokens given at the end, of single tokens."""
+
+
+@pytest.fixture
+def make_episodes(make_rows: Callable) -> Callable[..., list[TrainRow]]:
+    """make_episodes(count, seed, spans) -> rows of several turns, with values and a reference; spans: of each row."""
+
+    def make(count: int = 10, seed: int = 0, spans: Sequence[Sequence[int]] = SPANS) -> list[TrainRow]:
+        draw, rows = np.random.default_rng(seed), []
+        for index, row in enumerate(make_rows(count, seed)):
+            own = np.array(spans[index % len(spans)], np.int32)
+            tokens = int(own[::2].sum())
+            changes = {
+                "response_ids": draw.integers(0, KNOWN, int(own.sum())),
+                "versions": np.full(tokens, 5),
+                "logprobs": draw.normal(-4, 0.3, tokens).astype(np.float32),
+                "reference_logprobs": draw.normal(-4, 0.3, tokens).astype(np.float32),
+                "values": draw.normal(0, 0.3, tokens).astype(np.float32),
+                "spans": own,
+            }
+            rows.append(dataclasses.replace(row, **changes))
+        return rows
+
+    return make
 
 
 @pytest.fixture
