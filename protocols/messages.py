@@ -167,12 +167,15 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
-    """One sample as text, for a person to read."""
+    """One sample as text, for a person to read. turns: of an episode, its messages after the prompt ({"role",
+    "content"}), the policy's as "assistant"; turn_rewards: of the environment, for each of those."""
 
     group: int
     member: int
     prompt: str
     text: str
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    turn_rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +328,7 @@ class Checkpointed:
         return cls(parts[0].version, parts[0].chain, files, tuple(name for part in parts for name in part.ready))
 
 
-PROTOCOL = 14
+PROTOCOL = 15
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

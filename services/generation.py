@@ -8,9 +8,10 @@ All engine calls run on the compute thread, so that a change of weights falls be
 """
 
 import asyncio
+import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,9 @@ SLACK_SHARE, SLACK = 1.5, 5.0
 
 JSON_BYTES = 6
 """Most bytes of JSON that one byte of text becomes."""
+
+SHOWN, SHOWN_OF_EPISODES = ("text", "prompt_ids"), ("transcript", "turn_rewards")
+"""Columns of a sample that a person is shown."""
 
 CompletionQueue = asyncio.Queue[Completion]
 
@@ -160,14 +164,30 @@ class GenerationService(Service, Generation):
     async def texts(self, refs: BatchRef) -> list[SampleText]:
         texts = []
         for row in refs:
-            place = row.place_of("text")
-            if self.rows is None or place.owner != self.rows.address:
-                continue
             with suppress(LostRows):
-                prompt_ids, text = self.rows.read(place, ["prompt_ids", "text"])
-                prompt = await self.context.compute.run(self._engine.tokenizer.decode, prompt_ids)
-                texts.append(SampleText(row.group, row.member, prompt, bytes(text).decode()))
+                if columns := await self._shown_columns(row):
+                    texts.append(await self._text(row, columns))
         return texts
+
+    async def _shown_columns(self, row: RowRef) -> dict[str, Array]:
+        """Returns the columns of a sample that a person is shown; none if another worker has them. Those of an episode
+        are its environment's. Raises LostRows for a sample that is gone."""
+        episodes = bool(self.context.config.environment.use)
+        names, place = [*SHOWN, *(SHOWN_OF_EPISODES if episodes else ())], row.place_of(SHOWN[0])
+        if self.rows is not None and place.owner == self.rows.address:
+            return dict(zip(names, self.rows.read(place, names), strict=True))
+        if not episodes:
+            return {}
+        found = await self.context.reader.read(BatchRef((row,)), names)
+        return {name: found[name][0] for name in names}
+
+    async def _text(self, row: RowRef, columns: Mapping[str, Array]) -> SampleText:
+        prompt = await self.context.compute.run(self._engine.tokenizer.decode, columns["prompt_ids"])
+        text = SampleText(row.group, row.member, prompt, bytes(columns["text"]).decode())
+        if "transcript" not in columns:
+            return text
+        turns, rewards = json.loads(bytes(columns["transcript"])), tuple(columns["turn_rewards"].tolist())
+        return replace(text, turns=turns, turn_rewards=rewards)
 
     async def _requested(self, prompts: PromptGroup) -> tuple[list[Turn], list[RowRef]]:
         """Returns the turns that a call asks for, and samples that have no room for one."""

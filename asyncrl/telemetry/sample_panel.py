@@ -1,22 +1,41 @@
 """Renders one sample for a terminal."""
 
+from collections.abc import Iterator
+from typing import TypeAlias
+
 from rich.panel import Panel
 from rich.text import Text
 
 from asyncrl.telemetry.samples_file import SampleRecord
 
+Styled: TypeAlias = tuple[str, str]
+"""A text and its style."""
+
 
 def sample_panel(sample: SampleRecord, characters: int | None = None) -> Panel:
-    """Renders one sample: prompt, completion, reward, and what was trained of it."""
-    text = _short(sample.text, characters)
-    body = Text.assemble(
-        (_short(sample.prompt, characters), "dim"),
-        "\n",
-        (text or "(nothing)", "bold" if text else "dim italic"),
-        (f"\n{_summary(sample)}", "cyan"),
-    )
+    """Renders one sample: prompt, completion or turns, reward, and what was trained of it."""
+    said = _turns(sample, characters) if sample.turns else [_answer(sample.text, characters)]
+    prompt, summary = (_short(sample.prompt, characters), "dim"), (f"\n{_summary(sample)}", "cyan")
+    body = Text.assemble(prompt, "\n", *said, summary)
     title = f"step {sample.step} · group {sample.group} · member {sample.member}"
     return Panel(body, title=title, title_align="left")
+
+
+def _answer(text: str, characters: int | None) -> Styled:
+    return (_short(text, characters), "bold") if text else ("(nothing)", "dim italic")
+
+
+def _turns(sample: SampleRecord, characters: int | None) -> Iterator[Styled]:
+    """Yields who said what in an episode, and the reward of each turn of the policy."""
+    rewards = iter(sample.turn_rewards)
+    for number, message in enumerate(sample.turns):
+        role, text = str(message.get("role")), str(message.get("content") or "")
+        own = role == "assistant"
+        reward = next(rewards, None) if own else None
+        yield (f"{chr(10) if number else ''}{_short(role, characters)}: ", "cyan")
+        yield _answer(text, characters) if own else (_short(text, characters), "dim")
+        if reward is not None:
+            yield (f"  [reward {reward:.3g}]", "cyan")
 
 
 def _summary(sample: SampleRecord) -> str:
@@ -25,6 +44,8 @@ def _summary(sample: SampleRecord) -> str:
     parts = [f"{reward} ({terms})" if terms else reward]
     if sample.advantage is not None:
         parts.append(f"advantage {sample.advantage:+.3g}")
+    if sample.turn_rewards:
+        parts.append(f"{len(sample.turn_rewards)} turns")
     single = sample.first == sample.last
     versions = f"version {sample.first}" if single else f"versions {sample.first} to {sample.last}"
     parts += [f"ended by {sample.finish}", versions, f"{sample.trained} tokens trained"]

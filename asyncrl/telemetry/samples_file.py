@@ -1,7 +1,7 @@
 """Makes, reads and selects the records of `samples.jsonl`: completions, their rewards and what was trained of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +19,8 @@ class SampleRecord:
     finish: why the completion ended; terms: each reward function's own value; first, last: versions that sampled its
     first and last token; trained, masked: response tokens in the loss and left out, with the reason; rejected: tokens
     that a correction gave no weight; skipped: why the whole step trained nothing. advantage: None also when a critic
-    gives each token its own.
+    gives each token its own. turns, turn_rewards: of an episode, the messages after its prompt ({"role", "content"}),
+    and what the environment gave for each of the policy's, whose role is "assistant"; the file lacks them elsewhere.
     """
 
     step: int
@@ -41,6 +42,13 @@ class SampleRecord:
     reason: str = ""
     rejected: int = 0
     skipped: str = ""
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields that the file has."""
+        absent = () if self.turns else ("turns", "turn_rewards")
+        return {name: value for name, value in asdict(self).items() if name not in absent}
 
 
 def sample_record(
@@ -51,7 +59,9 @@ def sample_record(
     of_row = ("incarnation", "group", "member", "attempt", "finish", "tokens", "reward", "advantage", "first", "last")
     copied = {name: getattr(row, name) for name in of_row}
     copied |= {name: getattr(trained, name) for name in ("trained", "masked", "reason", "rejected")}
-    return SampleRecord(step=step, prompt=text.prompt, text=text.text, terms=terms, skipped=skipped, **copied)
+    copied |= {name: getattr(text, name) for name in ("prompt", "text", "turns")}
+    rewards = list(text.turn_rewards)
+    return SampleRecord(step=step, terms=terms, skipped=skipped, turn_rewards=rewards, **copied)
 
 
 def to_show(samples: Sequence[T], count: int | Literal["all"]) -> list[T]:

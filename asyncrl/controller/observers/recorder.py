@@ -133,7 +133,7 @@ class Recorder:
         records = self._records(done)
         self._metrics.append(metrics)
         for record in records:
-            self._samples.append(asdict(record))
+            self._samples.append(record.fields())
         self._forget(row.key for row in done.cuts.batch)
         if not done.report.skipped:  # Else the record of the next step includes these counts.
             self._dropped.clear()

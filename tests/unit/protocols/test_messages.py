@@ -18,6 +18,7 @@ DIGESTS = {
     12: "5232dbe73271673f",
     13: "15026719780ed870",
     14: "0ea7b132d4857811",
+    15: "e8d0e2a838f81a99",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

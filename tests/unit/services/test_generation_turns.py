@@ -178,6 +178,23 @@ async def test_given_tokens_are_the_rendered_messages_and_nothing_sampled_is_tok
             assert tokenizer.decode(after[len(response) : len(response) + row.given]) == said
 
 
+async def test_an_episode_is_shown_with_what_its_environment_said_last(
+    start: Start, environment: PlayedEnvironment
+) -> None:
+    async with start() as service:
+        rows = environment.step(service, await played(service, environment, group("go left: "), " no"), " yes")
+        gone = rows.rows[1]
+        environment.store.free(gone.places)
+        shown = await service.texts(rows)
+        assert [text.member for text in shown] == [0, 2]
+        for text in shown:
+            assert text.prompt == "go left: "
+            assert [turn["role"] for turn in text.turns] == ["assistant", "user"] * 2
+            assert [turn["content"] for turn in text.turns[1::2]] == [" no", " yes"]
+            assert text.text == text.turns[2]["content"]
+            assert text.turn_rewards == (0.0, 0.0)
+
+
 async def test_the_next_turn_is_the_same_at_another_worker(start: Start, environment: PlayedEnvironment) -> None:
     async with start() as one, start() as other:
         first = await sampled(one, group())

@@ -13,7 +13,7 @@ from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_file import READY_ROWS
 from asyncrl.lanes.data.row_store import RowStore, bytes_of_row
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
-from asyncrl.protocols.row_columns import restored_columns, sample_columns, value_columns
+from asyncrl.protocols.row_columns import restored_columns, sample_columns, trajectory_columns, value_columns
 from asyncrl.services.generation import GenerationService
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,6 +23,8 @@ Contexts = Callable[..., WorkerContext]
 SAMPLES, TOKENS = 3, 12
 LONGEST = (4, TOKENS, 5 * TOKENS)
 VALUED = value_columns("values", "valued_at", TOKENS) | value_columns("cost_values", "cost_valued_at", TOKENS)
+
+EPISODE = trajectory_columns(2, 50)
 
 
 class Stores:
@@ -41,7 +43,8 @@ def put(generation: RowStore, critics: RowStore) -> BatchRef:
     """Returns samples whose rows, at two services, are as long as any can be."""
     rows = []
     for member in range(SAMPLES):
-        own = {name: np.full(length, member, dtype) for name, (dtype, length) in sample_columns(*LONGEST).items()}
+        columns = sample_columns(*LONGEST) | EPISODE
+        own = {name: np.full(length, member, dtype) for name, (dtype, length) in columns.items()}
         values = {name: np.full(length, member, dtype) for name, (dtype, length) in VALUED.items()}
         values["reference_logprobs"] = np.full(TOKENS, member, np.float32)
         places = (generation.put(own), critics.put(values))
@@ -65,12 +68,13 @@ async def test_rows_with_the_columns_of_all_services_are_saved_and_stored_again(
     async with asyncio.TaskGroup() as tasks:
         resumed: Any = worker_context("generation", config(), tasks, incarnation=INCARNATION + 1)
         service = GenerationService(resumed)
-        service.rows = RowStore.private("inproc://again", 8, bytes_of_row(restored_columns(*LONGEST)))
+        longest = restored_columns(*LONGEST) | EPISODE
+        service.rows = RowStore.private("inproc://again", 8, bytes_of_row(longest))
         found = await service.restore_rows(str(tmp_path), samples)
         assert [(row.name, row.incarnation) for row in found] == [(name, INCARNATION + 1) for name in made.ready]
         for row in found:
             (place,) = row.places
-            assert set(place.columns) == set(restored_columns(*LONGEST))
+            assert set(place.columns) == set(longest)
             assert all((values == row.member).all() for values in service.rows.read(place, place.columns))
         await service.release([row.name for row in found], oldest=0)
         assert service.rows.used == 0, "they are freed like rows that were sampled here"

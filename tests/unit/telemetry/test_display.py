@@ -129,6 +129,20 @@ def test_long_texts_keep_their_ends() -> None:
     assert "(nothing)" in rendered(replace(SAMPLE, text=""))
 
 
+def test_an_episode_shows_who_said_what_and_what_each_turn_earned() -> None:
+    said = [("assistant", "5"), ("user", "more\x1b[2J"), ("tool", "12"), ("assistant", "")]
+    turns = [{"role": role, "content": text} for role, text in said]
+    lines = [line.strip("│ ") for line in rendered(replace(SAMPLE, turns=turns, turn_rewards=[0.0, 0.75])).splitlines()]
+    assert lines[1:6] == [
+        "Reverse abc",
+        "assistant: 5  [reward 0]",
+        "user: more\N{REPLACEMENT CHARACTER}[2J",
+        "tool: 12",
+        "assistant: (nothing)  [reward 0.75]",
+    ]
+    assert "· 2 turns ·" in lines[6]
+
+
 def test_escape_sequences_of_a_model_do_not_reach_the_terminal() -> None:
     text = rendered(replace(SAMPLE, text="a\x1b[2Jb\rc\nd"))
     assert "\x1b" not in text

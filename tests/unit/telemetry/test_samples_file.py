@@ -1,8 +1,9 @@
 """What the model wrote, kept and found again."""
 
+import json
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ RECORD = sample_record(8, ROW, SampleText(3, 1, "1+1?", "two"), {"numeric": 0.5}
 def write(path: Path, records: Iterable[SampleRecord]) -> None:
     with closing(LineFile(path)) as file:
         for record in records:
-            file.append(asdict(record))
+            file.append(record.fields())
 
 
 def some() -> list[SampleRecord]:
@@ -32,6 +33,27 @@ def test_a_record_joins_what_engine_reward_and_trainer_say() -> None:
     assert (RECORD.step, RECORD.group, RECORD.member, RECORD.prompt, RECORD.text) == (8, 3, 1, "1+1?", "two")
     assert (RECORD.first, RECORD.last, RECORD.trained, RECORD.masked, RECORD.reason) == (6, 7, 8, 4, "stale")
     assert (RECORD.reward, RECORD.terms, RECORD.advantage, RECORD.finish) == (0.5, {"numeric": 0.5}, -0.25, "stop")
+
+
+EPISODE = sample_record(
+    8,
+    ROW,
+    SampleText(
+        3, 1, "Guess", "7", [{"role": "assistant", "content": "5"}, {"role": "user", "content": "more"}], (0.5,)
+    ),
+    {},
+    TrainedSample(3, 1, 0, 8, 4),
+)
+
+
+def test_only_the_record_of_an_episode_has_turns_in_the_file(tmp_path: Path) -> None:
+    assert [turn["content"] for turn in EPISODE.turns] == ["5", "more"]
+    with closing(LineFile(tmp_path / "samples.jsonl")) as file:
+        for record in (RECORD, EPISODE):
+            file.append(record.fields())
+    plain, episode = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert set(episode) - set(plain) == {"turns", "turn_rewards"}
+    assert read_samples(tmp_path / "samples.jsonl") == [RECORD, EPISODE]
 
 
 def test_records_of_different_samples_are_not_joined() -> None:

@@ -70,7 +70,7 @@ def test_a_row_of_one_turn_trains_the_bits_of_a_plain_row(
     rows = [dataclasses.replace(r, values=draw.normal(0, 0.3, len(r.logprobs)).astype(np.float32)) for r in rows]
     one_turn = [dataclasses.replace(row, spans=np.array([len(row.logprobs), 0], np.int32)) for row in rows]
     config = make_config(algorithm={"preset": preset}, training={"updates": 2})
-    trainers: list[type[Trainer]] = [PolicyTrainer, CriticTrainer] if preset == "ppo" else [PolicyTrainer]
+    trainers: list[Callable[..., Trainer]] = [PolicyTrainer, CriticTrainer] if preset == "ppo" else [PolicyTrainer]
     for make in trainers:
         (plain, expected), (turn, found) = (updated(make(config, tiny), each) for each in (rows, one_turn))
         assert plain == turn
@@ -156,7 +156,7 @@ def stored(rows: list[TrainRow]) -> Batch:
 
 
 def test_the_columns_of_an_episode_make_its_row(make_episodes: Callable) -> None:
-    rows = make_episodes(5)
+    rows: list[TrainRow] = make_episodes(5)
     refs = BatchRef(
         tuple(
             RowRef(
