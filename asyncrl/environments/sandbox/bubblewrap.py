@@ -1,0 +1,106 @@
+"""Builds the command that starts a sandbox with Debian's bubblewrap, and tries whether it works on this machine."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+from asyncrl.environments.sandbox.programs import SandboxError
+from asyncrl.environments.sandbox.seccomp import seccomp_filter
+
+OUTER_USER = 61184
+"""User that sandboxes of a fleet run as root belong to outside: the first that systemd gives to services that own no
+file. The kernel exempts root from the limit of processes."""
+INNER_USER = 65534
+TRIAL_TIMEOUT = 20.0
+"""Seconds for a sandbox that only ends; one takes 15 milliseconds."""
+INSTALL_HINT = "install it with `apt-get install bubblewrap`"
+UNCONFINED = 'write sandbox.kind = "none" to run programs without containment'
+
+PLAIN = ("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup")
+SYSTEM = (
+    *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/sbin", "/sbin"),
+    *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev"),
+    *(
+        "--ro-bind-try",
+        "/etc/ld.so.cache",
+        "/etc/ld.so.cache",
+        "--ro-bind-try",
+        "/etc/alternatives",
+        "/etc/alternatives",
+    ),
+)
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+
+
+def python_for_programs() -> str:
+    """Returns the interpreter of programs: that of this process if it lies below /usr, else Debian's."""
+    own = os.path.realpath(sys.executable)
+    for candidate in (own, "/usr/bin/python3"):
+        if candidate.startswith("/usr/") and os.access(candidate, os.X_OK):
+            return candidate
+    raise SandboxError("no Python below /usr, the only folder that a sandbox sees; run `apt-get install python3`")
+
+
+def bubblewrap_path() -> str:
+    """Returns the path of bwrap; raises SandboxError where it is not installed."""
+    if (found := shutil.which("bwrap")) is None:
+        raise SandboxError(f"bubblewrap is not installed, which contains programs; {INSTALL_HINT}, or {UNCONFINED}")
+    return found
+
+
+def sandbox_command(disk_bytes: int, seccomp: int) -> list[str]:
+    """Returns the words before the command that runs inside. disk_bytes: size of each folder that it may write.
+    seccomp: descriptor of a file with the filter."""
+    size = str(disk_bytes)
+    environment = [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
+    writable = ["--size", size, "--perms", "1777", "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/dev/shm"]
+    return [
+        *_as_another_user(),
+        *(bubblewrap_path(), *PLAIN, "--uid", str(INNER_USER), "--gid", str(INNER_USER), "--hostname", "sandbox"),
+        *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv", *environment),
+        *(*SYSTEM, *writable, "--remount-ro", "/dev", "--remount-ro", "/"),
+        *("--chdir", "/tmp", "--seccomp", str(seccomp), "--"),
+    ]
+
+
+def _as_another_user() -> list[str]:
+    """Returns the beginning of a command that gives up root; nothing for an ordinary user."""
+    if os.geteuid() != 0:
+        return []
+    user = str(OUTER_USER)
+    return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all", "--"]
+
+
+def filter_file() -> int:
+    """Returns a new descriptor of a file in memory with the filter of system calls, to be read once."""
+    file = os.memfd_create("seccomp")
+    os.write(file, seccomp_filter())
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def try_sandbox() -> None:
+    """Starts a sandbox that ends at once; raises SandboxError with the reason if it cannot."""
+    python = python_for_programs()
+    filtered = filter_file()
+    try:
+        command = [*sandbox_command(2**20, filtered), python, "-I", "-S", "-c", ""]
+        done = subprocess.run(
+            command,
+            pass_fds=[filtered],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TRIAL_TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise SandboxError(f"a sandbox that only ends did not end within {TRIAL_TIMEOUT:.0f} s") from None
+    finally:
+        os.close(filtered)
+    if done.returncode:
+        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"status {done.returncode}"
+        raise SandboxError(
+            f"bubblewrap cannot start a sandbox here: {reason}; allow user namespaces "
+            f"(in Docker: security_opt seccomp=unconfined and apparmor=unconfined), or {UNCONFINED}"
+        )

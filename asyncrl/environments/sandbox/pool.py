@@ -1,0 +1,153 @@
+"""Runs programs in sandboxes that were started ahead. Each sandbox is used for one program, and for one case where the
+case left anything behind; a new one starts in the background.
+
+starter tasks ──> ready sandboxes (bounded) ──> one program: case after case ──> killed
+                  examiners (never see a program) ──> one test at a time ──> used again
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Literal, Self
+
+from asyncrl.concurrency import gather, running_beside
+from asyncrl.environments.sandbox.bubblewrap import python_for_programs, try_sandbox
+from asyncrl.environments.sandbox.harness import compiled_harness
+from asyncrl.environments.sandbox.outcomes import exam_result, script_result, unreported_result
+from asyncrl.environments.sandbox.programs import CaseResult, Limits, Program, TestCase
+from asyncrl.environments.sandbox.single_sandbox import Sandbox, SandboxCase, SandboxEnded
+
+Kind = Literal["bubblewrap", "none"]
+STARTERS = 2
+"""Sandboxes that start at one time; each waits for the kernel half of its time."""
+START_TIMEOUT = 60.0
+"""Seconds for a sandbox that takes 20 milliseconds on an idle machine."""
+EXAMINER_MEMORY = 2**30
+"""Bytes for a test, whose data may be larger than what a program may need."""
+
+
+class SandboxPool:
+    """Use it as `async with SandboxPool() as pool`. size: programs that run at one time, of which as many sandboxes are
+    started ahead; default: the number of cores. kind: "none" runs programs without containment. limits: of each case,
+    unless a call has others; the size of the writable folders is always this one. python: interpreter below /usr."""
+
+    def __init__(
+        self, size: int = 0, *, kind: Kind = "bubblewrap", limits: Limits | None = None, python: str = ""
+    ) -> None:
+        self.limits = limits or Limits()
+        self._size = size or len(os.sched_getaffinity(0))
+        self._contained = kind == "bubblewrap"
+        self._python = python
+        self._harness = b""
+        self._slots = asyncio.Semaphore(self._size)
+        self._ready: asyncio.Queue[Sandbox] = asyncio.Queue(self._size)
+        self._examiners: list[Sandbox] = []
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Starts the first sandboxes; raises SandboxError where they cannot work."""
+        self._python = self._python or python_for_programs()
+        if self._contained:
+            await asyncio.to_thread(try_sandbox)
+        self._harness = await asyncio.to_thread(compiled_harness, self._python)
+        self._open.push_async_callback(self._kill_all)
+        starters = {f"start sandboxes {number}": self._keep_ready() for number in range(min(STARTERS, self._size))}
+        await self._open.enter_async_context(running_beside(starters))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        """Kills all sandboxes."""
+        return await self._open.__aexit__(kind, error, traceback)
+
+    async def run(self, program: Program, limits: Limits | None = None) -> AsyncIterator[CaseResult]:
+        """Yields the result of each test case as it comes. Leave early inside `contextlib.aclosing`, which kills the
+        program at once."""
+        limits = limits or self.limits
+        used: Sandbox | None = None
+        try:
+            async with self._slots:
+                for test in program.tests:
+                    used = used or await self._ready.get()
+                    result, is_clean = await self._case(used, program, test, limits)
+                    if not is_clean:
+                        await used.kill()
+                        used = None
+                    yield result
+        finally:
+            if used is not None:
+                await used.kill()
+
+    async def run_all(self, program: Program, limits: Limits | None = None) -> list[CaseResult]:
+        """Returns the results of all test cases."""
+        return [result async for result in self.run(program, limits)]
+
+    async def _case(
+        self, sandbox: Sandbox, program: Program, test: TestCase, limits: Limits
+    ) -> tuple[CaseResult, bool]:
+        """Runs one case; returns its result, and whether the sandbox may run another case of the same program."""
+        if test.code:
+            return await self._examined(sandbox, program, test, limits)
+        kind: Literal["script", "command"] = "command" if program.command else "script"
+        with sandbox.begin(
+            SandboxCase(kind, program.source, test.stdin, program.command, program.file), limits
+        ) as case:
+            try:
+                report = await case.report()
+            except SandboxEnded as ended:
+                return unreported_result(test, ended, case.outputs(), limits), False
+            return script_result(test, report, case.outputs(), limits), report.is_clean
+
+    async def _examined(
+        self, sandbox: Sandbox, program: Program, test: TestCase, limits: Limits
+    ) -> tuple[CaseResult, bool]:
+        """Runs the code of a test in an examiner, which calls the program in its sandbox."""
+        examiner = self._examiners.pop() if self._examiners else await self._start()
+        has_reported = False
+        outputs = (b"", b"")
+        try:
+            theirs, its = socket.socketpair()
+            with theirs, its, sandbox.begin(SandboxCase("answers", program.source), limits, its) as case:
+                larger = replace(limits, memory_bytes=max(limits.memory_bytes, EXAMINER_MEMORY))
+                with examiner.begin(SandboxCase("examiner", test.code), larger, theirs) as exam:
+                    its.close()
+                    theirs.close()
+                    exam_report = await exam.report()
+                    has_reported = True
+                    case.end()
+                    report = await case.report()
+                    outputs = case.outputs()
+            return exam_result(test, exam_report, report, outputs, limits), report.is_clean
+        except SandboxEnded as ended:
+            return unreported_result(test, ended, outputs, limits), False
+        finally:
+            if has_reported:
+                self._examiners.append(examiner)
+            else:
+                await examiner.kill()
+
+    async def _start(self) -> Sandbox:
+        disk_bytes = self.limits.disk_bytes
+        return await Sandbox.start(self._python, self._harness, disk_bytes, START_TIMEOUT, contained=self._contained)
+
+    async def _keep_ready(self) -> None:
+        """Starts sandboxes until cancelled; one waits here for room among those that are ready."""
+        while True:
+            sandbox: Sandbox | None = await self._start()
+            assert sandbox is not None
+            try:
+                await self._ready.put(sandbox)
+                sandbox = None
+            finally:
+                if sandbox is not None:
+                    await sandbox.kill()
+
+    async def _kill_all(self) -> None:
+        idle = [*self._examiners, *(self._ready.get_nowait() for _ in range(self._ready.qsize()))]
+        self._examiners.clear()
+        await gather(*(sandbox.kill() for sandbox in idle))

@@ -1,0 +1,145 @@
+"""Builds the filter of system calls that bubblewrap installs: a classic BPF program in bytes (seccomp(2), bpf(4)).
+
+load architecture ── another ──> kill
+load number ── forbidden ──> kill     ── unwanted ──> refuse with an error     ── clone, socket, ioctl ──> look at flags
+            └─ anything else ──> allow
+"""
+
+import platform
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from asyncrl.environments.sandbox.programs import SandboxError
+
+LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+"""Codes of the few instructions of classic BPF that the filter needs; each works on 32 bits."""
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24
+"""Offsets in `struct seccomp_data`. Both machines are little-endian: the low half of an argument comes first."""
+KILL, ERROR, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
+X32 = 0x40000000
+"""Numbers from here on are calls of the x32 ABI on x86_64, which would pass by the list."""
+
+NAMESPACES = 0x00000080 | 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+"""Flags of clone(2) that make namespaces: time, mount, cgroup, uts, ipc, user, pid, net."""
+LOCAL_FAMILIES = (1, 2, 10)
+"""AF_UNIX, AF_INET and AF_INET6 stay inside the network namespace. Others do not: AF_VSOCK reaches the hypervisor."""
+TERMINAL_INJECTION = (0x5412, 0x541C)
+"""TIOCSTI and TIOCLINUX put characters into a terminal."""
+
+
+def _numbers(text: str) -> dict[str, int]:
+    """Reads names of system calls with their numbers."""
+    return {name: int(number) for name, number in (pair.split() for pair in text.split(","))}
+
+
+NEW_FORBIDDEN = _numbers(
+    "open_tree 428, move_mount 429, fsopen 430, fsconfig 431, fsmount 432, fspick 433, pidfd_getfd 438, "
+    "process_madvise 440, mount_setattr 442, quotactl_fd 443, open_tree_attr 467"
+)
+"""Calls from 424 on have the same number on every machine."""
+NEW_ABSENT = _numbers("io_uring_setup 425, io_uring_enter 426, io_uring_register 427, clone3 435")
+"""Calls that programs try and do without. The flags of clone3 are in memory, where a filter cannot look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Numbers of system calls on one architecture. forbidden: no program of ours needs them, they end the process.
+    refused: they fail with EPERM. absent: they fail with ENOSYS, and libraries then do something else."""
+
+    audit: int
+    forbidden: Mapping[str, int]
+    refused: Mapping[str, int]
+    absent: Mapping[str, int]
+    clone: int
+    socket: int
+    ioctl: int
+
+
+MACHINES = {
+    "x86_64": Machine(
+        0xC000003E,
+        _numbers(
+            "ptrace 101, process_vm_readv 310, process_vm_writev 311, kcmp 312, move_pages 279, mount 165, "
+            "umount2 166, pivot_root 155, chroot 161, unshare 272, setns 308, add_key 248, request_key 249, "
+            "keyctl 250, bpf 321, perf_event_open 298, init_module 175, finit_module 313, "
+            "delete_module 176, kexec_load 246, kexec_file_load 320, reboot 169, swapon 167, swapoff 168, "
+            "acct 163, quotactl 179, open_by_handle_at 304, name_to_handle_at 303, settimeofday 164, "
+            "clock_settime 227, sethostname 170, setdomainname 171, iopl 172, ioperm 173, modify_ldt 154, "
+            "uselib 134, lookup_dcookie 212, nfsservctl 180, fanotify_init 300, vhangup 153"
+        ),
+        _numbers("syslog 103, personality 135"),
+        _numbers("userfaultfd 323"),
+        clone=56,
+        socket=41,
+        ioctl=16,
+    ),
+    "aarch64": Machine(
+        0xC00000B7,
+        _numbers(
+            "ptrace 117, process_vm_readv 270, process_vm_writev 271, kcmp 272, move_pages 239, mount 40, "
+            "umount2 39, pivot_root 41, chroot 51, unshare 97, setns 268, add_key 217, request_key 218, "
+            "keyctl 219, bpf 280, perf_event_open 241, init_module 105, finit_module 273, "
+            "delete_module 106, kexec_load 104, kexec_file_load 294, reboot 142, swapon 224, swapoff 225, "
+            "acct 89, quotactl 60, open_by_handle_at 265, name_to_handle_at 264, settimeofday 170, "
+            "clock_settime 112, sethostname 161, setdomainname 162, lookup_dcookie 18, nfsservctl 42, "
+            "fanotify_init 262, vhangup 58"
+        ),
+        _numbers("syslog 116, personality 92"),
+        _numbers("userfaultfd 282"),
+        clone=220,
+        socket=198,
+        ioctl=29,
+    ),
+}
+
+
+def seccomp_filter(machine: str = "") -> bytes:
+    """Returns the filter for this machine, or for the named one; raises SandboxError for one without numbers."""
+    name = machine or platform.machine()
+    if (numbers := MACHINES.get(name)) is None:
+        raise SandboxError(f"the sandbox has no numbers of system calls for {name}; it knows {', '.join(MACHINES)}")
+    return b"".join(
+        [
+            _instruction(LOAD, ARCHITECTURE),
+            _instruction(JUMP_EQUAL, numbers.audit, 1, 0),
+            _instruction(RETURN, KILL),
+            _instruction(LOAD, NUMBER),
+            *([_instruction(JUMP_AT_LEAST, X32, 0, 1), _instruction(RETURN, KILL)] if name == "x86_64" else []),
+            *_answers([*numbers.forbidden.values(), *NEW_FORBIDDEN.values()], KILL),
+            *_answers(numbers.refused.values(), ERROR | EPERM),
+            *_answers([*numbers.absent.values(), *NEW_ABSENT.values()], ERROR | ENOSYS),
+            *_for_call(numbers.clone, FIRST_ARGUMENT, [_instruction(JUMP_ANY_BIT, NAMESPACES, 0, 1), _return(KILL)]),
+            *_for_call(numbers.socket, FIRST_ARGUMENT, _only(LOCAL_FAMILIES, ERROR | EAFNOSUPPORT)),
+            *_for_call(numbers.ioctl, SECOND_ARGUMENT, list(_answers(TERMINAL_INJECTION, ERROR | EPERM))),
+            _return(ALLOW),
+        ]
+    )
+
+
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """Packs one `struct sock_filter`; the jumps count the instructions to skip."""
+    return struct.pack("<HBBI", code, if_true, if_false, value)
+
+
+def _return(action: int) -> bytes:
+    return _instruction(RETURN, action)
+
+
+def _answers(values: Iterable[int], action: int) -> Iterable[bytes]:
+    """Yields instructions that return the action when the loaded number is one of the values."""
+    for value in values:
+        yield _instruction(JUMP_EQUAL, value, 0, 1)
+        yield _return(action)
+
+
+def _only(values: Iterable[int], otherwise: int) -> list[bytes]:
+    """Returns instructions that allow the values and answer all others."""
+    return [*_answers(values, ALLOW), _return(otherwise)]
+
+
+def _for_call(number: int, argument: int, checks: list[bytes]) -> list[bytes]:
+    """Returns instructions that load the low half of an argument of this call and check it; then they allow it."""
+    body = [_instruction(LOAD, argument), *checks, _return(ALLOW)]
+    return [_instruction(JUMP_EQUAL, number, 0, len(body)), *body]

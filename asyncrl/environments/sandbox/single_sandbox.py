@@ -1,0 +1,217 @@
+"""One sandbox seen from outside: starts it, sends it test cases, reads how they ended, and kills it."""
+
+import asyncio
+import marshal
+import os
+import signal
+import socket
+from asyncio.subprocess import DEVNULL, Process
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from asyncrl.environments.sandbox.bubblewrap import filter_file, sandbox_command
+from asyncrl.environments.sandbox.harness import STARTER
+from asyncrl.environments.sandbox.programs import Limits, SandboxError
+
+GRACE = 2.0
+"""Seconds beyond the limit of a case in which its sandbox reports that it ended the case."""
+END_TIMEOUT = 10.0
+"""Seconds the kernel may take to end a sandbox that was killed."""
+LARGEST_REPORT = 8192
+
+
+class SandboxEnded(Exception):
+    """The sandbox ended, or did not report, while a case ran in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxCase:
+    """What runs in a sandbox. kind: a function of `inside/first_process.py`. file: name of the file of the source."""
+
+    kind: Literal["script", "command", "answers", "examiner"]
+    source: str
+    stdin: str = ""
+    command: tuple[str, ...] = ()
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the first process of a sandbox reports about a case. status: as `waitpid` gives it. left: the case left
+    processes or files. why: the limit for which it was ended, "ended" on demand, else "-". note: text of the case."""
+
+    status: int
+    seconds: float
+    cpu_seconds: float
+    memory_bytes: int
+    left: bool
+    why: str
+    note: str
+
+    @property
+    def is_clean(self) -> bool:
+        """True when another case of the same program may follow."""
+        return not self.left and self.why in ("-", "ended")
+
+    @classmethod
+    def parsed(cls, message: bytes) -> Self:
+        line, _, note = message.decode(errors="replace").partition("\n")
+        try:
+            status, seconds, cpu_seconds, memory, left, why = line.split(" ")
+            numbers = int(status), float(seconds), float(cpu_seconds), int(memory), left == "1"
+        except ValueError:
+            raise SandboxEnded(f"its first process reported {line!r:.80}") from None
+        return cls(*numbers, why, note)
+
+
+def file_with(data: bytes) -> int:
+    """Returns the descriptor of a new file in memory, to be read from its beginning."""
+    file = os.memfd_create("sandbox")
+    with open(file, "wb", closefd=False) as writer:
+        writer.write(data)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+class RunningCase:
+    """A case that runs in a sandbox, with the files of its output."""
+
+    def __init__(self, sandbox: "Sandbox", limits: Limits, stdout: int, stderr: int) -> None:
+        self._sandbox = sandbox
+        self._limits = limits
+        self.stdout = stdout
+        self.stderr = stderr
+
+    async def report(self) -> Report:
+        """Waits until the case has ended; raises SandboxEnded if its sandbox does not say so in time."""
+        return await self._sandbox.receive_report(self._limits.seconds + GRACE)
+
+    def end(self) -> None:
+        """Ends the case, if it still runs."""
+        self._sandbox.end_case()
+
+    def outputs(self) -> tuple[bytes, bytes]:
+        """Returns stdout and stderr up to now: at most one byte more than the limit of each."""
+        most = self._limits.output_bytes + 1
+        return os.pread(self.stdout, most, 0), os.pread(self.stderr, most, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self.stdout)
+        os.close(self.stderr)
+
+
+class Sandbox:
+    """A sandbox whose interpreter waits for a case; cases run one after the other."""
+
+    def __init__(self, process: Process, control: socket.socket) -> None:
+        self._process = process
+        self._control = control
+        self._is_idle = False
+        self.pid = process.pid
+
+    @classmethod
+    async def start(cls, python: str, harness: bytes, disk_bytes: int, deadline: float, *, contained: bool) -> Self:
+        """Starts a sandbox; raises SandboxError if it is not ready within `deadline` seconds. harness: compiled code.
+        contained: False starts the interpreter without bubblewrap."""
+        with ExitStack() as files:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            files.enter_context(theirs)
+            unless_ready = files.enter_context(ExitStack())
+            unless_ready.enter_context(ours)
+            ours.setblocking(False)
+            code, filtered, log = file_with(harness), filter_file(), os.memfd_create("log")
+            for file in (code, filtered, log):
+                files.callback(os.close, file)
+            wrapper = sandbox_command(disk_bytes, filtered) if contained else []
+            inner = [python, "-I", "-S", "-X", "utf8", "-c", STARTER, str(code), str(theirs.fileno())]
+            process = await asyncio.create_subprocess_exec(
+                *(*wrapper, *inner),
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=[code, filtered, theirs.fileno()],
+            )
+            theirs.close()
+            sandbox = cls(process, ours)
+            await sandbox._wait_until_ready(deadline, log)
+            unless_ready.pop_all()
+        return sandbox
+
+    async def _wait_until_ready(self, deadline: float, log: int) -> None:
+        message = b""
+        try:
+            async with asyncio.timeout(deadline):
+                message = await asyncio.get_running_loop().sock_recv(self._control, LARGEST_REPORT)
+        except TimeoutError:
+            raise SandboxError(f"a sandbox was not ready within {deadline:g} s; is this machine overloaded?") from None
+        finally:
+            self._is_idle = message == b"ready"
+            if not self._is_idle:
+                await self.kill()
+        if not message:
+            said = os.pread(log, 2000, 0).decode(errors="replace").strip()
+            raise SandboxError(f"a sandbox ended at its start: {said or 'it said nothing'}")
+
+    def begin(self, case: SandboxCase, limits: Limits, link: socket.socket | None = None) -> RunningCase:
+        """Starts a case; raises SandboxEnded if the sandbox is gone. link: between program and examiner."""
+        running = RunningCase(self, limits, os.memfd_create("stdout"), os.memfd_create("stderr"))
+        plain = {**asdict(case), **asdict(limits), "command": list(case.command)}
+        files = [file_with(marshal.dumps(plain, 2)), file_with(case.stdin.encode(errors="surrogatepass"))]
+        links = [link.fileno()] if link is not None else []
+        try:
+            socket.send_fds(self._control, [b"case"], [*files, running.stdout, running.stderr, *links])
+        except OSError as error:
+            running.close()
+            raise SandboxEnded(f"it was gone: {error.strerror}") from None
+        finally:
+            self._is_idle = False
+            for each in files:
+                os.close(each)
+        return running
+
+    def end_case(self) -> None:
+        with suppress(OSError):
+            self._control.send(b"end")
+
+    async def receive_report(self, timeout: float) -> Report:
+        try:
+            async with asyncio.timeout(timeout):
+                message = await asyncio.get_running_loop().sock_recv(self._control, LARGEST_REPORT)
+        except TimeoutError:
+            raise SandboxEnded(f"it did not report within {timeout:g} s") from None
+        except OSError:
+            message = b""
+        if not message:
+            raise SandboxEnded("all its processes were ended from outside, perhaps where memory ran out")
+        report = Report.parsed(message)
+        self._is_idle = True
+        return report
+
+    async def kill(self) -> None:
+        """Ends all processes of the sandbox: at once while a case runs, else by closing its socket."""
+        self._control.close()
+        try:
+            async with asyncio.timeout(GRACE if self._is_idle else 0):
+                await self._process.wait()
+        except TimeoutError:
+            self._kill_now()
+            async with asyncio.timeout(END_TIMEOUT):
+                await self._process.wait()
+
+    def _kill_now(self) -> None:
+        """Kills bubblewrap and its child, which waits for bubblewrap for ever if that dies early."""
+        pid = self._process.pid
+        with suppress(OSError):
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)

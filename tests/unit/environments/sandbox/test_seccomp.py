@@ -1,0 +1,58 @@
+"""The filter of system calls, followed instruction by instruction as the kernel does."""
+
+import struct
+
+import pytest
+
+from asyncrl.environments.sandbox import SandboxError
+from asyncrl.environments.sandbox.seccomp import ALLOW, ERROR, KILL, MACHINES, NEW_FORBIDDEN, seccomp_filter
+
+
+def answer(program: bytes, architecture: int, number: int, *arguments: int) -> int:
+    """Runs the filter on one call; returns its action."""
+    data = struct.pack("<IIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments)))
+    steps = list(struct.iter_unpack("<HBBI", program))
+    at = loaded = 0
+    while True:
+        code, if_true, if_false, value = steps[at]
+        at += 1
+        if code == 0x20:
+            (loaded,) = struct.unpack_from("<I", data, value)
+        elif code == 0x06:
+            return int(value)
+        else:
+            holds = {0x15: loaded == value, 0x35: loaded >= value, 0x45: bool(loaded & value)}[code]
+            at += if_true if holds else if_false
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_filter_decides_by_call_and_flags(name: str) -> None:
+    machine = MACHINES[name]
+    program = seccomp_filter(name)
+
+    def action(number: int, *arguments: int) -> int:
+        return answer(program, machine.audit, number, *arguments)
+
+    for number in (*machine.forbidden.values(), *NEW_FORBIDDEN.values()):
+        assert action(number) == KILL
+    assert {action(number) for number in machine.absent.values()} == {ERROR | 38}
+    assert {action(number) for number in machine.refused.values()} == {ERROR | 1}
+    assert action(435) == ERROR | 38
+    assert action(machine.clone, 17) == action(machine.clone, 0x3D0F00) == ALLOW
+    assert [action(machine.clone, 17 | 1 << bit) for bit in range(25, 31)] == [KILL] * 6
+    assert [action(machine.socket, family) for family in (1, 2, 10)] == [ALLOW] * 3
+    assert [action(machine.socket, family) for family in (0, 16, 17, 38, 40)] == [ERROR | 97] * 5
+    assert [action(machine.ioctl, 1, request) for request in (0x5412, 0x541C, 0x5401)] == [ERROR | 1, ERROR | 1, ALLOW]
+    assert action(1) == ALLOW
+
+
+def test_calls_of_other_architectures_are_killed() -> None:
+    program = seccomp_filter("x86_64")
+    assert answer(program, 0x40000003, 1) == KILL
+    assert answer(program, MACHINES["x86_64"].audit, 0x40000000 | 1) == KILL
+    assert answer(seccomp_filter("aarch64"), MACHINES["x86_64"].audit, 1) == KILL
+
+
+def test_an_unknown_machine_is_refused() -> None:
+    with pytest.raises(SandboxError, match="riscv64; it knows x86_64, aarch64"):
+        seccomp_filter("riscv64")
