@@ -42,6 +42,7 @@ RESOURCES = {
         "processes",
     ),
     "memory bomb": Attack("x = []\nwhile True: x.append(bytearray(2**20))", "memory"),
+    "memory that is never touched": Attack("x = bytearray(2**33)", "memory"),
     "memory bomb of several processes": Attack(
         "import os, time\nfor _ in range(4): os.fork()\nx = b'x' * (40 * 2**20)\ntime.sleep(99)", "memory", limits=SMALL
     ),

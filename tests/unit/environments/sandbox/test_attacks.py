@@ -21,7 +21,7 @@ async def attacked(pool: SandboxPool, attack: Attack, outside: Outside) -> CaseR
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_an_attack_is_contained_and_reported(name: str, pool: SandboxPool, outside: Outside) -> None:
+async def test_an_attack_is_contained_and_reported(name: str, outside: Outside, pool: SandboxPool) -> None:
     attack = ATTACKS[name]
     result, *neighbours = await asyncio.gather(attacked(pool, attack, outside), pool.run_all(NEIGHBOUR))
     after = await pool.run_all(NEIGHBOUR)
