@@ -75,7 +75,8 @@ _printing: ContextVar[PrintedFile | None] = ContextVar("_printing", default=None
 
 class ThreadOutput:
     """Stands for `sys.stdout` or `sys.stderr`: writes what reward threads print to their file, the beginning to the
-    stream too. Everything else goes to the stream."""
+    stream too. Everything else goes to the stream. What a function writes past both, to descriptor 1 or 2, goes where
+    this process prints, and into no file of ours."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

@@ -1,5 +1,6 @@
 """Runs reward functions that only the caller's process has, of a notebook or script, and lambdas, on threads of that
-process. A thread cannot be killed: a function that hangs is reported at its deadline and keeps its thread."""
+process. A thread cannot be killed: a function that hangs is reported at its deadline and keeps its thread, of which
+there are at most MOST_HUNG."""
 
 import asyncio
 import itertools
@@ -20,6 +21,8 @@ GRACE = 0.1
 """Seconds after its deadline in which a coroutine function can end by itself and report where it was."""
 THREADS = 4
 """Calls at one time. They share the interpreter with the controller: more would only delay it."""
+MOST_HUNG = 64
+"""Calls that were given up and still run, each in a thread with a stack of its own. With as many, none is begun."""
 
 
 class InProcessPool:
@@ -33,6 +36,7 @@ class InProcessPool:
         self._slots = CallSlots(THREADS)
         self._file = PrintedFile(printed)
         self._outputs = ThreadOutputs()
+        self._hung: list[threading.Thread] = []
         self.finished = 0
 
     @property
@@ -54,16 +58,25 @@ class InProcessPool:
 
     async def _result(self, function: int, sample: Sample) -> FunctionResult:
         async with self._slots:
+            self._hung = [thread for thread in self._hung if thread.is_alive()]
+            if len(self._hung) >= MOST_HUNG:
+                self.finished += 1
+                return FunctionResult(
+                    reason=f"it was not called: {MOST_HUNG} earlier calls hang in threads of this process"
+                )
+            thread, answered = self._begin(self._functions[function], sample)
             try:
                 async with asyncio.timeout(self._deadline + GRACE):
-                    return await self._on_a_thread(self._functions[function], sample)
+                    return await asyncio.wrap_future(answered)
             except TimeoutError:
                 return FunctionResult(reason=f"it hung: no answer within {self._deadline:g} s; its thread goes on")
             finally:
                 self.finished += 1
+                if not answered.done():
+                    self._hung.append(thread)
 
-    async def _on_a_thread(self, function: Function, sample: Sample) -> FunctionResult:
-        """Calls on a daemon thread, so that a call that hangs does not keep the process from ending."""
+    def _begin(self, function: Function, sample: Sample) -> tuple[threading.Thread, Future[FunctionResult]]:
+        """Begins a call on a daemon thread, so that one that hangs does not keep the process from ending."""
         answered = Future[FunctionResult]()
         answered.set_running_or_notify_cancel()  # A caller that gives up does not cancel it.
 
@@ -72,8 +85,9 @@ class InProcessPool:
                 (result,) = asyncio.run(attempt(function, [with_columns(sample)], False, self._deadline))
             answered.set_result(result)
 
-        threading.Thread(target=work, name=f"reward {name_of(function)}", daemon=True).start()
-        return await asyncio.wrap_future(answered)
+        thread = threading.Thread(target=work, name=f"reward {name_of(function)}", daemon=True)
+        thread.start()
+        return thread, answered
 
 
 def named(functions: Sequence[Function]) -> list[tuple[str, Function]]:

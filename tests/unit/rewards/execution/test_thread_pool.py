@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.children.printed_output import LARGEST, SHOWN
+from asyncrl.rewards.execution import thread_pool
 from asyncrl.rewards.execution.thread_pool import THREADS, InProcessPool, named
 from asyncrl.rewards.sample import Sample
 
@@ -36,6 +37,30 @@ async def test_calls_that_are_given_up_while_they_wait_are_queued_no_longer(tmp_
         await asyncio.wait([call])
     over.set()
     assert pool.queued == 0
+
+
+async def test_calls_that_hang_are_bounded_and_go_on_once_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, begun = threading.Event(), list[str]()
+
+    def waits(sample: Sample) -> float:
+        begun.append(sample.text)
+        over.wait(60)
+        return 1.0
+
+    monkeypatch.setattr(thread_pool, "MOST_HUNG", 3)
+    pool = InProcessPool(named([waits]), 0.01, tmp_path / "printed")
+    samples = [Sample("p", "t", {}, group=0, member=member, finish="stop", tokens=1) for member in range(3)]
+    assert all("its thread goes on" in result.reason for result in await pool.run(0, samples))
+    for result in await pool.run(0, samples):
+        assert result.reason == "it was not called: 3 earlier calls hang in threads of this process"
+    assert len(begun) == 3
+    over.set()
+    for thread in pool._hung:
+        await asyncio.to_thread(thread.join, 60)
+    monkeypatch.setattr(pool, "_deadline", 60.0)
+    assert [result.value for result in await pool.run(0, samples)] == [1.0] * 3
 
 
 async def test_output_of_functions_of_this_process_is_bounded_and_begins_on_its_own_output(
