@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from asyncrl.api import Run, train, train_async
     from asyncrl.config.schema import Config
     from asyncrl.controller.algorithm import Algorithm
+    from asyncrl.environments import Observation
     from asyncrl.errors import AsyncrlError
     from asyncrl.rewards import Sample
 
 __version__ = "0.1.0"
-__all__ = ["Algorithm", "AsyncrlError", "Config", "Run", "Sample", "train", "train_async"]
+__all__ = ["Algorithm", "AsyncrlError", "Config", "Observation", "Run", "Sample", "train", "train_async"]
 
 _HOMES = {
     "AsyncrlError": "asyncrl.errors",
     "Config": "asyncrl.config.schema",
     "Algorithm": "asyncrl.controller.algorithm",
+    "Observation": "asyncrl.environments",
     "Run": "asyncrl.api",
     "Sample": "asyncrl.rewards",
     "train": "asyncrl.api",

@@ -3,7 +3,7 @@
 AsyncrlError
 ├── Retryable: PeerLost, LostRows
 ├── JournalError: IllegalTransition, TrainedTwice
-├── mistakes of the user: ConfigError, TaskError, RewardError, AlgorithmError, UnknownEndpoint
+├── mistakes of the user: ConfigError, TaskError (EnvironmentFailed), RewardError, AlgorithmError, UnknownEndpoint
 ├── trouble between processes: DeadlineExceeded, Refused, WireError, RemoteError, ArenaFull, WeightsError
 └── ends of a run: Interrupted, PolicyMismatch, TrainingStopped, NonFiniteLoss, OnlyTruncated, FleetFailed
 """
@@ -22,6 +22,10 @@ class ConfigError(AsyncrlError, ValueError):
 
 class TaskError(AsyncrlError, ValueError):
     """Reports prompts that cannot be read; the message names the columns found and the closest one."""
+
+
+class EnvironmentFailed(TaskError):
+    """Reports an environment that died, hung or raised; the message names sample and turn."""
 
 
 class RewardError(AsyncrlError):

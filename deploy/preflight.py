@@ -15,6 +15,7 @@ from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_o
 from asyncrl.deploy.service_specs import service_specs, worker_count
 from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
+from asyncrl.environments.loading import environment_problems
 from asyncrl.rewards.functions import function_problems
 from asyncrl.tasks.source_problems import prompt_problems
 from asyncrl.telemetry.sinks import sink_problems
@@ -54,6 +55,7 @@ def _problems(
     yield from prompt_problems(config)
     yield from device_mistakes(devices(config))
     yield from scoring_problems(config, served)
+    yield from environment_problems(config)
     yield from algorithm_problems(config, algorithm)
     yield from missing_packages(config, model_is_made=model_is_made)
 
@@ -134,13 +136,13 @@ def _shared_memory_problems(config: Config, model: str) -> Iterator[Problem]:
 
 def _context_problems(config: Config, folder: Path) -> Iterator[Problem]:
     """Yields problems of rows that are too long for the model, the longest answer without any prompt among them."""
-    context, answer = context_of_folder(folder), config.generation.max_new_tokens
+    context, answer = context_of_folder(folder), config.response_tokens
     if context is not None and answer >= context:
         text = (
             f"{answer} new tokens leave no room for a prompt: {config.model.name} was made for {context} positions "
             f"(max_position_embeddings in its config.json); write fewer than {context}"
         )
-        yield Problem("generation.max_new_tokens", "", text)
+        yield Problem("environment.max_tokens" if config.environment.use else "generation.max_new_tokens", "", text)
     if found := rotation_by_longest_row(folder, config):
         yield Problem("model.name", "", found)
 

@@ -5,7 +5,15 @@ from typing import Any
 from asyncrl.config.schema import Config, Scorer
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.rank_layout import Layout
-from asyncrl.protocols.service_contracts import Critic, Generation, GroupReward, Reference, Reward, Training
+from asyncrl.protocols.service_contracts import (
+    Critic,
+    Environment,
+    Generation,
+    GroupReward,
+    Reference,
+    Reward,
+    Training,
+)
 
 
 def service_specs(config: Config) -> list[ServiceSpec]:
@@ -16,6 +24,8 @@ def service_specs(config: Config) -> list[ServiceSpec]:
         reward_spec(config, "reward"),
         ServiceSpec("training", Training, "asyncrl.services.training:TrainingService", layout=layout, origin="torch"),
     ]
+    if config.environment.use:
+        specs.append(environment_spec(config))
     if config.algorithm.kl > 0:
         implementation, replicas = "asyncrl.services.reference:ReferenceService", config.reference.replicas
         specs.append(ServiceSpec("reference", Reference, implementation, replicas=replicas, origin="torch"))
@@ -30,6 +40,11 @@ def service_specs(config: Config) -> list[ServiceSpec]:
 
 def generation_spec(name: str, **fields: Any) -> ServiceSpec:
     return ServiceSpec(name, Generation, "asyncrl.services.generation:GenerationService", origin="torch", **fields)
+
+
+def environment_spec(config: Config) -> ServiceSpec:
+    implementation = "asyncrl.services.environment:EnvironmentService"
+    return ServiceSpec("environment", Environment, implementation, replicas=config.environment.replicas)
 
 
 def reward_spec(config: Config, service: Scorer) -> ServiceSpec:

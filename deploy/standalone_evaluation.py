@@ -17,14 +17,14 @@ from asyncrl.controller.observers.held_out_evaluation import Evaluation, Evaluat
 from asyncrl.deploy.preflight import scoring_problems
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
-from asyncrl.deploy.service_specs import generation_spec, reward_spec
+from asyncrl.deploy.service_specs import environment_spec, generation_spec, reward_spec
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folder
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import ServiceSpec, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.auth import CurveKeys
-from asyncrl.protocols.service_contracts import Generation, Reward
+from asyncrl.protocols.service_contracts import Environment, Generation, Reward
 from asyncrl.tasks import held_out_prompts
 from asyncrl.tasks.prompt_sources import Rows
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -45,7 +45,7 @@ async def evaluate_run(
         raise ConfigError(f"{run_dir} is no run directory: it has no config.toml")
     model, version = newest_model(run_dir)
     config = config or read(RunDirectory(run_dir).config)
-    if not (config.reward.functions or config.reward.model) and "reward" not in services:
+    if not (config.reward.functions or config.reward.model or config.environment.use) and "reward" not in services:
         raise ConfigError(
             f"the rewards of {run_dir} are functions of the Python process that trained it: evaluate there, with "
             "`run.evaluate()`, or name an experiment with --task"
@@ -83,6 +83,8 @@ async def evaluate_model(
     refuse(scoring_problems(config, services))
     model = await asyncio.to_thread(model.absolute)
     specs = [generation_spec("evaluation", replicas=config.evaluate.replicas, options={"own_version": VERSION})]
+    if config.environment.use:
+        specs.append(environment_spec(config))
     for name in config.scorers:
         if name in services:
             specs.append(services[name])
@@ -103,8 +105,11 @@ async def evaluate_model(
         with forks_of(config) as forks, LocalLauncher(facts.run, forks=forks) as launcher:
             async with running_fleet(specs, facts, launcher=launcher) as running:
                 generation = running.handle("evaluation", Generation)
-                reward, *cost = [running.handle(name, Reward) for name in config.scorers]
-                return await Evaluator(generation, reward, questions, config, *cost).evaluate(VERSION, 0)
+                scorers = {name: running.handle(name, Reward) for name in config.scorers}
+                environment = running.handle("environment", Environment) if config.environment.use else None
+                reward, cost = scorers["reward"], scorers.get("cost")
+                evaluator = Evaluator(generation, reward, questions, config, cost, environment)
+                return await evaluator.evaluate(VERSION, 0)
 
 
 def _scorer_spec(config: Config, service: Scorer, policy: Path) -> ServiceSpec:

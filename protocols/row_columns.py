@@ -37,6 +37,11 @@ def sampled_places(spans: NDArray[np.int32]) -> NDArray[np.int64]:
     return np.flatnonzero(np.repeat(np.arange(len(spans)) % 2 == 0, spans))
 
 
+def episode_columns(prompt: int, response: int, text: int, turns: int, transcript: int) -> Columns:
+    """Returns what the environment stores of a sample."""
+    return sample_columns(prompt, response, text) | trajectory_columns(turns, transcript)
+
+
 def reference_columns(response: int) -> Columns:
     return {"reference_logprobs": (NUMBERS, response)}
 

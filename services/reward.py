@@ -1,5 +1,6 @@
 """Scores samples with the functions of the user, which run in child processes that can be killed."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ from asyncrl.telemetry.run_directory import RunDirectory
 TEXT = "text"
 """Column that generation writes: the completion as uint8 UTF-8."""
 
+EPISODE = ("transcript", "turn_rewards")
+"""Columns of an episode: its messages as JSON, and the rewards of the environment."""
+
 SHARE_OF_CALL = 0.9
 """Share of the deadline of a call that a group waits for its members; the rest is for scoring them."""
 
@@ -35,6 +39,7 @@ class RewardService(Service, Reward):
         config = context.config
         service: Scorer = "cost" if context.spec.service == "cost" else "reward"
         self._section = config.scorers[service]
+        self._plays = bool(config.environment.use)
         printed = RunDirectory(context.facts.run_dir).printed_by(f"{service}{context.spec.replica}")
         self._pool: ChildPool | InProcessPool
         if functions:
@@ -75,21 +80,33 @@ class RewardService(Service, Reward):
     async def score(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Score]:
         """Scores samples that share the prompt row `row`. Raises RewardError when a function failed under on_error =
         "fail", and LostRows when a sample is gone."""
-        async with self.context.reader.views(samples, [TEXT]) as found:
-            texts = [bytes(text).decode("utf-8", errors="replace") for text in found[TEXT]]
-        columns = await self._rows.row(row)
-        scored = [
-            Sample(columns["prompt"], text, columns, ref.group, ref.member, ref.finish, ref.tokens)
-            for ref, text in zip(samples, texts, strict=True)
-        ]
+        scored = await self._samples(samples, row)
         scores = []
         for sample, results in zip(scored, await self._score_all(samples, scored), strict=True):
-            score = score_of(sample, self._specs, results, self._section.on_error)
+            score = self._unplayed(sample) or score_of(sample, self._specs, results, self._section.on_error)
             scores.append(score)
             if score.error:
                 self.counters["failed"] = self.counters.get("failed", 0) + 1
                 self.context.log.warning("reward failed", group=sample.group, member=sample.member, error=score.error)
         return scores
+
+    async def _samples(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Sample]:
+        wanted = [TEXT, *EPISODE] if self._plays else [TEXT]
+        async with self.context.reader.views(samples, wanted) as found:
+            texts = [bytes(text).decode("utf-8", errors="replace") for text in found[TEXT]]
+            turns = [json.loads(bytes(transcript)) for transcript in found[EPISODE[0]]] if self._plays else []
+            rewards = [each.tolist() for each in found[EPISODE[1]]] if self._plays else []
+        columns = await self._rows.row(row)
+        return [
+            Sample(columns["prompt"], text, columns, ref.group, ref.member, ref.finish, ref.tokens, *episode)
+            for ref, text, *episode in zip(samples, texts, *([turns, rewards] if self._plays else []), strict=True)
+        ]
+
+    def _unplayed(self, sample: Sample) -> Score | None:
+        """Returns the score of a sample whose environment failed, where such samples have no reward."""
+        if sample.finish != "environment" or self.context.config.environment.on_error != "ignore":
+            return None
+        return Score(None, {}, f"the environment failed on member {sample.member} of group {sample.group}")
 
     async def _score_all(self, refs: BatchRef, samples: list[Sample]) -> list[list[FunctionResult]]:
         """Returns the results of all functions for each sample, in the order of `_specs`. Functions of groups score

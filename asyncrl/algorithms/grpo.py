@@ -6,6 +6,7 @@ worker died. Both functions pass references only; rows go straight from the work
 
 from asyncio import TaskGroup
 
+from asyncrl.algorithms.episodes import play
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.rollouts import Attempt
@@ -15,10 +16,7 @@ from asyncrl.protocols.batch import BatchRef
 
 async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
     """Samples one prompt; samples are scored as soon as they finish, while others of the group still run."""
-    async with TaskGroup() as tasks:
-        async for samples in fleet.generation.generate(group.prompts):
-            control.generated(samples)
-            tasks.create_task(score(fleet, control, group, samples))
+    await play(fleet, control, group, score)
 
 
 async def score(fleet: Fleet, control: Controller, group: Attempt, samples: BatchRef) -> None:

@@ -6,6 +6,7 @@ reward and train once it is known. The answer itself is never trained.
 
 from asyncio import TaskGroup
 
+from asyncrl.algorithms.episodes import play, play_greedily
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.rollouts import Attempt
@@ -17,14 +18,13 @@ async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
     """Samples one prompt; samples are scored as soon as they finish, while others of the group still run."""
     async with TaskGroup() as tasks:
         tasks.create_task(compare(fleet, control, group))
-        async for samples in fleet.generation.generate(group.prompts):
-            control.generated(samples)
-            tasks.create_task(score(fleet, control, group, samples))
+        await play(fleet, control, group, score)
 
 
 async def compare(fleet: Fleet, control: Controller, group: Attempt) -> None:
     """Asks for the greedy answer, the baseline of ReMax, and its reward."""
-    async for answer in fleet.generation.generate(group.greedy):
+    answer = await play_greedily(fleet, group)
+    if len(answer):
         control.compared(answer, await fleet.reward.score(answer, group.row))
 
 

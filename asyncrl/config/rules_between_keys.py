@@ -46,7 +46,7 @@ def rule_problems(config: "Config") -> Iterator[Problem]:
         yield from (*_scored_weight_rules(name, section), *_term_rules(config, name, section))
     yield from (*_deadline_rules(config), *_unread_values(config), *_optional_keys(config.algorithm))
     yield from (*_removed_parts(config.algorithm), *_unread_bounds(config), *_inherited_bounds(config.algorithm))
-    yield from (*_unread_sections(config), *_learning_rate_rules(config))
+    yield from (*_unread_sections(config), *_learning_rate_rules(config), *_environment_rules(config))
 
 
 def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:
@@ -227,10 +227,28 @@ def _term_rules(config: "Config", name: str, section: "RewardConfig") -> Iterato
 
 def _deadline_rules(config: "Config") -> Iterator[Problem]:
     limit = config.fleet.call_deadline
-    for key, seconds in {f"{name}.deadline": section.deadline for name, section in config.scorers.items()}.items():
+    deadlines = {f"{name}.deadline": section.deadline for name, section in config.scorers.items()}
+    if config.environment.use:
+        deadlines["environment.deadline"] = config.environment.deadline
+    for key, seconds in deadlines.items():
         if seconds > limit:
             text = f"a call is given up after {limit:g} s, so {seconds:g} s are never reached; write {limit:g} or less"
             yield _wrong(f"{key} fleet.call_deadline", text)
+
+
+def _environment_rules(config: "Config") -> Iterator[Problem]:
+    section, turn = config.environment, config.generation.max_new_tokens
+    if not section.use:
+        if given := _given(config, "environment"):
+            text = "nothing reads it without an environment: remove it, or write environment.use"
+            yield _wrong(f"{given} environment.use", text, is_warning=True)
+        if any(function.use == "environment" for function in config.reward.functions):
+            text = "the function `environment` sums the rewards of an environment, and there is none: write its name"
+            yield _wrong("environment.use reward.functions", text)
+    elif turn > section.max_tokens:
+        text = f"""an episode ends after {section.max_tokens} tokens, and its first answer may have {turn}: write more
+            tokens, or a smaller generation.max_new_tokens"""
+        yield _wrong("environment.max_tokens generation.max_new_tokens", text)
 
 
 def _unread_values(config: "Config") -> Iterator[Problem]:

@@ -15,7 +15,7 @@ DATA_SUFFIXES = (".jsonl", ".csv", ".parquet")
 """Endings of files with rows."""
 ROWS = ("task.prompts", "task.pretrain", "evaluate.prompts")
 FUNCTIONS = ("reward.functions", "cost.functions")
-CODE = "algorithm.custom"
+CODE = ("algorithm.custom", "environment.use")
 FOLDERS = ("model.name", "reward.model", "cost.model", "critic.model", "cost_critic.model")
 """Keys whose value may be a folder, or the name of a model elsewhere."""
 PACKAGE = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ def anchored(key: str, value: Any, folder: Path) -> Any:
     if key in FOLDERS:
         is_path = value.startswith((".", "/", "~")) or (value != "" and (folder / value).is_dir())
         return _absolute(value, folder) if is_path else value
-    return _anchored_source(value, folder) if key in (*ROWS, CODE) else value
+    return _anchored_source(value, folder) if key in (*ROWS, *CODE) else value
 
 
 def _anchored_function(value: Any, folder: Path) -> Any:
@@ -54,7 +54,7 @@ def _absolute(path: str, folder: Path) -> str:
 
 def source_files(config: "Config") -> Iterator[tuple[str, Path]]:
     """Yields key and path of each file with prompts, a reward or an algorithm; none of asyncrl itself."""
-    named = [(key, getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in (*ROWS, CODE)]
+    named = [(key, getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in (*ROWS, *CODE)]
     named += [(key, each.use) for key in FUNCTIONS for each in getattr(config, key.partition(".")[0]).functions]
     for key, value in named:
         path = _file_of(value.removeprefix("trl:").removeprefix("verl:"))

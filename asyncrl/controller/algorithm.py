@@ -27,6 +27,9 @@ COLUMNS = {
 """The column that the trainer reads of each sample where a service is part of the fleet, and the call that makes it."""
 
 
+EPISODE_COLUMN = "turn_rewards"
+"""A column that only an environment makes."""
+
 ARGUMENTS = {"roll_out": ("fleet", "control", "group"), "train": ("fleet", "control")}
 """Arguments that each function of an algorithm is called with."""
 
@@ -80,7 +83,20 @@ class AlgorithmChecks:
     def __init__(self, fleet: Fleet) -> None:
         self._needed = [service for service in COLUMNS if getattr(fleet, service) is not None]
         self._with_costs = fleet.cost is not None
+        self._with_episodes = fleet.environment is not None
         self._dropped: dict[int, set[SampleName]] = {}
+
+    def check_generated(self, samples: BatchRef) -> None:
+        """Raises AlgorithmError for a sample that no environment answered to its end, in a run with one."""
+        if not self._with_episodes:
+            return
+        for row in samples:
+            if not row.finish or not any(EPISODE_COLUMN in place.columns for place in row.places):
+                raise AlgorithmError(
+                    f"control.generated got sample {row.key}, whose episode was not played to its end, and "
+                    "environment.use names an environment: write `await play(fleet, control, group, score)`, from "
+                    "asyncrl.algorithms.episodes, in place of `fleet.generation.generate`, or leave environment.use out"
+                )
 
     def check_ready(self, samples: BatchRef, scores: Sequence[Score], costs: Sequence[Score] | None) -> None:
         """Raises AlgorithmError for a missing score or cost, a sample dropped before, or a sample without a column."""

@@ -220,7 +220,11 @@ class Controller:
     # ---- the algorithm's side ----------------------------------------------------------------------------
 
     def generated(self, samples: BatchRef) -> None:
-        """Takes samples of one group that left the engine."""
+        """Takes samples of one group that are complete.
+
+        Raises AlgorithmError for samples whose turns no environment answered, where there is one.
+        """
+        self._checks.check_generated(samples)
         self._tracker.generated(samples)
 
     def holds(self, samples: BatchRef) -> BatchRef:

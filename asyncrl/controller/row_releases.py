@@ -67,7 +67,7 @@ class RowReleases:
     def __init__(self, fleet: Fleet, oldest: Callable[[], int], acknowledged: Callable[[], None]) -> None:
         self._fleet = fleet
         self._oldest = oldest
-        makers = (fleet.generation, fleet.reference, fleet.critic, fleet.cost_critic)
+        makers = (fleet.generation, fleet.environment, fleet.reference, fleet.critic, fleet.cost_critic)
         self._releases = [ReleaseQueue(partial(self._release, maker), acknowledged) for maker in filter(None, makers)]
         self._idle = ReleaseQueue[str](self._send_idle_reason, acknowledged=lambda: None)
         self._idle_reason = "starved"

@@ -150,7 +150,9 @@ class TrainingRun:
     def _evaluation_schedule(self) -> EvaluationSchedule:
         fleet, config = self._fleet, self.config
         assert fleet.evaluation is not None, "a run with held-out prompts has this service"
-        evaluator = Evaluator(fleet.evaluation, fleet.reward, self.questions.held_out, config, fleet.cost)
+        evaluator = Evaluator(
+            fleet.evaluation, fleet.reward, self.questions.held_out, config, fleet.cost, fleet.environment
+        )
         return EvaluationSchedule(fleet, evaluator, config, self._evaluated, self._not_evaluated)
 
     async def run(self) -> None:

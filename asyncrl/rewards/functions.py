@@ -10,7 +10,7 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.user_code import ONE_ARGUMENT, name_of, resolve, source_problem, suggestion
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.sample import Function
-from asyncrl.rewards.templates import TEMPLATES
+from asyncrl.rewards.templates import ENVIRONMENT, TEMPLATES
 from asyncrl.rewards.trl_verl_adapters import from_trl, from_verl
 
 if TYPE_CHECKING:
@@ -32,9 +32,12 @@ class FunctionSpec:
 
 
 def function_specs(config: "Config", service: "Scorer" = "reward") -> list[FunctionSpec]:
-    """Returns the specs of all functions of a section, for rewards with the function of `algorithm.overlong`; raises
-    ConfigError if there are neither functions nor a model."""
+    """Returns the specs of all functions of a section, for rewards with the function of `algorithm.overlong`; where
+    episodes are played and rewards have no functions, the environment's rewards. Raises ConfigError if there are
+    neither functions nor a model."""
     section, key = config.scorers[service], f"{service}.functions"
+    if service == "reward" and config.environment.use and not section.functions and not section.model:
+        return [FunctionSpec(ENVIRONMENT, ENVIRONMENT, key=key), *overlong_specs(config)]
     if not section.functions and not section.model:
         raise ConfigError(f'{key} is empty; write for example functions = ["exact_match"]')
     specs = [
@@ -46,7 +49,7 @@ def function_specs(config: "Config", service: "Scorer" = "reward") -> list[Funct
 
 def overlong_specs(config: "Config") -> list[FunctionSpec]:
     """Returns DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), if `algorithm.overlong` is over 0."""
-    share, longest = config.algorithm.overlong, config.generation.max_new_tokens
+    share, longest = config.algorithm.overlong, config.response_tokens
     slack = max(1, round(share * longest))
     return [FunctionSpec("length", "overlong", options={"maximum": longest, "slack": slack})] if share else []
 

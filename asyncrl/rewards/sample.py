@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Awaitable, Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Value = float | dict[str, float] | None
@@ -18,7 +18,11 @@ Function = Callable[[Any], Any]
 class Sample:
     """One completion. prompt: text or chat messages, as in the row. text: the completion, before a stop string if one
     ended it. row: all columns of the prompt's row. member: its number in the group; -1: ReMax's greedy answer. finish:
-    "stop" | "stop_string" | "length" | "abort". tokens: sampled tokens."""
+    "stop" | "stop_string" | "length" | "abort", or why an episode ended. tokens: sampled tokens.
+
+    In a run with an environment, `text` is the last answer of the policy. turns: the messages of the episode after its
+    prompt, {"role", "content"}, those of the policy with the role "assistant". turn_rewards: of the environment, one
+    for each answer of the policy."""
 
     prompt: str | list[dict[str, Any]]
     text: str
@@ -27,6 +31,8 @@ class Sample:
     member: int
     finish: str
     tokens: int
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
 
 
 class Columns(dict[str, Any]):

@@ -101,8 +101,16 @@ def reasoning_gym(pattern: str = "") -> OfSample:
     return reward
 
 
+def environment() -> OfSample:
+    """Gives the sum of the rewards that the environment gave in the episode, turn by turn."""
+    return lambda sample: sum(sample.turn_rewards)
+
+
+ENVIRONMENT = environment.__name__
+"""Name of the template that needs an environment; without other functions it is the whole reward of an episode."""
+
 TEMPLATES: dict[str, Callable[..., OfSample]] = {
-    made.__name__: made for made in (exact_match, regex_format, numeric, length, repetition, reasoning_gym)
+    made.__name__: made for made in (exact_match, regex_format, numeric, length, repetition, reasoning_gym, environment)
 }
 
 

@@ -11,7 +11,7 @@ from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
-from asyncrl.protocols.row_columns import reference_columns, sample_columns, value_columns
+from asyncrl.protocols.row_columns import episode_columns, reference_columns, sample_columns, value_columns
 
 FLOAT = 4
 ADAM_BYTES = 4 * FLOAT
@@ -101,6 +101,9 @@ def needs(config: Config, shape: Shape) -> list[MemoryNeed]:
         _trained("training", config, shape, training.device, logits, training.layout_dp),
         _scorer("reward", config.reward, shape),
     ]
+    if config.environment.use:
+        doc = "without the memory of your environment, which runs in processes of its own"
+        found.append(MemoryNeed("environment", config.environment.replicas * PROCESS_BYTES, 0, doc))
     if config.algorithm.kl > 0:
         replicas, weights = config.reference.replicas, shape.parameters * FLOAT
         size = replicas * (PROCESS_BYTES + weights)
@@ -185,12 +188,21 @@ def _rows(config: Config, text: int) -> int:
     gate, response = GateConfig.of(config), config.response_tokens
     sample = bytes_of_row(sample_columns(config.task.max_prompt_tokens, response, text * response))
     total = bytes_of_rows(gate.kept, sample, config.generation.replicas)
+    if config.environment.use:
+        total += bytes_of_rows(gate.kept, _episode_bytes(config, text), config.environment.replicas)
     if config.algorithm.kl > 0:
         total += bytes_of_rows(gate.kept, bytes_of_row(reference_columns(response)), config.reference.replicas)
     total += critic_count(config) * bytes_of_rows(gate.kept, bytes_of_row(value_columns("values", "at", response)))
     if config.evaluate.prompts:
         total += bytes_of_rows(max(config.generation.slots, config.evaluate.samples), sample)
     return total
+
+
+def _episode_bytes(config: Config, text: int) -> int:
+    """Returns the bytes of the row of an episode, with so many bytes of text for each token of it."""
+    section, prompt = config.environment, config.task.max_prompt_tokens
+    answer, transcript = text * config.generation.max_new_tokens, text * section.max_tokens
+    return bytes_of_row(episode_columns(prompt, section.max_tokens, answer, section.max_turns, transcript))
 
 
 def longest_token_of(model: str) -> int:

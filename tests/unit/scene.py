@@ -18,6 +18,7 @@ from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, group_baseline
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.critic import FakeCritic
+from asyncrl.simulation.fakes.environment import FakeEnvironment
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
@@ -43,6 +44,7 @@ class Scene:
         self.critic: FakeCritic | None = None
         self.cost: FakeReward | None = None
         self.cost_critic: FakeCritic | None = None
+        self.environment: FakeEnvironment | None = None
         self.events: list[Event] = []
         self.observe: Callable[[Event], None] = self.events.append
         self.between: Callable[[int], Any] | None = None
@@ -66,6 +68,7 @@ class Scene:
                     critic=self.critic,
                     cost=self.cost,
                     cost_critic=self.cost_critic,
+                    environment=self.environment,
                 ),
                 lambda group: (f"prompt {group}", {"row": group}),
                 self.config,

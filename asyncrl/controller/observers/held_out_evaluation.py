@@ -11,11 +11,12 @@ from asyncrl.concurrency import gather
 from asyncrl.config.schema import Config
 from asyncrl.controller.observers.events import Prompt
 from asyncrl.errors import Refused, Retryable, WeightsError
+from asyncrl.fleet.episode_turns import sample_turns
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import PromptGroup, Published
 from asyncrl.protocols.seeds import group_seed
-from asyncrl.protocols.service_contracts import Generation, Reward
+from asyncrl.protocols.service_contracts import Environment, Generation, Reward
 
 READER = "evaluation"
 """Name of the reader that leases a version from the trainer while it is copied out."""
@@ -45,6 +46,7 @@ class Evaluation:
 @dataclass
 class Evaluator:
     """Samples all held-out prompts with one version and scores them. cost: the cost service, in a run with costs.
+    environment: in a run with episodes.
 
     Groups have negative ids, which groups of training never have.
     """
@@ -54,6 +56,7 @@ class Evaluator:
     questions: Sequence[Question]
     config: Config
     cost: Reward | None = None
+    environment: Environment | None = None
 
     def __post_init__(self) -> None:
         self._scorers = [self.reward] if self.cost is None else [self.reward, self.cost]
@@ -84,12 +87,16 @@ class Evaluator:
                 max_new_tokens=self.config.generation.max_new_tokens,
                 deadline=self.config.generation.deadline,
             )
-            samples = BatchRef.join([finished async for finished in self.generation.generate(prompts)])
+            finished: list[BatchRef] = []
+            await sample_turns(self.generation, self.environment, prompts, row, finished.append)
+            samples = BatchRef.join(finished)
             try:
                 scored = await gather(*(scorer.score(samples, row) for scorer in self._scorers))
                 return [[score.reward for score in scores] for scores in scored]
             finally:
-                await self.generation.release([sample.name for sample in samples], oldest=0)
+                names = [sample.name for sample in samples]
+                for maker in filter(None, (self.generation, self.environment)):
+                    await maker.release(names, oldest=0)
 
 
 def summary(version: int, rewards: Sequence[Known], costs: Sequence[Known] | None, seconds: float) -> Evaluation:

@@ -35,6 +35,8 @@ WARMED = {
     "shorter": "asyncrl.tasks.builtin.chant:FOR_SHORTER",
     "opening": "asyncrl.tasks.builtin.first_token:DEMONSTRATIONS",
     "stragglers": "asyncrl.tasks.builtin.stragglers:DEMONSTRATIONS",
+    "guess": "asyncrl.tasks.builtin.guess:DEMONSTRATIONS",
+    "calculator": "asyncrl.tasks.builtin.calculator:DEMONSTRATIONS",
     "two_turns": "asyncrl.tasks.builtin.two_turns:DEMONSTRATIONS",
 }
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]

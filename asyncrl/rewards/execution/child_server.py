@@ -27,7 +27,7 @@ def plain_samples(samples: Sequence[Sample]) -> dict[str, Any]:
         if row.digest not in rows:
             rows[row.digest] = row.data.tobytes()
         fields = (sample.text, sample.group, sample.member, sample.finish, sample.tokens)
-        plain.append((row.digest, sample.prompt, *fields))
+        plain.append((row.digest, sample.prompt, *fields, sample.turns, sample.turn_rewards))
     return {"rows": list(rows.items()), "samples": plain}
 
 

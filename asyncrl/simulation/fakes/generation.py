@@ -5,7 +5,7 @@ import math
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedIOBase
 from pathlib import Path
 from typing import TypeAlias
@@ -29,6 +29,9 @@ Spans: TypeAlias = tuple[tuple[int, int], ...]
 """(version, number of tokens sampled at it) of one completion, in order."""
 
 
+NO_VERSIONS: Array = np.zeros(0, np.int32)
+
+
 def constant(tokens: int) -> Lengths:
     """Gives every completion the same length."""
     return lambda chance: tokens
@@ -46,13 +49,15 @@ def lognormal(median: int, sigma: float) -> Lengths:
 
 @dataclass(eq=False)
 class Sequence:
-    """Holds a completion that waits for a slot or is being sampled; `answers` is the stream of its group. cut: it ends
-    at its deadline."""
+    """Holds a completion that waits for a slot or is being sampled; `answers` is the stream of its group. before: the
+    row of the turn before, of an episode that goes on, with the version of each token. cut: it ends at its deadline."""
 
     prompts: PromptGroup
     member: int
     tokens: int
     answers: asyncio.Queue[RowRef | AsyncrlError]
+    before: "RowRef | None" = None
+    versions_before: Array = field(default_factory=lambda: NO_VERSIONS)
     began: float = 0.0
     timer: asyncio.TimerHandle | None = None
     cut: bool = False
@@ -105,7 +110,8 @@ class FakeGeneration(FakeService, Generation):
     def columns(self, sequence: Sequence, spans: Spans) -> dict[str, Array]:
         """Returns the row of a finished completion: the version of each token, and the name of its sample."""
         versions, counts = zip(*spans, strict=True)
-        return {"versions": np.repeat(np.array(versions, np.int32), counts), KEY: np.array(sequence.name, np.int32)}
+        stamps = np.concatenate([sequence.versions_before, np.repeat(np.array(versions, np.int32), counts)])
+        return {"versions": stamps, KEY: np.array(sequence.name, np.int32)}
 
     @property
     def version(self) -> int:
@@ -133,11 +139,7 @@ class FakeGeneration(FakeService, Generation):
                 f"{self.incarnation}"
             )
         answers = asyncio.Queue[RowRef | AsyncrlError]()
-        sequences = []
-        for member in prompts.members:
-            tokens = self.lengths(random.Random(member_seed(prompts.seed, member)))
-            tokens = round(tokens * self.pace(now()))
-            sequences.append(Sequence(prompts, member, min(tokens, prompts.max_new_tokens), answers))
+        sequences = [await self._sequence(prompts, member, answers) for member in prompts.members]
         self._queue.extend(sequences)
         self._fill_slots()
         left = len(sequences)
@@ -149,6 +151,18 @@ class FakeGeneration(FakeService, Generation):
                 yield BatchRef(tuple(map(_raised, finished)))
         finally:
             self._abort(sequences)
+
+    async def _sequence(
+        self, prompts: PromptGroup, member: int, answers: asyncio.Queue[RowRef | AsyncrlError]
+    ) -> Sequence:
+        before = next((row for row in prompts.continues or () if row.member == member), None)
+        seed = member_seed(prompts.seed, member) + (before.turns if before is not None else 0)
+        tokens = round(self.lengths(random.Random(seed)) * self.pace(now()))
+        sequence = Sequence(prompts, member, min(tokens, prompts.max_new_tokens), answers, before)
+        if before is not None:
+            sequence.versions_before = (await self.read_checked(BatchRef((before,)), ["versions"]))["versions"][0]
+            assert len(sequence.versions_before) == before.tokens, f"{before} led to the row of another turn"
+        return sequence
 
     def open_file(self, directory: str, file: str) -> BufferedIOBase:
         """Opens a file of a checkpoint."""
@@ -235,18 +249,19 @@ class FakeGeneration(FakeService, Generation):
                 answers.put_nowait(error)
 
     def row(self, sequence: Sequence, spans: Spans) -> RowRef:
-        prompts = sequence.prompts
+        prompts, before = sequence.prompts, sequence.before
         return RowRef(
             group=prompts.id,
             member=sequence.member,
             attempt=prompts.attempt,
             incarnation=prompts.incarnation,
             prompt_tokens=1,
-            tokens=sequence.tokens,
-            first=spans[0][0],
+            tokens=sequence.tokens + (before.tokens if before else 0),
+            first=before.first if before else spans[0][0],
             last=spans[-1][0],
             finish="length" if sequence.cut or sequence.tokens == prompts.max_new_tokens else "stop",
             places=(self.keep(sequence.name, self.columns(sequence, spans)),),
+            turns=before.turns + 1 if before else 1,
         )
 
     def _spans(self, sequence: Sequence) -> Spans:

@@ -18,7 +18,7 @@ from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
 from asyncrl.fleet.worker.worker_spec import RunFacts
-from asyncrl.protocols.service_contracts import Generation, Reference, Training
+from asyncrl.protocols.service_contracts import Environment, Generation, Reference, Training
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.faults.fault_injection import FLEET, FaultInjection
 from asyncrl.simulation.faults.faulty_platform import FaultyLauncher, FaultyWire, ProcessWire, SlowDisk
@@ -26,6 +26,7 @@ from asyncrl.simulation.faults.trial_plan import Trial
 from asyncrl.simulation.faults.trial_services import (
     GroundTruth,
     TicketReward,
+    TrialEnvironment,
     TrialGeneration,
     TrialReference,
     TrialReward,
@@ -205,6 +206,8 @@ class ControllerLife(ResumableRun):
             ServiceSpec("reward", TicketReward, partial(TrialReward, truth), trial.scorers),
             ServiceSpec("training", Training, partial(TrialTraining, truth, self.disk)),
         ]
+        if trial.turns:
+            specs.append(ServiceSpec("environment", Environment, partial(TrialEnvironment, truth)))
         if trial.reference:
             specs.append(ServiceSpec("reference", Reference, partial(TrialReference, truth)))
         return specs

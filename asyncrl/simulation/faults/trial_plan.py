@@ -60,7 +60,7 @@ class Trial(RunShape):
     samples that the trainer's correction rejects. reference: whether there is a reference model. poison: groups that
     kill every worker that samples them. greedy: the algorithm is ReMax. tokens: of a usual completion. deadline: of a
     sample, in seconds in a slot. judges: calls that one reward worker scores at a time; 0: all of them. preemptions:
-    how often the first host is lost, once a minute.
+    how often the first host is lost, once a minute. turns: most turns of an episode; 0: samples are single answers.
     """
 
     generators: int = 1
@@ -80,6 +80,7 @@ class Trial(RunShape):
     deadline: float = 40.0
     judges: int = 0
     preemptions: int = 0
+    turns: int = 0
 
     @property
     def all_slots(self) -> int:
@@ -89,7 +90,8 @@ class Trial(RunShape):
     def queue_time(self) -> float:
         """Seconds until all that can be in flight has been sampled and scored in turn, if lengths are usual ones."""
         judging = 2 * self.reward_time / (self.judges * self.scorers) if self.judges else 0.0
-        return self.gate.cap * self.members * (self.tokens * TOKEN_TIME / self.all_slots + judging)
+        sampling = max(1, self.turns) * self.tokens * TOKEN_TIME / self.all_slots
+        return self.gate.cap * self.members * (sampling + judging)
 
     @property
     def lengths(self) -> Lengths:
@@ -137,6 +139,17 @@ def draw_trial(seed: int) -> Trial:
     rejected = random.Random(f"rejected {seed}").choice((0.0, 0.0, 0.1))
     need_signal = chance.random() < 0.25 and not loses
     return replace(trial, need_signal=need_signal, greedy=greedy, hosts=hosts, rejected=rejected)
+
+
+def draw_episodes(seed: int) -> Trial:
+    """Draws a trial whose samples are episodes, with two more faults, of which most meet the environment."""
+    chance, trial = random.Random(f"episodes {seed}"), draw_trial(seed)
+    kinds: tuple[Kind, ...] = ("kill", "kill", "row", "hang")
+    more = [
+        Fault(chance.choice(kinds), int(10 ** chance.uniform(1.0, 2.8)), "environment", chance.choice((0, 1, 3, 8)))
+        for _ in range(2)
+    ]
+    return replace(trial, turns=chance.randint(2, 4), faults=(*trial.faults, *more))
 
 
 DEATHS: tuple[Kind, ...] = ("cut", "kill", "kill", "kill", "host", "host", "controller")

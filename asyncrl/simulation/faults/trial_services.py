@@ -16,6 +16,7 @@ from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.distribute_collect import ONE_OF
 from asyncrl.protocols.messages import PromptGroup, Published, Using
 from asyncrl.protocols.service_contracts import Reward, endpoint
+from asyncrl.simulation.fakes.environment import FakeEnvironment
 from asyncrl.simulation.fakes.fake_service import FakeService
 from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence
 from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
@@ -200,6 +201,14 @@ class TrialReward(TrialService, TicketReward, FakeReward):
     def seconds_for(self, samples: BatchRef) -> float:
         chance = random.Random(f"reward {self.truth.trial.seed} {[row.key for row in samples]}")
         return min(self.delay * chance.lognormvariate(0.0, 1.0), LONGEST_SCORE)
+
+
+class TrialEnvironment(TrialService, FakeEnvironment):
+    """Takes as long as a reward for each turn."""
+
+    def __init__(self, truth: GroundTruth, context: WorkerContext) -> None:
+        self.truth = truth
+        FakeEnvironment.__init__(self, truth.trial.reward_time, truth.trial.turns, context=context)
 
 
 class TrialReference(TrialService, FakeReference):

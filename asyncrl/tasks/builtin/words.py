@@ -10,6 +10,8 @@ from typing import Any
 
 CONSONANTS = "bcdfghjklmnprstvwz"
 VOWELS = "aeiou"
+ANSWER_END = "<eos>"
+"""The token that ends an answer, as the prompt of a demonstration shows it after earlier turns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,163 @@
+"""One episode inside a child: the environment of a user, called turn by turn, and the check of what it answers."""
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from time import monotonic
+from types import coroutine
+from typing import Any
+
+import msgpack
+
+from asyncrl.environments.loading import MakeEnvironment
+from asyncrl.environments.observation import Message, Observation
+from asyncrl.environments.transcript import POLICY, cut_messages, messages_of
+
+TRACEBACK = 4000
+"""Characters of a traceback that are reported: its end, where the error is."""
+GRACE = 1.0
+"""Seconds in which a late coroutine may end after its cancellation."""
+LARGEST_OPENING = 2**22
+"""Bytes of an opening: more than any model reads."""
+MESSAGE_KEYS = ("role", "content")
+
+Answer = dict[str, Any]
+"""Plain values of an observation, or `error` and `traceback`; and the seconds that it took."""
+Mark = Callable[[], None]
+
+
+class NoObservation(Exception):
+    """Reports what an environment returned instead of an Observation."""
+
+
+class Episode:
+    """Calls one environment. turns: answers of the policy that it has taken. last: its newest answer.
+
+    most: bytes of an answer, which is cut off there. begin, end: called around each stretch of the user's code that
+    holds the event loop, so that the worker knows whose code a child was in when it hung or died.
+    """
+
+    def __init__(self, make: MakeEnvironment, most: int, begin: Mark, end: Mark) -> None:
+        self._make = make
+        self._most = most
+        self.mark_with(begin, end)
+        self.turns = 0
+        self.last: Answer = {}
+
+    def mark_with(self, begin: Mark, end: Mark) -> None:
+        self._begin = begin
+        self._end = end
+
+    async def reset(self, row: dict[str, Any], seed: int, deadline: float) -> Answer:
+        self.last = await self._answer("reset", deadline, row, seed)
+        return self.last
+
+    async def step(self, message: str, deadline: float) -> Answer:
+        self.last = await self._answer("step", deadline, message)
+        self.turns += 1
+        return self.last
+
+    async def _answer(self, method: str, deadline: float, *arguments: Any) -> Answer:
+        """Returns the checked answer; turns errors of the user's code into answers. A call that is late is cancelled,
+        and left alone if it goes on all the same."""
+        began, calling = monotonic(), asyncio.create_task(self._call(method, *arguments))
+        in_time, _ = await asyncio.wait({calling}, timeout=deadline)
+        if not in_time:
+            calling.cancel()
+            await asyncio.wait({calling}, timeout=GRACE)
+            return _failed(f"`{method}` hung: no answer within {deadline:g} s", monotonic() - began)
+        try:
+            return plain(calling.result(), method, self._most) | {"seconds": monotonic() - began}
+        except NoObservation as mistake:
+            return _failed(str(mistake), monotonic() - began)
+        except Exception as error:  # the user's code: its errors are answers of its episode
+            trace = "".join(traceback.format_exception(error))[-TRACEBACK:]
+            return _failed(f"`{method}` raised {type(error).__name__}: {error}", monotonic() - began, trace)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        result = self._marked(self._enter, method, *arguments)
+        return await self._resumed(result) if inspect.iscoroutine(result) else result
+
+    def _enter(self, method: str, *arguments: Any) -> Any:
+        if method == "reset":
+            self._environment = self._make()
+        return getattr(self._environment, method)(*arguments)
+
+    @coroutine
+    def _resumed(self, user: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Awaits a coroutine of the user's, marking each stretch between two of its waits."""
+        resume: Callable[..., Any] = user.send
+        value: Any = None
+        while True:
+            try:
+                waits_for = self._marked(resume, value)
+            except StopIteration as returned:
+                return returned.value
+            try:
+                resume, value = user.send, (yield waits_for)
+            except BaseException as thrown:  # passed on: the user's code decides what a cancellation does
+                resume, value = user.throw, thrown
+
+    def _marked(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function. The mark stays where that ends the process."""
+        self._begin()
+        try:
+            result = function(*arguments)
+        except (Exception, asyncio.CancelledError):
+            self._end()
+            raise
+        self._end()
+        return result
+
+
+def _failed(error: str, seconds: float, trace: str = "") -> Answer:
+    return {"error": error, "traceback": trace, "seconds": seconds}
+
+
+def plain(returned: Any, method: str, most: int) -> Answer:
+    """Returns the plain values of an observation: the opening as it is, an answer as messages of at most `most` bytes.
+    Raises NoObservation that says what is wrong with it."""
+    if not isinstance(returned, Observation):
+        raise NoObservation(
+            f"`{method}` returned {_shown(returned)}, and has to return an Observation: "
+            "write `return asyncrl.Observation(text)`"
+        )
+    if isinstance(returned.reward, str | bytes) or not hasattr(returned.reward, "__float__"):
+        raise NoObservation(f"`{method}` gave a reward that is not a number but {_shown(returned.reward)}")
+    if not math.isfinite(reward := float(returned.reward)):
+        raise NoObservation(f"`{method}` gave the reward {reward}: a reward is finite")
+    text = _checked_text(returned.text, method)
+    answer = {
+        "text": cut_messages(messages_of(text), most) if method == "step" else text,
+        "reward": reward,
+        "done": bool(returned.done),
+        "tools": [dict(tool) for tool in returned.tools],
+    }
+    try:
+        size = len(msgpack.packb(answer))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise NoObservation(f"an observation of `{method}` holds what is no plain value: {error}") from None
+    if size > LARGEST_OPENING + most:
+        raise NoObservation(f"`{method}` returned an observation of {size} bytes")
+    return answer
+
+
+def _checked_text(text: Any, method: str) -> str | list[Message]:
+    if isinstance(text, str):
+        return text.encode("utf-8", "replace").decode()
+    if not isinstance(text, list | tuple):
+        raise NoObservation(f"the text of `{method}` is no string and no list of messages, but {_shown(text)}")
+    for message in text:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in MESSAGE_KEYS):
+            raise NoObservation(
+                f'a message of `{method}` is {_shown(message)}; write {{"role": "user", "content": "a text"}}'
+            )
+        if method == "step" and message["role"] == POLICY:
+            raise NoObservation(f"a message of `step` has the role {POLICY}, which is the policy's own")
+    return [dict(message) for message in text]
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80]

@@ -1,0 +1,307 @@
+"""Plays episodes in child processes (episode_server.py), which are replaced when they hang or crash.
+
+Each episode lives in one child, and thousands do at a time. A child writes down whose code it runs: when it hangs or
+dies, that episode is blamed, and the others are played again in a new child, from what the policy has said so far. When
+nobody is known to be the cause, each call that ran is repeated alone, in one more child.
+"""
+
+import asyncio
+import itertools
+import os
+from asyncio.subprocess import Process
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asyncrl.children.guarded_process import ChildEnded, GuardedProcess, VanishedEarly
+from asyncrl.children.printed_output import ChildOutput, PrintedFile
+from asyncrl.environments.episode_server import NOBODY, read_mark
+from asyncrl.environments.loading import KEY, EnvironmentSpec
+from asyncrl.errors import WireError
+from asyncrl.protocols.batch import SampleName
+from asyncrl.protocols.prompt_row import PackedRow
+
+SERVER = "asyncrl.environments.episode_server"
+GRACE = 2.0
+"""Seconds that a child may be silent beyond the deadline of a call, before it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """A request for the answers up to the turn after `said`, what the policy has said in this episode."""
+
+    episode: SampleName
+    row: PackedRow
+    seed: int
+    said: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Played:
+    """The answers of a call, by turn; 0 is the opening. error: why the episode cannot go on, or "". seconds: that the
+    environment took."""
+
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    error: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+
+
+class CallEnded(ChildEnded):
+    """The child ended during a call. guilty: whether it ran the code of this call; None: that is not known."""
+
+    def __init__(self, ended: ChildEnded, guilty: bool | None) -> None:
+        super().__init__(str(ended), vanished=ended.vanished)
+        self.guilty = guilty
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call that runs in a child."""
+
+    played: Played
+    done: "asyncio.Future[Played]"
+
+    def collect(self, answer: dict[str, Any], turn: int, seconds: float, last: bool) -> None:
+        """Takes the answer of a turn."""
+        self.played.seconds += seconds
+        if "error" in answer:
+            self.played.error = str(answer["error"])
+            self.played.traceback = str(answer.get("traceback", ""))
+        else:
+            self.played.answers[turn] = answer
+        if last and not self.done.done():
+            self.done.set_result(self.played)
+
+    def fail(self, ended: ChildEnded) -> None:
+        if not self.done.done():
+            self.done.set_exception(ended)
+            self.done.exception()  # Retrieved: its caller may be gone.
+
+
+class EpisodeChild(GuardedProcess):
+    """A running child. finished: answers that it sent."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process)
+        self.finished = 0
+        self._mark = -1
+        self._last_mark = NOBODY
+        self._known: set[SampleName] = set()
+        self._running: dict[int, Call] = {}
+        self._numbers = itertools.count(NOBODY + 1)
+        self._heard = 0.0
+
+    @classmethod
+    async def spawn(
+        cls, spec: EnvironmentSpec, deadline: float, tasks: asyncio.TaskGroup, output: ChildOutput
+    ) -> "EpisodeChild":
+        """Starts a child that loads the environment; raises as `GuardedProcess.launch` does."""
+        mark = os.memfd_create("asyncrl-mark")
+        with ExitStack() as unless_started:
+            unless_started.callback(os.close, mark)
+            os.ftruncate(mark, 8)
+            code = asdict(spec) | {"mark": mark}
+            child = await cls.launch(SERVER, code, f"{KEY}: {spec.use}", deadline, tasks, output, (mark,))
+            child._mark = mark
+            unless_started.pop_all()
+        return child
+
+    def greeted(self, message: Any) -> None:
+        if message != {"loaded": True}:
+            raise WireError(f"a child of environments began with {message!r:.100}")
+
+    async def play(self, play: Play, deadline: float) -> Played:
+        """Returns the answers that the episode lacked. Raises CallEnded when the child died, or said nothing for longer
+        than `deadline` and was killed."""
+        number, call = next(self._numbers), Call(Played(), asyncio.get_running_loop().create_future())
+        self._running[number] = call
+        row = None if play.episode in self._known else play.row.data.tobytes()
+        self._known.add(play.episode)
+        message = {"call": number, "episode": play.episode, "said": play.said, "seed": play.seed, "row": row}
+        try:
+            await self.send(message | {"deadline": deadline})
+            return await self._answered(call, deadline + GRACE)
+        except TimeoutError:
+            guilty = self._is_guilty(number)
+            await self.kill()
+            raise CallEnded(ChildEnded(f"it hung: no answer within {deadline:g} s"), guilty) from None
+        except ChildEnded as ended:
+            raise CallEnded(ended, self._is_guilty(number)) from None
+        finally:
+            del self._running[number]
+            call.done.cancel()
+
+    async def forget(self, episodes: Iterable[SampleName]) -> None:
+        """Lets the child forget these episodes."""
+        if known := self._known.intersection(episodes):
+            self._known -= known
+            with suppress(ChildEnded):
+                await self.send({"end": list(known)})
+
+    async def _answered(self, call: Call, silence: float) -> Played:
+        """Waits as long as the child answers some call. Raises TimeoutError after `silence` seconds without any."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while (until := max(began, self._heard) + silence) > loop.time():
+            await asyncio.wait({call.done}, timeout=until - loop.time())
+            if call.done.done():
+                return call.done.result()
+        raise TimeoutError
+
+    def _is_guilty(self, number: int) -> bool | None:
+        """Returns whether the child runs the code of this call, or ran it when it ended; None: nobody's is known."""
+        marked = self._last_mark if self._mark < 0 else read_mark(self._mark)
+        return None if marked == NOBODY else marked == number
+
+    def take(self, message: Any) -> None:
+        match message:
+            case {"call": int(number), "turn": int(turn), "last": bool(last), "seconds": float(seconds)}:
+                self.finished += 1
+                self._heard = asyncio.get_running_loop().time()
+                if (call := self._running.get(number)) is not None:
+                    call.collect(message, turn, seconds, last)
+            case _:
+                raise WireError(f"{message!r:.100}")
+
+    def finish(self, ended: ChildEnded) -> None:
+        if self._mark >= 0:
+            self._last_mark = read_mark(self._mark)
+            os.close(self._mark)
+            self._mark = -1
+        for call in self._running.values():
+            call.fail(ended)
+
+
+class EpisodeSlot:
+    """Holds one child at a time, and starts a new one when it is needed."""
+
+    def __init__(self, spawn: Callable[[], Awaitable[EpisodeChild]]) -> None:
+        self._spawn = spawn
+        self._finished_before = 0
+        self._child: EpisodeChild | None = None
+        self._spawning = asyncio.Lock()
+        self._stopped = False
+        self.turn = asyncio.Lock()
+
+    @property
+    def finished(self) -> int:
+        return self._finished_before + (self._child.finished if self._child is not None else 0)
+
+    async def child(self) -> EpisodeChild:
+        """Returns the child; raises ConfigError or DeadlineExceeded if it cannot load, ChildEnded after `stop`."""
+        async with self._spawning:
+            if self._stopped:
+                raise ChildEnded("the environment worker was stopped")
+            if self._child is None or self._child.ended:
+                self._finished_before = self.finished
+                self._child = None
+                try:
+                    self._child = await self._spawn()
+                except (VanishedEarly, ChildEnded):  # A signal, perhaps from outside, may end the first try.
+                    self._child = await self._spawn()
+            return self._child
+
+    async def forget(self, episodes: Sequence[SampleName]) -> None:
+        if self._child is not None and not self._child.ended:
+            await self._child.forget(episodes)
+
+    async def stop(self) -> None:
+        """Kills the child; no new one follows."""
+        self._stopped = True
+        if self._child is not None:
+            await self._child.kill()
+
+
+class EpisodePool:
+    """Plays episodes in `workers` children. deadline: seconds that one call of `reset` or `step` may take.
+    start_deadline: seconds that a child may take to load the environment. tasks: owns what reads answers. printed: file
+    of what environments print."""
+
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        tasks: asyncio.TaskGroup,
+        *,
+        workers: int,
+        deadline: float,
+        start_deadline: float,
+        printed: Path,
+    ) -> None:
+        self._deadline = deadline
+        self._output = ChildOutput(PrintedFile(printed))
+        spawn = partial(EpisodeChild.spawn, spec, start_deadline, tasks, self._output)
+        self._slots = [EpisodeSlot(spawn) for _ in range(workers)]
+        self._alone = EpisodeSlot(spawn)
+        self._homes: dict[SampleName, EpisodeSlot] = {}
+        self._living = Counter[int]()
+        self.waiting = 0
+
+    @property
+    def finished(self) -> int:
+        """Answers of environments so far."""
+        return sum(slot.finished for slot in (self._alone, *self._slots))
+
+    async def start(self) -> None:
+        """Starts a child; raises ConfigError if it cannot load the environment, DeadlineExceeded if that takes too
+        long."""
+        with ExitStack() as unless_started:
+            unless_started.callback(self._output.close)
+            self._output.open()
+            await self._slots[0].child()
+            unless_started.pop_all()
+
+    async def stop(self) -> None:
+        """Kills all children; calls that still run end with a result that says so."""
+        for slot in (self._alone, *self._slots):
+            await slot.stop()
+        self._output.close()
+
+    async def play(self, play: Play) -> Played:
+        """Returns the answers that the episode lacked; errors of the environment are answers too."""
+        self.waiting += 1
+        try:
+            while True:
+                try:
+                    return await (await self._home(play.episode).child()).play(play, self._deadline)
+                except CallEnded as ended:
+                    if ended.guilty is not False:
+                        return await self._repeat(play, ended)
+                except ChildEnded as ended:
+                    return Played(error=str(ended))
+        finally:
+            self.waiting -= 1
+
+    async def _repeat(self, play: Play, ended: CallEnded) -> Played:
+        """Repeats a call alone, unless it is known to be the cause that its child ended. A signal may have come from
+        outside."""
+        if ended.guilty and not ended.vanished:
+            return Played(error=str(ended))
+        async with self._alone.turn:
+            try:
+                return await (await self._alone.child()).play(play, self._deadline)
+            except ChildEnded as again:
+                twice = "; so was another one at the same turn" if ended.vanished and again.vanished else ""
+                return Played(error=f"{again}{twice}")
+            finally:
+                await self._alone.forget([play.episode])
+
+    async def forget(self, episodes: Sequence[SampleName]) -> None:
+        """Ends these episodes; unknown ones are ignored."""
+        for name in episodes:
+            if (slot := self._homes.pop(name, None)) is not None:
+                self._living[self._slots.index(slot)] -= 1
+        for slot in self._slots:
+            await slot.forget(episodes)
+
+    def _home(self, episode: SampleName) -> EpisodeSlot:
+        """Returns the slot of an episode: for a new one, that with the fewest episodes."""
+        if episode not in self._homes:
+            number = min(range(len(self._slots)), key=self._living.__getitem__)
+            self._living[number] += 1
+            self._homes[episode] = self._slots[number]
+        return self._homes[episode]

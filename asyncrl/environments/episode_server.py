@@ -1,0 +1,107 @@
+"""Plays episodes inside a child process, thousands at a time, which its guard starts and ends.
+
+The first message in has the class to load, the first message out that it is loaded, or the user's mistake. Then calls
+come in: each brings one episode to a turn, and its answers go out one by one.
+"""
+
+import asyncio
+import os
+import traceback
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgpack
+
+from asyncrl.children.pipe_messages import open_pipes, receive, send
+from asyncrl.environments.episode import TRACEBACK, Answer, Episode
+from asyncrl.environments.loading import KEY, EnvironmentSpec, MakeEnvironment, load
+from asyncrl.errors import ConfigError
+
+NOBODY = 0
+"""The mark of a child that runs no code of the user's at this moment."""
+
+
+def write_mark(descriptor: int, call: int) -> None:
+    """Writes down the call whose code runs now, where it outlives this process."""
+    os.pwrite(descriptor, call.to_bytes(8, "little"), 0)
+
+
+def read_mark(descriptor: int) -> int:
+    return int.from_bytes(os.pread(descriptor, 8, 0), "little")
+
+
+@dataclass(eq=False, slots=True)
+class EpisodeServer:
+    """Holds the episodes of a child by name. Calls of different episodes overlap."""
+
+    _calls: asyncio.StreamReader
+    _answers: int
+    _mark: int = -1
+    _most: int = 0
+    _episodes: dict[tuple[int, ...], Episode] = field(default_factory=dict)
+    _make: MakeEnvironment | None = None
+
+    async def serve(self) -> None:
+        """Answers calls until the worker closes the pipe."""
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                self._load(await receive(self._calls))
+                while True:
+                    match await receive(self._calls):
+                        case {"end": names}:
+                            for name in names:
+                                self._episodes.pop(tuple(name), None)
+                        case message:
+                            tasks.create_task(self._play(message))
+            except asyncio.IncompleteReadError:
+                os._exit(0)  # Calls that still run are not awaited, because the worker has gone.
+
+    def _load(self, code: dict[str, Any]) -> None:
+        self._mark = code["mark"]
+        self._most = code["max_bytes"]
+        try:
+            self._make = load(EnvironmentSpec(code["use"], code["options"]))
+        except ConfigError as error:
+            self._send({"mistake": str(error)})
+        except Exception as error:  # importing the user's file runs the user's code
+            trace = "".join(traceback.format_exception(error))[-TRACEBACK:]
+            self._send({"mistake": f"{KEY} could not be loaded: {type(error).__name__}: {error}\n{trace}"})
+        else:
+            self._send({"loaded": True})
+
+    async def _play(self, message: dict[str, Any]) -> None:
+        """Brings an episode to the turn after these messages, from its beginning if it is unknown, and sends the
+        answers that this took, each with its turn."""
+        call, name, said, deadline = message["call"], tuple(message["episode"]), message["said"], message["deadline"]
+        begin, end = partial(write_mark, self._mark, call), partial(write_mark, self._mark, NOBODY)
+        episode = self._episodes.get(name)
+        if episode is None or episode.turns > len(said):
+            assert self._make is not None, "calls follow the first message"
+            self._episodes[name] = episode = Episode(self._make, self._most, begin, end)
+            row = msgpack.unpackb(message["row"], raw=False, strict_map_key=False)
+            if not self._answered(call, 0, await episode.reset(row, message["seed"], deadline), last=not said):
+                return
+        elif episode.turns == len(said):
+            self._answered(call, episode.turns, episode.last, last=True)
+            return
+        episode.mark_with(begin, end)
+        while episode.turns < len(said):
+            answer = await episode.step(said[episode.turns], deadline)
+            if not self._answered(call, episode.turns, answer, last=episode.turns == len(said)):
+                return
+
+    def _answered(self, call: int, turn: int, answer: Answer, *, last: bool) -> bool:
+        """Sends an answer. Returns whether the episode may go on."""
+        failed = "error" in answer
+        self._send({"call": call, "turn": turn, "last": last or failed, **answer})
+        return not failed
+
+    def _send(self, message: dict[str, Any]) -> None:
+        send(self._answers, message)
+
+
+async def serve_pipes() -> None:
+    """Serves calls until the worker closes the pipe."""
+    calls, answers = await open_pipes()
+    await EpisodeServer(calls, answers).serve()

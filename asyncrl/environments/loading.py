@@ -1,0 +1,96 @@
+"""Makes environments from the section `[environment]` of a config."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from asyncrl.config.problems import Problem
+from asyncrl.config.user_code import resolve, source_problem, suggestion
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config  # not at run time: children do without pydantic
+
+KEY = "environment.use"
+BUILTIN = {
+    "calculator": "asyncrl.environments.calculator:Calculator",
+    "guess": "asyncrl.environments.guess:Guess",
+}
+CALLS = {"reset": ("row", "seed"), "step": ("message",)}
+"""Methods of an environment, and the arguments that each is called with."""
+
+MakeEnvironment: TypeAlias = Callable[[], Any]
+"""Makes the environment of one episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSpec:
+    """What to load: a name of BUILTIN, `FILE.py:Class` or `module:Class`, and keyword arguments of the class.
+    max_bytes: of an observation."""
+
+    use: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    max_bytes: int = 16384
+
+
+def load(spec: EnvironmentSpec) -> MakeEnvironment:
+    """Returns what makes environments; raises ConfigError if there is no such class, it lacks a method, or it does not
+    take the options."""
+    environment = _class_of(spec)
+    for method, arguments in CALLS.items():
+        _check_method(environment, method, arguments, spec.use)
+    try:
+        inspect.signature(environment).bind(**spec.options)
+    except TypeError as error:
+        names = [name for name in inspect.signature(environment).parameters if name not in spec.options]
+        raise ConfigError(
+            f"environment.options: {spec.use} is made with {_call('', spec.options)}: {error}"
+            f"{suggestion(next(iter(spec.options), ''), names)}"
+        ) from None
+    return lambda: environment(**spec.options)
+
+
+def _class_of(spec: EnvironmentSpec) -> Any:
+    if ":" not in spec.use and spec.use not in BUILTIN:
+        raise ConfigError(
+            f"{KEY}: there is no environment {spec.use}{suggestion(spec.use, BUILTIN)} "
+            "A class of your own is written FILE.py:Class."
+        )
+    found = resolve(BUILTIN.get(spec.use, spec.use), KEY)
+    if not inspect.isclass(found):
+        kind = "a function" if inspect.isroutine(found) else f"a {type(found).__name__}"
+        raise ConfigError(f"{KEY}: {spec.use} is {kind}; write a class with the methods `reset` and `step`")
+    return found
+
+
+def _check_method(environment: Any, name: str, arguments: tuple[str, ...], use: str) -> None:
+    write = f"write `async def {name}(self, {', '.join(arguments)}) -> Observation`"
+    method = getattr(environment, name, None)
+    if not callable(method):
+        raise ConfigError(f"{KEY}: {use} has no method `{name}`; {write}")
+    if inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
+        raise ConfigError(f"{KEY}: `{name}` of {use} yields, and has to return one Observation; {write}")
+    try:
+        inspect.signature(method).bind(None, *arguments)
+    except TypeError as error:
+        raise ConfigError(f"{KEY}: `{name}` of {use} is called as {_call(name, arguments)}: {error}; {write}") from None
+
+
+def _call(name: str, arguments: Any) -> str:
+    return f"{name}({', '.join(arguments)})"
+
+
+def environment_problems(config: "Config") -> list[Problem]:
+    """Returns problems of the environment that are known before any of the user's code runs."""
+    spec = EnvironmentSpec(config.environment.use, config.environment.options)
+    if not spec.use:
+        return []
+    if ":" in spec.use:
+        problem = source_problem(spec.use, KEY)
+        return [] if problem is None else [problem]
+    try:
+        load(spec)
+    except ConfigError as error:
+        return [Problem.of_error(error, KEY)]
+    return []

@@ -1,0 +1,72 @@
+"""The messages of an episode after its opening: what the policy said, and what the environment answered."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncrl.environments.observation import Message
+from asyncrl.protocols.batch import Array
+
+POLICY = "assistant"
+MESSAGE_BYTES = 64
+"""Bytes that each message counts besides its text, so that many empty ones are bounded too."""
+CUT = "\n[cut off after {} bytes]"
+
+Transcript = list[Message]
+
+
+def read_transcript(column: Array) -> Transcript:
+    messages: Transcript = json.loads(bytes(column))
+    return messages
+
+
+def transcript_column(messages: Transcript) -> Array:
+    """Returns the column `transcript` of a row: JSON in UTF-8."""
+    return np.frombuffer(json.dumps(messages, ensure_ascii=False).encode("utf-8", "replace"), np.uint8)
+
+
+def said_in(transcript: Transcript) -> tuple[str, ...]:
+    """Returns what the policy said, turn by turn."""
+    return tuple(str(message["content"]) for message in transcript if message["role"] == POLICY)
+
+
+def answers_in(transcript: Transcript) -> list[Transcript]:
+    """Returns the messages after each turn of the policy; none after the last one, if it was not answered yet."""
+    found: list[Transcript] = []
+    for message in transcript:
+        if message["role"] == POLICY:
+            found.append([])
+        else:
+            found[-1].append(message)
+    return found
+
+
+def messages_of(text: str | Sequence[Message]) -> Transcript:
+    """Returns the messages of an observation; a text is one of the user."""
+    return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+
+
+def cut_messages(messages: Sequence[Message], most: int) -> Transcript:
+    """Returns the messages of an observation, cut off with a mark after `most` bytes of UTF-8."""
+    kept: Transcript = []
+    left = most
+    for message in messages:
+        content = str(message["content"]).encode("utf-8", "replace")
+        size = len(content) + max(0, len(_others(message)) - MESSAGE_BYTES)
+        if size > left or len(kept) * MESSAGE_BYTES > most:
+            shown = content[:left].decode("utf-8", "ignore") + CUT.format(most)
+            return [*kept, {"role": message["role"], "content": shown, **_names(message)}]
+        left -= size
+        kept.append({**message, "content": content.decode()})
+    return kept
+
+
+def _others(message: Message) -> str:
+    return json.dumps({key: value for key, value in message.items() if key != "content"}, default=str)
+
+
+def _names(message: Message) -> dict[str, Any]:
+    """Returns the short fields that say which call of a tool a message answers."""
+    return {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}

@@ -1,0 +1,246 @@
+"""Answers the turns of episodes with the environment of the user, which runs in children that can be killed.
+
+    step ── read the row ── what the policy said ──> child ──> observation ── the same row, with it ── stored here
+
+An episode that no child knows is played again from its transcript, and what the environment answers must be the same.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from asyncrl.concurrency import gather
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.environments.episode_pool import EpisodePool, Play, Played
+from asyncrl.environments.loading import EnvironmentSpec
+from asyncrl.environments.transcript import (
+    Transcript,
+    answers_in,
+    read_transcript,
+    said_in,
+    transcript_column,
+)
+from asyncrl.errors import AsyncrlError, EnvironmentFailed, Retryable
+from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.lanes.data.row_store import bytes_of_row
+from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
+from asyncrl.protocols.messages import Opening, PromptGroup
+from asyncrl.protocols.prompt_row import PackedRow, PromptRow
+from asyncrl.protocols.row_columns import episode_columns
+from asyncrl.protocols.seeds import group_seed
+from asyncrl.protocols.service_contracts import Environment
+from asyncrl.telemetry.run_directory import RunDirectory
+
+EXCERPT = 200
+"""Characters of a prompt that an error quotes."""
+TOKEN_BYTES = 256
+"""Bytes of the longest token of usual tokenizers, a row of blanks; what a row could take costs no memory."""
+JSON_BYTES, ANSWER_BYTES = 8, 1024
+"""Bytes in JSON of a byte of text at most, and of what surrounds an answer."""
+FAILED = "environment"
+"""Finish reason of an episode whose environment died, hung or raised."""
+
+
+@dataclass(slots=True)
+class EpisodeState:
+    """What this worker knows of an episode. rewards: of the turns answered so far. answered: its newest row. answering:
+    the call that answers it now."""
+
+    rewards: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    answered: RowRef | None = None
+    answering: "asyncio.Task[RowRef | AsyncrlError] | None" = None
+
+
+class EnvironmentService(Service, Environment):
+    """Stores one row for each sample: all columns of the generator's, with `transcript` and `turn_rewards`."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        config = context.config
+        self._section = config.environment
+        self._groups: dict[int, dict[SampleName, EpisodeState]] = {}
+        self._openings: dict[tuple[int, int], str | Transcript] = {}
+        self._pool = EpisodePool(
+            EnvironmentSpec(self._section.use, self._section.options, self._section.max_bytes),
+            context.tasks,
+            workers=self._section.workers,
+            deadline=self._section.deadline,
+            start_deadline=config.fleet.start_deadline,
+            printed=RunDirectory(context.facts.run_dir).printed_by(f"environment{context.spec.replica}"),
+        )
+        self.counters = dict.fromkeys(("answers", "failed", "replayed"), 0.0)
+
+    async def start(self) -> None:
+        config, section = self.context.config, self._section
+        # Beside the rows of the run, one of each sample that an evaluation has in work.
+        evaluated = max(config.generation.slots * config.evaluate.replicas, config.evaluate.samples)
+        slots = GateConfig.of(config).row_slots + evaluated
+        text, answer = config.generation.max_new_tokens * TOKEN_BYTES, JSON_BYTES * section.max_bytes + ANSWER_BYTES
+        transcript = JSON_BYTES * TOKEN_BYTES * section.max_tokens + section.max_turns * answer
+        sizes = (config.task.max_prompt_tokens, section.max_tokens, text, section.max_turns, transcript)
+        self.rows = self.context.open_rows(slots, bytes_of_row(episode_columns(*sizes)))
+        await self._pool.start()
+
+    async def stop(self) -> None:
+        await self._pool.stop()
+        await super().stop()
+
+    @property
+    def queued(self) -> int:
+        return self._pool.waiting
+
+    @property
+    def finished(self) -> int:
+        return super().finished + self._pool.finished
+
+    async def reset(self, prompts: PromptGroup, row: dict[str, Any] | PackedRow) -> Opening:
+        names = [(prompts.id, member, prompts.attempt) for member in prompts.members]
+        if not names:
+            return Opening(prompts.prompt)
+        for name in names:
+            self._state(name)
+        packed = _packed(row)
+        played = await self._pool.play(Play(names[0], packed, prompts.seed, ()))
+        if played.error:
+            text = self._failure(names[0], packed, played)
+            raise EnvironmentFailed(text) if self._section.on_error == "fail" else Retryable(text)
+        answer = played.answers[0]
+        self._openings[prompts.id, prompts.attempt] = answer["text"]
+        return Opening(self._prompt(answer["text"]), tuple(answer["tools"]))
+
+    async def step(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> BatchRef:
+        packed = _packed(row)
+        return BatchRef(tuple(await gather(*(self._answer_once(sample, packed) for sample in samples))))
+
+    async def release(self, samples: list[SampleName], oldest: int) -> None:
+        await super().release(samples, oldest)
+        over = [name for group in self._groups if 0 <= group < oldest for name in self._groups[group]]
+        for group, member, attempt in samples:
+            known = self._groups.get(group, {})
+            over += [name for name in known if name[1] == member and name[2] <= attempt]
+        for name in dict.fromkeys(over):
+            own = self._groups[name[0]]
+            del own[name]
+            if not own:
+                del self._groups[name[0]]
+            if not any(each[2] == name[2] for each in own):
+                self._openings.pop((name[0], name[2]), None)
+        await self._pool.forget(over)
+
+    def _state(self, name: SampleName) -> EpisodeState:
+        return self._groups.setdefault(name[0], {}).setdefault(name, EpisodeState())
+
+    def _prompt(self, text: str | Transcript) -> str | Transcript:
+        """Returns the opening as the prompt of the policy, with the system message of the task before a text."""
+        system = self.context.config.task.system
+        if not system or not isinstance(text, str):
+            return text
+        return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+    async def _answer_once(self, sample: RowRef, row: PackedRow) -> RowRef:
+        """Answers a turn. A repeated call gets the answer of the first one, which goes on without its caller."""
+        state = self._state(sample.name)
+        if state.answered is not None and state.answered.turns == sample.turns:
+            return state.answered
+        if state.answering is None:
+            work = self._answer(state, sample, row)
+            state.answering = self.context.tasks.create_task(_caught(work), name=f"episode {sample.name}")
+        answering = state.answering
+        found = await asyncio.shield(answering)
+        if state.answering is answering:
+            state.answering = None
+        if isinstance(found, AsyncrlError):
+            raise found
+        return found
+
+    async def _answer(self, state: EpisodeState, sample: RowRef, row: PackedRow) -> RowRef:
+        """Plays the newest turn of a sample, and stores its row with the observation."""
+        names = [name for place in sample.places for name in place.columns]
+        found = await self.context.reader.read(BatchRef((sample,)), names)
+        columns: dict[str, Array] = {name: found[name][0] for name in names}
+        transcript = read_transcript(columns["transcript"])
+        seed = group_seed(self.context.config.seed, sample.group)
+        with self.context.occupancy.computing():
+            played = await self._pool.play(Play(sample.name, row, seed, said_in(transcript)))
+        self.counters["answers"] += len(played.answers)
+        self._check_replay(sample, transcript, played)
+        state.seconds += played.seconds
+        if played.error:
+            finish, reward = FAILED, 0.0
+            self._report(sample.name, row, played)
+        else:
+            newest = played.answers[sample.turns]
+            transcript += newest["text"]
+            finish, reward = self._finish(sample, state, newest), newest["reward"]
+        state.rewards = [*self._rewards_before(state, sample, played), reward]
+        columns["transcript"] = transcript_column(transcript)
+        columns["turn_rewards"] = np.array(state.rewards, np.float32)
+        state.answered = replace(sample, finish=finish, places=(self.keep(sample.name, columns),))
+        if finish:
+            await self._pool.forget([sample.name])
+        return state.answered
+
+    def _rewards_before(self, state: EpisodeState, sample: RowRef, played: Played) -> list[float]:
+        """Returns the rewards of the turns before the newest one, of which a replay gives those that are not known."""
+        known = dict(enumerate(state.rewards, start=1)) | {
+            turn: answer["reward"] for turn, answer in played.answers.items() if turn
+        }
+        return [known.get(turn, 0.0) for turn in range(1, sample.turns)]
+
+    def _finish(self, sample: RowRef, state: EpisodeState, answer: dict[str, Any]) -> str:
+        """Returns why the episode ends with this answer; "" when it goes on."""
+        if answer["done"]:
+            return "stop"
+        if sample.finish == "token_limit" or sample.tokens + sample.given >= self._section.max_tokens:
+            return "token_limit"
+        if sample.turns >= self._section.max_turns:
+            return "turn_limit"
+        return "time_limit" if state.seconds > self._section.max_seconds else ""
+
+    def _check_replay(self, sample: RowRef, transcript: Transcript, played: Played) -> None:
+        """Raises EnvironmentFailed when the seed does not determine the opening, and Retryable when an episode that was
+        played again came out otherwise."""
+        opening = self._openings.get((sample.group, sample.attempt))
+        if opening is not None and 0 in played.answers and played.answers[0]["text"] != opening:
+            raise EnvironmentFailed(
+                f"environment {self._section.use}: `reset` gave two openings for one row and one seed: draw all that "
+                f"is random from `seed`. First {opening!r:.{EXCERPT}}, then {played.answers[0]['text']!r:.{EXCERPT}}"
+            )
+        for turn, before in enumerate(answers_in(transcript)[:-1], start=1):
+            if turn in played.answers and played.answers[turn]["text"] != before:
+                raise Retryable(
+                    f"environment {self._section.use} was played again for sample {sample.key}, and answered turn "
+                    f"{turn} with {played.answers[turn]['text']!r:.{EXCERPT}} in place of {before!r:.{EXCERPT}}"
+                )
+        self.counters["replayed"] += sum(0 < turn < sample.turns for turn in played.answers)
+
+    def _report(self, name: SampleName, row: PackedRow, played: Played) -> None:
+        """Counts and logs a failure; raises it under `on_error = "fail"`."""
+        self.counters["failed"] += 1
+        text = self._failure(name, row, played)
+        if self._section.on_error == "fail":
+            advice = 'environment.on_error = "zero" or "ignore" lets the run go on'
+            raise EnvironmentFailed(f"{text}\n{advice}")
+        self.context.log.warning("environment failed", group=name[0], member=name[1], error=text)
+
+    def _failure(self, name: SampleName, row: PackedRow, played: Played) -> str:
+        prompt = PromptRow.of(row).get("prompt")
+        where = f"environment {self._section.use} on member {name[1]} of group {name[0]}"
+        lines = [f"{where}: {played.error}", f"  prompt of its row: {prompt!r:.{EXCERPT}}"]
+        return "\n".join([*lines, played.traceback.rstrip()] if played.traceback else lines)
+
+
+def _packed(row: dict[str, Any] | PackedRow) -> PackedRow:
+    return row if isinstance(row, PackedRow) else PromptRow.of(row).packed
+
+
+async def _caught(work: Coroutine[Any, Any, RowRef]) -> RowRef | AsyncrlError:
+    """Returns errors, which a task of the worker must not raise."""
+    try:
+        return await work
+    except AsyncrlError as error:
+        return error

@@ -1,0 +1,96 @@
+"""Episodes over simulated services: every algorithm plays them, and one that does not is told."""
+
+import pytest
+
+from asyncrl.algorithms import grpo, ppo, remax
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.journal.audit import Audit
+from asyncrl.controller.observers.events import SampleScored
+from asyncrl.controller.rollouts import Attempt
+from asyncrl.errors import AlgorithmError
+from asyncrl.fleet.fleet import Fleet
+from asyncrl.objectives.advantages import greedy_baseline, plain_rewards
+from asyncrl.protocols.batch import GREEDY, RowRef
+from asyncrl.protocols.messages import Score
+from asyncrl.simulation.fakes.critic import FakeCritic
+from asyncrl.simulation.fakes.environment import FakeEnvironment
+from asyncrl.simulation.fakes.scoring import FakeReward
+from tests.unit.scene import CONFIG, Scene
+
+COMPARED = GateConfig(groups=2, members=4, limit=1, policy="mask", slots=16, cut_at=2, baseline=1, greedy=True)
+
+
+class Judge(FakeReward):
+    """Notes the turns of each greedy answer."""
+
+    def __init__(self, delay: float) -> None:
+        super().__init__(delay)
+        self.greedy: list[int] = []
+
+    def value_of(self, sample: RowRef) -> Score:
+        if sample.member == GREEDY:
+            self.greedy.append(sample.turns)
+        return super().value_of(sample)
+
+
+def scene(config: GateConfig = CONFIG, turns: int = 4) -> Scene:
+    made = Scene(config)
+    made.environment = FakeEnvironment(0.1, turns, [made.generation])
+    made.generation.read_from([made.generation, made.environment])
+    made.training.read_from([made.generation, made.environment])
+    return made
+
+
+def check(made: Scene, tokens: int = 20) -> None:
+    """Checks that every sample was trained with all its turns, and that no row is left of what ended."""
+    assert made.environment is not None
+    scored = [event.sample for event in made.told(SampleScored)]
+    assert {1, 2, 3} <= {sample.turns for sample in scored}
+    for sample in scored:
+        assert sample.finish == "stop"
+        assert sample.tokens == tokens * sample.turns
+        assert sample.turns == made.environment.turns_of(sample)
+    assert len(made.training.trained) >= 24
+    assert Audit(made.store).ok
+    in_flight = made.gate.in_flight + made.gate.awaited
+    assert made.environment.stored_rows <= in_flight
+    assert made.generation.stored_rows <= in_flight
+
+
+def test_grpo_plays_episodes() -> None:
+    made = scene()
+    made.play()
+    check(made)
+
+
+def test_ppo_plays_episodes() -> None:
+    made = scene()
+    made.critic = FakeCritic(0.1, 0.5, [made.generation, made.environment])
+    made.training.read_from([made.generation, made.environment, made.critic])
+    made.algorithm, made.estimate = ppo.ALGORITHM, plain_rewards
+    made.play()
+    check(made)
+
+
+def test_the_greedy_answer_of_remax_is_an_episode_too() -> None:
+    made = scene(COMPARED)
+    made.algorithm, made.estimate = remax.ALGORITHM, greedy_baseline
+    made.reward = reward = Judge(0.1)
+    made.play()
+    check(made)
+    assert len(reward.greedy) >= 6
+    assert len(set(reward.greedy)) > 1
+
+
+def test_an_algorithm_that_does_not_play_is_told_what_to_write() -> None:
+    async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
+        async for samples in fleet.generation.generate(group.prompts):
+            control.generated(samples)
+            await grpo.score(fleet, control, group, samples)
+
+    made = scene()
+    made.algorithm = Algorithm(roll_out, grpo.train, "mine")
+    with pytest.raises(AlgorithmError, match=r"write `await play\(fleet, control, group, score\)`"):
+        made.play()

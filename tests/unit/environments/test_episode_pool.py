@@ -1,0 +1,213 @@
+"""The pool with real children: environments that answer, wait, raise, hang, crash and say too much."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncrl.environments.episode_pool import EpisodePool, Play, Played
+from asyncrl.environments.loading import EnvironmentSpec
+from asyncrl.errors import ConfigError
+from asyncrl.protocols.prompt_row import PromptRow
+
+ENVIRONMENTS = r"""
+import asyncio, os, signal, threading
+from asyncrl import Observation
+
+class Counts:
+    def __init__(self, step_by=1):
+        self.total, self.step_by = 0, step_by
+    async def reset(self, row, seed):
+        self.total = seed
+        return Observation(f"{row['prompt']} {seed}")
+    async def step(self, message):
+        await asyncio.sleep(0)
+        self.total += self.step_by
+        return Observation(f"{message} {self.total}", reward=self.total, done=message == "stop")
+
+class Plain(Counts):
+    def reset(self, row, seed):
+        return Observation("plain", tools=({"name": "add"},))
+    def step(self, message):
+        return Observation([{"role": "tool", "content": message, "name": "add"}])
+
+class Waits(Counts):
+    async def step(self, message):
+        await asyncio.sleep(0.5)
+        return Observation(str(os.getpid()))
+
+class Troubles(Counts):
+    async def step(self, message):
+        if message == "raise":
+            raise KeyError("nothing here")
+        if message == "hang":
+            threading.Event().wait()
+        if message == "wait":
+            await asyncio.Event().wait()
+        if message == "ignore":
+            while True:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    pass
+        if message == "exit":
+            os._exit(7)
+        if message == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if message == "die later":
+            asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGKILL)
+            await asyncio.Event().wait()
+        if message == "slowly":
+            await asyncio.sleep(0.6)
+        if message == "nothing":
+            return None
+        if message == "nan":
+            return Observation("", reward=float("nan"))
+        if message == "number":
+            return Observation(5)
+        if message == "speaks":
+            return Observation([{"role": "assistant", "content": "I am the policy"}])
+        if message == "much":
+            return Observation("é" * 10_000_000)
+        return await super().step(message)
+
+class Stubborn(Counts):
+    def reset(self, row):
+        pass
+
+def no_class():
+    pass
+"""
+MakePool = Callable[..., AbstractAsyncContextManager[EpisodePool]]
+ROW = PromptRow(prompt="p").packed
+
+
+def play(*said: str, member: int = 0, seed: int = 3) -> Play:
+    return Play((4, member, 0), ROW, seed, said)
+
+
+def texts(played: Played) -> dict[int, str]:
+    assert not played.error
+    shown = {turn: answer["text"] for turn, answer in played.answers.items()}
+    return {turn: text if isinstance(text, str) else text[0]["content"] for turn, text in shown.items()}
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> MakePool:
+    file = tmp_path / "environments.py"
+    file.write_text(ENVIRONMENTS)
+
+    @asynccontextmanager
+    async def make(name: str, workers: int = 1, deadline: float = 20.0, **options: int) -> AsyncIterator[EpisodePool]:
+        spec = EnvironmentSpec(f"{file}:{name}", options, max_bytes=100)
+        async with asyncio.TaskGroup() as tasks:
+            made = EpisodePool(
+                spec, tasks, workers=workers, deadline=deadline, start_deadline=60.0, printed=tmp_path / "printed"
+            )
+            try:
+                await made.start()
+                yield made
+            finally:
+                await made.stop()
+
+    return make
+
+
+async def test_an_episode_goes_on_turn_by_turn(pool: MakePool) -> None:
+    async with pool("Counts", step_by=2) as made:
+        assert texts(await made.play(play())) == {0: "p 3"}
+        assert texts(await made.play(play("a"))) == {1: "a 5"}
+        assert texts(await made.play(play("a", "b"))) == {2: "b 7"}
+        assert texts(await made.play(play("a", "b"))) == {2: "b 7"}, "the same turn again, and not one more"
+        assert texts(await made.play(play("x", member=1, seed=10))) == {0: "p 10", 1: "x 12"}
+        ended = await made.play(play("a", "b", "stop"))
+        assert (ended.answers[3]["done"], ended.answers[3]["reward"]) == (True, 9.0)
+
+
+async def test_an_episode_that_was_forgotten_is_played_again(pool: MakePool) -> None:
+    async with pool("Counts") as made:
+        await made.play(play("a"))
+        await made.forget([(4, 0, 0)])
+        assert texts(await made.play(play("a", "b"))) == {0: "p 3", 1: "a 4", 2: "b 5"}
+
+
+async def test_plain_methods_messages_and_tools(pool: MakePool) -> None:
+    async with pool("Plain") as made:
+        assert (await made.play(play())).answers[0]["tools"] == [{"name": "add"}]
+        played = await made.play(play("4"))
+        assert played.answers[1]["text"] == [{"role": "tool", "content": "4", "name": "add"}]
+
+
+async def test_many_episodes_wait_at_once_and_share_the_children(pool: MakePool) -> None:
+    async with pool("Waits", workers=2) as made:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        found = await asyncio.gather(*(made.play(play("a", member=member)) for member in range(200)))
+        assert loop.time() - began < 30, "one after the other they would take 100 s"
+        assert sorted(texts(each)[1] for each in found)[0] != sorted(texts(each)[1] for each in found)[-1]
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("raise", "`step` raised KeyError: 'nothing here'"),
+        ("wait", "`step` hung: no answer within 1 s"),
+        ("ignore", "`step` hung: no answer within 1 s"),
+        ("exit", "its process ended with status 7"),
+        ("nothing", "`step` returned None, and has to return an Observation"),
+        ("nan", "`step` gave the reward nan"),
+        ("number", "the text of `step` is no string and no list of messages, but 5"),
+        ("speaks", "a message of `step` has the role assistant"),
+    ],
+)
+async def test_trouble_is_the_result_of_its_own_episode(pool: MakePool, said: str, reason: str) -> None:
+    async with pool("Troubles", deadline=1.0) as made:
+        await made.play(play("a", member=1))
+        failed, other = await asyncio.gather(made.play(play(said)), made.play(play("a", "slowly", member=1)))
+        assert failed.error.startswith(reason)
+        assert texts(other)[2] == "slowly 5"
+        assert texts(await made.play(play("a", "slowly", "c", member=1)))[3] == "c 6"
+
+
+async def test_a_hang_that_holds_the_child_is_blamed_and_others_are_played_again(pool: MakePool) -> None:
+    async with pool("Troubles", deadline=1.0) as made:
+        for member in range(1, 4):
+            await made.play(play("a", member=member))
+        waiting = [made.play(play("a", "slowly", member=member)) for member in range(1, 4)]
+        failed, *others = await asyncio.gather(made.play(play("hang")), *waiting)
+        assert failed.error == "it hung: no answer within 1 s"
+        assert [texts(each)[2] for each in others] == ["slowly 5"] * 3
+
+
+@pytest.mark.parametrize("said", ["die", "die later"])
+async def test_who_kills_the_child_twice_is_blamed(pool: MakePool, said: str) -> None:
+    """A signal may come from outside, and `die later` is code that no call runs."""
+    async with pool("Troubles", deadline=5.0) as made:
+        failed, other = await asyncio.gather(made.play(play(said)), made.play(play("slowly", member=1)))
+        assert "SIGKILL" in failed.error
+        assert failed.error.endswith("; so was another one at the same turn")
+        assert texts(other)[1] == "slowly 4"
+
+
+async def test_an_answer_is_cut_at_its_largest_size(pool: MakePool) -> None:
+    async with pool("Troubles") as made:
+        text = texts(await made.play(play("much")))[1]
+        assert text == "é" * 50 + "\n[cut off after 100 bytes]"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("no_class", {}, "is a function; write a class with the methods `reset` and `step`"),
+        ("Stubborn", {}, r"`reset` of .* is called as reset\(row, seed\)"),
+        ("Counts", {"step": 2}, "unexpected keyword argument 'step'; did you mean step_by"),
+        ("Missing", {}, "has no Missing"),
+    ],
+)
+async def test_what_is_no_environment(pool: MakePool, name: str, options: dict[str, int], reason: str) -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        async with pool(name, **options):
+            pass
+    assert raised.group_contains(ConfigError, match=reason)

@@ -1,0 +1,200 @@
+"""The environment service with real children: rows that it stores, replays, limits and failures."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import EnvironmentFailed, LostRows, Retryable
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.data.row_store import RowStore
+from asyncrl.protocols.batch import BatchRef, RowRef
+from asyncrl.protocols.messages import PromptGroup
+from asyncrl.protocols.seeds import group_seed
+from asyncrl.services.environment import EnvironmentService
+
+ENVIRONMENTS = r"""
+import asyncio, itertools, os, pathlib
+from asyncrl import Observation
+
+class Counts:
+    def __init__(self, random_opening=False, random_answers=False):
+        self.opening, self.answers = random_opening, random_answers
+    async def reset(self, row, seed):
+        self.total = row["start"]
+        chance = os.urandom(4).hex() if self.opening else seed
+        return Observation(f"from {row['start']} with {chance}")
+    async def step(self, message):
+        if message == "raise":
+            raise KeyError("nothing here")
+        self.total += 1
+        chance = os.urandom(4).hex() if self.answers else ""
+        return Observation(f"{message} {self.total}{chance}", reward=self.total, done=message == "stop")
+
+class Slow(Counts):
+    async def step(self, message):
+        await asyncio.sleep(0.2)
+        return await super().step(message)
+"""
+ROW = {"prompt": "begin", "start": 5}
+MakeService = Callable[..., AbstractAsyncContextManager[EnvironmentService]]
+
+
+@pytest.fixture
+def generated() -> RowStore:
+    """The rows of a generator."""
+    return RowStore.private("inproc://generation", 64, 4096)
+
+
+def said(
+    store: RowStore, *turns: str, member: int = 0, before: list[dict[str, str]] | None = None, attempt: int = 0
+) -> RowRef:
+    """Stores the row of a sample whose newest turn is the last of these: before, the transcript up to it."""
+    transcript = [*(before or []), {"role": "assistant", "content": turns[-1]}]
+    columns = {
+        "prompt_ids": np.array([1, 2], np.int32),
+        "response_ids": np.arange(3 * len(turns), dtype=np.int32),
+        "logprobs": np.zeros(2 * len(turns), np.float32),
+        "versions": np.zeros(2 * len(turns), np.int32),
+        "spans": np.array([2, 1] * len(turns), np.int32),
+        "text": np.frombuffer(turns[-1].encode(), np.uint8),
+        "transcript": np.frombuffer(json.dumps(transcript).encode(), np.uint8),
+    }
+    place = store.put(columns)
+    tokens, given = 2 * len(turns), len(turns)
+    return RowRef(3, member, attempt, 0, 2, tokens, 0, 0, "stop", (place,), turns=len(turns), given=given)
+
+
+@pytest.fixture
+def service(tmp_path: Path, generated: RowStore, worker_context: Callable[..., WorkerContext]) -> MakeService:
+    file = tmp_path / "environments.py"
+    file.write_text(ENVIRONMENTS)
+
+    @asynccontextmanager
+    async def make(name: str = "Counts", **settings: Any) -> AsyncIterator[EnvironmentService]:
+        section = {"use": f"{file}:{name}", "max_tokens": 64, "max_turns": 4, **settings}
+        plain = {"model": {"name": "tiny"}, "task": {"prompts": "none"}, "generation": {"max_new_tokens": 8}}
+        config = Config.model_validate({**plain, "environment": section})
+        async with asyncio.TaskGroup() as tasks:
+            made = EnvironmentService(worker_context("environment", config, tasks, source=generated))
+            try:
+                await made.start()
+                yield made
+            finally:
+                await made.stop()
+
+    return make
+
+
+def prompts(*members: int, attempt: int = 0) -> PromptGroup:
+    return PromptGroup(3, attempt, 0, "begin", members, group_seed(0, 3), 0, 1.0, 8, 30.0)
+
+
+def stored(service: EnvironmentService, row: RowRef) -> dict[str, Any]:
+    assert service.rows is not None
+    (place,) = row.places
+    found = dict(zip(place.columns, service.rows.read(place, place.columns), strict=True))
+    return {**found, "transcript": json.loads(bytes(found["transcript"])), "rewards": found["turn_rewards"].tolist()}
+
+
+async def step(service: EnvironmentService, *rows: RowRef) -> list[RowRef]:
+    return list(await service.step(BatchRef(rows), ROW))
+
+
+async def test_a_row_comes_back_with_all_columns_and_the_answer(service: MakeService, generated: RowStore) -> None:
+    async with service() as environment:
+        opening = await environment.reset(prompts(0, 1), ROW)
+        assert opening.prompt == f"from 5 with {group_seed(0, 3)}"
+        (first,) = await step(environment, said(generated, "a"))
+        found = stored(environment, first)
+        assert found["response_ids"].tolist() == [0, 1, 2]
+        assert found["transcript"] == [{"role": "assistant", "content": "a"}, {"role": "user", "content": "a 6"}]
+        assert (first.finish, first.turns, found["rewards"]) == ("", 1, [6.0])
+        (second,) = await step(environment, said(generated, "a", "stop", before=found["transcript"]))
+        assert (second.finish, second.turns) == ("stop", 2)
+        assert stored(environment, second)["rewards"] == [6.0, 7.0]
+        with pytest.raises(LostRows):
+            stored(environment, first)  # Freed with the next turn.
+        await environment.release([(3, 0, 0), (3, 1, 0)], 0)
+        assert environment.rows is not None
+        assert environment.rows.used == 0
+
+
+async def test_a_repeated_turn_gets_the_stored_row(service: MakeService, generated: RowStore) -> None:
+    async with service("Slow") as environment:
+        row = said(generated, "a")
+        (first,), (beside,) = await asyncio.gather(step(environment, row), step(environment, row))
+        (again,) = await step(environment, row)
+        assert first == beside == again
+        assert stored(environment, again)["rewards"] == [6.0]
+
+
+async def test_an_unknown_episode_is_played_again_from_its_transcript(
+    service: MakeService, generated: RowStore
+) -> None:
+    before = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "a 6"}]
+    async with service() as environment:
+        (row,) = await step(environment, said(generated, "a", "b", before=before))
+        assert stored(environment, row)["rewards"] == [6.0, 7.0]
+        assert environment.counters["replayed"] == 1
+        before[1] = {"role": "user", "content": "a 7"}
+        with pytest.raises(Retryable, match=r"answered turn 1 with .*'a 6'.* in place of .*'a 7'"):
+            await step(environment, said(generated, "a", "b", before=before, member=1))
+
+
+async def test_an_opening_that_the_seed_does_not_determine_is_an_error(
+    service: MakeService, generated: RowStore
+) -> None:
+    async with service(options={"random_opening": True}) as environment:
+        await environment.reset(prompts(0, 1), ROW)
+        await step(environment, said(generated, "a"))
+        with pytest.raises(EnvironmentFailed, match="gave two openings for one row and one seed"):
+            await step(environment, said(generated, "a", member=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "finish", "changes"),
+    [
+        ({"max_turns": 1}, "turn_limit", {}),
+        ({"max_tokens": 8}, "token_limit", {"tokens": 6, "given": 2}),
+        ({"max_seconds": 0.01}, "time_limit", {}),
+        ({}, "token_limit", {"finish": "token_limit"}),
+        ({}, "", {"finish": "length"}),
+    ],
+)
+async def test_limits_have_finish_reasons(
+    service: MakeService, generated: RowStore, settings: dict[str, Any], finish: str, changes: dict[str, Any]
+) -> None:
+    async with service("Slow", **settings) as environment:
+        (row,) = await step(environment, replace(said(generated, "a"), **changes))
+        assert row.finish == finish
+        assert stored(environment, row)["rewards"] == [6.0]
+
+
+async def test_a_failure_ends_the_run_by_default_and_names_the_row(service: MakeService, generated: RowStore) -> None:
+    async with service() as environment:
+        with pytest.raises(EnvironmentFailed) as raised:
+            await step(environment, said(generated, "raise"))
+        for part in ("on member 0 of group 3: `step` raised KeyError", "prompt of its row: 'begin'", "environments.py"):
+            assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("on_error", ["zero", "ignore"])
+async def test_a_failure_ends_only_its_episode_where_that_is_asked_for(
+    service: MakeService, generated: RowStore, on_error: str
+) -> None:
+    async with service(on_error=on_error) as environment:
+        before = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "a 6"}]
+        bad, good = await step(
+            environment, said(generated, "a", "raise", before=before), said(generated, "a", member=1)
+        )
+        assert (bad.finish, good.finish) == ("environment", "")
+        assert stored(environment, bad)["rewards"] == [6.0, 0.0]
+        assert environment.counters["failed"] == 1
