@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
+from asyncrl.config.environment_config import EnvironmentConfig
 from asyncrl.config.problems import Problem
 from asyncrl.config.rules_between_keys import Incoherent, rule_problems
 
@@ -149,33 +150,6 @@ class CostConfig(RewardConfig):
     """Step size of the logarithm of the multiplier."""
     multiplier_max: PositiveFloat = 5.0
     """Largest value of the multiplier."""
-
-
-class EnvironmentConfig(Section):
-    """The environment that answers the policy, for samples of several turns."""
-
-    use: str = ""
-    """Name of a built-in environment, or `FILE.py:Class`; default: none, each sample is one answer to its prompt."""
-    options: dict[str, Any] = Field(default={})
-    """Keyword arguments of the environment."""
-    max_turns: Positive = 8
-    """Largest number of turns of the policy in an episode."""
-    max_tokens: Positive = 1024
-    """Largest number of tokens of an episode after its prompt, sampled and given ones."""
-    max_seconds: PositiveFloat = 600.0
-    """Seconds that the environment may take for all its answers in an episode. It then ends as `time_limit`."""
-    max_bytes: Positive = 16384
-    """Largest size of an observation, in UTF-8 bytes. The rest is cut off."""
-    deadline: PositiveFloat = 10.0
-    """Seconds that one call of `reset` or `step` may take."""
-    on_error: Literal["fail", "zero", "ignore"] = "fail"
-    """Effect of an environment that raises, hangs or dies: `fail` ends the run, `zero` ends the episode and gives 0 for
-    that turn, `ignore` leaves the sample out of the baseline and the loss. With the last two, a group whose opening
-    fails is given up."""
-    replicas: Positive = 1
-    """Number of environment workers, each with its own child processes."""
-    workers: Positive = 1
-    """Number of child processes of each replica. Each plays many episodes at once."""
 
 
 class ReferenceConfig(Section):

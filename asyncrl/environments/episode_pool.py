@@ -51,16 +51,16 @@ class Played:
     seconds: float = 0.0
 
 
-class CallEnded(ChildEnded):
-    """The child ended during a call. guilty: whether it ran the code of this call; None: that is not known."""
+class EpisodeLost(ChildEnded):
+    """The child ended during a call. at_fault: whether it ran the code of this call; None: that is not known."""
 
-    def __init__(self, ended: ChildEnded, guilty: bool | None) -> None:
+    def __init__(self, ended: ChildEnded, at_fault: bool | None) -> None:
         super().__init__(str(ended), vanished=ended.vanished)
-        self.guilty = guilty
+        self.at_fault = at_fault
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class EpisodeCall:
     """A call that runs in a child."""
 
     played: Played
@@ -92,7 +92,7 @@ class EpisodeChild(GuardedProcess):
         self._mark = -1
         self._last_mark = NOBODY
         self._known: set[SampleName] = set()
-        self._running: dict[int, Call] = {}
+        self._running: dict[int, EpisodeCall] = {}
         self._numbers = itertools.count(NOBODY + 1)
         self._heard = 0.0
 
@@ -116,9 +116,9 @@ class EpisodeChild(GuardedProcess):
             raise WireError(f"a child of environments began with {message!r:.100}")
 
     async def play(self, play: Play, deadline: float) -> Played:
-        """Returns the answers that the episode lacked. Raises CallEnded when the child died, or said nothing for longer
-        than `deadline` and was killed."""
-        number, call = next(self._numbers), Call(Played(), asyncio.get_running_loop().create_future())
+        """Returns the answers that the episode lacked. Raises EpisodeLost when the child died, or was killed because it
+        said nothing for longer than `deadline`."""
+        number, call = next(self._numbers), EpisodeCall(Played(), asyncio.get_running_loop().create_future())
         self._running[number] = call
         row = None if play.episode in self._known else play.row.data.tobytes()
         self._known.add(play.episode)
@@ -127,11 +127,11 @@ class EpisodeChild(GuardedProcess):
             await self.send(message | {"deadline": deadline})
             return await self._answered(call, deadline + GRACE)
         except TimeoutError:
-            guilty = self._is_guilty(number)
+            at_fault = self._is_at_fault(number)
             await self.kill()
-            raise CallEnded(ChildEnded(f"it hung: no answer within {deadline:g} s"), guilty) from None
+            raise EpisodeLost(ChildEnded(f"it hung: no answer within {deadline:g} s"), at_fault) from None
         except ChildEnded as ended:
-            raise CallEnded(ended, self._is_guilty(number)) from None
+            raise EpisodeLost(ended, self._is_at_fault(number)) from None
         finally:
             del self._running[number]
             call.done.cancel()
@@ -143,7 +143,7 @@ class EpisodeChild(GuardedProcess):
             with suppress(ChildEnded):
                 await self.send({"end": list(known)})
 
-    async def _answered(self, call: Call, silence: float) -> Played:
+    async def _answered(self, call: EpisodeCall, silence: float) -> Played:
         """Waits as long as the child answers some call. Raises TimeoutError after `silence` seconds without any."""
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -153,7 +153,7 @@ class EpisodeChild(GuardedProcess):
                 return call.done.result()
         raise TimeoutError
 
-    def _is_guilty(self, number: int) -> bool | None:
+    def _is_at_fault(self, number: int) -> bool | None:
         """Returns whether the child runs the code of this call, or ran it when it ended; None: nobody's is known."""
         marked = self._last_mark if self._mark < 0 else read_mark(self._mark)
         return None if marked == NOBODY else marked == number
@@ -268,18 +268,18 @@ class EpisodePool:
             while True:
                 try:
                     return await (await self._home(play.episode).child()).play(play, self._deadline)
-                except CallEnded as ended:
-                    if ended.guilty is not False:
+                except EpisodeLost as ended:
+                    if ended.at_fault is not False:
                         return await self._repeat(play, ended)
                 except ChildEnded as ended:
                     return Played(error=str(ended))
         finally:
             self.waiting -= 1
 
-    async def _repeat(self, play: Play, ended: CallEnded) -> Played:
+    async def _repeat(self, play: Play, ended: EpisodeLost) -> Played:
         """Repeats a call alone, unless it is known to be the cause that its child ended. A signal may have come from
         outside."""
-        if ended.guilty and not ended.vanished:
+        if ended.at_fault and not ended.vanished:
             return Played(error=str(ended))
         async with self._alone.turn:
             try:

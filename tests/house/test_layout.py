@@ -24,6 +24,8 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/simulation/faults/simulate_command.py",
     "asyncrl/fleet/worker/service.py",
     "asyncrl/lanes/control/server.py",
+    "asyncrl/environments/episode.py",
+    "asyncrl/environments/episode_server.py",
     "asyncrl/rewards/execution/function_call.py",
     "asyncrl/rewards/execution/child_server.py",
     "asyncrl/tasks/prompt_sources.py",
