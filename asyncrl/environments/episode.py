@@ -105,7 +105,7 @@ class Episode:
         self._begin()
         try:
             result = function(*arguments)
-        except (Exception, asyncio.CancelledError):
+        except (Exception, asyncio.CancelledError):  # marked on; both pass through
             self._end()
             raise
         self._end()
