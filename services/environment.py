@@ -46,8 +46,8 @@ FAILED = "environment"
 
 @dataclass(slots=True)
 class EpisodeState:
-    """What this worker knows of an episode. rewards: of the turns answered so far. answered: its newest row. answering:
-    the call that answers it now."""
+    """Holds what this worker knows of an episode. rewards: of the turns answered so far. answered: its newest row.
+    answering: the call that answers it now."""
 
     rewards: list[float] = field(default_factory=list)
     seconds: float = 0.0

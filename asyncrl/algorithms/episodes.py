@@ -1,4 +1,4 @@
-"""How all algorithms sample a group: single answers, or episodes where an environment is configured."""
+"""Samples a group, for all algorithms: single answers, or episodes where an environment is configured."""
 
 from asyncio import TaskGroup
 from collections.abc import Callable, Coroutine

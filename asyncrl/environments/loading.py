@@ -26,7 +26,7 @@ MakeEnvironment: TypeAlias = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSpec:
-    """What to load: a name of BUILTIN, `FILE.py:Class` or `module:Class`, and keyword arguments of the class.
+    """Names what to load: one of BUILTIN, `FILE.py:Class` or `module:Class`, and keyword arguments of the class.
     max_bytes: of an observation."""
 
     use: str
