@@ -31,7 +31,7 @@ from asyncrl.lanes.data.row_file import READY_ROWS, store_again
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.weights.arena import Reader, open_reader
 from asyncrl.lanes.weights.leases import must_flip
-from asyncrl.protocols.batch import Array, BatchRef, RowRef
+from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.row_columns import restored_columns, trajectory_columns
 from asyncrl.protocols.service_contracts import Generation
@@ -62,6 +62,8 @@ class GenerationService(Service, Generation):
         self._evaluates = context.spec.service == EVALUATION
         self._streams: dict[Key, CompletionQueue] = {}  # The gate bounds their number: samples in flight.
         self._aborted: list[Key] = []
+        self._released: list[SampleName] = []  # Parked sequences of these, and of groups before the next, are dropped.
+        self._oldest = 0
         self._wakeup = asyncio.Event()
         self._weights_lock = asyncio.Lock()
         self._step_lock = threading.Lock()  # guards the two below, which loop and compute thread share
@@ -81,7 +83,8 @@ class GenerationService(Service, Generation):
         episodes = bool(config.environment.use)
         key = "environment.max_tokens" if episodes else "generation.max_new_tokens"
         budget = TokenBudget(prompt, response, self._engine.context, key)
-        self._turns = TurnRequests(tokenizer, self._engine.turns if episodes else None, budget)
+        renderer, max_turns = (self._engine.turns, config.environment.max_turns) if episodes else (None, 1)
+        self._turns = TurnRequests(tokenizer, renderer, budget, max_turns)
         if prompts := context.spec.options.get("longest_prompts"):
             prompt_ids = self._engine.turns.prompt_ids if episodes else tokenizer.prompt_ids
             await context.compute.run(refuse_what_has_no_room, Path(prompts), prompt_ids, budget)
@@ -135,6 +138,13 @@ class GenerationService(Service, Generation):
                 yield BatchRef(tuple(self._store(each, before[each.request.key]) for each in finished))
         finally:
             self._abort(keys)
+
+    async def release(self, samples: list[SampleName], oldest: int) -> None:
+        await super().release(samples, oldest)
+        if self.context.config.environment.use:
+            self._released += samples
+            self._oldest = max(self._oldest, oldest)
+            self._wakeup.set()
 
     async def use_weights(self, published: Published) -> Using:
         self._check_incarnation(published.incarnation, f"version {published.version}")
@@ -245,18 +255,20 @@ class GenerationService(Service, Generation):
             await self._wakeup.wait()
             self._wakeup.clear()
             more = True
-            while self._aborted or (more and not self._paused):
-                aborted = self._aborted
+            while self._aborted or self._released or (more and not self._paused):
+                aborted, released = self._aborted, self._released
                 self._aborted = []
-                done, more = await self.context.compute.run(self._run_slice, aborted)
+                self._released = []
+                done, more = await self.context.compute.run(self._run_slice, aborted, released)
                 self._deliver(done)
                 await asyncio.sleep(0)  # Lets callers run where the compute thread is this event loop.
             self.context.clock.idle()
 
-    def _run_slice(self, aborted: Iterable[Key]) -> tuple[list[Completion], bool]:
+    def _run_slice(self, aborted: Iterable[Key], released: Iterable[SampleName]) -> tuple[list[Completion], bool]:
         """Ends aborted requests, then steps until a request finishes, another call waits or the slice is over. Returns
-        the finished requests, and whether there is more to sample."""
+        the finished requests, and whether there is more to sample. Keys and values of released samples are dropped."""
         self._engine.end(aborted, "abort")
+        self._engine.parked.forget(released, self._oldest)
         until = time.monotonic() + SLICE_SECONDS
         done: list[Completion] = []
         while not done and self._engine.active:
@@ -284,6 +296,9 @@ class GenerationService(Service, Generation):
                 self.counters["samples"] += 1
                 self.counters["tokens"] += len(completion.tokens)
         self.counters |= {"running": self._engine.running, "waiting": self._engine.waiting}
+        if self._turns.max_turns > 1:
+            parked = self._engine.parked
+            self.counters |= {"parked_hits": parked.hits, "parked_misses": parked.misses}
 
     def _load_engine(self) -> TorchEngine:
         refuse_unusable("generation.device", self.context.config.generation.device)

@@ -11,13 +11,15 @@ from asyncrl.protocols.seeds import draws
 
 class RunningBatch:
     """Holds one array per column, each with one entry per slot. sampled: number of sampled tokens. drawn: of earlier
-    turns. cached: whether the KV cache holds all tokens of the row but the newest."""
+    turns. cached: whether the KV cache holds all tokens of the row but the newest. held: of a row that goes on and is
+    not cached, the first tokens that the KV cache holds."""
 
     def __init__(self, slots: int, max_new_tokens: int) -> None:
         self.requests: list[SampleRequest] = []
         self.sampled = np.zeros(slots, np.int64)
         self.drawn = np.zeros(slots, np.int64)
         self.cached = np.zeros(slots, np.bool_)
+        self.held = np.zeros(slots, np.int64)
         self.tokens = np.zeros((slots, max_new_tokens), np.int32)
         self.logprobs = np.zeros((slots, max_new_tokens), np.float32)
         self.versions = np.zeros((slots, max_new_tokens), np.int32)
@@ -34,15 +36,21 @@ class RunningBatch:
         self.sampled[len(self.requests)] = 0
         self.drawn[len(self.requests)] = request.drawn
         self.cached[len(self.requests)] = False
+        self.held[len(self.requests)] = 0
         self.requests.append(request)
 
     def remove(self, row: int) -> None:
         """Removes a row; the last row takes its place."""
         last = len(self.requests) - 1
-        columns: list[list[Any] | NDArray[Any]] = [self.requests, self.sampled, self.drawn, self.cached, self.ends_at]
-        for column in (*columns, self.tokens, self.logprobs, self.versions):
+        columns: list[list[Any] | NDArray[Any]] = [self.requests, self.sampled, self.drawn, self.cached, self.held]
+        for column in (*columns, self.ends_at, self.tokens, self.logprobs, self.versions):
             column[row] = column[last]
         self.requests.pop()
+
+    def uncache(self) -> None:
+        """Notes that the KV cache holds no token of any row any more that counts."""
+        self.cached[:] = False
+        self.held[:] = 0
 
     def lengths(self, rows: int) -> NDArray[np.int64]:
         """Returns the prompt and sampled tokens of each of the first `rows` rows."""

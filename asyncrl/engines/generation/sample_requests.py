@@ -19,7 +19,8 @@ class SampleRequest:
     prompt: int32 [tokens]; in a later turn everything that came before, sampled and given. Requests that share the
     array share its prefill. seed: of the member; draw i of the sample is `draws(seed, i)`. temperature: 0 takes the
     likeliest token. not_before: oldest weight version that may start the turn. deadline: seconds in a slot after which
-    the turn ends as `length`; waiting for a slot is free. drawn: tokens sampled in earlier turns.
+    the turn ends as `length`; waiting for a slot is free. drawn: tokens sampled in earlier turns. may_go_on: whether
+    another turn may follow, for which keys and values are kept.
     """
 
     key: Key
@@ -30,6 +31,7 @@ class SampleRequest:
     not_before: int = 0
     deadline: float = math.inf
     drawn: int = 0
+    may_go_on: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,8 @@
 
 A step samples one token of every running sample. Decoding samples contribute their newest token; new samples, and all
 samples after new weights under `kv = "recompute"`, are in prefill and contribute their whole sequence. Both share one
-forward. Samples of a group that start together share the prefill of their prompt.
+forward. Samples of a group that start together share the prefill of their prompt. A turn that goes on takes back the
+keys and values that were parked for it, and prefills only what it was given since.
 
 The deterministic mode fixes every shape that a sample can see: all slots decode, attention covers the whole slot, and
 each prompt has a forward of its own. Other rows and masked positions then do not change the bits of a sample.
@@ -23,6 +24,7 @@ from transformers import AutoTokenizer
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import probe_tokens
 from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
+from asyncrl.engines.generation.parked_sequences import ParkedSequence, ParkedSequences
 from asyncrl.engines.generation.running_batch import RunningBatch
 from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
 from asyncrl.engines.generation.sampling import sample
@@ -68,6 +70,7 @@ class TorchEngine:
         self._end_ids = end_ids(model.generation_config, tokenizer)
         self.turns = TurnRenderer(self.tokenizer, self._end_ids)
         self._batch = RunningBatch(slots, generation.max_new_tokens)
+        self.parked = ParkedSequences()
         self._waiting: deque[SampleRequest] = deque()  # bounded by the gate, which bounds the groups in flight
         self.version = version
         self.spec: WeightsSpec = spec_of(model, config.model.dtype)
@@ -110,13 +113,17 @@ class TorchEngine:
             if decoding or prefills:
                 self._forward(decoding, prefills)
             decoding = 0
-        return [self._finish(row, finish) for row, finish in reversed(list(self._finished()))]
+        done = [self._finish(row, finish) for row, finish in reversed(list(self._finished()))]
+        if self.parked:
+            self.parked.evict_to(self._flat.cache.room)
+        return done
 
     def end(self, keys: Iterable[Key], finish: Finish) -> list[Completion]:
         """Ends requests now. Returns those that were running; requests that were waiting are removed."""
         wanted = set(keys)
         self._waiting = deque(request for request in self._waiting if request.key not in wanted)
         rows = [row for row, request in enumerate(self._batch.requests) if request.key in wanted]
+        self.parked.forget(wanted)
         return [self._finish(row, finish) for row in reversed(rows)]
 
     def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
@@ -139,7 +146,8 @@ class TorchEngine:
             self._flat.weights_changed()
         self.version = version
         if self._config.generation.kv == "recompute":
-            self._batch.cached[:] = False
+            self._batch.uncache()
+            self.parked.clear()
 
     def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
         """Returns the log-probs [vocabulary] of the token after a prompt at temperature 1."""
@@ -155,35 +163,58 @@ class TorchEngine:
         for request in self._waiting:
             if self.running < self._config.generation.slots and self._may_start(request):
                 self._batch.add(request, time.monotonic())
+                if request.drawn:
+                    self._take_back(self.running - 1)
             else:
                 early.append(request)
         self._waiting = early
+
+    def _take_back(self, row: int) -> None:
+        """Gives a row that goes on the keys and values that were parked for it."""
+        request = self._batch.requests[row]
+        if (parked := self.parked.take(request.key[:2], request.prompt)) is not None:
+            self._batch.held[row] = len(parked.tokens)
+            self._flat.cache.copy_in(row, len(parked.tokens), parked.states)
+
+    def _park(self, row: int) -> None:
+        """Keeps the keys and values of a row: of all tokens but the newest."""
+        tokens = self._batch.sequence(row)[:-1]
+        group, member, attempt = self._batch.requests[row].key
+        states = self._flat.cache.copy_out(row, len(tokens))
+        self.parked.park((group, member), ParkedSequence(tokens, states, attempt))
 
     def _prefills(self, first: int) -> list[list[SharedPrefill]]:
         """Distributes the prefills of the rows from `first` on over forwards, of which the first one decodes as well.
 
         Rows share a prefill if they have the same prompt and nothing was sampled yet. A forward has at most
         PREFILL_TOKENS tokens, or one longer sequence; in deterministic mode it has one prefill, or only decodes.
+        Sequences that go on come last, the shortest first, because attention pads them to the longest.
         """
-        lengths, prefills = self._batch.lengths(self.running), dict[tuple[int, int], SharedPrefill]()
+        held, prefills = self._batch.held, dict[tuple[int, int], SharedPrefill]()
+        lengths = self._batch.lengths(self.running) - held[: self.running]
         for row in range(first, self.running):
             own = row if self._batch.sampled[row] else -1
             prefills.setdefault((id(self._batch.requests[row].prompt), own), []).append(row)
         forwards: list[list[SharedPrefill]] = [[]]
-        tokens = 0
-        for prefill in prefills.values():
+        tokens = padded = 0
+        for prefill in sorted(prefills.values(), key=lambda rows: lengths[rows[0]] if held[rows[0]] else 0):
             length = int(lengths[prefill[0]])
-            tokens += length
+            more = length
+            if held[prefill[0]]:
+                more += padded * (length - int(lengths[forwards[-1][-1][0]])) if padded else 0
+                padded += 1
+            tokens += more
             if self._config.generation.deterministic or (forwards[-1] and tokens > PREFILL_TOKENS):
                 forwards.append([])
-                tokens = length
+                tokens, padded = length, int(held[prefill[0]] > 0)
             forwards[-1].append(prefill)
         return forwards
 
     def _forward(self, decoding: int, prefills: list[SharedPrefill]) -> None:
         """Samples the next token of the first `decoding` rows and of all rows of the prefills."""
-        sequences = {prefill[0]: self._batch.sequence(prefill[0]) for prefill in prefills}
-        logits = self._flat.logits(*self._newest(decoding), sequences)
+        held = {prefill[0]: int(self._batch.held[prefill[0]]) for prefill in prefills}
+        sequences = {row: self._batch.sequence(row)[first:] for row, first in held.items()}
+        logits = self._flat.logits(*self._newest(decoding), sequences, held)
         first = len(logits) - len(sequences)
         copies = [first + index for index, prefill in enumerate(prefills) for _ in prefill]
         rows = np.array([*range(decoding), *chain.from_iterable(prefills)], np.int64)
@@ -223,6 +254,8 @@ class TorchEngine:
         tokens = self._batch.tokens[row, : self._batch.sampled[row]]
         text = self.tokenizer.before_stop(tokens) if finish == "stop_string" else self.tokenizer.decode(tokens)
         completion = self._batch.completion(row, finish, text)
+        if completion.request.may_go_on and finish != "abort" and not self._config.generation.deterministic:
+            self._park(row)
         self._flat.cache.free(row)
         self._flat.cache.swap(row, self.running - 1)
         self._batch.remove(row)

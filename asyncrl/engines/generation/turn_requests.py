@@ -26,11 +26,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequests:
-    """Makes requests. renderer: None where each sample is one answer. budget: of a whole row."""
+    """Makes requests. renderer: None where each sample is one answer. budget: of a row. max_turns: of a sample."""
 
     tokenizer: TokenizerWithStops
     renderer: TurnRenderer | None
     budget: TokenBudget
+    max_turns: int = 1
 
     def first(self, prompts: PromptGroup) -> list[Turn]:
         """Returns the first turn of each member. Raises TaskError for a prompt that cannot be rendered or has no
@@ -65,7 +66,7 @@ class TurnRequests:
         return turns, ended
 
     def _request(self, prompts: PromptGroup, member: int, ids: Ids, before: Trajectory | None) -> SampleRequest:
-        used, drawn = (0, 0) if before is None else (len(before.response), len(before.versions))
+        used, drawn, turns = (len(before.response), len(before.versions), before.turns) if before else (0, 0, 0)
         return SampleRequest(
             (prompts.id, member, prompts.attempt),
             ids,
@@ -75,4 +76,5 @@ class TurnRequests:
             prompts.not_before,
             prompts.deadline,
             drawn,
+            may_go_on=turns + 1 < self.max_turns,
         )

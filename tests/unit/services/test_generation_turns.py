@@ -116,6 +116,12 @@ def going_on(prompts: PromptGroup, rows: BatchRef) -> PromptGroup:
     return replace(prompts, members=tuple(row.member for row in rows), continues=rows)
 
 
+async def until(service: GenerationService, condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await service.context.compute.run(lambda: None)
+
+
 def columns_of(service: GenerationService, row: RowRef) -> list[Any]:
     assert service.rows is not None
     (place,) = row.places
@@ -268,3 +274,43 @@ async def test_turns_are_bounded_by_the_episode_and_the_prompt_by_both(
     async with start(long) as service:
         with pytest.raises(TaskError, match=r"with environment.max_tokens = 251 .*, or write max_tokens = 250"):
             await sampled(service, group())
+
+
+async def test_turns_go_on_with_parked_keys_until_their_samples_are_released(
+    start: Start, config: Config, environment: PlayedEnvironment, folder: Path
+) -> None:
+    generation = config.generation.model_copy(update={"deterministic": False})
+    sections = {"generation": generation, "environment": config.environment.model_copy(update={"max_turns": 3})}
+    async with start(config.model_copy(update=sections)) as service:
+        rows = await played(service, environment, group(), " no")
+        assert (service.counters["parked_hits"], service.counters["parked_misses"]) == (3, 0)
+        assert len(service._engine.parked) == 3
+        answered = environment.step(service, rows, " yes")
+        await service.release([rows.rows[0].name], oldest=0)
+        rows = await sampled(service, going_on(group(), answered))
+        assert (service.counters["parked_hits"], service.counters["parked_misses"]) == (5, 1)
+        assert len(service._engine.parked) == 0, "there is no turn after the third"
+        for row in rows:
+            prompt, response, logprobs, _, spans, *_ = columns_of(service, row)
+            mask = np.concatenate([np.full(n, place % 2 == 0) for place, n in enumerate(spans)])
+            np.testing.assert_allclose(logprobs, plain_logprobs(folder, prompt, response)[mask], atol=1e-5, rtol=0)
+        again = await played(service, environment, group(attempt=1))
+        assert len(service._engine.parked) == 3
+        await service.release([], oldest=again.rows[0].group + 1)
+        await until(service, lambda: len(service._engine.parked) == 0)
+
+
+async def test_closing_the_stream_of_a_turn_gives_up_what_was_parked(
+    start: Start, config: Config, environment: PlayedEnvironment
+) -> None:
+    generation = config.generation.model_copy(update={"deterministic": False})
+    async with start(config.model_copy(update={"generation": generation})) as service:
+        rows = environment.step(service, await sampled(service, group()), " no")
+        await service.pause()
+        waiting = asyncio.ensure_future(sampled(service, going_on(group(), rows)))
+        await until(service, lambda: service._engine.waiting == 3)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await until(service, lambda: service._engine.waiting == 0)
+        assert len(service._engine.parked) == 0

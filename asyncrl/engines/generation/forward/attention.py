@@ -1,7 +1,8 @@
 """Attention over a flat row of tokens: first one token of each decoding sequence, then sequences in prefill.
 
-    tokens      d0 d1 d2 | a0 a1 a2 a3 b0 b1        d: one new token of the sequences in slots 0, 1, 2
-    slots        0  1  2 |  3  3  3  3  4  4        a, b: sequences whose keys are not cached yet
+    tokens      d0 d1 d2 | a0 a1 a2 a3 b0 b1 | c7 c8    d: one new token of the sequences in slots 0, 1, 2
+    slots        0  1  2 |  3  3  3  3  4  4 |  5  5    a, b: sequences whose keys are not cached yet
+                                                        c: one that goes on, with the keys of c0 to c6 in the cache
 
 A decoding token attends to each KV block of its sequence separately; the partial sums are then combined per sequence.
 One batched product covers all blocks, and short sequences compute nothing for positions that only a longer one has.
@@ -55,11 +56,35 @@ class DecodeBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class CachedBeginnings:
+    """Describes sequences that go on: several new tokens each, after keys that are cached.
+
+    lengths: new tokens of each. blocks: int64 [sequences, blocks], those of each sequence, and then any. mask:
+    [sequences, 1, tokens, positions], 0 where a new token sees a position, else -inf, in the dtype of the model.
+    """
+
+    lengths: list[int]
+    blocks: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, cache: KVCache, held: dict[int, int], lengths: list[int], like: Tensor) -> "CachedBeginnings":
+        """Builds the description. held: cached positions by slot. like: a tensor of the model."""
+        ends = [first + length for first, length in zip(held.values(), lengths, strict=True)]
+        blocks = cache.first_blocks(list(held), max(ends))
+        newest = np.array(list(held.values()))[:, None] + np.arange(max(lengths))
+        seen = np.arange(blocks.shape[1] * KV_BLOCK) <= newest[:, None, :, None]
+        mask = torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
+        return cls(lengths, torch.from_numpy(blocks).to(like.device), mask.to(like.device))
+
+
+@dataclass(frozen=True, slots=True)
 class FlatTokens:
     """Holds what attention needs to know of one forward: tokens that decode, then sequences in prefill.
 
     locations: block and offset of each token in the cache, two int64 [tokens]. positions: int64 [tokens]. blocks: the
     KV blocks of the tokens that decode; token i of those belongs to slot i. lengths: of each sequence in prefill.
+    beginnings: of sequences behind those, whose first keys are cached.
     """
 
     cache: KVCache
@@ -67,6 +92,7 @@ class FlatTokens:
     positions: Tensor
     blocks: DecodeBlocks | None
     lengths: list[int]
+    beginnings: CachedBeginnings | None = None
 
 
 def flat_attention(
@@ -95,11 +121,14 @@ def flat_attention(
 def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, flat: FlatTokens, scaling: float | None) -> Tensor:
     """Computes attention: query [tokens, heads, size], key and value [tokens, kv heads, size] -> as the query."""
     keys, values = flat.cache.write(layer, flat.locations, key, value)
-    parts, first = [], len(query) - sum(flat.lengths)
+    end = len(query) - (0 if flat.beginnings is None else sum(flat.beginnings.lengths))
+    parts, first = [], end - sum(flat.lengths)
     if flat.blocks is not None:
         parts.append(_decode_attention(query[:first], keys, values, flat.blocks, scaling))
     if flat.lengths:
-        parts.append(_prefill_attention(query[first:], key[first:], value[first:], flat.lengths, scaling))
+        parts.append(_prefill_attention(query[first:end], key[first:end], value[first:end], flat.lengths, scaling))
+    if flat.beginnings is not None:
+        parts.append(_later_attention(query[end:], keys, values, flat.beginnings, scaling))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -137,6 +166,21 @@ def _prefill_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[
     )
     mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling).transpose(1, 2)
     return torch.cat([sequence[:length] for sequence, length in zip(mixed, lengths, strict=True)])
+
+
+def _later_attention(
+    query: Tensor, keys: Tensor, values: Tensor, beginnings: CachedBeginnings, scaling: float | None
+) -> Tensor:
+    """Computes the attention of the new tokens of sequences that go on to all their keys, which the cache has."""
+    queries = pad_sequence(list(torch.split(query, beginnings.lengths)), batch_first=True).transpose(1, 2)
+    # [sequences, blocks, kv heads, KV_BLOCK, size] -> [sequences, heads, positions, size]
+    every_key, every_value = (
+        each[beginnings.blocks].transpose(1, 2).flatten(2, 3).repeat_interleave(query.shape[1] // each.shape[1], 1)
+        for each in (keys, values)
+    )
+    mask = beginnings.mask
+    mixed = scaled_dot_product_attention(queries, every_key, every_value, attn_mask=mask, scale=scaling).transpose(1, 2)
+    return torch.cat([sequence[:length] for sequence, length in zip(mixed, beginnings.lengths, strict=True)])
 
 
 AttentionInterface.register(NAME, flat_attention)

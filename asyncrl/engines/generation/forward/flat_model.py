@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.engines.generation.forward.attention import NAME, DecodeBlocks, FlatTokens
+from asyncrl.engines.generation.forward.attention import NAME, CachedBeginnings, DecodeBlocks, FlatTokens
 from asyncrl.engines.generation.forward.kv_cache import Ints, KVCache
 from asyncrl.engines.generation.forward.llama_fast_path import bind_parameters, is_llama_like, llama_states
 from asyncrl.engines.model_loading import load_pretrained
@@ -22,6 +22,7 @@ from asyncrl.errors import ConfigError
 
 NOTHING: Ints = np.zeros(0, np.int64)
 NO_PREFILL: Mapping[int, Ints] = {}
+NONE_HELD: Mapping[int, int] = {}
 PROBE_DECODED = 4  # tokens of the probe that are decoded one by one, after the others in prefill
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Largest difference to transformers, in nats: far above rounding and far below the effect of a wrong mask. It bounds
@@ -59,27 +60,46 @@ class FlatModel:
         self._body = bind_parameters(self.model.model) if self.fast else None
 
     @torch.no_grad()
-    def logits(self, tokens: Ints, positions: Ints, prefill: Mapping[int, Ints] = NO_PREFILL) -> Tensor:
+    def logits(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        prefill: Mapping[int, Ints] = NO_PREFILL,
+        held: Mapping[int, int] = NONE_HELD,
+    ) -> Tensor:
         """Returns the logits [rows, vocabulary] of the next token of each sequence, in float32 or the model's dtype.
 
-        tokens, positions: [decoding], one new token of each of the first slots. prefill: all tokens of sequences
-        without cached keys, by slot. Rows have this order.
+        tokens, positions: [decoding], one new token of each of the first slots. prefill: tokens of sequences without
+        cached keys, by slot. held: positions of a slot that the cache has already; its sequence in `prefill` begins
+        after them, and stands behind those without. Rows have this order.
         """
         lengths = [len(sequence) for sequence in prefill.values()]
+        begin = [held.get(slot, 0) for slot in prefill]
         self.cache.allocate_next(positions)
-        for slot, sequence in prefill.items():
-            self.cache.allocate(slot, len(sequence))
+        for slot, first, length in zip(prefill, begin, lengths, strict=True):
+            self.cache.allocate(slot, first + length)
         # DecodeBlocks.of may move blocks, so it comes before `locations`.
         blocks = DecodeBlocks.of(self.cache, positions, self.model.device) if len(positions) else None
         rows = np.concatenate([np.arange(len(positions)), np.repeat(list(prefill), lengths)]).astype(np.int64)
-        steps = np.concatenate([positions, *(np.arange(length) for length in lengths)])
+        steps = np.concatenate(
+            [positions, *(np.arange(first, first + length) for first, length in zip(begin, lengths, strict=True))]
+        )
         at, offsets = (self.tensor(each) for each in self.cache.locations(rows, steps))
-        flat = FlatTokens(self.cache, (at, offsets), self.tensor(steps), blocks, lengths)
+        fresh = len(begin) - np.count_nonzero(begin)
+        beginnings = self._beginnings(list(prefill)[fresh:], begin[fresh:], lengths[fresh:])
+        flat = FlatTokens(self.cache, (at, offsets), self.tensor(steps), blocks, lengths[:fresh], beginnings)
         ids = self.tensor(np.concatenate([tokens, *prefill.values()]))
         last = np.concatenate([np.arange(len(tokens)), len(tokens) + np.cumsum(lengths, dtype=np.int64) - 1])
         logits = self._logits(ids, flat, self.tensor(last))
         logits[:, self._vocabulary :] = -torch.inf
         return logits
+
+    def _beginnings(self, slots: list[int], held: list[int], lengths: list[int]) -> CachedBeginnings | None:
+        if not slots:
+            return None
+        assert all(held), "sequences without cached keys come first"
+        like = self.model.get_input_embeddings().weight
+        return CachedBeginnings.of(self.cache, dict(zip(slots, held, strict=True)), lengths, like)
 
     def logits_after(self, tokens: Ints) -> Tensor:
         """Returns the logits [vocabulary] of the token after these, with a KV cache of its own."""

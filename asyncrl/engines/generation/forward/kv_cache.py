@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Ints = NDArray[np.int64]
+States = list[tuple[Tensor, Tensor]]  # keys and values of each layer, [blocks, kv heads, KV_BLOCK, head size]
 KV_BLOCK = 32  # positions; 16 doubles the partial sums that attention combines, 64 leaves more positions unused
 FIRST_BLOCKS = 2  # blocks per slot allocated at first; the cache grows by doubling, so short sequences need little
 MAX_HOLES = 1 / 8  # free blocks among those that attention reads; with more, `compact` moves blocks
@@ -36,10 +37,15 @@ class KVCache:
         self._counts: Ints = np.zeros(slots, np.int64)
         self._used: NDArray[np.bool_] = np.zeros(slots * (most if fixed else min(FIRST_BLOCKS, most)), np.bool_)
         self._fixed = fixed
-        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._layers: States = []
         if fixed:
             for slot in range(slots):
                 self.allocate(slot, limit)
+
+    @property
+    def room(self) -> int:
+        """Returns the blocks that the cache may grow to and that no slot owns."""
+        return self._most - int(np.count_nonzero(self._used))
 
     def allocate(self, slot: int, length: int) -> None:
         """Gives a slot the blocks that it lacks for `length` positions."""
@@ -74,6 +80,24 @@ class KVCache:
             self.allocate(target, length)
         count = blocks_for(length)
         self._copy_blocks(np.tile(self._owned[source, :count], len(targets)), self._owned[targets, :count].ravel())
+
+    def copy_out(self, slot: int, length: int) -> States:
+        """Returns copies of the blocks with the first `length` positions of a slot."""
+        blocks = self._owned[slot, : blocks_for(length)]
+        return [(keys[blocks], values[blocks]) for keys, values in self._layers]
+
+    def copy_in(self, slot: int, length: int, states: States) -> None:
+        """Gives a slot without blocks the first `length` positions that `copy_out` returned."""
+        self.allocate(slot, length)
+        blocks = self._owned[slot, : blocks_for(length)]
+        for cached, states_of_layer in zip(self._layers, states, strict=True):
+            for target, source in zip(cached, states_of_layer, strict=True):
+                target[blocks] = source
+
+    def first_blocks(self, slots: list[int], length: int) -> Ints:
+        """Returns for each slot the blocks of the first `length` positions [slots, blocks]; a slot that owns fewer has
+        any others behind its own."""
+        return self._owned[slots, : blocks_for(length)]
 
     def locations(self, slots: Ints, positions: Ints) -> tuple[Ints, Ints]:
         """Returns block and offset of these positions."""

@@ -18,7 +18,7 @@ from asyncrl.engines.generation.torch_engine import TorchEngine
 SLOTS, LIMIT = 4, 5 * KV_BLOCK - 3
 LENGTHS = (KV_BLOCK, 1, 3 * KV_BLOCK + 7, 2 * KV_BLOCK + 1)
 ACTIONS = st.tuples(
-    st.sampled_from(["extend", "free", "swap", "copy", "compact"]),
+    st.sampled_from(["extend", "free", "swap", "copy", "park", "compact"]),
     st.integers(0, SLOTS - 1),
     st.integers(0, SLOTS - 1),
     st.integers(1, LIMIT),
@@ -56,6 +56,17 @@ class Mirror:
         if slot != other and length >= len(self.expected[other]) and length:
             self.cache.copy(slot, [other], length)
             self.expected[other] = self.expected[slot][:length]
+
+    def park(self, slot: int, other: int, length: int) -> None:
+        """Takes the beginning of a sequence out, and puts it into another slot when that is free."""
+        length = min(length, len(self.expected[slot]))
+        if length:
+            states = self.cache.copy_out(slot, length)
+            parked = self.expected[slot][:length]
+            self.free(slot, 0, 0)
+            if not self.expected[other]:
+                self.cache.copy_in(other, length, states)
+                self.expected[other] = parked
 
     def compact(self, _: int, __: int, ___: int) -> None:
         owned = sum(kv_cache.blocks_for(len(sequence)) for sequence in self.expected)

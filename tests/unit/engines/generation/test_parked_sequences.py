@@ -1,0 +1,210 @@
+"""Turns that go on with parked keys and values are those of a full forward, and nothing is kept beyond its bound."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.engines.generation import torch_engine
+from asyncrl.engines.generation.forward import attention, kv_cache
+from asyncrl.engines.generation.forward.kv_cache import KV_BLOCK
+from asyncrl.engines.generation.parked_sequences import ParkedSequence, ParkedSequences
+from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.torch_engine import TorchEngine
+from tests.unit.engines.generation.conftest import EPISODES
+from tests.unit.engines.generation.test_torch_engine import new_weights
+
+Drain = Callable[..., dict[Any, Completion]]
+MakeEngine = Callable[..., TorchEngine]
+MakeRequests = Callable[..., list[SampleRequest]]
+Plain = Callable[..., np.ndarray]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 4 positions, few at first: they are taken, given back and moved all the time."""
+    monkeypatch.setattr(kv_cache, "KV_BLOCK", 4)
+    monkeypatch.setattr(attention, "KV_BLOCK", 4)
+    monkeypatch.setattr(kv_cache, "FIRST_BLOCKS", 1)
+
+
+class RandomEpisodes:
+    """Plays episodes of up to four turns side by side; environments answer late, and in any order. parks: whether
+    turns are parked. What is drawn does not depend on what the engine does."""
+
+    def __init__(self, requests: list[SampleRequest], seed: int, *, parks: bool) -> None:
+        self.parks = parks
+        self.done: dict[tuple[int, int], Completion] = {}
+        self._lengths = {request.key[0]: np.random.default_rng([seed, request.key[0]]) for request in requests}
+        self._asked = {
+            step: [replace(request, max_new_tokens=self._tokens(request.key[0]), may_go_on=parks)]
+            for step, request in enumerate(requests)
+        }
+        self._turn = dict.fromkeys(self._lengths, 0)
+
+    def _tokens(self, number: int) -> int:
+        return int(self._lengths[number].integers(1, 12))
+
+    def play(self, engine: TorchEngine, between: Callable[[int], None] = lambda step: None) -> None:
+        for step in range(1000):
+            engine.submit(*self._asked.pop(step, []))
+            between(step)
+            for completion in engine.step():
+                self._answer(completion, step)
+            if not engine.active and not self._asked:
+                return
+        raise AssertionError("the episodes do not end")
+
+    def _answer(self, done: Completion, step: int) -> None:
+        number = done.request.key[0]
+        random = self._lengths[number]
+        self.done[number, self._turn[number]] = done
+        self._turn[number] += 1
+        given, delay = random.integers(5, 261, random.integers(0, 9)).astype(np.int32), int(random.integers(1, 9))
+        if self._turn[number] < 4:
+            prompt = np.concatenate([done.request.prompt, done.tokens, given])
+            drawn, tokens = done.request.drawn + len(done.tokens), self._tokens(number)
+            turn = replace(done.request, prompt=prompt, drawn=drawn, max_new_tokens=tokens)
+            self._asked.setdefault(step + delay, []).append(turn)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "llama-gelu"])
+@pytest.mark.parametrize("seed", range(4))
+def test_turns_are_those_of_a_full_forward_whatever_was_parked(
+    make_engine: MakeEngine,
+    requests: MakeRequests,
+    plain_logprobs: Plain,
+    monkeypatch: pytest.MonkeyPatch,
+    small_blocks: None,
+    family: str,
+    seed: int,
+) -> None:
+    """Many episodes through few slots, in forwards of few tokens, some sequences evicted. llama-gelu runs in the
+    model's own modules."""
+    monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", (8192, 20)[seed % 2])
+    again, parked = (
+        RandomEpisodes(requests(11, seed=seed, temperature=(0.7, 1.0)[seed % 2]), seed, parks=parks)
+        for parks in (False, True)
+    )
+    again.play(make_engine(family, **EPISODES))
+    engine = make_engine(family, **EPISODES)
+    parked.play(engine, lambda step: engine.parked.evict_to(8) if step % 13 == 12 else None)
+    assert engine.parked.hits > 5
+    assert seed or engine.parked.misses > 0
+    assert parked.done.keys() == again.done.keys()
+    for key, done in parked.done.items():
+        assert done.tokens.tolist() == again.done[key].tokens.tolist()
+        np.testing.assert_allclose(done.logprobs, plain_logprobs(done, family), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_new_weights_while_an_environment_is_asked_are_those_between_two_steps(
+    make_engine: MakeEngine,
+    requests: MakeRequests,
+    drain: Drain,
+    plain_logprobs: Plain,
+    model_folder: Callable[[str], Path],
+    kv: str,
+) -> None:
+    """A sample that was interrupted and parked at the flip is the same as one that ran through it."""
+    weights = new_weights(model_folder("llama"), 1)
+    wanted = requests(4, seed=4, max_new_tokens=20)
+    running, engine = make_engine(kv=kv, **EPISODES), make_engine(kv=kv, **EPISODES)
+    whole = drain(running, wanted, lambda step: running.load(weights, 1, share=False) if step == 6 else None)
+    cut = drain(engine, [replace(request, max_new_tokens=6, may_go_on=True) for request in wanted])
+    engine.load(weights, 1, share=False)
+    rest = drain(engine, [going_on(done, 14) for done in cut.values() if done.finish == "length"])
+    assert len(rest) > 1
+    assert (engine.parked.hits, engine.parked.misses) == ((len(rest), 0) if kv == "keep" else (0, len(rest)))
+    for key, done in rest.items():
+        assert [*cut[key].tokens, *done.tokens] == whole[key].tokens.tolist()
+        np.testing.assert_allclose(done.logprobs, whole[key].logprobs[6:], atol=1e-5, rtol=0)
+        full = plain_logprobs(done, "llama", weights)
+        assert (np.abs(full - done.logprobs).max() < 1e-5) == (kv == "recompute"), "the keys are the old ones or not"
+
+
+def going_on(done: Completion, tokens: int, given: tuple[int, ...] = ()) -> SampleRequest:
+    prompt = np.concatenate([done.request.prompt, done.tokens, np.array(given, np.int32)])
+    drawn = done.request.drawn + len(done.tokens)
+    return replace(done.request, prompt=prompt, drawn=drawn, max_new_tokens=tokens)
+
+
+def test_deterministic_mode_prefills_again(make_engine: MakeEngine, requests: MakeRequests, drain: Drain) -> None:
+    engine = make_engine(deterministic=True, **EPISODES)
+    first = drain(engine, [replace(request, may_go_on=True) for request in requests(4)])
+    assert not engine.parked
+    drain(engine, [going_on(done, 4) for done in first.values()])
+    assert (engine.parked.hits, engine.parked.misses) == (0, 4)
+
+
+def test_running_and_parked_sequences_together_have_the_blocks_of_a_full_cache(
+    make_engine: MakeEngine, requests: MakeRequests, small_blocks: None
+) -> None:
+    engine = make_engine(slots=2, **EPISODES)
+    most = 2 * kv_cache.blocks_for(130)
+    seen = []
+
+    def check(step: int) -> None:
+        running = sum(kv_cache.blocks_for(int(length) - 1) for length in engine._batch.lengths(engine.running))
+        assert engine.parked.blocks + running <= most
+        assert engine.parked.blocks == sum(each.blocks for each in engine.parked._parked.values())
+        seen.append(engine.parked.blocks)
+
+    RandomEpisodes(requests(25, seed=1), 1, parks=True).play(engine, check)
+    assert max(seen) > most / 2
+    assert engine.parked.misses > 0, "the oldest ones were evicted"
+
+
+def test_what_ends_is_parked_no_longer(make_engine: MakeEngine, requests: MakeRequests, drain: Drain) -> None:
+    engine = make_engine(**EPISODES)
+    wanted = [replace(request, may_go_on=True) for request in requests(5)]
+    drain(engine, wanted)
+    assert len(engine.parked) == 5
+    engine.end([wanted[0].key], "abort")
+    engine.parked.forget([wanted[1].key])
+    engine.parked.forget([], oldest=4)
+    assert len(engine.parked) == 1
+    aborted = replace(wanted[0], key=(9, 0, 0), max_new_tokens=20)
+    engine.submit(aborted)
+    engine.step()
+    engine.end([aborted.key], "abort")
+    assert len(engine.parked) == 1, "an aborted turn is not parked"
+    engine.load(new_weights_of(engine), 1, share=False)
+    assert not engine.parked or engine._config.generation.kv == "keep"
+
+
+def new_weights_of(engine: TorchEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine._flat.model.named_parameters()}
+
+
+def sequences(*lengths: int) -> Iterator[ParkedSequence]:
+    return (ParkedSequence(np.arange(length), []) for length in lengths)
+
+
+def test_the_oldest_is_evicted_first_and_a_sequence_that_differs_is_not_taken() -> None:
+    parked = ParkedSequences()
+    for number, sequence in enumerate(sequences(KV_BLOCK, 2 * KV_BLOCK, 5, 9)):
+        parked.park((number, 0), sequence)
+    assert parked.blocks == 5
+    parked.evict_to(4)
+    assert (len(parked), parked.blocks) == (3, 4)
+    assert parked.take((0, 0), np.arange(99, dtype=np.int32)) is None
+    assert parked.take((2, 0), np.arange(7, dtype=np.int32)) is not None
+    assert parked.take((3, 0), np.arange(1, 30, dtype=np.int32)) is None
+    assert (parked.hits, parked.misses, parked.blocks, len(parked)) == (1, 2, 2, 1)
+    (replaced,) = sequences(3)
+    parked.park((1, 0), replaced)
+    assert (parked.blocks, len(parked)) == (1, 1)
+
+
+def test_the_release_of_an_earlier_attempt_leaves_the_sequence_of_a_later_one() -> None:
+    parked = ParkedSequences()
+    parked.park((4, 0), ParkedSequence(np.arange(3), [], attempt=2))
+    parked.forget([(4, 0, 1), (4, 1, 2), (5, 0, 2)])
+    assert len(parked) == 1
+    parked.forget([(4, 0, 2)])
+    assert (len(parked), parked.blocks) == (0, 0)
