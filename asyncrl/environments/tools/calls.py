@@ -1,0 +1,87 @@
+"""Defines what is read of a policy's answer: calls of tools, mistakes in calls, and the text beside them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+LARGEST = 2**20
+"""Characters of an answer that is read; a longer one is a mistake. A thousand tokens have some 4,000."""
+
+DEEPEST = 64
+"""Brackets inside brackets of a call. Readers recurse no deeper, so no answer exhausts the stack."""
+
+MOST = 128
+"""Calls and mistakes that are read of one answer; the rest of it is not read."""
+
+
+FENCE = re.compile(r"```\w*")
+
+
+class MalformedCall(ValueError):
+    """Reports a call that cannot be read; the message is for the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool, as the policy wrote it. arguments: plain values, as in JSON."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalls:
+    """Holds what an answer of the policy has. content: its text without the calls. mistakes: a message for each call
+    that cannot be read."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    mistakes: tuple[str, ...] = ()
+
+
+class Reading:
+    """Collects what a reader finds in an answer, in order."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._mistakes: list[str] = []
+
+    @property
+    def full(self) -> bool:
+        """Returns whether no further call is read."""
+        return len(self._calls) + len(self._mistakes) >= MOST
+
+    def add_text(self, text: str) -> None:
+        """Adds text beside the calls. The fence of a block of code that has nothing but calls is no text."""
+        text = text.strip()
+        if text and not FENCE.fullmatch(text):
+            self._content.append(text)
+
+    def add_call(self, call: ToolCall) -> None:
+        """Adds a call."""
+        self._calls.append(call)
+
+    def add_mistake(self, mistake: str) -> None:
+        """Adds a message about a call that cannot be read."""
+        self._mistakes.append(mistake)
+
+    def result(self) -> ToolCalls:
+        """Returns all that was found."""
+        return ToolCalls("\n".join(self._content), tuple(self._calls), tuple(self._mistakes))
+
+
+def too_long(text: str) -> ToolCalls | None:
+    """Returns the result for an answer that is too long to be read; None for any other."""
+    if len(text) <= LARGEST:
+        return None
+    return ToolCalls(text, (), (f"the answer has {len(text)} characters; at most {LARGEST} are read",))
+
+
+def after_thinking(text: str) -> tuple[str, str]:
+    """Splits an answer that begins with <think> behind the thoughts, in which calls are not read."""
+    if not text.lstrip().startswith("<think>"):
+        return "", text
+    thoughts, end, rest = text.partition("</think>")
+    return thoughts + end, rest
