@@ -16,6 +16,7 @@ KEY = "environment.use"
 BUILTIN = {
     "calculator": "asyncrl.environments.calculator:Calculator",
     "guess": "asyncrl.environments.guess:Guess",
+    "tools": "asyncrl.environments.tools.tool_environment:ToolEnvironment",
 }
 CALLS = {"reset": ("row", "seed"), "step": ("message",)}
 """Methods of an environment, and the arguments that each is called with."""

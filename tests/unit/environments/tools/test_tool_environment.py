@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from asyncrl.environments import Observation
+from asyncrl.environments.loading import EnvironmentSpec, load
 from asyncrl.environments.tools import FORMS, ToolCall, ToolEnvironment
 from asyncrl.environments.tools.messages import as_text, assistant_message, cut
 from asyncrl.environments.tools.time_limit import OutOfTime, interrupted_after
@@ -272,6 +273,16 @@ async def test_functions_are_found_by_name(tmp_path: Path) -> None:
         ToolEnvironment([f"{file}:duble"])
     with pytest.raises(ConfigError, match="the class Empty has no public method to be a tool"):
         await ToolEnvironment([f"{file}:Empty"]).reset(ROW, 0)
+
+
+async def test_the_config_names_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "tools_of_a_config.py"
+    file.write_text("def double(n: int) -> int:\n    return 2 * n\n")
+    make = load(EnvironmentSpec("tools", {"functions": [f"{file}:double"], "form": "pythonic"}))
+    opening = await make().reset(ROW, 0)
+    assert opening.tools[0]["function"]["name"] == "double"
+    with pytest.raises(ConfigError, match="missing a required argument: 'functions'"):
+        load(EnvironmentSpec("tools"))
 
 
 @pytest.mark.parametrize(
