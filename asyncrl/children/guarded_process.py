@@ -1,10 +1,11 @@
 """A child process of a worker, behind a guard that ends it with everything that it started (guard_process.py)."""
 
 import asyncio
+import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +13,8 @@ from asyncrl.children.pipe_messages import packed, receive
 from asyncrl.children.printed_output import ChildOutput
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
 
+CONFIGURES = "ASYNCRL_"
+"""Beginning of the variables that set keys of a config, passwords of sinks among them."""
 KILL_TIMEOUT = 5.0
 """Seconds the kernel may take to end a process that was killed."""
 
@@ -27,6 +30,11 @@ class ChildEnded(AsyncrlError):
 
 class VanishedEarly(ConfigError):
     """A signal ended the child while it loaded the user's code."""
+
+
+def environment_of_user(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables for the user's code: without those that configure a fleet."""
+    return {name: value for name, value in inherited.items() if not name.startswith(CONFIGURES)}
 
 
 class GuardedProcess:
@@ -61,7 +69,13 @@ class GuardedProcess:
         """
         guard = (sys.executable, "-m", "asyncrl.children.guard_process", server)
         process = await asyncio.create_subprocess_exec(
-            *guard, stdin=PIPE, stdout=PIPE, stderr=output.end, start_new_session=True, pass_fds=descriptors
+            *guard,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=output.end,
+            env=environment_of_user(os.environ),
+            start_new_session=True,
+            pass_fds=descriptors,
         )
         child = cls(process)
         try:

@@ -30,6 +30,9 @@ def floods(sample):
     print("the end of member", sample.member)
     return 1.0
 
+def variables(sample):
+    return {"fleet": "ASYNCRL_TELEMETRY__SINKS" in os.environ, "user": "KEY_OF_THE_JUDGE" in os.environ}
+
 def raises(sample):
     raise KeyError("nothing here")
 
@@ -130,6 +133,15 @@ async def test_output_of_children_is_bounded_and_its_newest_part_is_kept(pool: M
     newest, older = tmp_path / "reward0.printed", tmp_path / "reward0.printed.old"
     assert older.stat().st_size + newest.stat().st_size <= 2 * (LARGEST + BLOCK)
     assert b"the end of member" in newest.read_bytes()
+
+
+async def test_a_child_has_no_variables_that_configure_the_fleet(
+    pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCRL_TELEMETRY__SINKS", "[]")
+    monkeypatch.setenv("KEY_OF_THE_JUDGE", "of the user")
+    async with pool("variables") as running:
+        assert await running.run(0, [sample()]) == [FunctionResult({"fleet": 0.0, "user": 1.0})]
 
 
 async def test_an_exception_is_reported_with_its_traceback_and_costs_no_child(pool: MakePool) -> None:
