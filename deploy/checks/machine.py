@@ -13,6 +13,8 @@ from typing import Literal
 
 from asyncrl.config.install_hints import install_extra, pip_install
 from asyncrl.config.problems import Problem
+from asyncrl.environments.sandbox.bubblewrap import bubblewrap_path, try_sandbox
+from asyncrl.environments.sandbox.programs import SandboxError
 
 Status = Literal["ok", "bad", "note"]
 
@@ -56,6 +58,7 @@ def machine_checks() -> Iterator[Check]:
     yield Check("memory", "ok", f"{size_text(available_memory())} available")
     yield shared_memory_check()
     yield sockets_check(tempfile.gettempdir())
+    yield sandbox_check()
     yield from package_checks()
     yield torch_check()
 
@@ -112,6 +115,15 @@ def sockets_check(folder: str) -> Check:
     room = SOCKET_NAME_LIMIT - SOCKET_NAME_ROOM - len(os.fsencode(folder))
     remedy = "set TMPDIR to a shorter path, for instance /tmp: names of sockets are limited to 107 bytes"
     return check("sockets", room >= 0 and os.access(folder, os.W_OK), f"in {folder}", remedy)
+
+
+def sandbox_check() -> Check:
+    """Starts a sandbox for programs that a model writes, which most experiments do without."""
+    try:
+        try_sandbox()
+    except SandboxError as error:
+        return Check("sandbox", "note", str(error), "needed only where programs of the model are run")
+    return Check("sandbox", "ok", f"{bubblewrap_path()} contains programs")
 
 
 def package_checks() -> Iterator[Check]:

@@ -13,6 +13,7 @@ from asyncrl.deploy.checks.machine import (
     device_mistakes,
     machine_checks,
     requirements,
+    sandbox_check,
     shared_memory_check,
     size_text,
     sockets_check,
@@ -114,3 +115,10 @@ def test_the_doctor_works_without_most_of_the_install(tmp_path: Path) -> None:
 )
 def test_sizes_for_people(size: float, text: str) -> None:
     assert size_text(size) == text
+
+
+def test_a_missing_sandbox_is_a_note_that_says_how_to_have_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = sandbox_check()
+    assert (found.name, found.status) == ("sandbox", "note")
+    assert "apt-get install" in found.found
