@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 
 from asyncrl.environments.sandbox.programs import SandboxError
 from asyncrl.environments.sandbox.seccomp import seccomp_filter
@@ -15,20 +16,17 @@ INNER_USER = 65534
 TRIAL_TIMEOUT = 20.0
 """Seconds for a sandbox that only ends; one takes 15 milliseconds."""
 INSTALL_HINT = "install it with `apt-get install bubblewrap`"
-UNCONFINED = 'write sandbox.kind = "none" to run programs without containment'
+UNCONFINED = 'use SandboxPool(kind="none"), which contains nothing'
 
 PLAIN = ("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup")
+DEVICES = ("null", "zero", "random", "urandom")
+STREAMS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 SYSTEM = (
     *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/sbin", "/sbin"),
-    *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev"),
-    *(
-        "--ro-bind-try",
-        "/etc/ld.so.cache",
-        "/etc/ld.so.cache",
-        "--ro-bind-try",
-        "/etc/alternatives",
-        "/etc/alternatives",
-    ),
+    *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--tmpfs", "/dev"),
+    *(word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
+    *(word for name in STREAMS for word in ("--symlink", f"/proc/self/fd{STREAMS[name]}", f"/dev/{name}")),
+    *("--ro-bind-try", "/etc/alternatives", "/etc/alternatives"),
 )
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
@@ -49,15 +47,22 @@ def bubblewrap_path() -> str:
     return found
 
 
+def setpriv_path() -> str:
+    """Returns the path of setpriv, which gives up root; raises SandboxError where it is not installed."""
+    if (found := shutil.which("setpriv")) is None:
+        raise SandboxError("setpriv is not installed, with which root starts sandboxes; `apt-get install util-linux`")
+    return found
+
+
 def sandbox_command(disk_bytes: int, seccomp: int) -> list[str]:
     """Returns the words before the command that runs inside. disk_bytes: size of each folder that it may write.
     seccomp: descriptor of a file with the filter."""
-    size = str(disk_bytes)
+    bubblewrap, size = bubblewrap_path(), str(disk_bytes)
     environment = [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
     writable = ["--size", size, "--perms", "1777", "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/dev/shm"]
     return [
         *_as_another_user(),
-        *(bubblewrap_path(), *PLAIN, "--uid", str(INNER_USER), "--gid", str(INNER_USER), "--hostname", "sandbox"),
+        *(bubblewrap, *PLAIN, "--uid", str(INNER_USER), "--gid", str(INNER_USER), "--hostname", "sandbox"),
         *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv", *environment),
         *(*SYSTEM, *writable, "--remount-ro", "/dev", "--remount-ro", "/"),
         *("--chdir", "/tmp", "--seccomp", str(seccomp), "--"),
@@ -69,13 +74,18 @@ def _as_another_user() -> list[str]:
     if os.geteuid() != 0:
         return []
     user = str(OUTER_USER)
-    return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all", "--"]
+    return [setpriv_path(), f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all", "--"]
+
+
+@cache
+def _filter() -> bytes:
+    return seccomp_filter()
 
 
 def filter_file() -> int:
     """Returns a new descriptor of a file in memory with the filter of system calls, to be read once."""
     file = os.memfd_create("seccomp")
-    os.write(file, seccomp_filter())
+    os.write(file, _filter())
     os.lseek(file, 0, os.SEEK_SET)
     return file
 

@@ -108,7 +108,7 @@ class SandboxPool:
     ) -> tuple[CaseResult, bool]:
         """Runs the code of a test in an examiner, which calls the program in its sandbox."""
         examiner = self._examiners.pop() if self._examiners else await self._start()
-        has_reported = False
+        is_usable = False
         outputs = (b"", b"")
         try:
             theirs, its = socket.socketpair()
@@ -118,7 +118,7 @@ class SandboxPool:
                     its.close()
                     theirs.close()
                     exam_report = await exam.report()
-                    has_reported = True
+                    is_usable = exam_report.is_clean
                     case.end()
                     report = await case.report()
                     outputs = case.outputs()
@@ -126,7 +126,7 @@ class SandboxPool:
         except SandboxEnded as ended:
             return unreported_result(test, ended, outputs, limits), False
         finally:
-            if has_reported:
+            if is_usable:
                 self._examiners.append(examiner)
             else:
                 await examiner.kill()

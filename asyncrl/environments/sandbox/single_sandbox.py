@@ -5,7 +5,7 @@ import marshal
 import os
 import signal
 import socket
-from asyncio.subprocess import DEVNULL, Process
+import subprocess
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,10 +108,17 @@ class RunningCase:
         os.close(self.stderr)
 
 
+def _started(command: list[str], log: int, passed: list[int]) -> "subprocess.Popen[bytes]":
+    """Starts a process in a session of its own; asyncio would start a thread to wait for each."""
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=passed
+    )
+
+
 class Sandbox:
     """A sandbox whose interpreter waits for a case; cases run one after the other."""
 
-    def __init__(self, process: Process, control: socket.socket) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
         self._process = process
         self._control = control
         self._is_idle = False
@@ -132,16 +139,8 @@ class Sandbox:
                 files.callback(os.close, file)
             wrapper = sandbox_command(disk_bytes, filtered) if contained else []
             inner = [python, "-I", "-S", "-X", "utf8", "-c", STARTER, str(code), str(theirs.fileno())]
-            process = await asyncio.create_subprocess_exec(
-                *(*wrapper, *inner),
-                stdin=DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=[code, filtered, theirs.fileno()],
-            )
+            sandbox = cls(_started([*wrapper, *inner], log, [code, filtered, theirs.fileno()]), ours)
             theirs.close()
-            sandbox = cls(process, ours)
             await sandbox._wait_until_ready(deadline, log)
             unless_ready.pop_all()
         return sandbox
@@ -201,11 +200,24 @@ class Sandbox:
         self._control.close()
         try:
             async with asyncio.timeout(GRACE if self._is_idle else 0):
-                await self._process.wait()
+                await self._end()
         except TimeoutError:
             self._kill_now()
             async with asyncio.timeout(END_TIMEOUT):
-                await self._process.wait()
+                await self._end()
+
+    async def _end(self) -> None:
+        """Waits until bubblewrap has ended, and collects it."""
+        if self._process.poll() is not None:
+            return
+        loop, handle, ended = asyncio.get_running_loop(), os.pidfd_open(self._process.pid), asyncio.Event()
+        loop.add_reader(handle, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
+        self._process.wait()
 
     def _kill_now(self) -> None:
         """Kills bubblewrap and its child, which waits for bubblewrap for ever if that dies early."""

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 PARTS: dict[str, bytes] = {}
 """Compiled code of the other files of this folder, by name."""
+LOADED: dict[str, dict[str, Any]] = {}
+"""Their names and what they stand for, once they are loaded."""
 
 DESCRIPTORS = 8
 NOTE = 3000
@@ -97,6 +99,8 @@ def allow_reading_memory(allowed: bool) -> None:
 
 def run_case(case: Case, files: list[int], control: Any) -> None:
     """Forks the process of a case, waits for its end, and reports it."""
+    if case["kind"] in PARTS:
+        part_of(case["kind"])
     reading, note = posix.pipe2(posix.O_CLOEXEC)
     began = time.monotonic()
     child = posix.fork()
@@ -329,9 +333,15 @@ def run_command(case: Case, files: list[int], note: int) -> None:
 
 def run_part(case: Case, files: list[int], note: int) -> None:
     """Runs the code of another file of this folder."""
-    part: dict[str, Any] = {"__name__": case["kind"]}
-    exec(marshal.loads(PARTS[case["kind"]]), part)
-    part["run"](case, files[3], note)
+    part_of(case["kind"])["run"](case, files[3], note)
+
+
+def part_of(name: str) -> dict[str, Any]:
+    """Returns the names of another file of this folder, which is loaded once: in the first process, for all cases."""
+    if name not in LOADED:
+        LOADED[name] = {"__name__": name}
+        exec(marshal.loads(PARTS[name]), LOADED[name])
+    return LOADED[name]
 
 
 RUNS = {"script": run_script, "command": run_command, "answers": run_part, "examiner": run_part}

@@ -191,9 +191,7 @@ ESCAPES = {
     "counters of the processor": Attack(syscall("syscall(298, 0, 0, 0, 0, 0)"), "forbidden"),
     "page faults": Attack(syscall("syscall(323, 0)"), "error", "not implemented"),
     "calls of another kind": Attack(syscall("syscall(0x40000000 | 101, 0, 0, 0, 0)"), "forbidden"),
-    "typing into a terminal": Attack(
-        "import fcntl, os\nmaster, slave = os.openpty()\nfcntl.ioctl(slave, 0x5412, b'x')", "error", "not permitted"
-    ),
+    "typing into a terminal": Attack("import fcntl\nfcntl.ioctl(0, 0x5412, b'x')", "error", "not permitted"),
     "restart of the machine": Attack(syscall("reboot(0x1234567)"), "forbidden"),
 }
 
