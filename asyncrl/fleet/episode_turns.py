@@ -38,7 +38,7 @@ async def sample_turns(
             finished(samples)
     elif prompts.members:
         opening = await environment.reset(prompts, row)
-        begun = replace(prompts, prompt=opening.prompt)
+        begun = replace(prompts, prompt=opening.prompt, tools=opening.tools)
         async with TaskGroup() as tasks:
             await _Episodes(generation, environment, row, finished, tasks).sample(begun)
 

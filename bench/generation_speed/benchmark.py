@@ -1,7 +1,8 @@
 """Measures useful tokens per CPU-second: our engine, which refills slots, beside `transformers.generate` in batches.
 
 Both sample the same requests with the same model on one thread. The rival has an advantage: it knows the longest
-completion of each batch beforehand, stops there, and returns no log-probabilities.
+completion of each batch beforehand, stops there, and returns no log-probabilities. Then episodes of several turns, with
+keys and values parked between turns, beside prefilling each turn again.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.bench.end_to_end.benchmark_model import SPECIAL, VOCABULARY, EndlessEngine, write_model
+from asyncrl.bench.generation_speed.turns import measure_turns
 from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, ratios, round_values, table
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
@@ -79,6 +81,7 @@ def main(arguments: Sequence[str]) -> None:
         model = write_model(Path(folder) / "model")
         for name, goal in GOALS.items():
             measure(name, goal, work_of(equal=name.startswith("all")), model, options.slots, options.rounds)
+        measure_turns(model, options.slots, options.rounds)
 
 
 def work_of(*, equal: bool) -> list[SampleRequest]:
