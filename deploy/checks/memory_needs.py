@@ -126,6 +126,10 @@ def _generation(config: Config, shape: Shape, name: str, replicas: int) -> Memor
     longest = -(-longest_row(config) // CHUNK)
     at_first = generation.slots * chunk * (longest if generation.deterministic else min(FIRST_CHUNKS, longest))
     cache = max(at_first, min(generation.slots, gate.cap * gate.members) * longest * chunk)
+    if config.environment.use and not generation.deterministic:
+        cache *= (
+            2  # Once more for sequences that wait for their environment, whose room the cache may have taken before.
+        )
     doc = f"weights {size_text(weights)} and cache {size_text(at_first)} to {size_text(cache)} a replica"
     lower = f"lower generation.slots, which is {generation.slots}" if at_first > weights else SMALLER
     most, least = PROCESS_BYTES + weights + cache, weights + at_first
