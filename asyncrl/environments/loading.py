@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncrl.config.problems import Problem
@@ -18,6 +18,12 @@ BUILTIN = {
     "guess": "asyncrl.environments.guess:Guess",
     "tools": "asyncrl.environments.tools.tool_environment:ToolEnvironment",
 }
+ADAPTERS = {
+    "gymnasium": "asyncrl.environments.adapters.gymnasium_text:GymnasiumText",
+    "textarena": "asyncrl.environments.adapters.textarena_game:TextArenaGame",
+}
+"""Environments of other packages, written `gymnasium:ID`: the class that plays them takes the ID first."""
+
 CALLS = {"reset": ("row", "seed"), "step": ("message",)}
 """Methods of an environment, and the arguments that each is called with."""
 
@@ -38,6 +44,7 @@ class EnvironmentSpec:
 def load(spec: EnvironmentSpec) -> MakeEnvironment:
     """Returns what makes environments; raises ConfigError if there is no such class, it lacks a method, or it does not
     take the options."""
+    spec = _adapted(spec)
     environment = _class_of(spec)
     for method, arguments in CALLS.items():
         _check_method(environment, method, arguments, spec.use)
@@ -50,6 +57,14 @@ def load(spec: EnvironmentSpec) -> MakeEnvironment:
             f"{suggestion(next(iter(spec.options), ''), names)}"
         ) from None
     return lambda: environment(**spec.options)
+
+
+def _adapted(spec: EnvironmentSpec) -> EnvironmentSpec:
+    """Returns the spec of the class that plays an environment of another package; other specs as they are."""
+    kind, _, name = spec.use.partition(":")
+    if kind not in ADAPTERS:
+        return spec
+    return replace(spec, use=ADAPTERS[kind], options={"id": name, **spec.options})
 
 
 def _class_of(spec: EnvironmentSpec) -> Any:
@@ -87,7 +102,7 @@ def environment_problems(config: "Config") -> list[Problem]:
     spec = EnvironmentSpec(config.environment.use, config.environment.options)
     if not spec.use:
         return []
-    if ":" in spec.use:
+    if ":" in spec.use and _adapted(spec) is spec:
         problem = source_problem(spec.use, KEY)
         return [] if problem is None else [problem]
     try:
