@@ -20,9 +20,13 @@ BUILTIN = {
 }
 ADAPTERS = {
     "gymnasium": "asyncrl.environments.adapters.gymnasium_text:GymnasiumText",
+    "mcp": "asyncrl.environments.adapters.mcp_tools:McpTools",
     "textarena": "asyncrl.environments.adapters.textarena_game:TextArenaGame",
 }
 """Environments of other packages, written `gymnasium:ID`: the class that plays them takes the ID first."""
+
+FIRST = {"mcp": "command"}
+"""What the ID is called by the class, if not `id`."""
 
 CALLS = {"reset": ("row", "seed"), "step": ("message",)}
 """Methods of an environment, and the arguments that each is called with."""
@@ -64,7 +68,7 @@ def _adapted(spec: EnvironmentSpec) -> EnvironmentSpec:
     kind, _, name = spec.use.partition(":")
     if kind not in ADAPTERS:
         return spec
-    return replace(spec, use=ADAPTERS[kind], options={"id": name, **spec.options})
+    return replace(spec, use=ADAPTERS[kind], options={FIRST.get(kind, "id"): name, **spec.options})
 
 
 def _class_of(spec: EnvironmentSpec) -> Any:

@@ -68,8 +68,7 @@ class GymnasiumText:
             chosen = max(places, key=lambda number: places[number])
             return int(space.start) + chosen if places[chosen] >= 0 else None
         numbers = NUMBER.findall(message[-1000:])
-        chosen = int(numbers[-1]) if numbers else None
-        return chosen if chosen is not None and chosen in space else None
+        return number if numbers and (number := int(numbers[-1])) in space else None
 
     def _choices(self) -> str:
         if self._actions is not None:

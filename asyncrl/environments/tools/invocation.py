@@ -49,6 +49,8 @@ async def _returned(tool: Tool, given: Mapping[str, Any], seconds: float) -> Any
 
 
 def _result(value: Any) -> CallResult:
+    if isinstance(value, CallResult):
+        return value
     if isinstance(value, Observation):
         return CallResult(as_text(value.text), reward=float(value.reward), done=value.done)
     return CallResult(as_text(value))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from asyncrl.concurrency import gather
-from asyncrl.config.user_code import name_of, resolve, suggestion
+from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.tools.calls import ToolCall
 from asyncrl.environments.tools.forms import form_named
@@ -28,7 +28,7 @@ class ToolEnvironment:
 
     def __init__(
         self,
-        functions: Sequence[str | Callable[..., Any]],
+        functions: Sequence[str | Callable[..., Any] | Tool],
         form: str = "hermes",
         max_calls: int = 8,
         seconds: float = 10.0,
@@ -48,13 +48,13 @@ class ToolEnvironment:
         self._seconds = seconds
         self._max_bytes = max_bytes
         self._role = role
-        self._tools = _by_name([Tool.of(each) for each in self._sources if not inspect.isclass(each)])
+        self._tools = _by_name([_tool(each) for each in self._sources if not inspect.isclass(each)])
 
     async def reset(self, row: dict[str, Any], seed: int) -> Observation:
         """Begins with the prompt of the row and the schemas of all tools; objects of classes are made anew."""
         tools: list[Tool] = []
         for source in self._sources:
-            tools += await _methods(source, row, seed) if inspect.isclass(source) else [self._tools[name_of(source)]]
+            tools += await _methods(source, row, seed) if inspect.isclass(source) else [_tool(source)]
         self._tools = _by_name(tools)
         return Observation(row["prompt"], tools=tuple(tool.schema for tool in tools))
 
@@ -85,6 +85,10 @@ class ToolEnvironment:
             near = suggestion(call.name[:60], self._tools)
             return CallResult(f"there is no tool {call.name:.60}{near}", failed=True)
         return await invoke(tool, call.arguments, self._seconds)
+
+
+def _tool(source: Callable[..., Any] | Tool) -> Tool:
+    return source if isinstance(source, Tool) else Tool.of(source)
 
 
 async def _methods(source: type, row: dict[str, Any], seed: int) -> list[Tool]:

@@ -14,7 +14,10 @@ MOVES = ["left", "down", "right", "up"]
 LAKE = {"actions": MOVES, "rendered": True, "options": {"is_slippery": False}}
 
 
-class Echo(gymnasium.Env):
+Env: Any = gymnasium.Env
+
+
+class Echo(Env):
     action_space = gymnasium.spaces.Text(10)
     observation_space = gymnasium.spaces.Text(20)
 
