@@ -134,7 +134,8 @@ class RowRef:
     first and last sampled token, stamped by the engine. tokens: sampled tokens. finish: "stop" | "stop_string" |
     "length" | "abort", or why an episode ended; "" while it goes on. reward: None until scored, or unscorable. cost:
     only where the algorithm has one. turns: times that the policy was asked. given: tokens after the prompt that the
-    environment wrote, between the sampled ones."""
+    environment wrote, between the sampled ones. turn_rewards: of a scored episode of several turns, the parts of its
+    reward; turn_advantages: in a batch, where turns have their own."""
 
     group: int
     member: int
@@ -151,6 +152,8 @@ class RowRef:
     cost: float | None = None
     turns: int = 1
     given: int = 0
+    turn_rewards: tuple[float, ...] = ()
+    turn_advantages: tuple[float, ...] = ()
 
     @property
     def key(self) -> tuple[int, int]:
@@ -172,25 +175,29 @@ class RowRef:
 
     def stored_at(self, *places: Place) -> "RowRef":
         """Adds places of the same sample: further columns, made by another service."""
-        known = tuple(dict.fromkeys(self.places + places))
-        return self._with(known, self.reward, self.advantage, self.cost)
+        return self.with_places(tuple(dict.fromkeys(self.places + places)))
 
     def with_places(self, places: tuple[Place, ...]) -> "RowRef":
-        return self._with(places, self.reward, self.advantage, self.cost)
+        scores = (self.reward, self.advantage, self.cost)
+        return self._with(places, scores, (self.turn_rewards, self.turn_advantages))
 
-    def with_reward(self, reward: float | None, cost: float | None = None) -> "RowRef":
-        return self._with(self.places, reward, self.advantage, cost)
+    def with_reward(
+        self, reward: float | None, cost: float | None = None, turn_rewards: tuple[float, ...] = ()
+    ) -> "RowRef":
+        return self._with(self.places, (reward, self.advantage, cost), (turn_rewards, self.turn_advantages))
 
-    def with_advantage(self, advantage: float) -> "RowRef":
-        return self._with(self.places, self.reward, advantage, self.cost)
+    def with_advantage(self, advantage: float, turn_advantages: tuple[float, ...] = ()) -> "RowRef":
+        return self._with(self.places, (self.reward, advantage, self.cost), (self.turn_rewards, turn_advantages))
 
     def _with(
-        self, places: tuple[Place, ...], reward: float | None, advantage: float | None, cost: float | None
+        self,
+        places: tuple[Place, ...],
+        scores: tuple[float | None, float | None, float | None],
+        by_turn: tuple[tuple[float, ...], tuple[float, ...]],
     ) -> "RowRef":
         """Does the work of dataclasses.replace in 0.6 of its time, because every sample pays for it three times."""
-        stamps = (self.prompt_tokens, self.tokens, self.first, self.last)
-        scores = (reward, advantage, cost)
-        return RowRef(*self.name, self.incarnation, *stamps, self.finish, places, *scores, self.turns, self.given)
+        stamps, episode = (self.prompt_tokens, self.tokens, self.first, self.last), (self.turns, self.given)
+        return RowRef(*self.name, self.incarnation, *stamps, self.finish, places, *scores, *episode, *by_turn)
 
     def place_of(self, column: str) -> Place:
         for place in self.places:

@@ -181,18 +181,27 @@ class SampleText:
 @dataclass(frozen=True, slots=True)
 class Score:
     """The score of a sample. reward: the weighted sum, None when unscorable; terms: each function's own value; error:
-    why it is unscorable."""
+    why it is unscorable; turns: of an episode, what each turn added to the reward; () when nothing belongs to one."""
 
     reward: float | None
     terms: dict[str, float]
     error: str = ""
+    turns: tuple[float, ...] = ()
+
+    def by_turn(self, turns: int) -> tuple[float, ...]:
+        """Returns the reward in parts, one for each of several turns; what belongs to no turn comes with the last."""
+        if self.reward is None or turns == 1:
+            return ()
+        before = self.turns[:-1] or (0.0,) * (turns - 1)
+        assert len(before) == turns - 1, f"a score with parts for {len(self.turns)} turns of an episode of {turns}"
+        return (*before, self.reward - sum(before))
 
 
 def with_cost(score: Score, cost: Score) -> Score:
     """Returns one score of a sample that needs both to be trained; terms of costs begin with `cost/`."""
     terms = score.terms | {f"cost/{name}": value for name, value in cost.terms.items()}
     error = "\n".join(each for each in (score.error, cost.error) if each)
-    return Score(None if cost.reward is None else score.reward, terms, error)
+    return Score(None if cost.reward is None else score.reward, terms, error, score.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +337,7 @@ class Checkpointed:
         return cls(parts[0].version, parts[0].chain, files, tuple(name for part in parts for name in part.ready))
 
 
-PROTOCOL = 15
+PROTOCOL = 16
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

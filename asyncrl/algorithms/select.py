@@ -69,10 +69,10 @@ def algorithm_problems(config: Config, given: Algorithm | None = None) -> list[P
 def advantages_of(config: Config) -> Advantages:
     """Returns the estimator of `algorithm.advantage`, shuffled for the control experiment that must not learn."""
     algorithm = config.algorithm
-    of_group = partial(advantages.group_advantages, normalize_std=bool(algorithm.normalize_std))
+    of_group = advantages.group_estimate(algorithm.advantage, normalize_std=bool(algorithm.normalize_std))
     estimators: dict[str, Advantages] = {
         "group_mean": partial(advantages.group_baseline, estimate=of_group),
-        "leave_one_out": partial(advantages.group_baseline, estimate=advantages.leave_one_out_advantages),
+        "leave_one_out": partial(advantages.group_baseline, estimate=of_group),
         "batch": advantages.batch_normalized,
         "group_batch": partial(advantages.batch_normalized, first=advantages.group_baseline),
         "greedy": advantages.greedy_baseline,

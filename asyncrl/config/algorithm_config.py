@@ -73,6 +73,10 @@ class AlgorithmConfig(Section):
     of `gae`, after centring, by that of all response tokens of the batch; default: true for both, the only readers."""
     gamma: Annotated[float, Field(ge=0, le=1)] | None = None
     """Discount per token in generalized advantage estimation. Only `advantage = "gae"` reads it."""
+    turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Compares, for each turn of an episode, the rewards from this turn on with those of the same turn of the group's
+    other samples, each turn discounted by this factor; default: all tokens have the advantage of the whole reward. Only
+    `advantage = "group_mean"` and `"leave_one_out"` read it. With gae each turn's reward comes at the turn's end."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
     """Lambda of generalized advantage estimation. 1 compares rewards with values and has no bias; 0 compares each value
     with the next one. Only `advantage = "gae"` reads it."""
@@ -102,7 +106,8 @@ class AlgorithmConfig(Section):
     """Average of the loss. token_mean: over all response tokens of the global batch. sequence_mean_...: mean over
     samples of the sum or mean over their tokens. constant: sum over all tokens, divided by samples x divisor."""
     divisor: Positive | None = None
-    """Number of tokens that `aggregation = "constant"` divides by; default: generation.max_new_tokens."""
+    """Number of tokens that `aggregation = "constant"` divides by; default: generation.max_new_tokens, with an
+    environment environment.max_tokens."""
     kl: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the KL to the reference model. 0 starts no reference service."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"

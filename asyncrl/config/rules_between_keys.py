@@ -61,6 +61,9 @@ def _group_rules(config: "Config") -> Iterator[Problem]:
         text = """a group of one has no baseline: every advantage would be 0; write 2 or more, or advantage = "batch",
             "greedy" or "gae" """
         yield _wrong("task.samples_per_prompt algorithm.advantage", text)
+    if a.shuffle_advantages and a.turn_discount is not None:
+        text = "only advantages of whole samples are shuffled, so that the run would learn: remove turn_discount"
+        yield _wrong("algorithm.shuffle_advantages algorithm.turn_discount", text)
     if members == 1 and a.dynamic_sampling and a.advantage != "greedy":
         text = "the rewards of a group of one are always equal, so every group would be dropped; write 2 or more"
         yield _wrong("task.samples_per_prompt algorithm.dynamic_sampling", text)
@@ -277,6 +280,7 @@ OPTIONAL_KEYS: dict[str, tuple[str, Callable[[AlgorithmConfig], bool]]] = {
     "gate_temperatures": ("loss", lambda a: a.loss == "sapo"),
     "gamma": ("advantage", lambda a: a.advantage == "gae"),
     "gae_lambda": ("advantage", lambda a: a.advantage == "gae"),
+    "turn_discount": ("advantage", lambda a: a.advantage in ("group_mean", "leave_one_out")),
     "dual_clip": ("loss", lambda a: a.loss == "clip"),
     "divisor": ("aggregation", lambda a: a.aggregation == "constant"),
     "kl_target": ("kl", lambda a: a.kl > 0),
@@ -286,7 +290,7 @@ OPTIONAL_KEYS: dict[str, tuple[str, Callable[[AlgorithmConfig], bool]]] = {
     "rejection_high": ("rejection", lambda a: a.rejection != "none"),
 }
 """Keys without a default that one part of an algorithm reads: the key that chooses the part, whether it is chosen."""
-NOT_REQUIRED = ("dual_clip", "divisor", "kl_target")
+NOT_REQUIRED = ("dual_clip", "divisor", "kl_target", "turn_discount")
 
 
 def _optional_keys(a: AlgorithmConfig) -> Iterator[Problem]:

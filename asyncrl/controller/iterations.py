@@ -18,7 +18,7 @@ from asyncrl.controller.observers.events import StepBegan, StepDone, StepLost, W
 from asyncrl.controller.observers.staleness_report import StalenessReport
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.errors import AlgorithmError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
-from asyncrl.objectives.advantages import Advantages
+from asyncrl.objectives.advantages import Advantages, RewardedCut, group_estimate, turn_advantages
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import LEFT_OUT, StepReport
 from asyncrl.protocols.service_contracts import Training
@@ -54,11 +54,12 @@ class Iterations:
 
     def begin(self, picked: tuple[Cut, ...]) -> Iteration:
         """Begins an iteration on the picked samples with their advantages, sorted by (group, member)."""
-        advantages = self.advantages(self.tracker.rewarded(picked, self._counts), self._gate.version)
+        rewarded = self.tracker.rewarded(picked, self._counts)
+        advantages = self.advantages(rewarded, self._gate.version)
         rows = [
-            row.with_advantage(advantage)
-            for (group, members), of_cut in zip(picked, advantages, strict=True)
-            for row, advantage in zip(self.tracker.rows(group, members), of_cut, strict=True)
+            row.with_advantage(advantage, by_turn)
+            for (group, members), of_cut, turns in zip(picked, advantages, self._turn_advantages(rewarded), strict=True)
+            for row, advantage, by_turn in zip(self.tracker.rows(group, members), of_cut, turns, strict=True)
         ]
         counted = [row for row in rows if self._counts(row)]
         tokens = sum(row.tokens for row in counted)
@@ -70,6 +71,14 @@ class Iterations:
         self._prefetched = False
         self._changed.set()
         return self._running(self.cuts)
+
+    def _turn_advantages(self, cuts: Sequence[RewardedCut]) -> list[list[tuple[float, ...]]]:
+        """Returns the advantages of turns, where the config asks for them; else none for each sample."""
+        algorithm = self.config.algorithm
+        if algorithm.turn_discount is None:
+            return [[()] * len(cut.members) for cut in cuts]
+        estimate = group_estimate(algorithm.advantage, normalize_std=bool(algorithm.normalize_std))
+        return turn_advantages(cuts, estimate, algorithm.turn_discount)
 
     @contextmanager
     def _running(self, cuts: Cuts) -> Iterator[Cuts]:

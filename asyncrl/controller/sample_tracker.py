@@ -110,6 +110,7 @@ class SampleTracker:
         sample = state.samples[row.member]
         known = (sample.attempt, sample.first, sample.last, sample.tokens, sample.reward)
         if known == (row.attempt, row.first, row.last, row.tokens, row.reward):
+            sample.turn_rewards = row.turn_rewards
             self._keep(state, self._compact(row))
 
     def draw(self) -> int:
@@ -168,9 +169,11 @@ class SampleTracker:
         state = None if self.gate.finished(row.group) else self.gate.group(row.group)
         if not self.gate.scored(row.group, row.member, row.attempt, reward) or state is None:
             return
-        known = state.samples[row.member].row
+        sample = state.samples[row.member]
+        known = sample.row
         kept = known if known is not None and known.places == row.places else self._compact(row)
-        scored = kept.with_reward(reward, cost)
+        sample.turn_rewards = score.by_turn(row.turns)
+        scored = kept.with_reward(reward, cost, sample.turn_rewards)
         self._keep(state, scored)
         if reward is not None:
             self.journal.append(ledger.Scored(row.group, row.member, reward))
@@ -230,7 +233,8 @@ class SampleTracker:
         for cut in cuts:
             state = self.gate.group(cut[0])
             tokens = {row.member: row.tokens if counts(row) else 0 for row in self.rows(*cut)}
-            rewarded.append(RewardedCut(*cut, state.rewards(), tokens, state.greedy))
+            turns = {member: sample.turn_rewards for member, sample in enumerate(state.samples) if sample.turn_rewards}
+            rewarded.append(RewardedCut(*cut, state.rewards(), tokens, state.greedy, turns))
         return rewarded
 
     def trained(self, cuts: tuple[Cut, ...], version: int, advantages: tuple[float, ...], chain: str) -> None:

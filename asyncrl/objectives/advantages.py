@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +19,8 @@ class RewardedCut:
     """Holds the members of one group that train together and every known reward of the group.
 
     members: in rising order. rewards: by member; some only enter the baseline. tokens: number of sampled tokens by
-    member, 0 for a member that is left out of the loss. greedy: reward of the greedy answer, if there is one.
+    member, 0 for a member that is left out of the loss. greedy: reward of the greedy answer, if there is one. turns:
+    the rewards in parts, one for each turn, of members with several turns.
     """
 
     group: int
@@ -26,6 +28,10 @@ class RewardedCut:
     rewards: Mapping[int, float]
     tokens: Mapping[int, int] = field(default_factory=dict)
     greedy: float | None = None
+    turns: Mapping[int, Sequence[float]] = field(default_factory=dict)
+
+    def by_turn(self, member: int) -> Sequence[float]:
+        return self.turns.get(member) or (self.rewards[member],)
 
 
 Advantages: TypeAlias = Callable[[Sequence[RewardedCut], int], list[list[float]]]
@@ -55,6 +61,47 @@ def leave_one_out_advantages(rewards: Floats) -> Floats:
     Source: RLOO (arXiv 2402.14740, REINFORCE leave-one-out). Takes and raises what `group_advantages` does.
     """
     return group_advantages(rewards) * (len(rewards) / (len(rewards) - 1))
+
+
+def group_estimate(advantage: str, *, normalize_std: bool) -> Callable[[Floats], Floats]:
+    """Returns what compares the values of one group with each other: "leave_one_out" or "group_mean"."""
+    if advantage == "leave_one_out":
+        return leave_one_out_advantages
+    return partial(group_advantages, normalize_std=normalize_std)
+
+
+def turn_advantages(
+    cuts: Sequence[RewardedCut], estimate: Callable[[Floats], Floats], discount: float
+) -> list[list[tuple[float, ...]]]:
+    """Compares what each sample earns from a turn on with what others of its group earn from the same turn on.
+
+    A_(i,k) = estimate of G_(i,k) among {G_(j,k): sample j of the group has a turn k}, with the reward to go G_(i,k) =
+    sum over l >= k of discount^(l-k) r_(i,l). Sources: REINFORCE with rewards to go (Williams 1992) and a baseline of
+    its own for each step (Greensmith et al. 2004, JMLR 5); with one turn it is that of the group. A sample that has
+    ended is in no baseline of later turns: it was not asked there, and 0 in its place would favour every long episode
+    over it. A turn that no other sample has gets 0, for there is nothing to compare it with.
+    """
+    found = []
+    for cut in cuts:
+        to_go = {member: rewards_to_go(cut.by_turn(member), discount) for member in cut.rewards}
+        own: dict[int, list[float]] = {member: [] for member in cut.rewards}
+        for turn in range(max(map(len, to_go.values()))):
+            there = sorted(member for member, values in to_go.items() if turn < len(values))
+            values = np.array([to_go[member][turn] for member in there], np.float64)
+            compared = estimate(values) if len(there) > 1 else np.zeros(1)
+            for member, advantage in zip(there, compared.tolist(), strict=True):
+                own[member].append(advantage)
+        found.append([tuple(own[member]) for member in cut.members])
+    return found
+
+
+def rewards_to_go(rewards: Sequence[float], discount: float) -> list[float]:
+    """Computes G_k = r_k + discount x G_(k+1), 0 after the last."""
+    found, following = [], 0.0
+    for reward in reversed(rewards):
+        following = reward + discount * following
+        found.append(following)
+    return found[::-1]
 
 
 def batch_advantages(values: Floats, tokens: Floats) -> Floats:
@@ -125,13 +172,20 @@ def _split(values: Floats, cuts: Sequence[RewardedCut]) -> list[list[float]]:
     return [[next(flat) for _ in cut.members] for cut in cuts]
 
 
-def token_rewards(reward: float, tokens: int, kl: Floats | None = None, coefficient: float = 0.0) -> Floats:
-    """Returns r_t = -coefficient x kl_t, plus the reward of the answer at its last token; float64 [tokens].
+def token_rewards(
+    reward: float, tokens: int, kl: Floats | None = None, coefficient: float = 0.0, along: Floats | None = None
+) -> Floats:
+    """Returns r_t = along_t - coefficient x kl_t, plus at the last token what `along` lacks of the reward; float64
+    [tokens]. Without `along`, all of the reward comes with the last token.
 
-    Source: the reward of RLHF (arXiv 1909.08593, section 2.2; arXiv 2203.02155, section 3.5). kl: [tokens], the k1
-    estimate of the sampling policy against the reference, or None for no KL penalty.
+    Source: the reward of RLHF (arXiv 1909.08593, section 2.2; arXiv 2203.02155, section 3.5), and the rewards r_t of a
+    Markov decision process for `along` (GAE, arXiv 1506.02438, section 2). kl: [tokens], the k1 estimate of the
+    sampling policy against the reference, or None for no KL penalty. along: [tokens], rewards before the end.
     """
     rewards: Floats = np.zeros(tokens) if kl is None else -coefficient * kl
+    if along is not None:
+        rewards = rewards + along
+        reward -= float(along.sum())
     rewards[-1] += reward
     return rewards
 

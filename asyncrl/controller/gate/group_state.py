@@ -35,6 +35,7 @@ class SampleState:
 
     since: the gate's version when its attempt began. From SCORING on are known first, last: versions of its first and
     last token, tokens: how many were sampled, and row: kept for the sample tracker until the row is freed.
+    turn_rewards: the reward in parts, of a sample with several turns; a resume forgets those of samples without a row.
     """
 
     stage: Stage = Stage.RUNNING
@@ -46,6 +47,7 @@ class SampleState:
     reward: float | None = None
     reason: str = ""
     row: RowRef | None = None
+    turn_rewards: tuple[float, ...] = ()
 
 
 _stage_of = attrgetter("stage")

@@ -33,7 +33,8 @@ def token_advantages(row: TrainRow, algorithm: AlgorithmConfig, target: ValueTar
         kl = row.logprobs.astype(np.float64) - row.reference_logprobs
     if algorithm.constraint != "none":
         share = -0.5 if target is COST else 0.5
-    rewards = token_rewards(score, len(values), kl, algorithm.kl * share)
+    along = None if target is COST else row.rewards
+    rewards = token_rewards(score, len(values), kl, algorithm.kl * share, along)
     return generalized_advantages(rewards, values.astype(np.float64), algorithm.gamma, algorithm.gae_lambda)
 
 

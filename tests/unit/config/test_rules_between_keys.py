@@ -73,6 +73,7 @@ def config(**sections: Any) -> Config:
             {"algorithm": {"old_logprobs": "recomputed", "correction": "mask", "weight_floor": 1.5}},
             "a fresh token, which would be left out",
         ),
+        ({"algorithm": {"turn_discount": 1.0, "shuffle_advantages": True}}, "so that the run would learn"),
         ({"algorithm": {"dual_clip": 1.1}}, r"more than 1 \+ clip_high"),
         ({"algorithm": {"dual_clip": None}}, 'preset = "grpo" is dual_clip = 3, .*: write dual_clip = 1e9'),
         (

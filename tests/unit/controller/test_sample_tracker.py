@@ -2,16 +2,21 @@
 
 from dataclasses import replace
 
+import pytest
+
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.iterations import Iterations
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.lanes.control.message_codec import decode, encode
+from asyncrl.objectives.advantages import group_baseline
 from asyncrl.protocols.batch import BatchRef, Place, RowRef, SampleName
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Reply, Score
 from tests.instruction_count import counting
+from tests.unit.scene import settings
 
 CONFIG = GateConfig(groups=1, members=4, limit=2, policy="mask", slots=8, cut_at=2)
 
@@ -124,3 +129,26 @@ def _instructions_to_find_groups(elsewhere: int) -> int:
     tracker.drop(mine, (0, 1, 2, 3), "poison")
     assert tracker.groups_at("generation1.0-0-1") == []
     return count.instructions
+
+
+@pytest.mark.parametrize("discount", [None, 0.5])
+async def test_a_batch_has_the_advantages_of_turns_where_the_config_asks_for_them(discount: float | None) -> None:
+    tracker = SampleTracker(
+        Gate(CONFIG), Journal(MemoryStore()), lambda event: None, lambda samples: None, lambda: None, lambda: None
+    )
+    config = settings(3, algorithm={"normalize_std": False, "turn_discount": discount})
+    iterations = Iterations(tracker, group_baseline, config, lambda cuts, lost: None)
+    groups = [tracker.draw(), tracker.draw()]
+    for group in groups:
+        for member, turns in enumerate(((1.0, 3.0), (0.0, 1.0))):
+            episode = replace(row(group, member), turns=2, given=5)
+            tracker.generated([episode])
+            tracker.scored(episode, Score(sum(turns), {}, "", turns))
+    cuts = tracker.pick()
+    assert cuts is not None
+    with iterations.begin(cuts) as running:
+        batch = running.batch
+    assert [found.turn_rewards for found in batch][:2] == [(1.0, 3.0), (0.0, 1.0)]
+    assert [(found.turns, found.given) for found in batch] == [(2, 5)] * 4
+    expected = [(), ()] if discount is None else [pytest.approx((1.0, 1.0)), pytest.approx((-1.0, -1.0))]
+    assert [found.turn_advantages for found in batch][:2] == expected

@@ -3,7 +3,9 @@ from dataclasses import Field, fields
 from hashlib import sha256
 from typing import Any
 
-from asyncrl.protocols.messages import PROTOCOL, WIRE_TYPES
+import pytest
+
+from asyncrl.protocols.messages import PROTOCOL, WIRE_TYPES, Score
 from asyncrl.protocols.service_contracts import Critic, Generation, Reference, Reward, Training
 
 DIGESTS = {
@@ -19,6 +21,7 @@ DIGESTS = {
     13: "15026719780ed870",
     14: "0ea7b132d4857811",
     15: "e8d0e2a838f81a99",
+    16: "bdc43945bbd94c14",
 }
 """Of what the messages and the calls of each protocol are made of."""
 
@@ -42,3 +45,12 @@ def test_messages_and_endpoints_change_with_the_number_of_the_protocol_only() ->
         "messages or endpoints changed: raise PROTOCOL beside WIRE_TYPES, "
         f"and note DIGESTS = {{{PROTOCOL + 1}: {digest!r}}} here"
     )
+
+
+def test_a_score_is_split_into_its_turns_and_what_belongs_to_none_comes_last() -> None:
+    assert Score(1.5, {}, "", (0.25, 0.5, 0.25)).by_turn(3) == (0.25, 0.5, 0.75)
+    assert Score(1.5, {}).by_turn(3) == (0.0, 0.0, 1.5)
+    assert Score(1.5, {}, "", (1.0,)).by_turn(1) == ()
+    assert Score(None, {}, "the environment failed").by_turn(3) == ()
+    with pytest.raises(AssertionError, match="parts for 2 turns of an episode of 3"):
+        Score(1.5, {}, "", (1.0, 0.5)).by_turn(3)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.schema import AlgorithmConfig, Config, CriticConfig
-from asyncrl.protocols.batch import GREEDY, Batch, BatchRef, Cuts, SampleName
+from asyncrl.protocols.batch import GREEDY, Batch, BatchRef, Cuts, RowRef, SampleName
 from asyncrl.protocols.row_columns import SPANS, sampled_places
 
 Ids: TypeAlias = NDArray[np.int64]
@@ -30,8 +30,9 @@ class TrainRow:
     `incarnation` that sampled each token. reference_logprobs [tokens]: of the frozen reference model, only with a KL
     term. spans [2 x turns]: of an episode, see `trajectory_columns`; None: all tokens of the response were sampled.
     truncated: a limit ended the sample. advantage: one number for all tokens, or float64 [tokens]; with a critic it is
-    the reward of the sample. values [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps
-    that the critic had taken by then. cost, cost_values, cost_valued_at: the same for the cost.
+    the reward of the sample, of which rewards [tokens], in episodes, has the parts where they came. values [tokens]: of
+    the critic, before each token was sampled. valued_at: optimizer steps that the critic had taken by then. cost,
+    cost_values, cost_valued_at: the same for the cost.
     """
 
     group: int
@@ -49,6 +50,7 @@ class TrainRow:
     reference_logprobs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
     valued_at: int = 0
+    rewards: NDArray[np.float64] | None = None
     cost: float | None = None
     cost_values: NDArray[np.float32] | None = None
     cost_valued_at: int = 0
@@ -126,6 +128,7 @@ def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRo
         assert ref.member != GREEDY, f"the greedy answer of group {ref.group} reached the trainer; it is no sample"
         others: dict[str, Any] = {name: batch[name][index] for name in OPTIONAL if name in batch.columns}
         others |= {name: int(others[name][0]) for name in VALUED_AT if name in others}
+        others |= _by_token(ref, others.get(SPANS))
         rows.append(
             TrainRow(
                 *ref.name,
@@ -134,7 +137,6 @@ def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRo
                 response_ids=batch["response_ids"][index].astype(np.int64),
                 logprobs=batch["logprobs"][index],
                 versions=batch["versions"][index].astype(np.int64),
-                advantage=ref.advantage,
                 temperature=temperature,
                 truncated=ref.truncated,
                 cost=ref.cost,
@@ -144,7 +146,18 @@ def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRo
     return rows
 
 
+def _by_token(ref: RowRef, spans: NDArray[np.int32] | None) -> dict[str, Any]:
+    """Spreads what is known of turns over their sampled tokens: an advantage over all, a reward to the last of them."""
+    found: dict[str, Any] = {"advantage": ref.advantage}
+    if spans is not None and ref.turn_advantages:
+        found["advantage"] = np.repeat(np.array(ref.turn_advantages, np.float64), spans[::2])
+    if spans is not None and ref.turn_rewards:
+        found["rewards"] = np.zeros(int(spans[::2].sum()))
+        found["rewards"][np.cumsum(spans[::2]) - 1] = ref.turn_rewards
+    return found
+
+
 def batch_digest(cuts: Cuts) -> str:
-    """Returns the sha256 (hex) of the samples of a step with their advantages and costs."""
-    facts = [(row.group, row.member, row.attempt, row.advantage, row.cost) for row in cuts.batch]
+    """Returns the sha256 (hex) of the samples of a step with their advantages, rewards of turns, and costs."""
+    facts = [(row.name, row.advantage, row.cost, row.turn_advantages, row.turn_rewards) for row in cuts.batch]
     return hashlib.sha256(repr((cuts.incarnation, cuts.version, facts)).encode()).hexdigest()

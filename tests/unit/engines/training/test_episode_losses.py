@@ -40,6 +40,11 @@ def states_of(row: TrainRow) -> list[int]:
     return places
 
 
+def last_of_turns(row: TrainRow) -> np.ndarray:
+    assert row.spans is not None
+    return np.isin(np.arange(len(row.logprobs)), np.cumsum(row.spans[::2]) - 1)
+
+
 def whole(row: TrainRow) -> Tensor:
     return torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids]))
 
@@ -71,8 +76,9 @@ def advantages_by_hand(row: TrainRow, algorithm: str) -> list[float]:
     if algorithm != "ppo":
         return [float(row.advantage)] * tokens
     values = [*map(float, row.values), 0.0]
-    rewards = [-0.05 * each for each in kl]
-    rewards[-1] += float(row.advantage)
+    assert row.rewards is not None
+    rewards = [float(own) - 0.05 * each for own, each in zip(row.rewards, kl, strict=True)]
+    rewards[-1] += float(row.advantage) - float(row.rewards.sum())
     deltas = [rewards[token] + values[token + 1] - values[token] for token in range(tokens)]
     return [sum(0.95**later * deltas[token + later] for later in range(tokens - token)) for token in range(tokens)]
 
@@ -127,7 +133,7 @@ def rows(tiny: Path, make_episodes: Callable) -> list[TrainRow]:
             name: (logprobs_of(model, own).detach().numpy() + draw.normal(0, 0.2, len(row.logprobs))).astype(np.float32)
             for name in ("logprobs", "reference_logprobs")
         }
-        found.append(dataclasses.replace(own, **near))
+        found.append(dataclasses.replace(own, rewards=np.where(last_of_turns(own), draw.normal(), 0.0), **near))
     shared = share_prompts([row.prompt_ids for row in found], [row.response_ids for row in found], 32)
     assert shared is not None, "no two rows share the tokens of their prompt"
     return found

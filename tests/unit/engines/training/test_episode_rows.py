@@ -175,6 +175,21 @@ def test_the_columns_of_an_episode_make_its_row(make_episodes: Callable) -> None
         np.testing.assert_array_equal(ids, row.response_ids[row.sampled])
 
 
+def test_what_turns_are_worth_is_spread_over_their_sampled_tokens(make_episodes: Callable) -> None:
+    row: TrainRow = make_episodes(2)[1]
+    assert row.spans.tolist() == [3, 2, 1, 4, 6, 0]
+    ref = RowRef(*row.key, INCARNATION, len(row.prompt_ids), 10, VERSION, VERSION, "stop", (), 1.0, 0.5)
+    batch = stored([row])
+    (plain,) = train_rows(BatchRef((ref,)), batch, 1.0)
+    assert (plain.advantage, plain.rewards) == (0.5, None)
+    scored = ref.with_reward(1.0, None, (0.25, 0.5, 0.25))
+    (with_critic,) = train_rows(BatchRef((scored,)), batch, 1.0)
+    assert with_critic.advantage == 0.5
+    assert with_critic.rewards.tolist() == [0, 0, 0.25, 0.5, 0, 0, 0, 0, 0, 0.25]
+    (of_turns,) = train_rows(BatchRef((scored.with_advantage(0.5, (1.0, -2.0, 3.0)),)), batch, 1.0)
+    assert of_turns.advantage.tolist() == [1.0] * 3 + [-2.0] + [3.0] * 6
+
+
 def test_forward_passes_are_filled_with_sampled_and_given_tokens(
     make_episodes: Callable, make_config: Callable
 ) -> None:
