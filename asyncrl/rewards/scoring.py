@@ -7,6 +7,7 @@ from asyncrl.errors import RewardError
 from asyncrl.protocols.messages import Score
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
+from asyncrl.rewards.templates import ENVIRONMENT
 
 OnError = Literal["fail", "zero", "ignore"]
 EXCERPT = 200
@@ -38,7 +39,14 @@ def score_of(
         advice = f'{specs[0].key.partition(".")[0]}.on_error = "zero" or "ignore" lets the run go on'
         raise RewardError("\n".join([*failures, advice]))
     unscorable = bool(failures) and on_error == "ignore"
-    return Score(None if unscorable else total, terms, "\n".join(failures))
+    return Score(None if unscorable else total, terms, "\n".join(failures), _turns(sample, specs, results))
+
+
+def _turns(sample: Sample, specs: Sequence[FunctionSpec], results: Sequence[FunctionResult]) -> tuple[float, ...]:
+    """Returns what each turn added to the score: the weighted rewards of the environment, where they are part of it."""
+    scored = zip(specs, results, strict=True)
+    weight = sum(spec.weight for spec, result in scored if spec.use == ENVIRONMENT and not result.reason)
+    return tuple([weight * reward for reward in sample.turn_rewards]) if weight else ()
 
 
 def failure_text(sample: Sample, spec: FunctionSpec, result: FunctionResult) -> str:

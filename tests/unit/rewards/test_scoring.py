@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from asyncrl.errors import RewardError
@@ -47,3 +49,14 @@ def test_ignore_makes_the_sample_unscorable_not_zero() -> None:
     assert score.reward is None
     assert score.terms == {"match": 1.0}
     assert "my.py:shape" in score.error
+
+
+@pytest.mark.parametrize(("weight", "turns"), [(2.0, (0.0, 0.5)), (0.0, ())])
+def test_the_rewards_of_an_environment_are_parts_of_the_score(weight: float, turns: tuple[float, ...]) -> None:
+    specs = [FunctionSpec("exact_match", "right"), FunctionSpec("environment", "environment", weight)]
+    episode = replace(SAMPLE, turn_rewards=[0.0, 0.25])
+    score = score_of(episode, specs, [FunctionResult(1.0), FunctionResult(0.25)], "fail")
+    assert (score.reward, score.turns) == (1.0 + weight * 0.25, turns)
+    assert score_of(episode, specs[:1], [FunctionResult(1.0)], "fail").turns == ()
+    failed = [FunctionResult(1.0), FunctionResult(reason="raised")]
+    assert score_of(episode, specs, failed, "zero").turns == ()
