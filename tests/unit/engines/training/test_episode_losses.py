@@ -19,7 +19,7 @@ from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import StepOutcome, Trainer, run_step
 
-KNOWN, MAX_TOKENS, TEMPERATURE = 50, 48, 0.8
+KNOWN, MAX_TOKENS, TEMPERATURE = 50, 96, 0.8
 ALGORITHMS = {
     "grpo": {"preset": "grpo"},
     "dr_grpo": {"preset": "dr_grpo"},

@@ -23,7 +23,7 @@ from asyncrl.protocols.row_columns import sampled_places
 
 INCARNATION, VERSION = 1, 5
 AGGREGATIONS = ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant")
-ENVIRONMENT = {"use": "guess.py:Guess", "max_tokens": 48}
+ENVIRONMENT = {"use": "guess.py:Guess", "max_tokens": 96}
 TURNS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=5)
 
 
