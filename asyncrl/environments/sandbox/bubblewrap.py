@@ -29,6 +29,7 @@ SYSTEM = (
     *("--ro-bind-try", "/etc/alternatives", "/etc/alternatives"),
 )
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+"""All variables that a program has, with PWD."""
 
 
 def python_for_programs() -> str:
@@ -58,12 +59,11 @@ def sandbox_command(disk_bytes: int, seccomp: int) -> list[str]:
     """Returns the words before the command that runs inside. disk_bytes: size of each folder that it may write.
     seccomp: descriptor of a file with the filter."""
     bubblewrap, size = bubblewrap_path(), str(disk_bytes)
-    environment = [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
     writable = ["--size", size, "--perms", "1777", "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/dev/shm"]
     return [
         *_as_another_user(),
         *(bubblewrap, *PLAIN, "--uid", str(INNER_USER), "--gid", str(INNER_USER), "--hostname", "sandbox"),
-        *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv", *environment),
+        *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"),
         *(*SYSTEM, *writable, "--remount-ro", "/dev", "--remount-ro", "/"),
         *("--chdir", "/tmp", "--seccomp", str(seccomp), "--"),
     ]
@@ -98,6 +98,7 @@ def try_sandbox() -> None:
         command = [*sandbox_command(2**20, filtered), python, "-I", "-S", "-c", ""]
         done = subprocess.run(
             command,
+            env=ENVIRONMENT,
             pass_fds=[filtered],
             stdin=subprocess.DEVNULL,
             capture_output=True,

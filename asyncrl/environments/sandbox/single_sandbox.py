@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self
 
-from asyncrl.environments.sandbox.bubblewrap import filter_file, sandbox_command
+from asyncrl.environments.sandbox.bubblewrap import ENVIRONMENT, filter_file, sandbox_command
 from asyncrl.environments.sandbox.harness import STARTER
 from asyncrl.environments.sandbox.programs import Limits, SandboxError
 
@@ -111,7 +111,13 @@ class RunningCase:
 def _started(command: list[str], log: int, passed: list[int]) -> "subprocess.Popen[bytes]":
     """Starts a process in a session of its own; asyncio would start a thread to wait for each."""
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=passed
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=ENVIRONMENT,
+        start_new_session=True,
+        pass_fds=passed,
     )
 
 
@@ -138,7 +144,7 @@ class Sandbox:
             for file in (code, filtered, log):
                 files.callback(os.close, file)
             wrapper = sandbox_command(disk_bytes, filtered) if contained else []
-            inner = [python, "-I", "-S", "-X", "utf8", "-c", STARTER, str(code), str(theirs.fileno())]
+            inner = [python, "-I", "-S", "-c", STARTER, str(code), str(theirs.fileno())]
             sandbox = cls(_started([*wrapper, *inner], log, [code, filtered, theirs.fileno()]), ours)
             theirs.close()
             await sandbox._wait_until_ready(deadline, log)

@@ -51,7 +51,7 @@ class Link:
                 changed(arguments, [value_of(each, self) for each in after])
                 return value_of(value, self)
             case [self._asked, "x", [*classes], str(text)]:
-                raise error_of(classes, text)
+                raise error_of(classes, text, action == "next")
             case answer:
                 raise Forged(f"it answered {answer!r:.100}")
 
@@ -200,11 +200,14 @@ class FromProgram:
     """Marks errors that the program raised."""
 
 
-def error_of(classes: list[Any], text: str) -> Exception:
-    """Makes an error with the name that the program's has, of the nearest class that Python has."""
+def error_of(classes: list[Any], text: str, may_stop: bool) -> Exception:
+    """Makes an error with the name that the program's has, of the nearest class that Python has. may_stop: it may end
+    an iteration; elsewhere that would make `all(map(...))` true."""
     for name in classes:
         base = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(base, type) and issubclass(base, Exception):
+            if issubclass(base, StopIteration | StopAsyncIteration) and not may_stop:
+                continue
             try:
                 error: Exception = type(str(classes[0]), (base, FromProgram), {})(text)
             except TypeError:

@@ -43,6 +43,8 @@ NICE = 10
 """The fleet, and the first process, run before programs."""
 FILES = 10_000
 """Files in a folder that a program may write; each takes a kilobyte of the kernel's memory."""
+OPEN_FILES = 64
+"""Files that a process may open: the buffers of sockets are memory that no other limit counts."""
 WRITABLE = ("/tmp", "/dev/shm")
 CONTAINED = posix.getpid() == 1
 """False where the pool runs programs without a sandbox: then other processes are not ours to look at."""
@@ -174,17 +176,18 @@ def text_of_process(process: str, file: str) -> str:
 
 
 def resident_bytes(process: str) -> int:
-    """Returns the memory of a process without files and shared memory; what it shares since a fork counts in full."""
-    fields = text_of_process(process, "statm").split()
-    return (int(fields[1]) - int(fields[2])) * resource.getpagesize() if fields else 0
+    """Returns the memory of a process without files; what it shares with others counts in full."""
+    return kilobytes(text_of_process(process, "status"), ("RssAnon:", "RssShmem:")) * 1024
 
 
 def proportional_bytes(process: str) -> int:
     """Returns the memory of a process, where what several share counts once; it takes the kernel a while."""
-    for line in text_of_process(process, "smaps_rollup").splitlines():
-        if line.startswith("Pss_Anon:"):
-            return int(line.split()[1]) * 1024
-    return resident_bytes(process)
+    text = text_of_process(process, "smaps_rollup")
+    return kilobytes(text, ("Pss_Anon:", "Pss_Shmem:")) * 1024 if text else resident_bytes(process)
+
+
+def kilobytes(text: str, names: tuple[str, ...]) -> int:
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith(names))
 
 
 def collect(child: int) -> tuple[int, float, int, bool]:
@@ -261,7 +264,7 @@ def limit(case: Case) -> None:
     limits = {
         resource.RLIMIT_AS: case["memory_bytes"],
         resource.RLIMIT_FSIZE: case["disk_bytes"],
-        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_CORE: 0,
     }
     if CONTAINED:

@@ -46,6 +46,19 @@ RESOURCES = {
     "memory bomb of several processes": Attack(
         "import os, time\nfor _ in range(4): os.fork()\nx = b'x' * (40 * 2**20)\ntime.sleep(99)", "memory", limits=SMALL
     ),
+    "memory shared by several processes": Attack(
+        "import mmap, os, time\nfor _ in range(2): os.fork()\nx = mmap.mmap(-1, 30 * 2**20)\n"
+        "while True: x[:] = b'x' * (30 * 2**20)",
+        "memory",
+        limits=SMALL,
+    ),
+    "memory in files without a name": Attack("import os\nos.memfd_create('x')", "error", "not implemented"),
+    "sockets full of data": Attack(
+        "import socket\nx = []\nwhile True:\n    x.append(socket.socketpair())\n    x[-1][0].setblocking(False)\n"
+        "    try: x[-1][0].sendall(b'x' * 2**24)\n    except BlockingIOError: pass",
+        "error",
+        "Too many open files",
+    ),
     "disk bomb": Attack("with open('/tmp/x', 'wb') as f:\n    while True: f.write(b'x' * 2**16)", "disk"),
     "disk bomb in many files": Attack(
         "for i in range(99):\n    with open(f'/tmp/{i}', 'wb') as f: f.write(b'x' * 2**20)", "disk"
@@ -122,7 +135,7 @@ SECRETS = {
         printed="True",
     ),
     "shared memory of the fleet": Attack("print(open('/dev/shm/SEGMENT').read())", "error", "No such file"),
-    "shared memory by its key": Attack(syscall("shmget(SYSV_KEY, 0, 0)"), "error", "No such file"),
+    "shared memory by its key": Attack(syscall("shmget(SYSV_KEY, 0, 0)"), "error", "not implemented"),
     "keys of the kernel": Attack(syscall("syscall(250, 0, -3, 0)"), "forbidden"),
     "open files": Attack(
         "import os\npaths = [f'/proc/self/fd/{n}' for n in range(3, 256)]\n"
@@ -274,6 +287,12 @@ FAKES = {
         "import atexit, os\natexit.register(os._exit, 0)\ndef double(x): return 5", "failed", code=WRONG
     ),
     "raised assertion": Attack("def double(x): raise AssertionError('4')", "error", "AssertionError: 4", code=WRONG),
+    "end of an iteration": Attack(
+        "class Stop(StopIteration): pass\ndef double(x): raise Stop",
+        "error",
+        "the program raised Stop",
+        code="assert all(map(lambda pair: double(pair[0]) == pair[1], [(1, 2), (2, 4)]))",
+    ),
     "claimed in print": Attack("print('1 passed')\ndef double(x): print('PASSED'); return 5", "failed", code=WRONG),
     "claimed in the note": Attack(
         "import os\ndef double(x):\n    for n in range(3, 20):\n        try: os.write(n, b'passed\\n')\n"
