@@ -1,6 +1,6 @@
 """Programs a second in sandboxes, beside bare starts of the same interpreter: `asyncrl-bench sandbox`.
 
-Every program is new and prints one line. A bare start is `python -I -c PROGRAM`, whose output is read, from the same
+Every program is new and prints one line. A bare start is `python -c PROGRAM`, whose output is read, from the same
 event loop. CPU time is that of this process and of all that it started and collected, in kernel and user mode; what the
 kernel does afterwards to take a network namespace apart is seen by the wall clock only.
 """
@@ -33,7 +33,7 @@ def cpu_seconds() -> float:
 
 
 async def started_bare(python: str) -> None:
-    process = await asyncio.create_subprocess_exec(python, "-I", "-c", PRINTED.source, stdin=DEVNULL, stdout=PIPE)
+    process = await asyncio.create_subprocess_exec(python, "-c", PRINTED.source, stdin=DEVNULL, stdout=PIPE)
     printed, _ = await process.communicate()
     assert printed == b"1\n"
 
