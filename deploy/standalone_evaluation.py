@@ -45,7 +45,7 @@ async def evaluate_run(
         raise ConfigError(f"{run_dir} is no run directory: it has no config.toml")
     model, version = newest_model(run_dir)
     config = config or read(RunDirectory(run_dir).config)
-    if not (config.reward.functions or config.reward.model or config.environment.use) and "reward" not in services:
+    if not config.is_scored and "reward" not in services:
         raise ConfigError(
             f"the rewards of {run_dir} are functions of the Python process that trained it: evaluate there, with "
             "`run.evaluate()`, or name an experiment with --task"

@@ -90,7 +90,8 @@ class GenerationService(Service, Generation):
             await context.compute.run(refuse_what_has_no_room, Path(prompts), prompt_ids, budget)
         # One group of the run at least, and as many groups as an evaluation samples at a time.
         evaluation_slots = max(generation.slots, config.evaluate.samples)
-        slots = evaluation_slots if self._evaluates else GateConfig.of(config).row_slots
+        # And one more, because the row of a turn is stored before that of the turn before is freed.
+        slots = evaluation_slots + 1 if self._evaluates else GateConfig.of(config).row_slots
         text = response * tokenizer.longest_token_bytes()
         longest = restored_columns(prompt, response, text)
         if episodes:
@@ -137,7 +138,7 @@ class GenerationService(Service, Generation):
                 left -= len(finished)
                 yield BatchRef(tuple(self._store(each, before[each.request.key]) for each in finished))
         finally:
-            self._abort(keys)
+            self._abort(keys, stream)
 
     async def release(self, samples: list[SampleName], oldest: int) -> None:
         await super().release(samples, oldest)
@@ -241,9 +242,12 @@ class GenerationService(Service, Generation):
         row = RowRef(*identity, prompt_tokens, tokens, first, last, completion.finish, (place,))
         return row if after is None else replace(row, turns=after.turns, given=after.given)
 
-    def _abort(self, keys: Iterable[Key]) -> None:
-        """Ends the open samples of these keys at the next decode step."""
-        open_keys = [key for key in keys if self._streams.pop(key, None) is not None]
+    def _abort(self, keys: Iterable[Key], stream: CompletionQueue) -> None:
+        """Ends the open samples of a call at the next decode step. The next turn of one that has finished may run in
+        another call by now, which goes on."""
+        open_keys = [key for key in keys if self._streams.get(key) is stream]
+        for key in open_keys:
+            del self._streams[key]
         self._aborted += open_keys
         self.counters["aborted"] += len(open_keys)
         if open_keys:

@@ -374,6 +374,11 @@ class Config(Section):
         return self.environment.max_tokens if self.environment.use else self.generation.max_new_tokens
 
     @property
+    def is_scored(self) -> bool:
+        """Whether the config says how samples are rewarded: by functions, a model, or the environment that they play."""
+        return bool(self.reward.functions or self.reward.model or self.environment.use)
+
+    @property
     def warnings(self) -> list[Problem]:
         """Returns a problem for each value that nothing reads."""
         return [problem for problem in rule_problems(self) if problem.is_warning]

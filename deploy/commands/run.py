@@ -120,7 +120,7 @@ def _load(request: RunCommand) -> "Loaded":
     loaded = load(request.target, [*request.flags, *request.restarts])
     if isinstance(request.target, Path):
         _refuse_python_objects(request.target.parent, loaded.config)
-    if not (loaded.config.reward.functions or loaded.config.reward.model):
+    if not loaded.config.is_scored:
         raise ConfigError("reward.functions is empty: name at least one function, for instance FILE.py:reward")
     return loaded
 
@@ -129,7 +129,7 @@ def _refuse_python_objects(run_dir: Path, config: "Config") -> None:
     from asyncrl.algorithms.select import FROM_PYTHON
     from asyncrl.config.schema import IN_MEMORY
 
-    scored = config.reward.functions or config.reward.model
+    scored = config.is_scored
     given = [] if scored else ["a reward function that no other process can import"]
     given += ["prompts given as rows"] if config.task.prompts == IN_MEMORY else []
     given += ["an algorithm that cannot be imported"] if config.algorithm.custom == FROM_PYTHON else []

@@ -314,3 +314,19 @@ async def test_closing_the_stream_of_a_turn_gives_up_what_was_parked(
             await waiting
         await until(service, lambda: service._engine.waiting == 0)
         assert len(service._engine.parked) == 0
+
+
+async def test_the_next_turn_goes_on_when_the_call_that_sampled_the_one_before_ends(
+    start: Start, environment: PlayedEnvironment
+) -> None:
+    """Members of a group finish one after the other, and each goes on at once: in a call of its own."""
+    async with start() as service, asyncio.timeout(30):
+        prompts = group()
+        stream: Any = service.generate(prompts)
+        first = await anext(stream)
+        await service.pause()
+        later = asyncio.create_task(sampled(service, going_on(prompts, environment.step(service, first, " no"))))
+        await until(service, lambda: all(row.name in service._streams for row in first))
+        await stream.aclose()
+        await service.resume()
+        assert {row.turns for row in await later} == {2}
