@@ -375,7 +375,7 @@ class Config(Section):
 
     @property
     def is_scored(self) -> bool:
-        """Whether the config says how samples are rewarded: by functions, a model, or the environment that they play."""
+        """Says whether samples are rewarded: by functions, a model, or the environment that they play."""
         return bool(self.reward.functions or self.reward.model or self.environment.use)
 
     @property
