@@ -46,9 +46,10 @@ FAILED = "environment"
 
 @dataclass(slots=True)
 class EpisodeState:
-    """Holds what this worker knows of an episode. rewards: of the turns answered so far. answered: its newest row.
-    answering: the call that answers it now."""
+    """Holds what this worker knows of an episode. name: the one that the children know it by. rewards: of the turns
+    answered so far. answered: its newest row. answering: the call that answers it now."""
 
+    name: SampleName
     rewards: list[float] = field(default_factory=list)
     seconds: float = 0.0
     answered: RowRef | None = None
@@ -122,17 +123,30 @@ class EnvironmentService(Service, Environment):
         for group, member, attempt in samples:
             known = self._groups.get(group, {})
             over += [name for name in known if name[1] == member and name[2] <= attempt]
+        episodes = []
         for name in dict.fromkeys(over):
             own = self._groups[name[0]]
-            del own[name]
+            episodes.append(own.pop(name).name)
             if not own:
                 del self._groups[name[0]]
             if not any(each[2] == name[2] for each in own):
                 self._openings.pop((name[0], name[2]), None)
-        await self._pool.forget(over)
+        await self._pool.forget(episodes)
 
     def _state(self, name: SampleName) -> EpisodeState:
-        return self._groups.setdefault(name[0], {}).setdefault(name, EpisodeState())
+        own = self._groups.setdefault(name[0], {})
+        if name not in own:
+            own[name] = EpisodeState(name)
+        return own[name]
+
+    def _take_over(self, state: EpisodeState, sample: RowRef) -> None:
+        """Goes on with the episode of an earlier attempt, if that is where this sample stands."""
+        if state.answered is not None or state.answering is not None:
+            return
+        for (_, member, attempt), earlier in self._groups[sample.group].items():
+            same = member == sample.member and attempt < sample.attempt and earlier.answering is None
+            if same and earlier.answered is not None and earlier.answered.turns == sample.turns - 1:
+                state.name, state.rewards, state.seconds = earlier.name, list(earlier.rewards), earlier.seconds
 
     def _prompt(self, text: str | Transcript) -> str | Transcript:
         """Returns the opening as the prompt of the policy, with the system message of the task before a text."""
@@ -146,6 +160,7 @@ class EnvironmentService(Service, Environment):
         state = self._state(sample.name)
         if state.answered is not None and state.answered.turns == sample.turns:
             return state.answered
+        self._take_over(state, sample)
         if state.answering is None:
             work = self._answer(state, sample, row)
             state.answering = self.context.tasks.create_task(_caught(work), name=f"episode {sample.name}")
@@ -165,7 +180,7 @@ class EnvironmentService(Service, Environment):
         transcript = read_transcript(columns["transcript"])
         seed = group_seed(self.context.config.seed, sample.group)
         with self.context.occupancy.computing():
-            played = await self._pool.play(Play(sample.name, row, seed, said_in(transcript)))
+            played = await self._pool.play(Play(state.name, row, seed, said_in(transcript)))
         self.counters["answers"] += len(played.answers)
         self._check_replay(sample, transcript, played)
         state.seconds += played.seconds
@@ -181,7 +196,7 @@ class EnvironmentService(Service, Environment):
         columns["turn_rewards"] = np.array(state.rewards, np.float32)
         state.answered = replace(sample, finish=finish, places=(self.keep(sample.name, columns),))
         if finish:
-            await self._pool.forget([sample.name])
+            await self._pool.forget([state.name])
         return state.answered
 
     def _rewards_before(self, state: EpisodeState, sample: RowRef, played: Played) -> list[float]:

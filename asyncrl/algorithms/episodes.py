@@ -22,7 +22,7 @@ async def play(fleet: Fleet, control: Controller, group: Attempt, score: ScoreSa
             control.generated(samples)
             tasks.create_task(score(fleet, control, group, samples))
 
-        await sample_group(fleet, group.prompts, group.row, finished)
+        await sample_group(fleet, group.prompts, group.row, finished, control.answered)
 
 
 async def play_greedily(fleet: Fleet, group: Attempt) -> BatchRef:

@@ -227,6 +227,10 @@ class Controller:
         self._checks.check_generated(samples)
         self._tracker.generated(samples)
 
+    def answered(self, samples: BatchRef) -> None:
+        """Takes samples whose episodes go on, as the environment stored them: what a new attempt begins with."""
+        self._tracker.answered(samples)
+
     def holds(self, samples: BatchRef) -> BatchRef:
         """Takes and returns samples of which another service made columns; these live as long as the tokens."""
         for row in samples:

@@ -1,7 +1,8 @@
 """The groups in flight: each is rolled out in a task of its own until no member of it runs any more.
 
 A group is the unit of retry. When a worker dies, the rows that it owned are lost: the members of a group that are not
-trained yet are sampled again in a new attempt, with the same seeds. A group that fails again and again, also where it
+trained yet are sampled again in a new attempt, with the same seeds; an episode goes on after the last turn that its
+environment answered. A group that fails again and again, also where it
 runs alone, is dropped as poison (crash_attribution.py). An attempt that the death of a worker ended is no failure of
 the group.
 """
@@ -21,9 +22,10 @@ from asyncrl.controller.sample_tracker import POISON, SampleTracker, stored_by
 from asyncrl.errors import ALL_SLOTS, DeadlineExceeded, LostRows, Retryable
 from asyncrl.fleet.fleet import FaultDomains
 from asyncrl.fleet.health import where_task_waits
-from asyncrl.protocols.batch import GREEDY, Cuts
+from asyncrl.protocols.batch import GREEDY, BatchRef, Cuts
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.seeds import group_seed
+from asyncrl.protocols.staleness import live
 
 REMEMBERED_DEAD = 64
 """Dead instances whose rows may still be in a batch that is being trained: far more than die during one step."""
@@ -206,8 +208,20 @@ class Rollouts:
             temperature=self.config.generation.temperature,
             max_new_tokens=self.config.generation.max_new_tokens,
             deadline=self.config.generation.deadline,
+            continues=self._continued(group),
         )
         return Attempt(request, row, compared=not self._gate.awaits(group))
+
+    def _continued(self, group: int) -> BatchRef | None:
+        """Returns the rows that the attempt goes on from; None where all members begin anew. A row is tried once: what
+        fails before its next turn may fail because of it."""
+        limit, version = self.config.staleness.limit, self._gate.version
+        rows = tuple(
+            row
+            for row in self.tracker.take_answered(group)
+            if live(row.first, version, limit) and not any(stored_by(row, instance) for instance in self._dead)
+        )
+        return BatchRef(rows) if rows else None
 
     def _open(self, group: int) -> tuple[int, ...]:
         return self._gate.members(group, *DROPPABLE)

@@ -122,9 +122,13 @@ class SampleTracker:
     def restart(self, group: int, reason: str) -> None:
         state = self.gate.group(group)
         members, old = state.members(*DROPPABLE), state.attempt
+        answered = {member: row for member in members if (row := state.samples[member].answered) is not None}
         started = ledger.AttemptStarted(group, self.gate.restart(group, members), members, reason)
         self.journal.append(started)
-        self._free(state, (*members, GREEDY) if state.awaits else members, old)
+        for member, row in answered.items():
+            state.samples[member].answered = row
+        begun = tuple(member for member in members if member not in answered)
+        self._free(state, (*begun, GREEDY) if state.awaits else begun, old)
         self.observe(started)
         self.changed()
 
@@ -139,6 +143,7 @@ class SampleTracker:
         self.journal.append(generated)
         for row in accepted:
             self._keep(self.gate.group(group), self._compact(row))
+            self.gate.group(group).samples[row.member].answered = None
         self.observe(generated)
 
     def _accepts(self, row: RowRef) -> bool:
@@ -154,6 +159,23 @@ class SampleTracker:
         if row.member == GREEDY or self.gate.finished(row.group):
             return None
         return self.gate.group(row.group).samples[row.member].row
+
+    def answered(self, samples: Iterable[RowRef]) -> None:
+        """Takes the rows of episodes that go on, after an answer of the environment: a new attempt begins there."""
+        for row in samples:
+            if row.member == GREEDY or self.gate.finished(row.group):
+                continue
+            sample = self.gate.group(row.group).samples[row.member]
+            if sample.stage is Stage.RUNNING and sample.attempt == row.attempt:
+                sample.answered = self._compact(row)
+
+    def take_answered(self, group: int) -> list[RowRef]:
+        """Returns the rows that an attempt may go on from, each once."""
+        samples = [self.gate.group(group).samples[member] for member in self.gate.members(group, Stage.RUNNING)]
+        rows = [sample.answered for sample in samples if sample.answered is not None]
+        for sample in samples:
+            sample.answered = None
+        return rows
 
     def holds(self, row: RowRef) -> None:
         """Takes columns that another service made of a generated sample; those of an old attempt are freed."""

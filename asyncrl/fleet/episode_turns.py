@@ -3,7 +3,8 @@
     reset ── opening ──> generate ──> rows ── step ── the episode goes on ──> generate (continues) ──> ...
                                         └── it has ended ──> finished
 
-The samples of a group go on independently. References travel, rows do not.
+The samples of a group go on independently. References travel, rows do not. A request that continues rows begins with
+them: a worker died, and the environment kept the turns before.
 """
 
 from asyncio import TaskGroup
@@ -16,13 +17,19 @@ from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.service_contracts import Environment, Generation
 
-Finished = Callable[[BatchRef], None]
-"""Takes samples that are complete."""
+TakeSamples = Callable[[BatchRef], None]
 
 
-async def sample_group(fleet: Fleet, prompts: PromptGroup, row: dict[str, Any], finished: Finished) -> None:
-    """Samples the members of a group; `finished` takes them as they end. row: the row of the prompt."""
-    await sample_turns(fleet.generation, fleet.environment, prompts, row, finished)
+def ignore(samples: BatchRef) -> None:
+    """Takes samples whose turns nobody continues after a death."""
+
+
+async def sample_group(
+    fleet: Fleet, prompts: PromptGroup, row: dict[str, Any], finished: TakeSamples, answered: TakeSamples = ignore
+) -> None:
+    """Samples the members of a group; `finished` takes them as they end. answered: takes the rows of episodes that go
+    on, as the environment stored them. row: the row of the prompt."""
+    await sample_turns(fleet.generation, fleet.environment, prompts, row, finished, answered)
 
 
 async def sample_turns(
@@ -30,7 +37,8 @@ async def sample_turns(
     environment: Environment | None,
     prompts: PromptGroup,
     row: dict[str, Any],
-    finished: Finished,
+    finished: TakeSamples,
+    answered: TakeSamples = ignore,
 ) -> None:
     """Does what `sample_group` does, with these services. environment: None where each sample is one answer."""
     if environment is None:
@@ -40,7 +48,9 @@ async def sample_turns(
         opening = await environment.reset(prompts, row)
         begun = replace(prompts, prompt=opening.prompt, tools=opening.tools)
         async with TaskGroup() as tasks:
-            await _Episodes(generation, environment, row, finished, tasks).sample(begun)
+            episodes = _Episodes(generation, environment, row, finished, answered, tasks)
+            for part in _begun_and_continued(begun):
+                tasks.create_task(episodes.sample(part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +60,15 @@ class _Episodes:
     generation: Generation
     environment: Environment
     row: dict[str, Any]
-    finished: Finished
+    finished: TakeSamples
+    answered: TakeSamples
     tasks: TaskGroup
 
     async def sample(self, prompts: PromptGroup) -> None:
         """Samples the next turn of these members."""
         before = {row.member: row for row in prompts.continues or ()}
         async for samples in self.generation.generate(prompts):
-            ended = [_ended_before(row, before) for row in samples]
+            ended = [_ended_before(row, before, prompts.attempt) for row in samples]
             if over := tuple(row for row in ended if row is not None):
                 self.finished(BatchRef(over))
             said = tuple(row for row, end in zip(samples, ended, strict=True) if end is None)
@@ -72,12 +83,24 @@ class _Episodes:
         if over:
             self.finished(BatchRef(over))
         if going_on:
+            self.answered(BatchRef(going_on))
             members = tuple(row.member for row in going_on)
             await self.sample(replace(prompts, members=members, continues=BatchRef(going_on)))
 
 
-def _ended_before(row: RowRef, before: dict[int, RowRef]) -> RowRef | None:
+def _begun_and_continued(prompts: PromptGroup) -> list[PromptGroup]:
+    """Returns the request for members that begin, and the one for those whose rows it continues."""
+    rows = tuple(row for row in prompts.continues or () if row.member in prompts.members)
+    continued = tuple(row.member for row in rows)
+    begun = tuple(member for member in prompts.members if member not in continued)
+    parts = [replace(prompts, members=begun, continues=None)] if begun else []
+    return parts + ([replace(prompts, members=continued, continues=BatchRef(rows))] if rows else [])
+
+
+def _ended_before(row: RowRef, before: dict[int, RowRef], attempt: int) -> RowRef | None:
     """Returns the finished sample of an episode that had no room for another turn; None after a turn. It is the row
     that the environment stored, which has all rewards."""
     known = before.get(row.member)
-    return replace(known, finish=row.finish) if known is not None and row.turns == known.turns else None
+    if known is None or row.turns != known.turns:
+        return None
+    return replace(known, finish=row.finish, attempt=attempt)

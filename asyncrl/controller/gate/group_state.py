@@ -36,6 +36,7 @@ class SampleState:
     since: the gate's version when its attempt began. From SCORING on are known first, last: versions of its first and
     last token, tokens: how many were sampled, and row: kept for the sample tracker until the row is freed.
     turn_rewards: the reward in parts, of a sample with several turns; a resume forgets those of samples without a row.
+    answered: of an episode that goes on, the row up to the newest turn that the environment answered.
     """
 
     stage: Stage = Stage.RUNNING
@@ -48,6 +49,7 @@ class SampleState:
     reason: str = ""
     row: RowRef | None = None
     turn_rewards: tuple[float, ...] = ()
+    answered: RowRef | None = None
 
 
 _stage_of = attrgetter("stage")

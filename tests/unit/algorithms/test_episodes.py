@@ -1,5 +1,8 @@
 """Episodes over simulated services: every algorithm plays them, and one that does not is told."""
 
+import asyncio
+from collections import Counter
+
 import pytest
 
 from asyncrl.algorithms import grpo, ppo, remax
@@ -9,14 +12,16 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.observers.events import SampleScored
 from asyncrl.controller.rollouts import Attempt
-from asyncrl.errors import AlgorithmError
+from asyncrl.errors import AlgorithmError, AsyncrlError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import greedy_baseline, plain_rewards
 from asyncrl.protocols.batch import GREEDY, RowRef
-from asyncrl.protocols.messages import Score
+from asyncrl.protocols.messages import PromptGroup, Score
 from asyncrl.simulation.fakes.critic import FakeCritic
 from asyncrl.simulation.fakes.environment import FakeEnvironment
+from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence, constant
 from asyncrl.simulation.fakes.scoring import FakeReward
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from tests.unit.scene import CONFIG, Scene
 
 COMPARED = GateConfig(groups=2, members=4, limit=1, policy="mask", slots=16, cut_at=2, baseline=1, greedy=True)
@@ -82,6 +87,54 @@ def test_the_greedy_answer_of_remax_is_an_episode_too() -> None:
     check(made)
     assert len(reward.greedy) >= 6
     assert len(set(reward.greedy)) > 1
+
+
+class Asked(FakeGeneration):
+    """Notes the turns that it is asked for: attempt, and turns before."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 0.1, constant(20))
+        self.asked: list[tuple[int, int]] = []
+
+    async def _sequence(
+        self, prompts: PromptGroup, member: int, answers: asyncio.Queue[RowRef | AsyncrlError]
+    ) -> Sequence:
+        sequence = await super()._sequence(prompts, member, answers)
+        self.asked.append((prompts.attempt, 0 if sequence.before is None else sequence.before.turns))
+        return sequence
+
+
+async def lose_the_generator(made: Scene) -> None:
+    """Kills the generator while the second turns of the first groups are sampled."""
+    await asyncio.sleep(3.5)
+    instance = made.generation.instance
+    made.controller.worker_lost(instance, "killed", made.generation.groups_at_work())
+    made.generation.die()
+    await made.training.detached(instance)
+    await asyncio.sleep(1)
+    made.generation.come_back()
+    made.controller.worker_lives("generation", made.generation.instance)
+    await made.controller.worker_started("generation")
+
+
+def test_episodes_go_on_after_the_turn_that_was_answered_when_their_generator_dies() -> None:
+    made = scene()
+    made.generation = asked = Asked()
+    assert made.environment is not None
+    made.environment.read_from([asked, made.environment])
+    made.generation.read_from([asked, made.environment])
+    made.training = FakeTraining(StepCost(1.0), 1, [asked, made.environment], seed=0)
+
+    async def train(fleet: Fleet, control: Controller) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(lose_the_generator(made))
+            await grpo.train(fleet, control)
+
+    made.algorithm = Algorithm(grpo.roll_out, train)
+    made.play()
+    check(made)
+    again = Counter(turns for attempt, turns in asked.asked if attempt)
+    assert again[1] > again[0], again  # Most episodes had an answered turn, and none of those began anew.
 
 
 def test_an_algorithm_that_does_not_play_is_told_what_to_write() -> None:

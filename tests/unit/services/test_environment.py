@@ -149,6 +149,20 @@ async def test_an_unknown_episode_is_played_again_from_its_transcript(
             await step(environment, said(generated, "a", "b", before=before, member=1))
 
 
+async def test_a_new_attempt_goes_on_with_the_episode_that_lives(service: MakeService, generated: RowStore) -> None:
+    async with service(options={"random_answers": True}) as environment:  # Playing it again would answer otherwise.
+        await environment.reset(prompts(0), ROW)
+        (first,) = await step(environment, said(generated, "a"))
+        await environment.reset(prompts(0, attempt=1), ROW)
+        before = stored(environment, first)["transcript"]
+        (second,) = await step(environment, said(generated, "a", "b", before=before, attempt=1))
+        assert stored(environment, second)["rewards"] == [6.0, 7.0]
+        assert environment.counters["replayed"] == 0
+        await environment.release([(3, 0, 1)], 0)
+        assert environment.rows is not None
+        assert environment.rows.used == 0
+
+
 async def test_an_opening_that_the_seed_does_not_determine_is_an_error(
     service: MakeService, generated: RowStore
 ) -> None:
