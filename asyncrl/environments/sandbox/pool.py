@@ -73,7 +73,7 @@ class SandboxPool:
         try:
             async with self._slots:
                 for test in program.tests:
-                    used = used or await self._ready.get()
+                    used = used or await self._sandbox()
                     result, is_clean = await self._case(used, program, test, limits)
                     if not is_clean:
                         await used.kill()
@@ -107,7 +107,7 @@ class SandboxPool:
         self, sandbox: Sandbox, program: Program, test: TestCase, limits: Limits
     ) -> tuple[CaseResult, bool]:
         """Runs the code of a test in an examiner, which calls the program in its sandbox."""
-        examiner = self._examiners.pop() if self._examiners else await self._start()
+        examiner = await self._examiner()
         is_usable = False
         outputs = (b"", b"")
         try:
@@ -130,6 +130,19 @@ class SandboxPool:
                 self._examiners.append(examiner)
             else:
                 await examiner.kill()
+
+    async def _sandbox(self) -> Sandbox:
+        """Returns a sandbox that waits for a program; one that was ended from outside meanwhile is left out."""
+        while (sandbox := await self._ready.get()).has_ended:
+            await sandbox.kill()
+        return sandbox
+
+    async def _examiner(self) -> Sandbox:
+        while self._examiners:
+            if not (examiner := self._examiners.pop()).has_ended:
+                return examiner
+            await examiner.kill()
+        return await self._start()
 
     async def _start(self) -> Sandbox:
         disk_bytes = self.limits.disk_bytes

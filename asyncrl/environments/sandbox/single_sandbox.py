@@ -128,7 +128,6 @@ class Sandbox:
         self._process = process
         self._control = control
         self._is_idle = False
-        self.pid = process.pid
 
     @classmethod
     async def start(cls, python: str, harness: bytes, disk_bytes: int, deadline: float, *, contained: bool) -> Self:
@@ -140,12 +139,13 @@ class Sandbox:
             unless_ready = files.enter_context(ExitStack())
             unless_ready.enter_context(ours)
             ours.setblocking(False)
-            code, filtered, log = file_with(harness), filter_file(), os.memfd_create("log")
-            for file in (code, filtered, log):
+            filtered = [filter_file()] if contained else []
+            code, log = file_with(harness), os.memfd_create("log")
+            for file in (code, log, *filtered):
                 files.callback(os.close, file)
-            wrapper = sandbox_command(disk_bytes, filtered) if contained else []
+            wrapper = sandbox_command(disk_bytes, *filtered) if contained else []
             inner = [python, "-I", "-S", "-c", STARTER, str(code), str(theirs.fileno())]
-            sandbox = cls(_started([*wrapper, *inner], log, [code, filtered, theirs.fileno()]), ours)
+            sandbox = cls(_started([*wrapper, *inner], log, [code, *filtered, theirs.fileno()]), ours)
             theirs.close()
             await sandbox._wait_until_ready(deadline, log)
             unless_ready.pop_all()
@@ -165,6 +165,10 @@ class Sandbox:
         if not message:
             said = os.pread(log, 2000, 0).decode(errors="replace").strip()
             raise SandboxError(f"a sandbox ended at its start: {said or 'it said nothing'}")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def begin(self, case: SandboxCase, limits: Limits, link: socket.socket | None = None) -> RunningCase:
         """Starts a case; raises SandboxEnded if the sandbox is gone. link: between program and examiner."""

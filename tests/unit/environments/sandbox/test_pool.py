@@ -26,8 +26,8 @@ async def outcomes(pool: SandboxPool, source: str, *codes: str) -> list[str]:
     return [result.outcome for result in await pool.run_all(Program(source, tests))]
 
 
-def sandboxes() -> set[int]:
-    """Returns the processes of all sandboxes that this process, or a dead one, has started."""
+def sandboxes(of: int = 0) -> set[int]:
+    """Returns the processes of sandboxes whose parent is this process; with 1, those whose parent has died."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -35,7 +35,7 @@ def sandboxes() -> set[int]:
             parent = int(path.with_name("stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if words[0].endswith(b"bwrap") and parent in (1, os.getpid()):
+        if words[0].endswith(b"bwrap") and parent == (of or os.getpid()):
             found.add(int(path.parent.name))
     return found
 
@@ -155,6 +155,20 @@ async def test_cancellation_kills_and_nothing_is_left(bubblewrap_works: None) ->
     assert sandboxes() == before
 
 
+def kill_all(pids: set[int]) -> None:
+    """Kills children of this process and waits until they have ended, without collecting them."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+async def test_sandboxes_that_were_killed_while_they_waited_are_replaced(pool: SandboxPool) -> None:
+    program = Program("def f(): return 1", (TestCase("a", "assert f() == 1"), TestCase("b")))
+    assert [result.outcome for result in await pool.run_all(program)] == ["passed", "passed"]
+    kill_all(sandboxes())
+    assert [result.outcome for result in await pool.run_all(program)] == ["passed", "passed"]
+
+
 DIES = f"""
 import asyncio, os, signal
 from asyncrl.environments.sandbox import *
@@ -171,11 +185,11 @@ asyncio.run(main())
 
 
 def test_sandboxes_die_with_the_process_of_the_pool(bubblewrap_works: None) -> None:
-    before = sandboxes()
+    before = sandboxes(1)
     done = subprocess.run([sys.executable, "-c", DIES], timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
     until = time.monotonic() + 20
-    while (left := sandboxes() - before) and time.monotonic() < until:
+    while (left := sandboxes(1) - before) and time.monotonic() < until:
         os.sched_yield()
     assert not left
 
