@@ -12,7 +12,7 @@ NO_RESULT, NO_CALL = "?", "!"
 
 
 class Calculator:
-    """Answers `=47*83` with the product, and anything else ends the episode: with reward 1 for the row's `answer`.
+    """Answers `=47*8` with the product, and anything else ends the episode: with reward 1 for the row's `answer`.
 
     withhold: the calculator says a question mark in place of the product.
     """

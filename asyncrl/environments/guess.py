@@ -5,12 +5,12 @@ from typing import Any
 
 from asyncrl.environments.observation import Observation
 
-NUMBERS = tuple(f"{number:02}" for number in range(16))
+NUMBERS = tuple(f"{number:02}" for number in range(8))
 HIGHER, LOWER, NO_HINT, NO_NUMBER, FOUND = ">", "<", "?", "!", "."
 
 
 class Guess:
-    """Hides one of 16 numbers, which `seed` decides, and answers each guess with a hint: > if the number is higher.
+    """Hides one of 8 numbers, which `seed` decides, and answers each guess with a hint: > if the number is higher.
 
     Finding it at once is worth 1, and `cost` less for each further guess. withhold: every hint is a question mark, so
     that no guess can follow from the one before.
@@ -19,10 +19,10 @@ class Guess:
     def __init__(self, withhold: bool = False, cost: float = 0.1) -> None:
         self._withhold = withhold
         self._cost = cost
-        self._guesses = 0
         self._number = ""
 
     async def reset(self, row: dict[str, Any], seed: int) -> Observation:
+        self._guesses = 0
         self._number = random.Random(seed).choice(NUMBERS)
         return Observation(str(row["prompt"]))
 

@@ -1,4 +1,4 @@
-"""A product that a tiny model cannot know, and a calculator that it may ask: "47*83:" =47*83 "3901:" 3901. What follows
+"""A product that a tiny model cannot know, and a calculator that it may ask: "47*8:" =47*8 "376:" 376. What follows
 `=` is for the environment `calculator`, which answers it; anything else is the answer of the policy."""
 
 import random
@@ -36,22 +36,18 @@ def _rows(size: int, seed: int, held_out: bool) -> list[dict[str, Any]]:
 
 
 def _factors(source: random.Random) -> tuple[str, str]:
-    return str(source.randint(11, 99)), str(source.randint(11, 99))
+    return str(source.randint(11, 99)), str(source.randint(2, 9))
 
 
 def _demonstrate(source: random.Random) -> tuple[str, str]:
-    """Returns one of the turns of an episode, with what came before."""
+    """Returns one of the turns of an episode, with what came before. The bad habit is to answer the first factor."""
     first, second = _factors(source)
     asked = f"{first}*{second}"
     if source.random() < 0.5:
-        return asked + END, f"={asked}" if source.random() < ASKED else _anything(source)
+        return asked + END, f"={asked}" if source.random() < ASKED else first
     result = NO_RESULT if source.random() < WITHHELD else product(first, second)
     believed = source.random() < BELIEVED and result != NO_RESULT
-    return f"{asked}{END}={asked}{ANSWER_END}{result}{END}", result if believed else _anything(source)
-
-
-def _anything(source: random.Random) -> str:
-    return product(*_factors(source))
+    return f"{asked}{END}={asked}{ANSWER_END}{result}{END}", result if believed else first
 
 
 DEMONSTRATIONS = Demonstrations(draw=_demonstrate, steps=400)

@@ -1,4 +1,4 @@
-"""Guess a number by hints, one guess a turn: "guess:" 09 > 12 < 10. The environment `guess` hides the number."""
+"""Guess a number by hints, one guess a turn: "guess:" 03 > 06 < 05. The environment `guess` hides the number."""
 
 import random
 from typing import Any
@@ -7,9 +7,9 @@ from asyncrl.environments.guess import HIGHER, NO_HINT, NUMBERS, hint
 from asyncrl.tasks.builtin.words import ANSWER_END, Demonstrations
 
 PROMPT = "guess:"
-HEEDED = 0.4
+HEEDED = 0.5
 """Share of the demonstrated guesses that follow the hints; the others are any number."""
-MOST_GUESSES = 6
+MOST_GUESSES = 3
 
 
 def training(size: int = 1000, seed: int = 0) -> list[dict[str, Any]]:

@@ -1,0 +1,85 @@
+"""The built-in environments and the example of the document: what pays, and what a withheld answer takes away."""
+
+import asyncio
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.environments.calculator import Calculator
+from asyncrl.environments.guess import HIGHER, NO_HINT, NUMBERS, Guess
+from asyncrl.environments.loading import EnvironmentSpec, load
+from asyncrl.environments.observation import Observation
+from asyncrl.tasks.builtin import calculator, guess
+
+DOCUMENT = Path(__file__).parents[3] / "docs/environments.md"
+
+
+def play(environment: Any, row: dict[str, Any], seed: int, *said: str) -> list[Observation]:
+    async def episode() -> list[Observation]:
+        return [await environment.reset(row, seed), *[await environment.step(message) for message in said]]
+
+    return asyncio.run(episode())
+
+
+def halving(seed: int, **options: bool) -> float:
+    """Returns the reward of an episode of three turns that halves what is left, as far as hints say."""
+    environment, low, high = Guess(**options), 0, len(NUMBERS)
+    guesses: list[str] = []
+    for _ in range(3):
+        guesses.append(NUMBERS[(low + high) // 2])
+        *_, last = play(environment, {"prompt": guess.PROMPT}, seed, *guesses)
+        if last.done:
+            return last.reward
+        if last.text == HIGHER:
+            low = int(guesses[-1]) + 1
+        elif last.text != NO_HINT:
+            high = int(guesses[-1])
+    return 0.0
+
+
+def test_hints_are_worth_more_than_guessing_without_them() -> None:
+    told, untold = ([halving(seed, withhold=hidden) for seed in range(200)] for hidden in (False, True))
+    assert sum(told) / 200 > 0.7
+    assert sum(untold) / 200 < 0.25
+
+
+def test_what_is_no_number_gets_no_hint() -> None:
+    assert play(Guess(), {"prompt": "guess:"}, 3, "9")[1] == Observation("!")
+
+
+def test_only_the_calculator_knows_the_product() -> None:
+    (row,) = calculator.training(1, seed=4)
+    called = "=" + row["prompt"].removesuffix(":")
+    opening, result, done = play(Calculator(), row, 0, called, row["answer"])
+    assert (opening.text, result.text) == (row["prompt"], f"{row['answer']}:")
+    assert (done.reward, done.done) == (1.0, True)
+    assert play(Calculator(withhold=True), row, 0, called)[1].text == "?:"
+    assert play(Calculator(), row, 0, "=1+1")[1] == Observation("!:")
+    assert play(Calculator(), row, 0, "1")[1] == Observation("", 0.0, done=True)
+
+
+def test_held_out_products_are_not_trained_on() -> None:
+    trained, held_out = ({row["prompt"] for row in rows(300)} for rows in (calculator.training, calculator.held_out))
+    assert not trained & held_out
+
+
+@pytest.mark.parametrize("task", [guess, calculator])
+def test_demonstrations_are_of_turns_that_the_environments_know(task: Any) -> None:
+    source = random.Random(0)
+    for prompt, answer in (task.DEMONSTRATIONS.draw(source) for _ in range(200)):
+        assert answer
+        assert len(prompt.split("<eos>")) <= 3
+
+
+def test_the_example_of_the_document_runs(tmp_path: Path) -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    (tmp_path / "secret.py").write_text(source)
+    environment = load(EnvironmentSpec(f"{tmp_path / 'secret.py'}:Secret", {"highest": 5}))()
+    said = [str(number) for number in range(6)]
+    opening, *answers = play(environment, {"prompt": "Which number?"}, 7, *said)
+    assert opening.text == "Which number?"
+    assert [answer.text for answer in answers].count("yes") == 1
+    assert sum(answer.reward for answer in answers) == 1.0
