@@ -254,8 +254,9 @@ class Training(Contract):
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
-    async def using(self, reader: str, version: int) -> None:
-        """Notes that a reader now reads only `version`; the first call attaches the reader."""
+    async def using(self, readers: tuple[str, ...], version: int) -> None:
+        """Notes that readers now read only `version`; the first call with a reader attaches it. Raises Refused, for all
+        readers that read an older version, when the arena does not hold it (any more)."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)

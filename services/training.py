@@ -100,9 +100,10 @@ class TrainingService(Service, Training):
     async def published(self) -> Published:
         return self._published
 
-    async def using(self, reader: str, version: int) -> None:
+    async def using(self, readers: tuple[str, ...], version: int) -> None:
         if self._writer is not None:
-            self._writer.leases.using(reader, version)
+            for reader in readers:
+                self._writer.leases.using(reader, version)
             self._leases_changed.set()
 
     async def detached(self, reader: str) -> None:

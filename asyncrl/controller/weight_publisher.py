@@ -2,15 +2,67 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from asyncrl.controller.observers.events import Observe, WeightsHandedOver
 from asyncrl.errors import Refused, Retryable
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.messages import Published, Using
+from asyncrl.protocols.service_contracts import Training
 
 NO_VERSION = -1
 """Version of a reader that has taken over no weights yet."""
+
+
+@dataclass(eq=False, slots=True)
+class _Report:
+    """One call to the trainer. readers: of one version. accepted: whether the trainer has taken it, once answered."""
+
+    readers: dict[str, None] = field(default_factory=dict)
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    accepted: bool = False
+
+
+class LeaseReports:
+    """Reports to the trainer which version readers use. Readers that come while a call is under way share the next one,
+    because there are as many calls as ranks of the trainer."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._waiting: dict[int, _Report] = {}
+        self._changed = asyncio.Event()
+
+    async def report(self, reader: str, version: int) -> bool:
+        """Returns whether the trainer has taken the report: it does not when it died, or has overwritten the version.
+        The call has a deadline of its own."""
+        report = self._waiting.setdefault(version, _Report())
+        report.readers[reader] = None
+        self._changed.set()
+        await report.answered.wait()
+        return report.accepted
+
+    def forget(self, reader: str) -> None:
+        """Takes back what is not sent yet: sent after the end of a lease, it would begin another one."""
+        for report in self._waiting.values():
+            report.readers.pop(reader, None)
+
+    async def run(self) -> None:
+        """Sends reports until cancelled. Raises what a call raises that a death or a newer version does not explain."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while self._waiting:
+                version = min(self._waiting)
+                await self._send(version, self._waiting.pop(version))
+
+    async def _send(self, version: int, report: _Report) -> None:
+        if report.readers:
+            try:
+                await self._training.using(tuple(report.readers), version)
+                report.accepted = True
+            except (Retryable, Refused):
+                pass  # The fleet handles a death; of a version that was overwritten, a newer one is announced already.
+        report.answered.set()
 
 
 @dataclass
@@ -32,6 +84,7 @@ class WeightPublisher:
         self._changed = asyncio.Event()
         self._reading: dict[str, int] = {}
         self._handovers: dict[str, asyncio.Task[None]] = {}
+        self._leases = LeaseReports(self.fleet.training)
 
     def join(self, reader: str) -> None:
         """Adds a reader that has no weights yet; a call of `announce` follows."""
@@ -45,12 +98,14 @@ class WeightPublisher:
 
     def forget(self, reader: str) -> None:
         self._reading.pop(reader, None)
+        self._leases.forget(reader)
         if (handover := self._handovers.pop(reader, None)) is not None:
             handover.cancel()
 
     async def run(self) -> None:
         """Starts a handover to each reader of an older version, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._leases.run(), name="report leases")
             while True:
                 await self._changed.wait()
                 self._changed.clear()
@@ -68,22 +123,20 @@ class WeightPublisher:
 
     async def _hand_over(self, reader: str, published: Published) -> None:
         began = asyncio.get_running_loop().time()
+        if self._reading[reader] == NO_VERSION and not await self._attach(reader, published):
+            return
         try:
-            if self._reading[reader] == NO_VERSION:
-                await self._attach(reader, published)
             using = await self._use_weights(reader, published)
-            if using is None:
-                return self._overdue(reader)
-            if reader not in using.readers:
-                return  # The reader keeps the version that it reads.
-            await self._relay(reader, using)
         except (Retryable, Refused):
             return  # The fleet handles a death; of a version that was overwritten, a newer one is announced already.
-        seconds = asyncio.get_running_loop().time() - began
-        self.observe(WeightsHandedOver(using.version, reader, seconds, using.canary))
+        if using is None:
+            return self._overdue(reader)
+        if reader in using.readers and await self._relay(reader, using):  # Else it keeps the version that it reads.
+            seconds = asyncio.get_running_loop().time() - began
+            self.observe(WeightsHandedOver(using.version, reader, seconds, using.canary))
 
-    async def _attach(self, reader: str, published: Published) -> None:
-        await self.fleet.training.using(reader, published.version)
+    async def _attach(self, reader: str, published: Published) -> bool:
+        return await self._leases.report(reader, published.version)
 
     async def _use_weights(self, reader: str, published: Published) -> Using | None:
         """Calls the replica of the reader, for another one may hang; returns None without an answer in time."""
@@ -94,9 +147,9 @@ class WeightPublisher:
         except TimeoutError:
             return None
 
-    async def _relay(self, reader: str, using: Using) -> None:
+    async def _relay(self, reader: str, using: Using) -> bool:
         self._reading[reader] = using.version
-        await self.fleet.training.using(reader, using.version)
+        return await self._leases.report(reader, using.version)
 
     def _overdue(self, reader: str) -> None:
         """Gives up on a reader; it keeps its lease until its process is gone."""

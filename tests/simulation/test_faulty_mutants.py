@@ -122,8 +122,8 @@ def a_dead_reader_keeps_its_lease(patch: Patch) -> None:
 
 
 def readers_are_not_attached_before_they_are_told(patch: Patch) -> None:
-    async def attach(publisher: WeightPublisher, reader: str, published: Any) -> None:
-        return
+    async def attach(publisher: WeightPublisher, reader: str, published: Any) -> bool:
+        return True
 
     patch.setattr(WeightPublisher, "_attach", attach)
 

@@ -121,9 +121,8 @@ def leases_are_not_relayed(patch: Patch) -> None:
     """The trainer believes that its readers still hold the first version they said they use."""
     whole = WeightPublisher._relay
 
-    async def relay(publisher: WeightPublisher, reader: str, using: Any) -> None:
-        if using.version == 0:
-            await whole(publisher, reader, using)
+    async def relay(publisher: WeightPublisher, reader: str, using: Any) -> bool:
+        return using.version > 0 or await whole(publisher, reader, using)
 
     patch.setattr(WeightPublisher, "_relay", relay)
 

@@ -125,7 +125,7 @@ async def copy_weights(fleet: Fleet, published: Published, config: Config) -> No
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline
     while loop.time() < until:
-        await fleet.training.using(READER, published.version)
+        await fleet.training.using((READER,), published.version)
         try:
             async with asyncio.timeout(lease):
                 await fleet.evaluation.use_weights(published)

@@ -113,8 +113,9 @@ class FakeTraining(FakeService, Training):
     async def published(self) -> Published:
         return Published(self.incarnation, self.version, self.arena, slot_of(self.version), "")
 
-    async def using(self, reader: str, version: int) -> None:
-        self._leases.using(reader, version)
+    async def using(self, readers: tuple[str, ...], version: int) -> None:
+        for reader in readers:
+            self._leases.using(reader, version)
         self._lease_changed.set()
 
     async def detached(self, reader: str) -> None:

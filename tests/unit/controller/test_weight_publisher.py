@@ -8,7 +8,7 @@ import pytest
 from asyncrl.concurrency import root_cause
 from asyncrl.controller.observers.events import Event, WeightsHandedOver
 from asyncrl.controller.weight_publisher import WeightPublisher
-from asyncrl.errors import DeadlineExceeded, PeerLost
+from asyncrl.errors import DeadlineExceeded, PeerLost, Refused
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.messages import Published, Using
 from asyncrl.protocols.service_contracts import Generation, Reward, Training
@@ -46,8 +46,8 @@ class Leases(Training):
     def __init__(self) -> None:
         self.using_now: dict[str, int] = {}
 
-    async def using(self, reader: str, version: int) -> None:
-        self.using_now[reader] = version
+    async def using(self, readers: tuple[str, ...], version: int) -> None:
+        self.using_now |= dict.fromkeys(readers, version)
 
 
 class Scene:
@@ -188,7 +188,7 @@ def test_a_reader_that_never_took_over_a_version_is_killed() -> None:
 
 def test_a_trainer_that_does_not_answer_kills_no_reader() -> None:
     class Stuck(Leases):
-        async def using(self, reader: str, version: int) -> None:
+        async def using(self, readers: tuple[str, ...], version: int) -> None:
             raise DeadlineExceeded("training0.0 did not answer using within 600 s")
 
     async def script(scene: Scene) -> None:
@@ -204,9 +204,9 @@ def test_a_trainer_that_does_not_answer_kills_no_reader() -> None:
 
 def test_a_reader_that_dies_after_its_answer_is_not_attached_again() -> None:
     class Slow(Leases):
-        async def using(self, reader: str, version: int) -> None:
+        async def using(self, readers: tuple[str, ...], version: int) -> None:
             await asyncio.sleep(1)
-            await super().using(reader, version)
+            await super().using(readers, version)
 
     async def script(scene: Scene) -> None:
         scene.announce(1)
@@ -217,6 +217,64 @@ def test_a_reader_that_dies_after_its_answer_is_not_attached_again() -> None:
     scene = Scene(Slow())
     play(scene, script)
     assert [event.reader for event in scene.events if isinstance(event, WeightsHandedOver)] == ["b"]
+
+
+class CountedCalls(Leases):
+    """Takes a second for each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[set[str], int]] = []
+
+    async def using(self, readers: tuple[str, ...], version: int) -> None:
+        self.calls.append(({*readers}, version))
+        await asyncio.sleep(1)
+        await super().using(readers, version)
+
+
+def test_readers_that_answer_during_a_call_to_the_trainer_share_the_next_one() -> None:
+    async def script(scene: Scene) -> None:
+        scene.publisher.join("c")
+        scene.announce(1)
+        await asyncio.sleep(10)
+
+    leases = CountedCalls()
+    scene = Scene(leases, a=[1.0], b=[1.2], c=[1.8])
+    play(scene, script)
+    assert leases.calls == [({"a", "b", "c"}, 1), ({"a"}, 1), ({"b", "c"}, 1)], "attached, then reported"
+    seconds = {event.reader: event.seconds for event in scene.events if isinstance(event, WeightsHandedOver)}
+    assert seconds == pytest.approx({"a": 3.0, "b": 4.0, "c": 4.0})
+
+
+def test_a_dead_reader_is_reported_no_more() -> None:
+    """A report after the end of its lease would begin another lease, which nobody ends."""
+
+    async def script(scene: Scene) -> None:
+        scene.announce(1)
+        await asyncio.sleep(2.5)  # b has answered, while the trainer takes what a reads
+        scene.publisher.forget("b")
+        await asyncio.sleep(10)
+
+    leases = CountedCalls()
+    play(Scene(leases, a=[1.0], b=[1.2]), script)
+    assert leases.calls == [({"a", "b"}, 1), ({"a"}, 1)]
+
+
+def test_readers_share_the_fate_of_their_report() -> None:
+    class Overwritten(CountedCalls):
+        async def using(self, readers: tuple[str, ...], version: int) -> None:
+            await super().using(readers, version)
+            if len(self.calls) == 3:
+                raise Refused("the arena holds [2, 3]")
+
+    async def script(scene: Scene) -> None:
+        scene.publisher.join("c")
+        scene.announce(1)
+        await asyncio.sleep(10)
+
+    scene = Scene(Overwritten(), a=[1.0], b=[1.2], c=[1.8])
+    play(scene, script)
+    assert [event.reader for event in scene.events if isinstance(event, WeightsHandedOver)] == ["a"]
 
 
 def test_weights_are_kept_for_those_that_are_told() -> None:

@@ -184,21 +184,21 @@ async def test_a_skipped_step_keeps_version_and_chain(tmp_path: Path, serving: S
 
 async def test_the_next_version_waits_until_every_reader_has_flipped(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
-        await service.using("fast", 0)
-        await service.using("slow", 0)
+        await service.using(("fast",), 0)
+        await service.using(("slow",), 0)
         await service.step(cuts(service, 0, 1))
         call = asyncio.ensure_future(service.step(cuts(service, 1, 2)))
-        await service.using("fast", 1)
+        await service.using(("fast",), 1)
         for _ in range(20):
             await asyncio.sleep(0)
         assert not call.done(), "slow still reads version 0, whose slot version 2 needs"
-        await service.using("slow", 1)
+        await service.using(("slow",), 1)
         assert (await call).version == 2
 
 
 async def test_a_dead_reader_holds_nothing_up(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
-        await service.using("dead", 0)
+        await service.using(("dead",), 0)
         await service.step(cuts(service, 0, 1))
         call = asyncio.ensure_future(service.step(cuts(service, 1, 2)))
         for _ in range(20):
@@ -219,7 +219,7 @@ async def test_a_slot_that_is_about_to_be_written_is_leased_to_nobody(tmp_path: 
 
 async def lease_again_and_again(service: CountingService, reader: str, version: int) -> None:
     for _ in range(100):
-        await service.using(reader, version)
+        await service.using((reader,), version)
         await asyncio.sleep(0)
         await service.detached(reader)
         await asyncio.sleep(0)
@@ -228,7 +228,7 @@ async def lease_again_and_again(service: CountingService, reader: str, version: 
 def test_a_reader_that_never_flips_is_named_and_the_trained_step_is_not_lost(tmp_path: Path, serving: Serving) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, config=config(staleness={"publish_deadline": 5.0})) as service:
-            await service.using("stuck", 0)
+            await service.using(("stuck",), 0)
             await service.step(cuts(service, 0, 1))
             batch, began = cuts(service, 1, 2), asyncio.get_running_loop().time()
             with pytest.raises(DeadlineExceeded, match="stuck still read"):

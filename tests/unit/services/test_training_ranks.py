@@ -163,14 +163,14 @@ async def test_only_the_first_rank_publishes_and_keeps_leases(tmp_path: Path, se
     async with serving_two(tmp_path) as two:
         one, other = two.ranks
         for rank in two.ranks:
-            await rank.using("slow", 0)
+            await rank.using(("slow",), 0)
         await two.step(cuts(one, 0, 1, 2))
         shares = two.calls(cuts(one, 1, 3, 4))
         waiting = asyncio.ensure_future(one.step(shares[0]))
         assert (await other.step(shares[1])).published is None
         assert not waiting.done(), "slow still reads version 0, whose slot version 2 needs"
         for rank in two.ranks:
-            await rank.using("slow", 1)
+            await rank.using(("slow",), 1)
         assert (await waiting).published == await one.published()
 
 

@@ -44,9 +44,10 @@ class Training:
         self.leases, self.version, self.waited = Leases(), 0, 0.0
         self.leases.end_write(0)
 
-    async def using(self, reader: str, version: int) -> None:
+    async def using(self, readers: tuple[str, ...], version: int) -> None:
         await asyncio.sleep(MESSAGE)
-        self.leases.using(reader, version)
+        for reader in readers:
+            self.leases.using(reader, version)
 
     async def detached(self, reader: str) -> None:
         await asyncio.sleep(MESSAGE)
