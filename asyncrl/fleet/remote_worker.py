@@ -157,7 +157,10 @@ class RemoteWorker:
     @property
     def alive(self) -> bool:
         """Returns whether it takes calls."""
-        return bool(self.channels) and not any([channel.lost.is_set() for channel in self.channels.values()])
+        for channel in self.channels.values():  # Asked several times a call, where `any` costs twice as much.
+            if channel.lost.is_set():
+                return False
+        return bool(self.channels)
 
     @property
     def status(self) -> str:

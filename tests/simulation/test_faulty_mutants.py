@@ -211,7 +211,7 @@ MUTANTS: Mapping[Callable[[Patch], None], int] = {
     a_restarted_worker_has_the_name_of_the_dead_one: 13,
     a_dead_reader_keeps_its_lease: 6,
     readers_are_not_attached_before_they_are_told: 734,
-    a_reader_that_holds_on_is_not_evicted: 1810,
+    a_reader_that_holds_on_is_not_evicted: 931,
     rows_are_never_released: 8,
     answers_of_an_overtaken_attempt_are_accepted: 170,
     off_by_one_in_the_limit: 0,

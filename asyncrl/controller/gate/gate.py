@@ -266,7 +266,7 @@ class Gate:
 
     @property
     def in_flight(self) -> int:
-        return sum(self.counts[stage] for stage in IN_FLIGHT)
+        return sum(map(self.counts.__getitem__, IN_FLIGHT))
 
     @property
     def offered(self) -> int:
@@ -325,11 +325,13 @@ class Gate:
             self._forget(number)
             return
         ready = group.members(Stage.READY)
-        if ready and self.may_cut(group):
+        may_cut = bool(ready) and self.may_cut(group)
+        if may_cut:
             self._offers.put(number, self._urgency(group), len(ready))
         else:
             self._offers.remove(number)
-        if ready and not group.awaits and not group.has(*OPEN) and not self.usable(group):
+        # A group that may not be cut has open members, or waits for its greedy answer.
+        if may_cut and not group.has(*OPEN) and not self.usable(group):
             self._unusable[number] = None
         else:
             self._unusable.pop(number, None)

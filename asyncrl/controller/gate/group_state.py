@@ -79,8 +79,7 @@ class GroupState:
 
     def has(self, *stages: Stage) -> bool:
         """Returns whether some member is in one of these stages."""
-        found = list(map(_stage_of, self.samples))
-        return any([stage in found for stage in stages])
+        return not {*stages}.isdisjoint(map(_stage_of, self.samples))  # Stops at the first one.
 
     def members(self, *stages: Stage) -> tuple[int, ...]:
         wanted = map(stages.__contains__, map(_stage_of, self.samples))

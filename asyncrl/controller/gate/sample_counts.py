@@ -36,9 +36,14 @@ class SampleCounts:
             self._running_since[sample.since] += change
 
     def move(self, sample: SampleState, stage: Stage) -> None:
-        self.count(sample, -1)
+        """Moves a sample on. No sample moves to RUNNING: a new attempt makes a new one."""
+        assert stage is not Stage.RUNNING, "count a new sample instead"
+        if sample.stage is Stage.RUNNING:
+            self.count(sample, -1)
+        else:
+            self.stages[sample.stage] -= 1
         sample.stage = stage
-        self.count(sample, +1)
+        self.stages[stage] += 1
 
     def ended(self, group: GroupState) -> None:
         """Takes one sample of the group out of those in flight."""
