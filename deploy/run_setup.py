@@ -219,7 +219,7 @@ async def _train(
         async with _fleet(replace(request, forks=forks), questions, facts, signals, scorers) as running:
             rollback.begun = True
             display.say(f"run directory: {directory.path}")
-            with gc_frozen():
+            with gc_frozen() as frozen:
                 run = TrainingRun(
                     state,
                     questions,
@@ -230,6 +230,7 @@ async def _train(
                     signals.ending_in_order,
                     signals.abandon,
                     progress,
+                    frozen,
                 )
                 await run.run()
 

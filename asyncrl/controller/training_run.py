@@ -28,6 +28,7 @@ from asyncrl.controller.saved_rows import read_terms, save_rows, write_terms
 from asyncrl.errors import DeadlineExceeded, FleetFailed
 from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
+from asyncrl.fleet.worker.gc_freeze import FrozenObjects
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.tasks import Draw
@@ -111,7 +112,8 @@ class TrainingRun:
     """Runs one controller on one running fleet, with recorder, alarms, evaluation and checkpoints.
 
     ending_in_order: returns a scope in which the first interrupt calls its argument, and does not abandon the run.
-    abandon: cancels the run, and says why. progress: shows what the run does while no step ends.
+    abandon: cancels the run, and says why. progress: shows what the run does while no step ends. frozen: takes what is
+    in flight after each step.
     """
 
     state: RunState
@@ -123,6 +125,7 @@ class TrainingRun:
     ending_in_order: Callable[[Callable[[], None]], AbstractContextManager[None]]
     abandon: Callable[[str], None]
     progress: RunProgress
+    frozen: FrozenObjects
 
     def __post_init__(self) -> None:
         self.config = self.running.facts.config
@@ -207,6 +210,7 @@ class TrainingRun:
         self._abandon_timer = asyncio.get_running_loop().call_later(STOP_TIMEOUT, self.abandon, why)
 
     async def _between(self, version: int) -> None:
+        self.frozen.add_survivors()
         every = self.config.training.checkpoint_every
         if self._last_commit < 0 or (every and version - self._last_commit >= every):
             await self._commit(version)
