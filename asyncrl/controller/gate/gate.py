@@ -325,12 +325,10 @@ class Gate:
             self._forget(number)
             return
         ready = group.members(Stage.READY)
-        may_cut = bool(ready) and self.may_cut(group)
-        if may_cut:
+        if may_cut := bool(ready) and self.may_cut(group):
             self._offers.put(number, self._urgency(group), len(ready))
         else:
             self._offers.remove(number)
-        # A group that may not be cut has open members, or waits for its greedy answer.
         if may_cut and not group.has(*OPEN) and not self.usable(group):
             self._unusable[number] = None
         else:
