@@ -214,7 +214,7 @@ MUTANTS: Mapping[Callable[[Patch], None], int] = {
     a_reader_that_holds_on_is_not_evicted: 931,
     rows_are_never_released: 8,
     answers_of_an_overtaken_attempt_are_accepted: 170,
-    off_by_one_in_the_limit: 0,
+    off_by_one_in_the_limit: 7,
     a_step_runs_twice: 0,
     a_checkpoint_is_acknowledged_before_the_journal_is_on_disk: 4,
     trained_is_told_before_it_is_written_down: 0,
