@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from asyncrl.protocols.messages import PROTOCOL, WIRE_TYPES, Score
-from asyncrl.protocols.service_contracts import Critic, Generation, Reference, Reward, Training
+from asyncrl.protocols.service_contracts import Critic, Environment, Generation, Reference, Reward, Training
 
 DIGESTS = {
     4: "91705afc5d8c409a",
@@ -22,6 +22,7 @@ DIGESTS = {
     14: "0ea7b132d4857811",
     15: "e8d0e2a838f81a99",
     16: "bdc43945bbd94c14",
+    17: "e2122d009594170f",
 }
 """Of what the messages and the calls of each protocol are made of."""
 
@@ -37,7 +38,7 @@ def test_messages_and_endpoints_change_with_the_number_of_the_protocol_only() ->
     messages = [f"{wire.__name__}({', '.join(map(described, fields(wire)))})" for wire in WIRE_TYPES]
     calls = [
         f"{contract.__name__}.{name}{inspect.signature(getattr(contract, name))}"
-        for contract in (Generation, Reward, Reference, Critic, Training)
+        for contract in (Generation, Environment, Reward, Reference, Critic, Training)
         for name in sorted(contract.endpoints)
     ]
     digest = sha256("\n".join(messages + calls).encode()).hexdigest()[:16]
