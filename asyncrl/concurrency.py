@@ -57,6 +57,16 @@ async def running_beside(work: Mapping[str, Coroutine[Any, Any, None]]) -> Async
                 task.cancel()
 
 
+def start_task(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    """Starts a task of a group. Raises RuntimeError when the group is ending; before Python 3.13 that would leave a
+    coroutine behind that nobody awaits."""
+    try:
+        return tasks.create_task(work, name=name)
+    except RuntimeError:
+        work.close()
+        raise
+
+
 def unwrap(error: BaseException) -> BaseException:
     """Returns the only error inside nested groups; the error itself when it is no group or holds several."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:

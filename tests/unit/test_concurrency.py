@@ -1,9 +1,10 @@
 import asyncio
+import inspect
 from typing import NoReturn
 
 import pytest
 
-from asyncrl.concurrency import gather, one_error, running_beside, unwrap
+from asyncrl.concurrency import gather, one_error, running_beside, start_task, unwrap
 from asyncrl.errors import FleetFailed, LostRows, PeerLost
 
 
@@ -110,3 +111,15 @@ def test_what_is_chosen_may_be_the_group_itself() -> None:
     with pytest.raises(ExceptionGroup) as raised, one_error(unwrap):
         raise ExceptionGroup("both", [KeyError("one"), KeyError("another")])
     assert len(raised.value.exceptions) == 2
+
+
+async def test_a_task_that_comes_too_late_leaves_no_coroutine_behind() -> None:
+    async def work() -> None:
+        raise AssertionError("it must not run")
+
+    late = work()
+    async with asyncio.TaskGroup() as tasks:
+        pass
+    with pytest.raises(RuntimeError, match="finished"):
+        start_task(tasks, late, "late")
+    assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED

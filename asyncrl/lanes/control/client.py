@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, Self
 
+from asyncrl.concurrency import start_task
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WireError
 from asyncrl.lanes.control.credit import Credit
 from asyncrl.lanes.control.deadlines import Deadline, Deadlines
@@ -101,13 +102,13 @@ class Client:
         """Says hello. Raises Refused, PeerLost (also after `fail`), DeadlineExceeded after `deadline` seconds."""
         self._check()
         self._welcome = PendingReply()
-        self._tasks.append(tasks.create_task(self._listen(), name=f"connection to {self.peer}"))
+        self._tasks.append(start_task(tasks, self._listen(), f"connection to {self.peer}"))
         with self._within(deadline, "hello", -1):
             await self._sequence.send(self.hello)
             await self._welcome.future
         if self.heartbeat is not None:
             heartbeats = self._send_heartbeats(self.heartbeat)
-            self._tasks.append(tasks.create_task(heartbeats, name=f"heartbeat to {self.peer}"))
+            self._tasks.append(start_task(tasks, heartbeats, f"heartbeat to {self.peer}"))
 
     def fail(self, reason: str) -> None:
         """Makes every outstanding call raise PeerLost now, and every later one at once."""
