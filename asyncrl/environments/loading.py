@@ -47,7 +47,7 @@ class EnvironmentSpec:
 
 def load(spec: EnvironmentSpec) -> MakeEnvironment:
     """Returns what makes environments; raises ConfigError if there is no such class, it lacks a method, or it does not
-    take the options."""
+    take the options. The error of a class that refuses their values is raised as it is."""
     spec = _adapted(spec)
     environment = _class_of(spec)
     for method, arguments in CALLS.items():
@@ -60,7 +60,12 @@ def load(spec: EnvironmentSpec) -> MakeEnvironment:
             f"environment.options: {spec.use} is made with {_call('', spec.options)}: {error}"
             f"{suggestion(next(iter(spec.options), ''), names)}"
         ) from None
-    return lambda: environment(**spec.options)
+
+    def make() -> Any:
+        return environment(**spec.options)
+
+    make()  # Shows values that the class refuses before the first episode.
+    return make
 
 
 def _adapted(spec: EnvironmentSpec) -> EnvironmentSpec:

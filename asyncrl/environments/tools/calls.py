@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-LARGEST = 2**20
-"""Characters of an answer that is read; a longer one is a mistake. A thousand tokens have some 4,000."""
+LARGEST = 2**17
+"""Characters of an answer that is read; a longer one is a mistake. A thousand tokens have some
+4,000. Reading so many numbers takes a second."""
 
 DEEPEST = 64
 """Brackets inside brackets of a call. Readers recurse no deeper, so no answer exhausts the stack."""

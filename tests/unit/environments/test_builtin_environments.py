@@ -83,3 +83,8 @@ def test_the_example_of_the_document_runs(tmp_path: Path) -> None:
     assert opening.text == "Which number?"
     assert [answer.text for answer in answers].count("yes") == 1
     assert sum(answer.reward for answer in answers) == 1.0
+
+
+def test_a_value_that_an_environment_refuses_is_an_error_before_its_first_episode() -> None:
+    with pytest.raises(ConfigError, match=r"environment\.options\.form: there is no form x"):
+        load(EnvironmentSpec("tools", {"functions": ["builtins:len"], "form": "x"}))
