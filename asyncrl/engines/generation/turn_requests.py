@@ -66,6 +66,8 @@ class TurnRequests:
         return turns, ended
 
     def _request(self, prompts: PromptGroup, member: int, ids: Ids, before: Trajectory | None) -> SampleRequest:
+        """Returns a request that starts with no older weights than those that sampled the turn before."""
+        versions: list[int] = before.versions[-1:].tolist() if before else []
         used, drawn, turns = (len(before.response), len(before.versions), before.turns) if before else (0, 0, 0)
         return SampleRequest(
             (prompts.id, member, prompts.attempt),
@@ -73,7 +75,7 @@ class TurnRequests:
             member_seed(prompts.seed, member),
             prompts.temperature,
             min(prompts.max_new_tokens, self.budget.answer - used),
-            prompts.not_before,
+            max(prompts.not_before, *versions),
             prompts.deadline,
             drawn,
             may_go_on=turns + 1 < self.max_turns,

@@ -211,6 +211,20 @@ async def test_the_next_turn_is_the_same_at_another_worker(start: Start, environ
                 assert mine.tobytes() == others.tobytes()
 
 
+async def test_a_turn_waits_for_the_weights_that_sampled_the_turn_before(
+    start: Start, environment: PlayedEnvironment
+) -> None:
+    """Another worker may have older weights, and the versions of a sample never fall."""
+    async with start(version=5) as one, start(version=4) as other:
+        rows = environment.step(one, await sampled(one, group()), " no")
+        waiting = asyncio.ensure_future(sampled(other, going_on(group(), rows)))
+        await until(other, lambda: other._engine.waiting == len(rows))
+        assert not other._engine.active
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
 async def test_members_go_on_one_by_one_and_a_turn_frees_the_row_of_the_turns_before(
     start: Start, environment: PlayedEnvironment
 ) -> None:
