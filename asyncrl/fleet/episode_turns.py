@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from asyncrl.concurrency import one_error
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import PromptGroup
@@ -40,17 +41,19 @@ async def sample_turns(
     finished: TakeSamples,
     answered: TakeSamples = ignore,
 ) -> None:
-    """Does what `sample_group` does, with these services. environment: None where each sample is one answer."""
+    """Does what `sample_group` does, with these services. environment: None where each sample is one answer. Raises the
+    error of a call bare, as a call alone does."""
     if environment is None:
         async for samples in generation.generate(prompts):
             finished(samples)
     elif prompts.members:
         opening = await environment.reset(prompts, row)
         begun = replace(prompts, prompt=opening.prompt, tools=opening.tools)
-        async with TaskGroup() as tasks:
-            episodes = _Episodes(generation, environment, row, finished, answered, tasks)
-            for part in _begun_and_continued(begun):
-                tasks.create_task(episodes.sample(part))
+        with one_error():
+            async with TaskGroup() as tasks:
+                episodes = _Episodes(generation, environment, row, finished, answered, tasks)
+                for part in _begun_and_continued(begun):
+                    tasks.create_task(episodes.sample(part))
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,13 +88,14 @@ class Evaluator:
                 deadline=self.config.generation.deadline,
             )
             finished: list[BatchRef] = []
-            await sample_turns(self.generation, self.environment, prompts, row, finished.append)
-            samples = BatchRef.join(finished)
             try:
+                await sample_turns(self.generation, self.environment, prompts, row, finished.append)
+                samples = BatchRef.join(finished)
                 scored = await gather(*(scorer.score(samples, row) for scorer in self._scorers))
                 return [[score.reward for score in scores] for scores in scored]
             finally:
-                names = [sample.name for sample in samples]
+                # Also those that have not finished: the next try of the version has samples of the same names.
+                names = [(group, member, version) for member in prompts.members]
                 for maker in filter(None, (self.generation, self.environment)):
                     await maker.release(names, oldest=0)
 

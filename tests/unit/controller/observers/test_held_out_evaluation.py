@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ from asyncrl.controller.observers.held_out_evaluation import (
     copy_weights,
     summary,
 )
-from asyncrl.errors import DeadlineExceeded, Refused, WeightsError
+from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.lanes.weights.leases import Leases
-from asyncrl.protocols.batch import BatchRef, SampleName
-from asyncrl.protocols.messages import PromptGroup, Published, Score, Using
+from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
+from asyncrl.protocols.messages import Opening, PromptGroup, Published, Score, Using
 from asyncrl.simulation import virtual_loop
 
 PATIENCE = 10.0
@@ -211,6 +212,38 @@ class Asked:
 class ScoresNothing:
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
         return []
+
+
+class DiesInAnEpisode(Asked):
+    """Generation that dies in the second turn, and notes what it shall free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released: list[SampleName] = []
+
+    async def reset(self, prompts: PromptGroup, row: dict[str, Any]) -> Opening:
+        return Opening(prompts.prompt)
+
+    async def step(self, samples: BatchRef, row: dict[str, Any]) -> BatchRef:
+        return BatchRef(tuple(replace(sample, finish="") for sample in samples))
+
+    async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
+        if prompts.continues is not None:
+            raise PeerLost("killed")
+        yield BatchRef((RowRef(prompts.id, 0, prompts.attempt, 0, 1, 1, 4, 4, "stop", ()),))
+
+    async def release(self, samples: list[SampleName], oldest: int) -> None:
+        self.released += samples
+
+
+def test_a_worker_that_dies_in_an_episode_leaves_nothing_to_a_second_try() -> None:
+    dies: Any = DiesInAnEpisode()
+    sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "environment": {"use": "guess"}}
+    chosen = Config.model_validate({**sections, "evaluate": {"prompts": "p", "samples": 2}})
+    evaluator = Evaluator(dies, UNUSED, [("one", {})], chosen, environment=dies)
+    with pytest.raises(PeerLost, match="killed"):
+        virtual_loop.run(evaluator.evaluate(4, 0))
+    assert dies.released == [(-1, 0, 4), (-1, 1, 4)] * 2
 
 
 def test_prompts_are_sampled_as_the_evaluation_says_and_not_as_training_does() -> None:
