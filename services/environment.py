@@ -178,11 +178,7 @@ class EnvironmentService(Service, Environment):
         found = await self.context.reader.read(BatchRef((sample,)), names)
         columns: dict[str, Array] = {name: found[name][0] for name in names}
         transcript = read_transcript(columns["transcript"])
-        seed = group_seed(self.context.config.seed, sample.group)
-        with self.context.occupancy.computing():
-            played = await self._pool.play(Play(state.name, row, seed, said_in(transcript)))
-        self.counters["answers"] += len(played.answers)
-        self._check_replay(sample, transcript, played)
+        played = await self._play(state, sample, row, transcript)
         state.seconds += played.seconds
         if played.error:
             finish, reward = FAILED, 0.0
@@ -198,6 +194,21 @@ class EnvironmentService(Service, Environment):
         if finish:
             await self._pool.forget([state.name])
         return state.answered
+
+    async def _play(self, state: EpisodeState, sample: RowRef, row: PackedRow, transcript: Transcript) -> Played:
+        """Plays the newest turn. The children forget an episode that does not stand where the transcript does, with
+        which no attempt may go on, and one whose sample was released meanwhile, which no later release names."""
+        seed, goes_on = group_seed(self.context.config.seed, sample.group), False
+        try:
+            with self.context.occupancy.computing():
+                played = await self._pool.play(Play(state.name, row, seed, said_in(transcript)))
+            self.counters["answers"] += len(played.answers)
+            self._check_replay(sample, transcript, played)
+            goes_on = self._groups.get(sample.group, {}).get(sample.name) is state
+        finally:
+            if not goes_on:
+                await self._pool.forget([state.name])
+        return played
 
     def _rewards_before(self, state: EpisodeState, sample: RowRef, played: Played) -> list[float]:
         """Returns the rewards of the turns before the newest one, of which a replay gives those that are not known."""

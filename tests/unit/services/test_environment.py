@@ -163,6 +163,31 @@ async def test_a_new_attempt_goes_on_with_the_episode_that_lives(service: MakeSe
         assert environment.rows.used == 0
 
 
+async def test_no_attempt_goes_on_with_an_episode_that_came_out_otherwise(
+    service: MakeService, generated: RowStore
+) -> None:
+    """A child has the turn that failed already: its answer would be taken for that of another attempt."""
+    async with service(options={"random_answers": True}) as environment:
+        (first,) = await step(environment, said(generated, "a"))
+        before = stored(environment, first)["transcript"]
+        await environment._pool.forget([first.name])  # Its child died.
+        for attempt, turn in enumerate(("b", "c")):
+            with pytest.raises(Retryable, match="answered turn 1 with"):
+                await step(environment, said(generated, "a", turn, before=before, attempt=attempt))
+
+
+async def test_an_episode_that_is_answered_after_its_release_is_forgotten(
+    service: MakeService, generated: RowStore
+) -> None:
+    async with service("Slow") as environment:
+        answer = asyncio.create_task(step(environment, said(generated, "a")))
+        while not environment._groups:
+            await asyncio.sleep(0)
+        await environment.release([(3, 0, 0)], 0)
+        await answer
+        assert not environment._pool._homes
+
+
 async def test_an_opening_that_the_seed_does_not_determine_is_an_error(
     service: MakeService, generated: RowStore
 ) -> None:
