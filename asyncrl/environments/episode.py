@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import math
 import traceback
 from collections.abc import Callable, Coroutine, Generator, Mapping
@@ -68,6 +69,8 @@ class Episode:
             calling.cancel()
             await asyncio.wait({calling}, timeout=GRACE)
             return _failed(f"`{method}` hung: no answer within {deadline:g} s", monotonic() - began)
+        if calling.cancelled():
+            return _failed(f"`{method}` raised CancelledError, of a task of its own", monotonic() - began)
         try:
             return plain(calling.result(), method, self._most) | {"seconds": monotonic() - began}
         except NoObservation as mistake:
@@ -137,6 +140,7 @@ def plain(returned: Any, method: str, most: int) -> Answer:
     }
     try:
         size = len(msgpack.packb(answer))
+        json.dumps(answer, allow_nan=False)  # Transcripts are JSON.
     except (TypeError, ValueError, OverflowError) as error:
         raise NoObservation(f"an observation of `{method}` holds what is no plain value: {error}") from None
     if size > LARGEST_OPENING + most:

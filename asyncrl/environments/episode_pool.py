@@ -91,7 +91,7 @@ class EpisodeChild(GuardedProcess):
         self.finished = 0
         self._mark = -1
         self._last_mark = NOBODY
-        self._known: set[SampleName] = set()
+        self._known: dict[SampleName, int] = {}  # The turns that the child has taken, or will have.
         self._running: dict[int, EpisodeCall] = {}
         self._numbers = itertools.count(NOBODY + 1)
         self._heard = 0.0
@@ -120,8 +120,9 @@ class EpisodeChild(GuardedProcess):
         said nothing for longer than `deadline`."""
         number, call = next(self._numbers), EpisodeCall(Played(), asyncio.get_running_loop().create_future())
         self._running[number] = call
-        row = None if play.episode in self._known else play.row.data.tobytes()
-        self._known.add(play.episode)
+        begins = self._known.get(play.episode, len(play.said) + 1) > len(play.said)
+        row = play.row.data.tobytes() if begins else None
+        self._known[play.episode] = len(play.said)
         message = {"call": number, "episode": play.episode, "said": play.said, "seed": play.seed, "row": row}
         try:
             await self.send(message | {"deadline": deadline})
@@ -138,10 +139,9 @@ class EpisodeChild(GuardedProcess):
 
     async def forget(self, episodes: Iterable[SampleName]) -> None:
         """Lets the child forget these episodes."""
-        if known := self._known.intersection(episodes):
-            self._known -= known
+        if known := [episode for episode in episodes if self._known.pop(episode, None) is not None]:
             with suppress(ChildEnded):
-                await self.send({"end": list(known)})
+                await self.send({"end": known})
 
     async def _answered(self, call: EpisodeCall, silence: float) -> Played:
         """Waits as long as the child answers some call. Raises TimeoutError after `silence` seconds without any."""

@@ -67,6 +67,12 @@ class Troubles(Counts):
             return Observation("", reward=float("nan"))
         if message == "number":
             return Observation(5)
+        if message == "bytes":
+            return Observation([{"role": "user", "content": "", "image": b"1"}])
+        if message == "cancelled":
+            task = asyncio.create_task(asyncio.Event().wait())
+            task.cancel()
+            await task
         if message == "speaks":
             return Observation([{"role": "assistant", "content": "I am the policy"}])
         if message == "much":
@@ -133,6 +139,13 @@ async def test_an_episode_that_was_forgotten_is_played_again(pool: MakePool) -> 
         assert texts(await made.play(play("a", "b"))) == {0: "p 3", 1: "a 4", 2: "b 5"}
 
 
+async def test_an_episode_that_went_further_begins_again(pool: MakePool) -> None:
+    async with pool("Counts") as made:
+        await made.play(play("a", "b"))
+        assert texts(await made.play(play())) == {0: "p 3"}
+        assert texts(await made.play(play("c"))) == {1: "c 4"}
+
+
 async def test_plain_methods_messages_and_tools(pool: MakePool) -> None:
     async with pool("Plain") as made:
         assert (await made.play(play())).answers[0]["tools"] == [{"name": "add"}]
@@ -160,6 +173,8 @@ async def test_many_episodes_wait_at_once_and_share_the_children(pool: MakePool)
         ("nan", "`step` gave the reward nan"),
         ("number", "the text of `step` is no string and no list of messages, but 5"),
         ("speaks", "a message of `step` has the role assistant"),
+        ("bytes", "an observation of `step` holds what is no plain value: Object of type bytes"),
+        ("cancelled", "`step` raised CancelledError, of a task of its own"),
     ],
 )
 async def test_trouble_is_the_result_of_its_own_episode(pool: MakePool, said: str, reason: str) -> None:
