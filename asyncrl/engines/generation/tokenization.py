@@ -1,6 +1,8 @@
 """Tokenization of prompts (text, or messages with a chat template) and completions, stop strings and end ids."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from asyncrl.errors import TaskError
 WINDOW_MARGIN = 8  # extra tokens in the search window, for what a tokenizer strips at its edge
 BYTES_PER_CHARACTER = 4  # longest UTF-8 character; a byte-level token may be a single byte
 EXCERPT = 60  # longest quote of a message in an error, in characters
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Around quoted text: Unicode assigns no character to these.
+QUOTED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 
 Message = dict[str, Any]
 
@@ -42,6 +46,30 @@ class TokenizerWithStops:
     def text_ids(self, text: str) -> NDArray[np.int32]:
         """Returns the token ids of a text alone, without special tokens."""
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    def rendered_ids(self, text: str) -> NDArray[np.int32]:
+        """Returns the token ids of a rendered text, in which special tokens between quotes are text."""
+        plain, *others = QUOTED.split(text)
+        ids = [self.text_ids(plain)]
+        for quoted, after in zip(others[::2], others[1::2], strict=True):
+            settings = {"add_special_tokens": False, "split_special_tokens": True}
+            ids += [np.asarray(self._tokenizer(quoted, **settings)["input_ids"], np.int32), self.text_ids(after)]
+        return np.concatenate(ids)
+
+    def quoted(self, value: Any) -> Any:
+        """Returns a message, or a part of one, with quotes around all that reads like a special token."""
+        if isinstance(value, str):
+            text = value.replace(OPEN, "").replace(CLOSE, "")
+            return self._special_text.sub(lambda found: f"{OPEN}{found[0]}{CLOSE}", text)
+        if isinstance(value, Mapping):
+            return {key: self.quoted(each) for key, each in value.items()}
+        return [self.quoted(each) for each in value] if isinstance(value, list | tuple) else value
+
+    @cached_property
+    def _special_text(self) -> re.Pattern[str]:
+        """Returns the pattern of special tokens, of which the longer one is found first; else one that finds none."""
+        tokens = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        return re.compile("|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or "(?!)")
 
     def render_chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
         """Renders messages with the model's template, which is third-party code, and its mark for the start of an

@@ -3,8 +3,8 @@
     prompt | sampled, turn 1 | given | sampled, turn 2 | given | ...
 
 Given tokens are what the chat template writes after an answer, up to its next mark for the start of an answer: the end
-of the turn, the environment's messages, and that mark. A prompt that is text has no template, and the environment's
-text is tokenized as it is.
+of the turn, the environment's messages, and that mark. What reads like a special token in these messages stays text. A
+prompt that is text has no template, and the environment's text is tokenized as it is, with the special tokens in it.
 
 The template is asked about a stand-in for the conversation, so it has to leave earlier messages as they are. Whether it
 does depends on the role of the environment's messages: some templates drop the thoughts of answers before the newest
@@ -60,7 +60,8 @@ class TurnRenderer:
         for role in dict.fromkeys(str(message["role"]) for message in messages):
             if problem := self._problem(role):
                 raise TaskError(problem)
-        ids = self._tokenizer.text_ids(self._suffix(messages, tools))
+        # The environment may repeat what the policy wrote, which must not become a mark of the template.
+        ids = self._tokenizer.rendered_ids(self._suffix(self._tokenizer.quoted(messages), tools))
         return ids[1:] if self._ends_with(answer, ids) else ids
 
     def _ends_with(self, answer: Ids, ids: Ids) -> bool:
