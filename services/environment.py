@@ -47,12 +47,14 @@ FAILED = "environment"
 @dataclass(slots=True)
 class EpisodeState:
     """Holds what this worker knows of an episode. name: the one that the children know it by. rewards: of the turns
-    answered so far. answered: its newest row. answering: the call that answers it now."""
+    answered so far. answered: its newest row. said: hash of what the policy had said by then. answering: the call that
+    answers it now."""
 
     name: SampleName
     rewards: list[float] = field(default_factory=list)
     seconds: float = 0.0
     answered: RowRef | None = None
+    said: int = 0
     answering: "asyncio.Task[RowRef | AsyncrlError] | None" = None
 
 
@@ -139,13 +141,14 @@ class EnvironmentService(Service, Environment):
             own[name] = EpisodeState(name)
         return own[name]
 
-    def _take_over(self, state: EpisodeState, sample: RowRef) -> None:
-        """Goes on with the episode of an earlier attempt, if that is where this sample stands."""
-        if state.answered is not None or state.answering is not None:
+    def _take_over(self, state: EpisodeState, sample: RowRef, before: tuple[str, ...]) -> None:
+        """Goes on with the episode of an earlier attempt, if that is where this sample stands. before: what the policy
+        said before the newest turn; an attempt that began anew may have said something else."""
+        if state.answered is not None:
             return
-        for (_, member, attempt), earlier in self._groups[sample.group].items():
+        for (_, member, attempt), earlier in self._groups.get(sample.group, {}).items():
             same = member == sample.member and attempt < sample.attempt and earlier.answering is None
-            if same and earlier.answered is not None and earlier.answered.turns == sample.turns - 1:
+            if same and earlier.answered is not None and earlier.said == hash(before):
                 state.name, state.rewards, state.seconds = earlier.name, list(earlier.rewards), earlier.seconds
 
     def _prompt(self, text: str | Transcript) -> str | Transcript:
@@ -160,7 +163,6 @@ class EnvironmentService(Service, Environment):
         state = self._state(sample.name)
         if state.answered is not None and state.answered.turns == sample.turns:
             return state.answered
-        self._take_over(state, sample)
         if state.answering is None:
             work = self._answer(state, sample, row)
             state.answering = self.context.tasks.create_task(_caught(work), name=f"episode {sample.name}")
@@ -178,6 +180,8 @@ class EnvironmentService(Service, Environment):
         found = await self.context.reader.read(BatchRef((sample,)), names)
         columns: dict[str, Array] = {name: found[name][0] for name in names}
         transcript = read_transcript(columns["transcript"])
+        said = said_in(transcript)
+        self._take_over(state, sample, said[:-1])
         played = await self._play(state, sample, row, transcript)
         state.seconds += played.seconds
         if played.error:
@@ -191,6 +195,7 @@ class EnvironmentService(Service, Environment):
         columns["transcript"] = transcript_column(transcript)
         columns["turn_rewards"] = np.array(state.rewards, np.float32)
         state.answered = replace(sample, finish=finish, places=(self.keep(sample.name, columns),))
+        state.said = hash(said)
         if finish:
             await self._pool.forget([state.name])
         return state.answered

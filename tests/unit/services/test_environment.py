@@ -163,6 +163,18 @@ async def test_a_new_attempt_goes_on_with_the_episode_that_lives(service: MakeSe
         assert environment.rows.used == 0
 
 
+async def test_an_attempt_that_began_anew_does_not_go_on_with_another_history(
+    service: MakeService, generated: RowStore
+) -> None:
+    """Its first turns were answered by another worker, which died."""
+    async with service() as environment:
+        await step(environment, said(generated, "a"))
+        before = [{"role": "assistant", "content": "other"}, {"role": "user", "content": "other 6"}]
+        (row,) = await step(environment, said(generated, "other", "b", before=before, attempt=1))
+        assert stored(environment, row)["rewards"] == [6.0, 7.0]
+        assert environment.counters["replayed"] == 1
+
+
 async def test_no_attempt_goes_on_with_an_episode_that_came_out_otherwise(
     service: MakeService, generated: RowStore
 ) -> None:
@@ -180,11 +192,12 @@ async def test_an_episode_that_is_answered_after_its_release_is_forgotten(
     service: MakeService, generated: RowStore
 ) -> None:
     async with service("Slow") as environment:
-        answer = asyncio.create_task(step(environment, said(generated, "a")))
-        while not environment._groups:
-            await asyncio.sleep(0)
-        await environment.release([(3, 0, 0)], 0)
-        await answer
+        async with asyncio.timeout(20):
+            answer = asyncio.create_task(step(environment, said(generated, "a")))
+            while not environment._groups:
+                await asyncio.sleep(0)
+            await environment.release([(3, 0, 0)], 0)
+            await answer
         assert not environment._pool._homes
 
 
