@@ -128,7 +128,7 @@ class EnvironmentService(Service, Environment):
         episodes = []
         for name in dict.fromkeys(over):
             own = self._groups[name[0]]
-            episodes.append(own.pop(name).name)
+            episodes += [name, own.pop(name).name]  # `reset` began one by the first, whichever went on.
             if not own:
                 del self._groups[name[0]]
             if not any(each[2] == name[2] for each in own):

@@ -161,6 +161,7 @@ async def test_a_new_attempt_goes_on_with_the_episode_that_lives(service: MakeSe
         await environment.release([(3, 0, 1)], 0)
         assert environment.rows is not None
         assert environment.rows.used == 0
+        assert not environment._pool._homes
 
 
 async def test_an_attempt_that_began_anew_does_not_go_on_with_another_history(
