@@ -125,7 +125,7 @@ class EnvironmentService(Service, Environment):
         for group, member, attempt in samples:
             known = self._groups.get(group, {})
             over += [name for name in known if name[1] == member and name[2] <= attempt]
-        episodes = []
+        episodes: list[SampleName] = []
         for name in dict.fromkeys(over):
             own = self._groups[name[0]]
             episodes += [name, own.pop(name).name]  # `reset` began one by the first, whichever went on.
