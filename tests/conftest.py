@@ -38,6 +38,8 @@ def pytest_collection_finish() -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # A shell starts what it runs in the background like this.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # So does nohup.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     session.stash[BEFORE] = _segments()
 
 
