@@ -85,8 +85,8 @@ def test_a_group_that_left_a_silent_worker_before_its_death_was_known_was_there(
         Fault("cut", 9, seconds=20.0),
         Fault("repeat", 73, seconds=0.05),
         Fault("host", 96, target="reward"),
-        Fault("host", 331, target="generation"),
-        Fault("controller", 362, turns=8, power=True),
+        Fault("host", 306, target="generation"),
+        Fault("controller", 337, turns=8, power=True),
     )
     shape = {"groups": 1, "slots": 2, "flip_time": 0.3, "reward_time": 0.0, "latency": 0.1}
     outcome = run_trial(
