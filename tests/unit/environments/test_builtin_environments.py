@@ -12,6 +12,7 @@ from asyncrl.environments.calculator import Calculator
 from asyncrl.environments.guess import HIGHER, NO_HINT, NUMBERS, Guess
 from asyncrl.environments.loading import EnvironmentSpec, load
 from asyncrl.environments.observation import Observation
+from asyncrl.errors import ConfigError
 from asyncrl.tasks.builtin import calculator, guess
 
 DOCUMENT = Path(__file__).parents[3] / "docs/environments.md"
