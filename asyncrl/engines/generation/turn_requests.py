@@ -75,7 +75,7 @@ class TurnRequests:
             member_seed(prompts.seed, member),
             prompts.temperature,
             min(prompts.max_new_tokens, self.budget.answer - used),
-            max(prompts.not_before, *versions),
+            max([prompts.not_before, *versions]),
             prompts.deadline,
             drawn,
             may_go_on=turns + 1 < self.max_turns,

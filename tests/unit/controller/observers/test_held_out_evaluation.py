@@ -239,7 +239,7 @@ class DiesInAnEpisode(Asked):
 def test_a_worker_that_dies_in_an_episode_leaves_nothing_to_a_second_try() -> None:
     dies: Any = DiesInAnEpisode()
     sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "environment": {"use": "guess"}}
-    chosen = Config.model_validate({**sections, "evaluate": {"prompts": "p", "samples": 2}})
+    chosen = Config.model_validate({**sections, "evaluate": {"prompts": "p", "samples": 2, "temperature": 1.0}})
     evaluator = Evaluator(dies, UNUSED, [("one", {})], chosen, environment=dies)
     with pytest.raises(PeerLost, match="killed"):
         virtual_loop.run(evaluator.evaluate(4, 0))
