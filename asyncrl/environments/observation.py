@@ -11,9 +11,9 @@ Message = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class Observation:
     """Says what the policy is shown next. text: the text of one user message, or chat messages with roles of their own;
-    for `reset` the prompt. reward: of the turn that it answers. done: the episode has ended. info: plain values for
-    metrics and for a reader of the samples. tools: of `reset` only, JSON schemas of the functions that the policy may
-    call."""
+    for `reset` the prompt. reward: of the turn that it answers. done: the episode has ended. info: what the
+    environment notes for itself; asyncrl does not read it. tools: of `reset` only, JSON schemas of the functions that
+    the policy may call."""
 
     text: str | list[Message]
     reward: float = 0.0
