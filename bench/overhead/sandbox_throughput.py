@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from asyncrl.bench.measurements import MachineLoad, RoundValues, goal_line, in_turn, number, ratios, table
+from asyncrl.children.sandbox import Program, SandboxPool, TestCase
+from asyncrl.children.sandbox.bubblewrap import python_for_programs
 from asyncrl.concurrency import gather
-from asyncrl.environments.sandbox import Program, SandboxPool, TestCase
-from asyncrl.environments.sandbox.bubblewrap import python_for_programs
 
 GOAL = 1 / 1.5
 """Sandboxed programs for each bare start: a sandbox may cost half a start more."""

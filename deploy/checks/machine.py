@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from asyncrl.children.sandbox.bubblewrap import bubblewrap_path, try_sandbox
+from asyncrl.children.sandbox.programs import SandboxError
 from asyncrl.config.install_hints import install_extra, pip_install
 from asyncrl.config.problems import Problem
-from asyncrl.environments.sandbox.bubblewrap import bubblewrap_path, try_sandbox
-from asyncrl.environments.sandbox.programs import SandboxError
 
 Status = Literal["ok", "bad", "note"]
 

@@ -17,9 +17,9 @@ MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 40, 10
 
 # Where code of others runs, or a failure becomes an answer; each broad except there says why.
 SUPERVISED_BOUNDARY = {
-    "asyncrl/environments/sandbox/inside/answers.py",
-    "asyncrl/environments/sandbox/inside/examiner.py",
-    "asyncrl/environments/sandbox/inside/first_process.py",
+    "asyncrl/children/sandbox/inside/answers.py",
+    "asyncrl/children/sandbox/inside/examiner.py",
+    "asyncrl/children/sandbox/inside/first_process.py",
     "asyncrl/controller/iterations.py",
     "asyncrl/simulation/faults/simulate_command.py",
     "asyncrl/environments/tools/invocation.py",

@@ -3,7 +3,7 @@ outside, which the test makes."""
 
 from dataclasses import dataclass, field
 
-from asyncrl.environments.sandbox import Limits
+from asyncrl.children.sandbox import Limits
 
 WRONG = "assert double(2) == 4"
 """A test that every attacker below fails honestly: its `double` gives no four."""

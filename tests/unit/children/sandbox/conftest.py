@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.environments.sandbox import Limits, SandboxError, SandboxPool
-from asyncrl.environments.sandbox.bubblewrap import try_sandbox
+from asyncrl.children.sandbox import Limits, SandboxError, SandboxPool
+from asyncrl.children.sandbox.bubblewrap import try_sandbox
 
 SECRET = "the-secret-of-the-fleet"
 SYSV_KEY = 0x61737263

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.environments.sandbox import Limits, Program, SandboxError, SandboxPool, TestCase
+from asyncrl.children.sandbox import Limits, Program, SandboxError, SandboxPool, TestCase
 
 ECHO = "import sys\nprint(sys.stdin.read().upper())"
 SLEEPS = "import time\ntime.sleep(99)"
@@ -171,7 +171,7 @@ async def test_sandboxes_that_were_killed_while_they_waited_are_replaced(pool: S
 
 DIES = f"""
 import asyncio, os, signal
-from asyncrl.environments.sandbox import *
+from asyncrl.children.sandbox import *
 
 async def main():
     async with SandboxPool(2) as pool:

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from functools import cache
 
-from asyncrl.environments.sandbox.programs import SandboxError
-from asyncrl.environments.sandbox.seccomp import seccomp_filter
+from asyncrl.children.sandbox.programs import SandboxError
+from asyncrl.children.sandbox.seccomp import seccomp_filter
 
 OUTER_USER = 61184
 """User that sandboxes of a fleet run as root belong to outside: the first that systemd gives to services that own no

@@ -14,12 +14,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Literal, Self
 
+from asyncrl.children.sandbox.bubblewrap import python_for_programs, try_sandbox
+from asyncrl.children.sandbox.harness import compiled_harness
+from asyncrl.children.sandbox.outcomes import exam_result, script_result, unreported_result
+from asyncrl.children.sandbox.programs import CaseResult, Limits, Program, TestCase
+from asyncrl.children.sandbox.single_sandbox import Sandbox, SandboxCase, SandboxEnded
 from asyncrl.concurrency import gather, running_beside
-from asyncrl.environments.sandbox.bubblewrap import python_for_programs, try_sandbox
-from asyncrl.environments.sandbox.harness import compiled_harness
-from asyncrl.environments.sandbox.outcomes import exam_result, script_result, unreported_result
-from asyncrl.environments.sandbox.programs import CaseResult, Limits, Program, TestCase
-from asyncrl.environments.sandbox.single_sandbox import Sandbox, SandboxCase, SandboxEnded
 
 Kind = Literal["bubblewrap", "none"]
 STARTERS = 2

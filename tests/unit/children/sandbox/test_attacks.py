@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from asyncrl.environments.sandbox import CaseResult, Program, SandboxPool, TestCase
-from tests.unit.environments.sandbox.attacks import ATTACKS, Attack
-from tests.unit.environments.sandbox.conftest import SECRET, Outside
+from asyncrl.children.sandbox import CaseResult, Program, SandboxPool, TestCase
+from tests.unit.children.sandbox.attacks import ATTACKS, Attack
+from tests.unit.children.sandbox.conftest import SECRET, Outside
 
 NEIGHBOUR = Program(
     "def double(x): return 2 * x\nif __name__ == '__main__': print(double(int(input())))",

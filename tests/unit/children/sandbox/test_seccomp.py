@@ -4,8 +4,8 @@ import struct
 
 import pytest
 
-from asyncrl.environments.sandbox import SandboxError
-from asyncrl.environments.sandbox.seccomp import ALLOW, ERROR, KILL, MACHINES, NEW_FORBIDDEN, seccomp_filter
+from asyncrl.children.sandbox import SandboxError
+from asyncrl.children.sandbox.seccomp import ALLOW, ERROR, KILL, MACHINES, NEW_FORBIDDEN, seccomp_filter
 
 
 def answer(program: bytes, architecture: int, number: int, *arguments: int) -> int:

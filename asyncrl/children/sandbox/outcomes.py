@@ -3,8 +3,8 @@
 import os
 import signal
 
-from asyncrl.environments.sandbox.programs import CaseResult, Limits, Outcome, TestCase
-from asyncrl.environments.sandbox.single_sandbox import Report, SandboxEnded
+from asyncrl.children.sandbox.programs import CaseResult, Limits, Outcome, TestCase
+from asyncrl.children.sandbox.single_sandbox import Report, SandboxEnded
 
 OF_SIGNAL: dict[int, Outcome] = {signal.SIGXCPU: "timeout", signal.SIGXFSZ: "disk", signal.SIGSYS: "forbidden"}
 LIMITS: dict[str, Outcome] = {

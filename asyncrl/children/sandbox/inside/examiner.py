@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from asyncrl.environments.sandbox.inside.first_process import describe
+from asyncrl.children.sandbox.inside.first_process import describe
 
 LARGEST = 64 * 2**20
 """Bytes that an answer may announce, whatever the limit of the case is."""

@@ -10,7 +10,7 @@ import marshal
 import posix
 from _json import encode_basestring_ascii as quoted
 
-from asyncrl.environments.sandbox.inside.first_process import message_of, namespace_of
+from asyncrl.children.sandbox.inside.first_process import message_of, namespace_of
 
 TYPE_CHECKING = False  # `typing` would double the time of a start.
 if TYPE_CHECKING:
