@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,8 +38,9 @@ def environment_of_user(inherited: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in inherited.items() if not name.startswith(CONFIGURES)}
 
 
-class GuardedProcess:
-    """A running child that answers messages. A subclass says what answers mean. ended: it ends or has ended."""
+class GuardedProcess(ABC):
+    """A running child that answers messages. A subclass says what answers mean. ended: it ends or has ended. finished:
+    results so far."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None
@@ -48,6 +50,7 @@ class GuardedProcess:
         self._answers_pipe = process.stdout
         self.loaded = False
         self.ended = False
+        self.finished = 0
 
     @classmethod
     async def launch(
@@ -90,17 +93,17 @@ class GuardedProcess:
         tasks.create_task(child._read(), name=f"answers of child {process.pid}")
         return child
 
+    @abstractmethod
     def greeted(self, message: Any) -> None:
         """Takes the first message of the child; raises WireError when it is none of this kind of child."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, message: Any) -> None:
         """Takes an answer of the child; raises WireError for what is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, ended: ChildEnded) -> None:
         """Ends all calls: no answers follow."""
-        raise NotImplementedError
 
     async def send(self, message: Any) -> None:
         """Sends a message to the child; raises ChildEnded when there is no child any more."""

@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import json
 import math
-import traceback
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from time import monotonic
 from types import coroutine
@@ -12,12 +11,11 @@ from typing import Any
 
 import msgpack
 
+from asyncrl.children.user_errors import trace
 from asyncrl.environments.loading import MakeEnvironment
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.environments.transcript import POLICY, cut_messages, messages_of
 
-TRACEBACK = 4000
-"""Characters of a traceback that are reported: its end, where the error is."""
 GRACE = 1.0
 """Seconds in which a late coroutine may end after its cancellation."""
 LARGEST_OPENING = 2**22
@@ -76,8 +74,7 @@ class Episode:
         except NoObservation as mistake:
             return _failed(str(mistake), monotonic() - began)
         except Exception as error:  # the user's code: its errors are answers of its episode
-            trace = "".join(traceback.format_exception(error))[-TRACEBACK:]
-            return _failed(f"`{method}` raised {type(error).__name__}: {error}", monotonic() - began, trace)
+            return _failed(f"`{method}` raised {type(error).__name__}: {error}", monotonic() - began, trace(error))
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         result = self._marked(self._enter, method, *arguments)
@@ -115,8 +112,8 @@ class Episode:
         return result
 
 
-def _failed(error: str, seconds: float, trace: str = "") -> Answer:
-    return {"error": error, "traceback": trace, "seconds": seconds}
+def _failed(error: str, seconds: float, traceback: str = "") -> Answer:
+    return {"error": error, "traceback": traceback, "seconds": seconds}
 
 
 def plain(returned: Any, method: str, most: int) -> Answer:

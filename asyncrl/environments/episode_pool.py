@@ -10,14 +10,15 @@ import itertools
 import os
 from asyncio.subprocess import Process
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.children.guarded_process import ChildEnded, GuardedProcess, VanishedEarly
+from asyncrl.children.child_slot import ChildSlot
+from asyncrl.children.guarded_process import ChildEnded, GuardedProcess
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
 from asyncrl.environments.episode_server import NOBODY, read_mark
 from asyncrl.environments.loading import KEY, EnvironmentSpec
@@ -26,6 +27,7 @@ from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.prompt_row import PackedRow
 
 SERVER = "asyncrl.environments.episode_server"
+OWNER = "the environment worker"
 GRACE = 2.0
 """Seconds that a child may be silent beyond the deadline of a call, before it is killed."""
 
@@ -84,11 +86,10 @@ class EpisodeCall:
 
 
 class EpisodeChild(GuardedProcess):
-    """A running child. finished: answers that it sent."""
+    """A running child. It counts the answers that it sent."""
 
     def __init__(self, process: Process) -> None:
         super().__init__(process)
-        self.finished = 0
         self._mark = -1
         self._last_mark = NOBODY
         self._known: dict[SampleName, int] = {}  # The turns that the child has taken, or will have.
@@ -177,46 +178,6 @@ class EpisodeChild(GuardedProcess):
             call.fail(ended)
 
 
-class EpisodeSlot:
-    """Holds one child at a time, and starts a new one when it is needed."""
-
-    def __init__(self, spawn: Callable[[], Awaitable[EpisodeChild]]) -> None:
-        self._spawn = spawn
-        self._finished_before = 0
-        self._child: EpisodeChild | None = None
-        self._spawning = asyncio.Lock()
-        self._stopped = False
-        self.turn = asyncio.Lock()
-
-    @property
-    def finished(self) -> int:
-        return self._finished_before + (self._child.finished if self._child is not None else 0)
-
-    async def child(self) -> EpisodeChild:
-        """Returns the child; raises ConfigError or DeadlineExceeded if it cannot load, ChildEnded after `stop`."""
-        async with self._spawning:
-            if self._stopped:
-                raise ChildEnded("the environment worker was stopped")
-            if self._child is None or self._child.ended:
-                self._finished_before = self.finished
-                self._child = None
-                try:
-                    self._child = await self._spawn()
-                except (VanishedEarly, ChildEnded):  # A signal, perhaps from outside, may end the first try.
-                    self._child = await self._spawn()
-            return self._child
-
-    async def forget(self, episodes: Sequence[SampleName]) -> None:
-        if self._child is not None and not self._child.ended:
-            await self._child.forget(episodes)
-
-    async def stop(self) -> None:
-        """Kills the child; no new one follows."""
-        self._stopped = True
-        if self._child is not None:
-            await self._child.kill()
-
-
 class EpisodePool:
     """Plays episodes in `workers` children. deadline: seconds that one call of `reset` or `step` may take.
     start_deadline: seconds that a child may take to load the environment. tasks: owns what reads answers. printed: file
@@ -235,9 +196,10 @@ class EpisodePool:
         self._deadline = deadline
         self._output = ChildOutput(PrintedFile(printed))
         spawn = partial(EpisodeChild.spawn, spec, start_deadline, tasks, self._output)
-        self._slots = [EpisodeSlot(spawn) for _ in range(workers)]
-        self._alone = EpisodeSlot(spawn)
-        self._homes: dict[SampleName, EpisodeSlot] = {}
+        self._slots = [ChildSlot(OWNER, spawn) for _ in range(workers)]
+        self._alone = ChildSlot(OWNER, spawn)
+        self._alone_at_a_time = asyncio.Lock()
+        self._homes: dict[SampleName, ChildSlot[EpisodeChild]] = {}
         self._living = Counter[int]()
         self.waiting = 0
 
@@ -281,14 +243,14 @@ class EpisodePool:
         outside."""
         if ended.at_fault and not ended.vanished:
             return Played(error=str(ended))
-        async with self._alone.turn:
+        async with self._alone_at_a_time:
             try:
                 return await (await self._alone.child()).play(play, self._deadline)
             except ChildEnded as again:
                 twice = "; so was another one at the same turn" if ended.vanished and again.vanished else ""
                 return Played(error=f"{again}{twice}")
             finally:
-                await self._alone.forget([play.episode])
+                await _forget(self._alone, [play.episode])
 
     async def forget(self, episodes: Sequence[SampleName]) -> None:
         """Ends these episodes; unknown ones are ignored."""
@@ -296,12 +258,17 @@ class EpisodePool:
             if (slot := self._homes.pop(name, None)) is not None:
                 self._living[self._slots.index(slot)] -= 1
         for slot in self._slots:
-            await slot.forget(episodes)
+            await _forget(slot, episodes)
 
-    def _home(self, episode: SampleName) -> EpisodeSlot:
+    def _home(self, episode: SampleName) -> ChildSlot[EpisodeChild]:
         """Returns the slot of an episode: for a new one, that with the fewest episodes."""
         if episode not in self._homes:
             number = min(range(len(self._slots)), key=self._living.__getitem__)
             self._living[number] += 1
             self._homes[episode] = self._slots[number]
         return self._homes[episode]
+
+
+async def _forget(slot: ChildSlot[EpisodeChild], episodes: Sequence[SampleName]) -> None:
+    if slot.running is not None and not slot.running.ended:
+        await slot.running.forget(episodes)

@@ -6,7 +6,6 @@ come in: each brings one episode to a turn, and its answers go out one by one.
 
 import asyncio
 import os
-import traceback
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import msgpack
 
 from asyncrl.children.pipe_messages import open_pipes, receive, send
-from asyncrl.environments.episode import TRACEBACK, Answer, Episode
+from asyncrl.children.user_errors import greeting
+from asyncrl.environments.episode import Answer, Episode
 from asyncrl.environments.loading import KEY, EnvironmentSpec, MakeEnvironment, load
-from asyncrl.errors import ConfigError
 
 NOBODY = 0
 """The mark of a child that runs no code of the user's at this moment."""
@@ -46,7 +45,7 @@ class EpisodeServer:
         """Answers calls until the worker closes the pipe."""
         async with asyncio.TaskGroup() as tasks:
             try:
-                self._load(await receive(self._calls))
+                self._send(greeting(KEY, partial(self._load, await receive(self._calls))))
                 while True:
                     match await receive(self._calls):
                         case {"end": names}:
@@ -57,18 +56,12 @@ class EpisodeServer:
             except asyncio.IncompleteReadError:
                 os._exit(0)  # Calls that still run are not awaited, because the worker has gone.
 
-    def _load(self, code: dict[str, Any]) -> None:
+    def _load(self, code: dict[str, Any]) -> dict[str, Any]:
         self._mark = code["mark"]
         self._most = code["max_bytes"]
-        try:
-            self._make = load(EnvironmentSpec(code["use"], code["options"]))
-        except ConfigError as error:
-            self._send({"mistake": str(error)})
-        except Exception as error:  # importing the user's file runs the user's code
-            trace = "".join(traceback.format_exception(error))[-TRACEBACK:]
-            self._send({"mistake": f"{KEY} could not be loaded: {type(error).__name__}: {error}\n{trace}"})
-        else:
-            self._send({"loaded": True})
+        self._make = load(EnvironmentSpec(code["use"], code["options"]))
+        self._make()  # Shows values that the class refuses before the first episode.
+        return {"loaded": True}
 
     async def _play(self, message: dict[str, Any]) -> None:
         """Brings an episode to the turn after these messages, from its beginning if it is unknown, and sends the

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncrl.config.problems import Problem
@@ -26,7 +27,7 @@ ADAPTERS = {
 """Environments of other packages, written `gymnasium:ID`: the class that plays them takes the ID first."""
 
 FIRST = {"mcp": "command"}
-"""What the ID is called by the class, if not `id`."""
+"""Names the argument that takes the ID, where it is not `id`."""
 
 CALLS = {"reset": ("row", "seed"), "step": ("message",)}
 """Methods of an environment, and the arguments that each is called with."""
@@ -47,7 +48,8 @@ class EnvironmentSpec:
 
 def load(spec: EnvironmentSpec) -> MakeEnvironment:
     """Returns what makes environments; raises ConfigError if there is no such class, it lacks a method, or it does not
-    take the options. The error of a class that refuses their values is raised as it is."""
+    take the options. Making one runs the user's code, which belongs into a child, and raises the error of a class that
+    refuses the values of its options."""
     spec = _adapted(spec)
     environment = _class_of(spec)
     for method, arguments in CALLS.items():
@@ -61,11 +63,7 @@ def load(spec: EnvironmentSpec) -> MakeEnvironment:
             f"{suggestion(next(iter(spec.options), ''), names)}"
         ) from None
 
-    def make() -> Any:
-        return environment(**spec.options)
-
-    make()  # Shows values that the class refuses before the first episode.
-    return make
+    return partial(environment, **spec.options)
 
 
 def _adapted(spec: EnvironmentSpec) -> EnvironmentSpec:

@@ -17,6 +17,7 @@ MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 40, 10
 
 # Where code of others runs, or a failure becomes an answer; each broad except there says why.
 SUPERVISED_BOUNDARY = {
+    "asyncrl/children/user_errors.py",
     "asyncrl/children/sandbox/inside/answers.py",
     "asyncrl/children/sandbox/inside/examiner.py",
     "asyncrl/children/sandbox/inside/first_process.py",
@@ -26,9 +27,7 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/fleet/worker/service.py",
     "asyncrl/lanes/control/server.py",
     "asyncrl/environments/episode.py",
-    "asyncrl/environments/episode_server.py",
     "asyncrl/rewards/execution/function_call.py",
-    "asyncrl/rewards/execution/child_server.py",
     "asyncrl/tasks/prompt_sources.py",
     "asyncrl/telemetry/sinks.py",
 }

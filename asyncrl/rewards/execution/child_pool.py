@@ -6,14 +6,15 @@ import asyncio
 import itertools
 import math
 from asyncio.subprocess import Process
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.children.guarded_process import ChildEnded, GuardedProcess, VanishedEarly
+from asyncrl.children.child_slot import ChildSlot
+from asyncrl.children.guarded_process import ChildEnded, GuardedProcess
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
 from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError, WireError
@@ -28,6 +29,7 @@ GRACE = 1.0
 """Seconds a child has to end an overdue coroutine by itself, before it is killed."""
 
 SERVER = "asyncrl.rewards.execution.child_server"
+OWNER = "the reward worker"
 
 
 class CallEnded(ChildEnded):
@@ -67,14 +69,13 @@ class Answer:
 
 
 class ChildProcess(GuardedProcess):
-    """A running child; calls may overlap. concurrent: which functions are coroutines. finished: results so far."""
+    """A running child; calls may overlap. concurrent: which functions are coroutines."""
 
     def __init__(self, process: Process) -> None:
         super().__init__(process)
         self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count()
         self.concurrent: list[bool] = []
-        self.finished = 0
 
     @classmethod
     async def spawn(
@@ -145,42 +146,6 @@ class CallSlots(asyncio.Semaphore):
             self.waiting -= 1
 
 
-class ChildSlot:
-    """Holds one child at a time, and calls `spawn` when it needs a new one. finished: results of all its children."""
-
-    def __init__(self, spawn: Callable[[], Awaitable[ChildProcess]]) -> None:
-        self._spawn = spawn
-        self._finished_before = 0
-        self._child: ChildProcess | None = None
-        self._spawning = asyncio.Lock()
-        self._stopped = False
-
-    @property
-    def finished(self) -> int:
-        return self._finished_before + (self._child.finished if self._child is not None else 0)
-
-    async def child(self) -> ChildProcess:
-        """Returns the child; raises ConfigError or DeadlineExceeded if it cannot load, ChildEnded after `stop`."""
-        async with self._spawning:
-            if self._stopped:
-                raise ChildEnded("the reward worker was stopped")
-            if self._child is None or self._child.ended:
-                self._finished_before = self.finished
-                self._child = None
-                # A signal, perhaps from outside, may end the first try.
-                try:
-                    self._child = await self._spawn()
-                except (VanishedEarly, ChildEnded):
-                    self._child = await self._spawn()
-            return self._child
-
-    async def stop(self) -> None:
-        """Kills the child; no new one follows."""
-        self._stopped = True
-        if self._child is not None:
-            await self._child.kill()
-
-
 class ChildPool:
     """Runs reward functions in `workers` children and, if there are coroutine functions, one more. deadline: seconds
     that one call of a function may take. start_deadline: seconds that a child may take to load them. tasks: owns the
@@ -205,8 +170,8 @@ class ChildPool:
         self._first_failure_only = first_failure_only
         self._output = ChildOutput(PrintedFile(printed))
         spawn = partial(ChildProcess.spawn, self.specs, start_deadline, tasks, self._output)
-        self._own = [ChildSlot(spawn) for _ in range(workers)]
-        self._shared = ChildSlot(spawn)
+        self._own = [ChildSlot(OWNER, spawn) for _ in range(workers)]
+        self._shared = ChildSlot(OWNER, spawn)
         self._free = list(self._own)
         self._alone_at_a_time = CallSlots(workers)
         self._overlapping = CallSlots(OVERLAPPING)
@@ -272,7 +237,9 @@ class ChildPool:
             finally:
                 self._free.append(slot)
 
-    async def _alone(self, slot: ChildSlot, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
+    async def _alone(
+        self, slot: ChildSlot[ChildProcess], function: int, samples: Sequence[Sample]
+    ) -> list[FunctionResult]:
         """Calls again with the remaining samples when a child ends; its current sample gets the error as its result,
         after a signal, which may come from outside, only if a second child ends at the same sample."""
         grace = GRACE if self._concurrent[function] else 0.0

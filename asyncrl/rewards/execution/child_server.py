@@ -6,14 +6,15 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from typing import Any
 
 import msgpack
 
 from asyncrl.children.pipe_messages import open_pipes, receive, send
-from asyncrl.errors import ConfigError
+from asyncrl.children.user_errors import greeting
 from asyncrl.protocols.prompt_row import PromptRow
-from asyncrl.rewards.execution.function_call import attempt, trace
+from asyncrl.rewards.execution.function_call import attempt
 from asyncrl.rewards.functions import FunctionSpec, is_concurrent, load
 from asyncrl.rewards.sample import Columns, Function, Sample
 
@@ -53,22 +54,16 @@ class ChildServer:
         """Answers calls until the parent closes the pipe."""
         async with asyncio.TaskGroup() as tasks:
             try:
-                self._load(await receive(self._calls))
+                specs = [FunctionSpec(**plain) for plain in await receive(self._calls)]
+                self._send(greeting(specs[0].key, partial(self._load, specs)))
                 while True:
                     tasks.create_task(self._answer(await receive(self._calls)))
             except asyncio.IncompleteReadError:
                 os._exit(0)  # Calls that still run are not awaited, because the parent has gone.
 
-    def _load(self, specs: list[dict[str, Any]]) -> None:
-        try:
-            self._functions = [(spec, load(spec)) for spec in (FunctionSpec(**plain) for plain in specs)]
-        except ConfigError as error:
-            self._send({"mistake": str(error)})
-        except Exception as error:  # importing the user's file runs the user's code
-            mistake = f"{specs[0]['key']} could not be loaded: {type(error).__name__}: {error}\n{trace(error)}"
-            self._send({"mistake": mistake})
-        else:
-            self._send({"concurrent": [is_concurrent(function) for _, function in self._functions]})
+    def _load(self, specs: Sequence[FunctionSpec]) -> dict[str, Any]:
+        self._functions = [(spec, load(spec)) for spec in specs]
+        return {"concurrent": [is_concurrent(function) for _, function in self._functions]}
 
     async def _answer(self, message: dict[str, Any]) -> None:
         spec, function = self._functions[message["function"]]

@@ -6,11 +6,9 @@ import math
 import traceback
 from typing import Any
 
+from asyncrl.children.user_errors import trace
 from asyncrl.errors import RewardError
 from asyncrl.rewards.sample import Function, FunctionResult, Sample
-
-TRACEBACK = 4000
-"""Characters of a traceback that are reported: its end, where the error is."""
 
 
 async def attempt(function: Function, samples: list[Sample], group: bool, deadline: float) -> list[FunctionResult]:
@@ -49,11 +47,6 @@ def _waiting_in(error: Exception) -> str:
     of_the_user = [frame for frame in frames if frame.filename != __file__]
     lines = [frame for frame in of_the_user if frame.filename == of_the_user[0].filename]
     return f", waiting in {lines[-1].filename}, line {lines[-1].lineno}" if lines else ""
-
-
-def trace(error: BaseException) -> str:
-    """Returns the end of an error's traceback."""
-    return "".join(traceback.format_exception(error))[-TRACEBACK:]
 
 
 def result_of(value: Any) -> FunctionResult:

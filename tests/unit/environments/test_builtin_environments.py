@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.environment_config import EnvironmentConfig
+from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.environments.calculator import Calculator
 from asyncrl.environments.guess import HIGHER, NO_HINT, NUMBERS, Guess
-from asyncrl.environments.loading import EnvironmentSpec, load
+from asyncrl.environments.loading import EnvironmentSpec, environment_problems, load
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.builtin import calculator, guess
@@ -86,6 +88,25 @@ def test_the_example_of_the_document_runs(tmp_path: Path) -> None:
     assert sum(answer.reward for answer in answers) == 1.0
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"use": "tools", "options": {"functions": ["explodes.py:look"]}},
+        {"use": "explodes.py:Mine"},
+        {"use": "mcp:touch was-here"},
+    ],
+)
+def test_problems_are_found_without_the_code_of_the_user(
+    section: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "explodes.py").write_text("def look(): ...\nclass Mine: ...\nraise SystemExit('this code ran')\n")
+    monkeypatch.chdir(tmp_path)
+    model, task = ModelConfig(name="m"), TaskConfig(prompts="p.jsonl", samples_per_prompt=2)
+    config = Config(model=model, task=task, environment=EnvironmentConfig(**section))
+    assert environment_problems(config) == []
+    assert not (tmp_path / "was-here").exists()
+
+
 def test_a_value_that_an_environment_refuses_is_an_error_before_its_first_episode() -> None:
     with pytest.raises(ConfigError, match=r"environment\.options\.form: there is no form x"):
-        load(EnvironmentSpec("tools", {"functions": ["builtins:len"], "form": "x"}))
+        load(EnvironmentSpec("tools", {"functions": ["builtins:len"], "form": "x"}))()

@@ -18,6 +18,8 @@ from asyncrl import Observation
 
 class Counts:
     def __init__(self, step_by=1):
+        if step_by < 1:
+            raise ValueError("step_by is at least 1")
         self.total, self.step_by = 0, step_by
     async def reset(self, row, seed):
         self.total = seed
@@ -219,6 +221,7 @@ async def test_an_answer_is_cut_at_its_largest_size(pool: MakePool) -> None:
         ("Stubborn", {}, r"`reset` of .* is called as reset\(row, seed\)"),
         ("Counts", {"step": 2}, "unexpected keyword argument 'step'; did you mean step_by"),
         ("Missing", {}, "has no Missing"),
+        ("Counts", {"step_by": 0}, "could not be loaded: ValueError: step_by is at least 1"),
     ],
 )
 async def test_what_is_no_environment(pool: MakePool, name: str, options: dict[str, int], reason: str) -> None:

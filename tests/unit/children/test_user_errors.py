@@ -1,0 +1,24 @@
+from asyncrl.children.user_errors import TRACEBACK, greeting, trace
+from asyncrl.errors import ConfigError
+
+
+def deep(error: Exception) -> Exception:
+    for number in range(200):
+        error.add_note(f"note {number} " + "x" * 100)
+    return error
+
+
+def test_the_end_of_a_long_traceback_is_reported() -> None:
+    text = trace(deep(ValueError("no")))
+    assert len(text) == TRACEBACK
+    assert "note 199" in text
+
+
+def test_the_first_message_of_a_child_is_what_it_loaded_or_the_mistake_of_the_user() -> None:
+    def raises(error: Exception) -> dict[str, object]:
+        raise error
+
+    assert greeting("reward.functions", lambda: {"concurrent": [True]}) == {"concurrent": [True]}
+    assert greeting("reward.functions", lambda: raises(ConfigError("write it so"))) == {"mistake": "write it so"}
+    mistake = greeting("reward.functions", lambda: raises(ZeroDivisionError("by nothing")))["mistake"]
+    assert mistake.startswith("reward.functions could not be loaded: ZeroDivisionError: by nothing\nTraceback")
