@@ -74,8 +74,9 @@ class EnvironmentService(Service, Environment):
             deadline=self._section.deadline,
             start_deadline=config.fleet.start_deadline,
             printed=RunDirectory(context.facts.run_dir).printed_by(f"environment{context.spec.replica}"),
+            unclosed=self._unclosed,
         )
-        self.counters = dict.fromkeys(("answers", "failed", "replayed"), 0.0)
+        self.counters = dict.fromkeys(("answers", "failed", "replayed", "unclosed"), 0.0)
 
     async def start(self) -> None:
         config, section = self.context.config, self._section
@@ -257,6 +258,12 @@ class EnvironmentService(Service, Environment):
             advice = 'environment.on_error = "zero" or "ignore" lets the run go on'
             raise EnvironmentFailed(f"{text}\n{advice}")
         self.context.log.warning("environment failed", group=name[0], member=name[1], error=text)
+
+    def _unclosed(self, why: str) -> None:
+        """Counts an environment that could not be closed, and logs the first one. Its episode ended all the same."""
+        self.counters["unclosed"] += 1
+        if self.counters["unclosed"] == 1:
+            self.context.log.warning("environment could not be closed", environment=self._section.use, error=why)
 
     def _failure(self, name: SampleName, row: PackedRow, played: Played) -> str:
         prompt = PromptRow.of(row).get("prompt")

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 
 from asyncrl.children.user_errors import trace
-from asyncrl.environments.loading import MakeEnvironment
+from asyncrl.environments.loading import CLOSE, MakeEnvironment
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.environments.transcript import POLICY, cut_messages, messages_of
 
@@ -28,24 +28,27 @@ Mark = Callable[[], None]
 
 
 class NoObservation(Exception):
-    """Reports what an environment returned instead of an Observation."""
+    """Reports why a call of the user's code gave no Observation: what it returned instead, or that it hung."""
 
 
 class Episode:
-    """Calls one environment. turns: answers of the policy that it has taken. last: its newest answer.
+    """Calls one environment. turns: answers of the policy that it has taken. last: its newest answer. taken: held by
+    the call that plays or closes it.
 
-    most: bytes of an answer, which is cut off there. begin, end: called around each stretch of the user's code that
-    holds the event loop, so that the worker knows whose code a child was in when it hung or died.
+    most: bytes of an answer, which is cut off there. `mark_with` comes before any call.
     """
 
-    def __init__(self, make: MakeEnvironment, most: int, begin: Mark, end: Mark) -> None:
+    def __init__(self, make: MakeEnvironment, most: int) -> None:
         self._make = make
         self._most = most
-        self.mark_with(begin, end)
+        self._environment: Any = None
         self.turns = 0
         self.last: Answer = {}
+        self.taken = asyncio.Lock()
 
     def mark_with(self, begin: Mark, end: Mark) -> None:
+        """Takes what is called around each stretch of the user's code that holds the event loop, so that the worker
+        knows whose code a child was in when it hung or died."""
         self._begin = begin
         self._end = end
 
@@ -58,23 +61,38 @@ class Episode:
         self.turns += 1
         return self.last
 
+    async def close(self, deadline: float) -> Answer:
+        """Calls the method `close` of the environment, if it has one, so that it frees what it holds."""
+        if not callable(getattr(type(self._environment), CLOSE, None)):
+            return {}
+        return await self._checked(CLOSE, lambda _: {}, deadline)
+
     async def _answer(self, method: str, deadline: float, *arguments: Any) -> Answer:
-        """Returns the checked answer; turns errors of the user's code into answers. A call that is late is cancelled,
-        and left alone if it goes on all the same."""
-        began, calling = monotonic(), asyncio.create_task(self._call(method, *arguments))
+        return await self._checked(method, lambda returned: plain(returned, method, self._most), deadline, *arguments)
+
+    async def _checked(self, method: str, check: Callable[[Any], Answer], deadline: float, *arguments: Any) -> Answer:
+        """Returns the checked answer; turns errors of the user's code into answers."""
+        began = monotonic()
+        try:
+            answer = check(await self._in_time(method, deadline, *arguments))
+        except NoObservation as mistake:
+            answer = {"error": str(mistake), "traceback": ""}
+        except Exception as error:  # the user's code: its errors are answers of its episode
+            answer = {"error": f"`{method}` raised {type(error).__name__}: {error}", "traceback": trace(error)}
+        return answer | {"seconds": monotonic() - began}
+
+    async def _in_time(self, method: str, deadline: float, *arguments: Any) -> Any:
+        """Returns what the user's code returns, and raises what it raises. A call that is late is cancelled, and left
+        alone if it goes on all the same."""
+        calling = asyncio.create_task(self._call(method, *arguments))
         in_time, _ = await asyncio.wait({calling}, timeout=deadline)
         if not in_time:
             calling.cancel()
             await asyncio.wait({calling}, timeout=GRACE)
-            return _failed(f"`{method}` hung: no answer within {deadline:g} s", monotonic() - began)
+            raise NoObservation(f"`{method}` hung: no answer within {deadline:g} s")
         if calling.cancelled():
-            return _failed(f"`{method}` raised CancelledError, of a task of its own", monotonic() - began)
-        try:
-            return plain(calling.result(), method, self._most) | {"seconds": monotonic() - began}
-        except NoObservation as mistake:
-            return _failed(str(mistake), monotonic() - began)
-        except Exception as error:  # the user's code: its errors are answers of its episode
-            return _failed(f"`{method}` raised {type(error).__name__}: {error}", monotonic() - began, trace(error))
+            raise NoObservation(f"`{method}` raised CancelledError, of a task of its own")
+        return calling.result()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         result = self._marked(self._enter, method, *arguments)
@@ -110,10 +128,6 @@ class Episode:
             raise
         self._end()
         return result
-
-
-def _failed(error: str, seconds: float, traceback: str = "") -> Answer:
-    return {"error": error, "traceback": traceback, "seconds": seconds}
 
 
 def plain(returned: Any, method: str, most: int) -> Answer:

@@ -10,7 +10,7 @@ import itertools
 import os
 from asyncio.subprocess import Process
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any
 from asyncrl.children.child_slot import ChildSlot
 from asyncrl.children.guarded_process import ChildEnded, GuardedProcess
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
-from asyncrl.environments.episode_server import NOBODY, read_mark
+from asyncrl.environments.episode_server import CLOSING, NOBODY, read_mark
 from asyncrl.environments.loading import KEY, EnvironmentSpec
 from asyncrl.errors import WireError
 from asyncrl.protocols.batch import SampleName
@@ -86,7 +86,9 @@ class EpisodeCall:
 
 
 class EpisodeChild(GuardedProcess):
-    """A running child. It counts the answers that it sent."""
+    """A running child. It counts the answers that it sent. unclosed: takes why `close` of an environment failed."""
+
+    unclosed: Callable[[str], None]
 
     def __init__(self, process: Process) -> None:
         super().__init__(process)
@@ -94,12 +96,17 @@ class EpisodeChild(GuardedProcess):
         self._last_mark = NOBODY
         self._known: dict[SampleName, int] = {}  # The turns that the child has taken, or will have.
         self._running: dict[int, EpisodeCall] = {}
-        self._numbers = itertools.count(NOBODY + 1)
+        self._numbers = itertools.count(CLOSING + 1)
         self._heard = 0.0
 
     @classmethod
     async def spawn(
-        cls, spec: EnvironmentSpec, deadline: float, tasks: asyncio.TaskGroup, output: ChildOutput
+        cls,
+        spec: EnvironmentSpec,
+        deadline: float,
+        tasks: asyncio.TaskGroup,
+        output: ChildOutput,
+        unclosed: Callable[[str], None],
     ) -> "EpisodeChild":
         """Starts a child that loads the environment; raises as `GuardedProcess.launch` does."""
         mark = os.memfd_create("asyncrl-mark")
@@ -109,6 +116,7 @@ class EpisodeChild(GuardedProcess):
             code = asdict(spec) | {"mark": mark}
             child = await cls.launch(SERVER, code, f"{KEY}: {spec.use}", deadline, tasks, output, (mark,))
             child._mark = mark
+            child.unclosed = unclosed
             unless_started.pop_all()
         return child
 
@@ -138,11 +146,11 @@ class EpisodeChild(GuardedProcess):
             del self._running[number]
             call.done.cancel()
 
-    async def forget(self, episodes: Iterable[SampleName]) -> None:
-        """Lets the child forget these episodes."""
+    async def forget(self, episodes: Iterable[SampleName], deadline: float) -> None:
+        """Lets the child close and forget these episodes. deadline: seconds that the `close` of one may take."""
         if known := [episode for episode in episodes if self._known.pop(episode, None) is not None]:
             with suppress(ChildEnded):
-                await self.send({"end": known})
+                await self.send({"end": known, "deadline": deadline})
 
     async def _answered(self, call: EpisodeCall, silence: float) -> Played:
         """Waits as long as the child answers some call. Raises TimeoutError after `silence` seconds without any."""
@@ -166,6 +174,8 @@ class EpisodeChild(GuardedProcess):
                 self._heard = asyncio.get_running_loop().time()
                 if (call := self._running.get(number)) is not None:
                     call.collect(message, turn, seconds, last)
+            case {"unclosed": str(error), "traceback": str(trace)}:
+                self.unclosed(f"{error}\n{trace}".rstrip())
             case _:
                 raise WireError(f"{message!r:.100}")
 
@@ -174,6 +184,8 @@ class EpisodeChild(GuardedProcess):
             self._last_mark = read_mark(self._mark)
             os.close(self._mark)
             self._mark = -1
+            if self._last_mark == CLOSING:
+                self.unclosed(f"`close` hung or ended its process: {ended}")
         for call in self._running.values():
             call.fail(ended)
 
@@ -181,7 +193,7 @@ class EpisodeChild(GuardedProcess):
 class EpisodePool:
     """Plays episodes in `workers` children. deadline: seconds that one call of `reset` or `step` may take.
     start_deadline: seconds that a child may take to load the environment. tasks: owns what reads answers. printed: file
-    of what environments print."""
+    of what environments print. unclosed: takes why the method `close` of an environment failed."""
 
     def __init__(
         self,
@@ -192,14 +204,17 @@ class EpisodePool:
         deadline: float,
         start_deadline: float,
         printed: Path,
+        unclosed: Callable[[str], None],
     ) -> None:
         self._deadline = deadline
         self._output = ChildOutput(PrintedFile(printed))
-        spawn = partial(EpisodeChild.spawn, spec, start_deadline, tasks, self._output)
+        spawn = partial(EpisodeChild.spawn, spec, start_deadline, tasks, self._output, self._report)
         self._slots = [ChildSlot(OWNER, spawn) for _ in range(workers)]
         self._alone = ChildSlot(OWNER, spawn)
         self._alone_at_a_time = asyncio.Lock()
         self._homes: dict[SampleName, ChildSlot[EpisodeChild]] = {}
+        self._unclosed = unclosed
+        self._stopped = False
         self._living = Counter[int]()
         self.waiting = 0
 
@@ -219,6 +234,7 @@ class EpisodePool:
 
     async def stop(self) -> None:
         """Kills all children; calls that still run end with a result that says so."""
+        self._stopped = True
         for slot in (self._alone, *self._slots):
             await slot.stop()
         self._output.close()
@@ -250,7 +266,7 @@ class EpisodePool:
                 twice = "; so was another one at the same turn" if ended.vanished and again.vanished else ""
                 return Played(error=f"{again}{twice}")
             finally:
-                await _forget(self._alone, [play.episode])
+                await self._forget(self._alone, [play.episode])
 
     async def forget(self, episodes: Sequence[SampleName]) -> None:
         """Ends these episodes; unknown ones are ignored."""
@@ -258,7 +274,15 @@ class EpisodePool:
             if (slot := self._homes.pop(name, None)) is not None:
                 self._living[self._slots.index(slot)] -= 1
         for slot in self._slots:
-            await _forget(slot, episodes)
+            await self._forget(slot, episodes)
+
+    async def _forget(self, slot: ChildSlot[EpisodeChild], episodes: Sequence[SampleName]) -> None:
+        if slot.running is not None and not slot.running.ended:
+            await slot.running.forget(episodes, self._deadline)
+
+    def _report(self, why: str) -> None:
+        if not self._stopped:
+            self._unclosed(why)
 
     def _home(self, episode: SampleName) -> ChildSlot[EpisodeChild]:
         """Returns the slot of an episode: for a new one, that with the fewest episodes."""
@@ -267,8 +291,3 @@ class EpisodePool:
             self._living[number] += 1
             self._homes[episode] = self._slots[number]
         return self._homes[episode]
-
-
-async def _forget(slot: ChildSlot[EpisodeChild], episodes: Sequence[SampleName]) -> None:
-    if slot.running is not None and not slot.running.ended:
-        await slot.running.forget(episodes)

@@ -19,6 +19,8 @@ from asyncrl.environments.loading import KEY, EnvironmentSpec, MakeEnvironment, 
 
 NOBODY = 0
 """The mark of a child that runs no code of the user's at this moment."""
+CLOSING = 1
+"""The mark of a child that closes an episode, which no call waits for."""
 
 
 def write_mark(descriptor: int, call: int) -> None:
@@ -40,19 +42,20 @@ class EpisodeServer:
     _most: int = 0
     _episodes: dict[tuple[int, ...], Episode] = field(default_factory=dict)
     _make: MakeEnvironment | None = None
+    _tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
 
     async def serve(self) -> None:
         """Answers calls until the worker closes the pipe."""
-        async with asyncio.TaskGroup() as tasks:
+        async with self._tasks:
             try:
                 self._send(greeting(KEY, partial(self._load, await receive(self._calls))))
                 while True:
                     match await receive(self._calls):
-                        case {"end": names}:
+                        case {"end": names, "deadline": float(deadline)}:
                             for name in names:
-                                self._episodes.pop(tuple(name), None)
+                                self._end(tuple(name), deadline)
                         case message:
-                            tasks.create_task(self._play(message))
+                            self._tasks.create_task(self._play(message, self._found(message)))
             except asyncio.IncompleteReadError:
                 os._exit(0)  # Calls that still run are not awaited, because the worker has gone.
 
@@ -63,26 +66,45 @@ class EpisodeServer:
         self._make()  # Shows values that the class refuses before the first episode.
         return {"loaded": True}
 
-    async def _play(self, message: dict[str, Any]) -> None:
-        """Brings an episode to the turn after these messages, from its beginning if it is unknown, and sends the
-        answers that this took, each with its turn."""
-        call, name, said, deadline = message["call"], tuple(message["episode"]), message["said"], message["deadline"]
-        begin, end = partial(write_mark, self._mark, call), partial(write_mark, self._mark, NOBODY)
+    def _end(self, name: tuple[int, ...], deadline: float) -> None:
+        if (episode := self._episodes.pop(name, None)) is not None:
+            self._tasks.create_task(self._close(episode, deadline))
+
+    async def _close(self, episode: Episode, deadline: float) -> None:
+        """Closes an episode after the call that may run in it, and reports what went wrong."""
+        async with episode.taken:
+            episode.mark_with(partial(write_mark, self._mark, CLOSING), partial(write_mark, self._mark, NOBODY))
+            answer = await episode.close(deadline)
+        if "error" in answer:
+            self._send({"unclosed": answer["error"], "traceback": answer["traceback"]})
+
+    def _found(self, message: dict[str, Any]) -> Episode:
+        """Returns the episode of a call, found before later messages are read; a new one if it is unknown or stands
+        beyond the turn that the call asks for."""
+        name = tuple(message["episode"])
         episode = self._episodes.get(name)
-        if episode is None or episode.turns > len(said):
+        if episode is None or episode.turns > len(message["said"]):
+            self._end(name, message["deadline"])
             assert self._make is not None, "calls follow the first message"
-            self._episodes[name] = episode = Episode(self._make, self._most, begin, end)
-            row = msgpack.unpackb(message["row"], raw=False, strict_map_key=False)
-            if not self._answered(call, 0, await episode.reset(row, message["seed"], deadline), last=not said):
-                return
-        elif episode.turns == len(said):
-            self._answered(call, episode.turns, episode.last, last=True)
-            return
-        episode.mark_with(begin, end)
-        while episode.turns < len(said):
-            answer = await episode.step(said[episode.turns], deadline)
-            if not self._answered(call, episode.turns, answer, last=episode.turns == len(said)):
-                return
+            self._episodes[name] = episode = Episode(self._make, self._most)
+        return episode
+
+    async def _play(self, message: dict[str, Any], episode: Episode) -> None:
+        """Brings an episode to the turn after these messages, from its opening if it has none, and sends the answers
+        that this took, each with its turn."""
+        call, said, deadline = message["call"], message["said"], message["deadline"]
+        async with episode.taken:
+            episode.mark_with(partial(write_mark, self._mark, call), partial(write_mark, self._mark, NOBODY))
+            if not episode.last:
+                row = msgpack.unpackb(message["row"], raw=False, strict_map_key=False)
+                if not self._answered(call, 0, await episode.reset(row, message["seed"], deadline), last=not said):
+                    return
+            elif episode.turns == len(said):
+                self._answered(call, episode.turns, episode.last, last=True)
+            while episode.turns < len(said):
+                answer = await episode.step(said[episode.turns], deadline)
+                if not self._answered(call, episode.turns, answer, last=episode.turns == len(said)):
+                    return
 
     def _answered(self, call: int, turn: int, answer: Answer, *, last: bool) -> bool:
         """Sends an answer. Returns whether the episode may go on."""

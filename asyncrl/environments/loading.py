@@ -31,6 +31,8 @@ FIRST = {"mcp": "command"}
 
 CALLS = {"reset": ("row", "seed"), "step": ("message",)}
 """Methods of an environment, and the arguments that each is called with."""
+CLOSE = "close"
+"""The method that an environment may have, for what it holds: called without arguments when its episode has ended."""
 
 MakeEnvironment: TypeAlias = Callable[[], Any]
 """Makes the environment of one episode."""
@@ -53,7 +55,10 @@ def load(spec: EnvironmentSpec) -> MakeEnvironment:
     spec = _adapted(spec)
     environment = _class_of(spec)
     for method, arguments in CALLS.items():
-        _check_method(environment, method, arguments, spec.use)
+        write = f"write `async def {method}(self, {', '.join(arguments)}) -> Observation`"
+        _check_method(environment, method, arguments, spec.use, write)
+    if getattr(environment, CLOSE, None) is not None:
+        _check_method(environment, CLOSE, (), spec.use, f"write `async def {CLOSE}(self) -> None`")
     try:
         inspect.signature(environment).bind(**spec.options)
     except TypeError as error:
@@ -87,13 +92,12 @@ def _class_of(spec: EnvironmentSpec) -> Any:
     return found
 
 
-def _check_method(environment: Any, name: str, arguments: tuple[str, ...], use: str) -> None:
-    write = f"write `async def {name}(self, {', '.join(arguments)}) -> Observation`"
+def _check_method(environment: Any, name: str, arguments: tuple[str, ...], use: str, write: str) -> None:
     method = getattr(environment, name, None)
     if not callable(method):
         raise ConfigError(f"{KEY}: {use} has no method `{name}`; {write}")
     if inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
-        raise ConfigError(f"{KEY}: `{name}` of {use} yields, and has to return one Observation; {write}")
+        raise ConfigError(f"{KEY}: `{name}` of {use} yields, and has to return; {write}")
     try:
         inspect.signature(method).bind(None, *arguments)
     except TypeError as error:

@@ -45,6 +45,11 @@ class GymnasiumText:
             observed, reward, terminated, truncated, _ = self._environment.step(action)
             return Observation(self._shown(observed), float(reward), bool(terminated or truncated))
 
+    async def close(self) -> None:
+        """Closes the environment of Gymnasium, such as a window or a game that it opened."""
+        if self._environment is not None:
+            self._environment.close()
+
     def _made(self) -> Any:
         gymnasium = package("gymnasium")
         try:

@@ -59,10 +59,9 @@ class McpTools:
             self._stop.set()
         return observation
 
-    def __del__(self) -> None:
-        """Ends the server of an episode that nobody goes on with."""
-        if hasattr(self, "_stop"):
-            self._stop.set()
+    async def close(self) -> None:
+        """Ends the server of an episode that went no further."""
+        self._stop.set()
 
     async def _connected(self) -> Any:
         """Starts the server and returns the client of it; raises ConfigError when it does not answer."""

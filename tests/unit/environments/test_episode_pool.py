@@ -81,6 +81,33 @@ class Troubles(Counts):
             return Observation("é" * 10_000_000)
         return await super().step(message)
 
+class Closes(Counts):
+    # The prompt of the row says how closing goes wrong.
+    async def reset(self, row, seed):
+        self.row = row
+        return await super().reset(row, seed)
+    async def step(self, message):
+        if message == "slowly":
+            await asyncio.sleep(0.3)
+        return await super().step(message)
+    async def close(self):
+        await asyncio.sleep(0)
+        with open(self.row["file"], "a") as file:
+            file.write(f"{self.total}\n")
+        match self.row["prompt"]:
+            case "raise":
+                raise KeyError("nothing here")
+            case "wait":
+                await asyncio.Event().wait()
+            case "hang":
+                threading.Event().wait()
+            case "exit":
+                os._exit(7)
+
+class ClosesWhat(Counts):
+    async def close(self, what):
+        pass
+
 class Stubborn(Counts):
     def reset(self, row):
         pass
@@ -89,6 +116,8 @@ def no_class():
     pass
 """
 MakePool = Callable[..., AbstractAsyncContextManager[EpisodePool]]
+Unclosed = asyncio.Queue[str]
+"""What a pool reports of environments that could not be closed."""
 ROW = PromptRow(prompt="p").packed
 
 
@@ -103,7 +132,12 @@ def texts(played: Played) -> dict[int, str]:
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> MakePool:
+def unclosed() -> Unclosed:
+    return Unclosed()
+
+
+@pytest.fixture
+def pool(tmp_path: Path, unclosed: Unclosed) -> MakePool:
     file = tmp_path / "environments.py"
     file.write_text(ENVIRONMENTS)
 
@@ -112,7 +146,13 @@ def pool(tmp_path: Path) -> MakePool:
         spec = EnvironmentSpec(f"{file}:{name}", options, max_bytes=100)
         async with asyncio.TaskGroup() as tasks:
             made = EpisodePool(
-                spec, tasks, workers=workers, deadline=deadline, start_deadline=60.0, printed=tmp_path / "printed"
+                spec,
+                tasks,
+                workers=workers,
+                deadline=deadline,
+                start_deadline=60.0,
+                printed=tmp_path / "printed",
+                unclosed=unclosed.put_nowait,
             )
             try:
                 await made.start()
@@ -214,11 +254,61 @@ async def test_an_answer_is_cut_at_its_largest_size(pool: MakePool) -> None:
         assert text == "é" * 50 + "\n[cut off after 100 bytes]"
 
 
+def closing(file: Path, prompt: str, *said: str, member: int = 0, seed: int = 3) -> Play:
+    return Play((4, member, 0), PromptRow(prompt=prompt, file=str(file)).packed, seed, said)
+
+
+async def test_an_episode_is_closed_once_after_the_call_that_runs_in_it(
+    pool: MakePool, tmp_path: Path, unclosed: Unclosed
+) -> None:
+    file = tmp_path / "closed"
+    async with pool("Closes") as made:
+        await made.play(closing(file, "p"))
+        running = asyncio.create_task(made.play(closing(file, "p", "slowly")))
+        await asyncio.sleep(0)  # It is sent before the end of the episode is.
+        await made.forget([(4, 0, 0)])
+        await made.forget([(4, 0, 0), (4, 1, 0)])
+        assert texts(await running) == {1: "slowly 4"}
+        await made.play(closing(file, "p", "a", "b", member=2, seed=10))
+        await made.play(closing(file, "p", member=2, seed=10))  # It begins anew, and the one of before is closed.
+        await made.forget([(4, 2, 0)])
+        await made.play(closing(file, "p", "slowly", member=3))
+        assert sorted(file.read_text().split()) == ["10", "12", "4"]
+    assert unclosed.empty()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("raise", "`close` raised KeyError: 'nothing here'\nTraceback"),
+        ("wait", "`close` hung: no answer within 1 s"),
+        ("hang", "`close` hung or ended its process: its process was ended by SIGKILL"),
+        ("exit", "`close` hung or ended its process: its process ended with status 7"),
+    ],
+)
+async def test_an_environment_that_cannot_be_closed_costs_no_episode(
+    pool: MakePool, tmp_path: Path, unclosed: Unclosed, prompt: str, reason: str
+) -> None:
+    file = tmp_path / "closed"
+    async with pool("Closes", deadline=1.0) as made:
+        await made.play(closing(file, "p", member=1))
+        await made.play(closing(file, prompt))
+        await made.forget([(4, 0, 0)])
+        assert texts(await made.play(closing(file, "p", "a", member=1)))[1] == "a 4"
+        assert (await asyncio.wait_for(unclosed.get(), 20)).startswith(reason)
+    assert unclosed.empty()
+
+
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
         ("no_class", {}, "is a function; write a class with the methods `reset` and `step`"),
         ("Stubborn", {}, r"`reset` of .* is called as reset\(row, seed\)"),
+        (
+            "ClosesWhat",
+            {},
+            r"`close` of .* is called as close\(\): missing .*; write `async def close\(self\) -> None`",
+        ),
         ("Counts", {"step": 2}, "unexpected keyword argument 'step'; did you mean step_by"),
         ("Missing", {}, "has no Missing"),
         ("Counts", {"step_by": 0}, "could not be loaded: ValueError: step_by is at least 1"),

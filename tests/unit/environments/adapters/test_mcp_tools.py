@@ -96,7 +96,8 @@ async def test_each_episode_has_a_server_of_its_own(command: str) -> None:
         await episode.reset(ROW, 0)
         assert (await episode.step(answer(ToolCall("add", {"number": 5})))).text[0]["content"] == "5"
     assert len(of_servers()) == 2
-    del first, second, episode
+    for episode in (first, second):
+        await episode.close()
     await ended()
 
 
