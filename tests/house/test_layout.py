@@ -23,7 +23,7 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/children/sandbox/inside/first_process.py",
     "asyncrl/controller/iterations.py",
     "asyncrl/simulation/faults/simulate_command.py",
-    "asyncrl/environments/tools/invocation.py",
+    "asyncrl/environments/tools/call_execution.py",
     "asyncrl/fleet/worker/service.py",
     "asyncrl/lanes/control/server.py",
     "asyncrl/environments/episode.py",

@@ -5,22 +5,26 @@ from dataclasses import dataclass
 
 from asyncrl.config.user_code import suggestion
 from asyncrl.environments.tools import hermes, llama3, pythonic
-from asyncrl.environments.tools.calls import ToolCall, ToolCalls
+from asyncrl.environments.tools.parsed_calls import Reading, ToolCall, ToolCalls, parse
 from asyncrl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form of calls. parse: reads an answer and never raises; render: writes calls that `parse` reads."""
+    """A form of calls. read: adds what an answer has to a `Reading`. render: writes calls that `parse` reads."""
 
-    parse: Callable[[str], ToolCalls]
+    read: Callable[[str, Reading], None]
     render: Callable[[Sequence[ToolCall]], str]
+
+    def parse(self, text: str) -> ToolCalls:
+        """Returns the calls of an answer, and the mistakes in them; never raises."""
+        return parse(text, self.read)
 
 
 FORMS: Mapping[str, Form] = {
-    "hermes": Form(hermes.parse, hermes.render),
-    "llama3": Form(llama3.parse, llama3.render),
-    "pythonic": Form(pythonic.parse, pythonic.render),
+    "hermes": Form(hermes.read, hermes.render),
+    "llama3": Form(llama3.read, llama3.render),
+    "pythonic": Form(pythonic.read, pythonic.render),
 }
 
 

@@ -4,21 +4,16 @@ import json
 import re
 from collections.abc import Sequence
 
-from asyncrl.environments.tools.calls import MalformedCall, Reading, ToolCall, ToolCalls, after_thinking, too_long
 from asyncrl.environments.tools.json_calls import call_of, end_of_value
+from asyncrl.environments.tools.parsed_calls import MalformedCall, Reading, ToolCall
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 SPACE = re.compile(r"\s*+")
 
 
-def parse(text: str) -> ToolCalls:
+def read(text: str, reading: Reading) -> None:
     """Reads the calls of an answer. The last one may lack its closing tag, which stop strings cut off; a tag inside a
     JSON string ends nothing."""
-    if (refused := too_long(text)) is not None:
-        return refused
-    reading = Reading()
-    thoughts, text = after_thinking(text)
-    reading.add_text(thoughts)
     # The ends of objects are searched for until one is not where a call ends; then closing tags alone count, so that no
     # part of an answer is searched again and again.
     position, aware = 0, True
@@ -30,10 +25,9 @@ def parse(text: str) -> ToolCalls:
             aware = aware and not text.startswith("{", _skip_space(text, start))
             end = text.find(CLOSING, start)
         end = len(text) if end < 0 else end
-        _read(text[start:end], reading)
+        _read_call(text[start:end], reading)
         position = end + len(CLOSING)
     reading.add_text(text[position:])
-    return reading.result()
 
 
 def _end_of_object(text: str, start: int) -> int | None:
@@ -52,7 +46,7 @@ def _skip_space(text: str, position: int) -> int:
     return found.end()
 
 
-def _read(body: str, reading: Reading) -> None:
+def _read_call(body: str, reading: Reading) -> None:
     try:
         reading.add_call(call_of(body))
     except MalformedCall as mistake:
@@ -60,6 +54,6 @@ def _read(body: str, reading: Reading) -> None:
 
 
 def render(calls: Sequence[ToolCall]) -> str:
-    """Writes calls as `parse` reads them."""
+    """Writes calls as `read` reads them."""
     objects = [json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False) for call in calls]
     return "\n".join(f"{OPENING}\n{each}\n{CLOSING}" for each in objects)

@@ -5,7 +5,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-from asyncrl.environments.tools.calls import DEEPEST, MalformedCall, ToolCall
+from asyncrl.environments.tools.parsed_calls import DEEPEST, MalformedCall, ToolCall
 
 TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[{}\[\]]', re.DOTALL)
 """A string, with its closing quote if it has one, or a bracket. It never backtracks."""

@@ -4,8 +4,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from asyncrl.environments.tools.calls import MalformedCall, Reading, ToolCall, ToolCalls, after_thinking, too_long
 from asyncrl.environments.tools.json_calls import call_of, end_of_value
+from asyncrl.environments.tools.parsed_calls import MalformedCall, Reading, ToolCall
 
 TAG = "<|python_tag|>"
 START = re.compile(r'^[ \t]*+(?=\{\s*+"(?:name|type)"\s*+:)|<\|python_tag\|>\s*+', re.MULTILINE)
@@ -14,14 +14,9 @@ OF_A_CALL = re.compile(r'"(?:parameters|arguments)"\s*+:')
 FORM = '{"name": ..., "parameters": {...}}'
 
 
-def parse(text: str) -> ToolCalls:
+def read(text: str, reading: Reading) -> None:
     """Reads the calls of an answer. Behind <|python_tag|> there is a call; elsewhere an object that begins a line is
     one, if it begins with its name and has parameters: another object is text."""
-    if (refused := too_long(text)) is not None:
-        return refused
-    reading = Reading()
-    thoughts, text = after_thinking(text)
-    reading.add_text(thoughts)
     written = 0
     found = START.search(text)
     while found is not None and not reading.full:
@@ -29,11 +24,10 @@ def parse(text: str) -> ToolCalls:
         body = text[found.end() : end]
         if end is None or TAG in found[0] or OF_A_CALL.search(body):
             reading.add_text(_between(text[written : found.start()], written))
-            _read(body, reading)
+            _read_call(body, reading)
             written = len(text) if end is None else end
         found = None if end is None else FURTHER.match(text, end) or START.search(text, end)
     reading.add_text(_between(text[written:], written))
-    return reading.result()
 
 
 def _between(text: str, written: int) -> str:
@@ -41,7 +35,7 @@ def _between(text: str, written: int) -> str:
     return text.lstrip(" \t\r\n;,") if written else text
 
 
-def _read(body: str, reading: Reading) -> None:
+def _read_call(body: str, reading: Reading) -> None:
     try:
         reading.add_call(call_of(body))
     except MalformedCall as mistake:
@@ -49,6 +43,6 @@ def _read(body: str, reading: Reading) -> None:
 
 
 def render(calls: Sequence[ToolCall]) -> str:
-    """Writes calls as `parse` reads them."""
+    """Writes calls as `read` reads them."""
     objects = ({"name": call.name, "parameters": call.arguments} for call in calls)
     return "; ".join(json.dumps(each, ensure_ascii=False) for each in objects)

@@ -11,17 +11,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from asyncrl.environments.tools.calls import (
+from asyncrl.environments.tools.json_calls import shown
+from asyncrl.environments.tools.parsed_calls import (
     DEEPEST,
     MOST,
     MalformedCall,
     Reading,
     ToolCall,
-    ToolCalls,
-    after_thinking,
-    too_long,
 )
-from asyncrl.environments.tools.json_calls import shown
 
 TAGS = re.compile(r"<\|python_(?:tag|start|end)\|>")
 START = re.compile(r"(?:^[ \t]*+|<\|python_(?:tag|start)\|>\s*+)(?=\[\s*+[^\W\d][\w.]*+\()", re.MULTILINE)
@@ -49,23 +46,17 @@ class Token(NamedTuple):
     end: int
 
 
-def parse(text: str) -> ToolCalls:
+def read(text: str, reading: Reading) -> None:
     """Reads the calls of an answer: of each list of calls that begins a line. Behind a list that cannot be read nothing
     is read, since nobody knows where it ends."""
-    if (refused := too_long(text)) is not None:
-        return refused
-    reading = Reading()
-    thoughts, text = after_thinking(text)
-    reading.add_text(thoughts)
     position = 0
     while not reading.full and (start := START.search(text, position)) is not None:
         reading.add_text(TAGS.sub("", text[position : start.start()]))
-        position = _read(text, start.end(), reading)
+        position = _read_list(text, start.end(), reading)
     reading.add_text(TAGS.sub("", text[position:]))
-    return reading.result()
 
 
-def _read(text: str, start: int, reading: Reading) -> int:
+def _read_list(text: str, start: int, reading: Reading) -> int:
     """Reads the list that begins at `start`. Returns where the rest of the text begins."""
     reader = _ListReader(text, start)
     try:
@@ -213,7 +204,7 @@ class _ListReader:
 
 
 def render(calls: Sequence[ToolCall]) -> str:
-    """Writes calls as `parse` reads them."""
+    """Writes calls as `read` reads them."""
     written = (
         f"{call.name}({', '.join(f'{name}={value!r}' for name, value in call.arguments.items())})" for call in calls
     )

@@ -7,11 +7,11 @@ from typing import Any, Literal
 from asyncrl.concurrency import gather
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.environments.observation import Observation
-from asyncrl.environments.tools.calls import ToolCall
+from asyncrl.environments.tools.call_execution import CallResult, execute
+from asyncrl.environments.tools.chat_messages import cut, joined, tool_message
 from asyncrl.environments.tools.forms import form_named
-from asyncrl.environments.tools.invocation import CallResult, invoke
-from asyncrl.environments.tools.messages import cut, joined, tool_message
-from asyncrl.environments.tools.tool import Tool
+from asyncrl.environments.tools.function_tool import Tool
+from asyncrl.environments.tools.parsed_calls import ToolCall
 from asyncrl.errors import ConfigError
 
 KEY = "environment.options"
@@ -84,7 +84,7 @@ class ToolEnvironment:
         if (tool := self._tools.get(call.name)) is None:
             near = suggestion(call.name[:60], self._tools)
             return CallResult(f"there is no tool {call.name:.60}{near}", failed=True)
-        return await invoke(tool, call.arguments, self._seconds)
+        return await execute(tool, call.arguments, self._seconds)
 
 
 def _tool(source: Callable[..., Any] | Tool) -> Tool:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asyncrl.environments.tools import FORMS, ToolCall, ToolCalls
-from asyncrl.environments.tools.calls import DEEPEST, LARGEST, MOST
 from asyncrl.environments.tools.forms import form_named
+from asyncrl.environments.tools.parsed_calls import DEEPEST, LARGEST, MOST
 from asyncrl.errors import ConfigError
 
 ADD = ToolCall("add", {"a": 1, "b": [2, {"c": None}]})

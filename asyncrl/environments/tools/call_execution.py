@@ -9,9 +9,9 @@ from typing import Any
 
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.tools.argument_kinds import BadArgument
-from asyncrl.environments.tools.messages import as_text
+from asyncrl.environments.tools.chat_messages import as_text
+from asyncrl.environments.tools.function_tool import Tool
 from asyncrl.environments.tools.time_limit import OutOfTime, interrupted_after
-from asyncrl.environments.tools.tool import Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class CallResult:
     done: bool = False
 
 
-async def invoke(tool: Tool, given: Mapping[str, Any], seconds: float) -> CallResult:
+async def execute(tool: Tool, given: Mapping[str, Any], seconds: float) -> CallResult:
     """Calls a tool with the arguments of a call. Whatever goes wrong is the text of the result. seconds: after which a
     coroutine function is cancelled, and a plain function interrupted where that is possible."""
     try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.environments.observation import Message
-from asyncrl.environments.tools.calls import ToolCalls
+from asyncrl.environments.tools.parsed_calls import ToolCalls
 
 
 def assistant_message(found: ToolCalls) -> Message:

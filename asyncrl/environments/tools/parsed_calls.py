@@ -1,7 +1,7 @@
 """Defines what is read of a policy's answer: calls of tools, mistakes in calls, and the text beside them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,14 +73,19 @@ class Reading:
         return ToolCalls("\n".join(self._content), tuple(self._calls), tuple(self._mistakes))
 
 
-def too_long(text: str) -> ToolCalls | None:
-    """Returns the result for an answer that is too long to be read; None for any other."""
-    if len(text) <= LARGEST:
-        return None
-    return ToolCalls(text, (), (f"the answer has {len(text)} characters; at most {LARGEST} are read",))
+def parse(text: str, read: Callable[[str, Reading], None]) -> ToolCalls:
+    """Returns what `read` finds in an answer, behind its thoughts; an answer that is too long to be read is a mistake.
+    Never raises."""
+    if len(text) > LARGEST:
+        return ToolCalls(text, (), (f"the answer has {len(text)} characters; at most {LARGEST} are read",))
+    reading = Reading()
+    thoughts, rest = _after_thinking(text)
+    reading.add_text(thoughts)
+    read(rest, reading)
+    return reading.result()
 
 
-def after_thinking(text: str) -> tuple[str, str]:
+def _after_thinking(text: str) -> tuple[str, str]:
     """Splits an answer that begins with <think> behind the thoughts, in which calls are not read."""
     if not text.lstrip().startswith("<think>"):
         return "", text
