@@ -24,7 +24,7 @@ from asyncrl.environments.transcript import (
     transcript_column,
 )
 from asyncrl.errors import AsyncrlError, EnvironmentFailed, Retryable
-from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Opening, PromptGroup
@@ -32,6 +32,7 @@ from asyncrl.protocols.prompt_row import PackedRow, PromptRow
 from asyncrl.protocols.row_columns import episode_columns
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Environment
+from asyncrl.services.pooled_service import PooledService
 from asyncrl.telemetry.run_directory import RunDirectory
 
 EXCERPT = 200
@@ -58,7 +59,7 @@ class EpisodeState:
     answering: "asyncio.Task[RowRef | AsyncrlError] | None" = None
 
 
-class EnvironmentService(Service, Environment):
+class EnvironmentService(PooledService[EpisodePool], Environment):
     """Stores one row for each sample: all columns of the generator's, with `transcript` and `turn_rewards`."""
 
     def __init__(self, context: WorkerContext) -> None:
@@ -87,19 +88,7 @@ class EnvironmentService(Service, Environment):
         transcript = JSON_BYTES * TOKEN_BYTES * section.max_tokens + section.max_turns * answer
         sizes = (config.task.max_prompt_tokens, section.max_tokens, text, section.max_turns, transcript)
         self.rows = self.context.open_rows(slots, bytes_of_row(episode_columns(*sizes)))
-        await self._pool.start()
-
-    async def stop(self) -> None:
-        await self._pool.stop()
-        await super().stop()
-
-    @property
-    def queued(self) -> int:
-        return self._pool.waiting
-
-    @property
-    def finished(self) -> int:
-        return super().finished + self._pool.finished
+        await super().start()
 
     async def reset(self, prompts: PromptGroup, row: dict[str, Any] | PackedRow) -> Opening:
         names = [(prompts.id, member, prompts.attempt) for member in prompts.members]
@@ -227,7 +216,7 @@ class EnvironmentService(Service, Environment):
         """Returns why the episode ends with this answer; "" when it goes on."""
         if answer["done"]:
             return "stop"
-        if sample.finish == "token_limit" or sample.tokens + sample.given >= self._section.max_tokens:
+        if sample.tokens + sample.given >= self._section.max_tokens:
             return "token_limit"
         if sample.turns >= self._section.max_turns:
             return "turn_limit"

@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncrl.concurrency import gather
 from asyncrl.config.schema import Scorer
-from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Score
 from asyncrl.protocols.prompt_row import PackedRow
@@ -18,6 +18,7 @@ from asyncrl.rewards.group_barrier import GroupBarrier
 from asyncrl.rewards.row_cache import RowCache
 from asyncrl.rewards.sample import Function, FunctionResult, Sample
 from asyncrl.rewards.scoring import score_of
+from asyncrl.services.pooled_service import PooledService
 from asyncrl.telemetry.run_directory import RunDirectory
 
 TEXT = "text"
@@ -30,7 +31,7 @@ SHARE_OF_CALL = 0.9
 """Share of the deadline of a call that a group waits for its members; the rest is for scoring them."""
 
 
-class RewardService(Service, Reward):
+class RewardService(PooledService[ChildPool | InProcessPool], Reward):
     """Scores each sample with all functions of `reward.functions`; the score is their weighted sum. The service `cost`
     uses the functions of `cost.functions`. functions: replace those of the config; they exist only in this process."""
 
@@ -41,7 +42,6 @@ class RewardService(Service, Reward):
         self._section = config.scorers[service]
         self._plays = bool(config.environment.use)
         printed = RunDirectory(context.facts.run_dir).printed_by(f"{service}{context.spec.replica}")
-        self._pool: ChildPool | InProcessPool
         if functions:
             shaping = [(spec.name, load(spec)) for spec in overlong_specs(config)]
             self._pool = InProcessPool([*named(functions), *shaping], self._section.deadline, printed)
@@ -61,21 +61,6 @@ class RewardService(Service, Reward):
         self._rows = RowCache()
         self._single = [number for number, spec in enumerate(self._pool.specs) if not spec.group]
         self._grouped = [number for number, spec in enumerate(self._pool.specs) if spec.group]
-
-    async def start(self) -> None:
-        await self._pool.start()
-
-    async def stop(self) -> None:
-        await self._pool.stop()
-        await super().stop()
-
-    @property
-    def queued(self) -> int:
-        return self._pool.queued
-
-    @property
-    def finished(self) -> int:
-        return super().finished + self._pool.finished
 
     async def score(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Score]:
         """Scores samples that share the prompt row `row`. Raises RewardError when a function failed under on_error =

@@ -193,7 +193,8 @@ class EpisodeChild(GuardedProcess):
 class EpisodePool:
     """Plays episodes in `workers` children. deadline: seconds that one call of `reset` or `step` may take.
     start_deadline: seconds that a child may take to load the environment. tasks: owns what reads answers. printed: file
-    of what environments print. unclosed: takes why the method `close` of an environment failed."""
+    of what environments print. unclosed: takes why the method `close` of an environment failed. queued: calls that were
+    not answered yet."""
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class EpisodePool:
         self._unclosed = unclosed
         self._stopped = False
         self._living = Counter[int]()
-        self.waiting = 0
+        self.queued = 0
 
     @property
     def finished(self) -> int:
@@ -241,7 +242,7 @@ class EpisodePool:
 
     async def play(self, play: Play) -> Played:
         """Returns the answers that the episode lacked; errors of the environment are answers too."""
-        self.waiting += 1
+        self.queued += 1
         try:
             while True:
                 try:
@@ -252,7 +253,7 @@ class EpisodePool:
                 except ChildEnded as ended:
                     return Played(error=str(ended))
         finally:
-            self.waiting -= 1
+            self.queued -= 1
 
     async def _repeat(self, play: Play, ended: EpisodeLost) -> Played:
         """Repeats a call alone, unless it is known to be the cause that its child ended. A signal may have come from

@@ -83,6 +83,17 @@ class Scene:
 
         virtual_loop.run(main())
 
+    async def lose_the_generator(self) -> None:
+        """Kills the generator with all that it samples, and starts it again after a second."""
+        instance = self.generation.instance
+        self.controller.worker_lost(instance, "killed", self.generation.groups_at_work())
+        self.generation.die()
+        await self.training.detached(instance)
+        await asyncio.sleep(1)
+        self.generation.come_back()
+        self.controller.worker_lives("generation", self.generation.instance)
+        await self.controller.worker_started("generation")
+
     def told(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 

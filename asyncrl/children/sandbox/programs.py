@@ -1,4 +1,4 @@
-"""What the sandbox is given and what it answers: programs with test cases, limits, and one result for each case."""
+"""Describes what a sandbox takes and answers: programs with test cases, limits, and one result for each case."""
 
 from dataclasses import dataclass
 from typing import Literal

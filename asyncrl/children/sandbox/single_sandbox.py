@@ -28,7 +28,8 @@ class SandboxEnded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SandboxCase:
-    """What runs in a sandbox. kind: a function of `inside/first_process.py`. file: name of the file of the source."""
+    """Describes what runs in a sandbox. kind: a function of `inside/first_process.py`. file: name of the file of the
+    source."""
 
     kind: Literal["script", "command", "answers", "examiner"]
     source: str
@@ -39,8 +40,9 @@ class SandboxCase:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the first process of a sandbox reports about a case. status: as `waitpid` gives it. left: the case left
-    processes or files. why: the limit for which it was ended, "ended" on demand, else "-". note: text of the case."""
+    """Holds what the first process of a sandbox reports about a case. status: as `waitpid` gives it. left: the case
+    left processes or files. why: the limit for which it was ended, "ended" on demand, else "-". note: text of the
+    case."""
 
     status: int
     seconds: float

@@ -67,7 +67,6 @@ class TrialRun:
         self.lives = 0
         self.poisoned: list[int] = []
         self.restarted = 0
-        self.isolated = 0
         self.preempted = 0
         self.most_isolated = 0
         self.truncated = 0

@@ -104,17 +104,10 @@ class Asked(FakeGeneration):
         return sequence
 
 
-async def lose_the_generator(made: Scene) -> None:
+async def lose_the_generator_in_time(made: Scene) -> None:
     """Kills the generator while the second turns of the first groups are sampled."""
     await asyncio.sleep(3.5)
-    instance = made.generation.instance
-    made.controller.worker_lost(instance, "killed", made.generation.groups_at_work())
-    made.generation.die()
-    await made.training.detached(instance)
-    await asyncio.sleep(1)
-    made.generation.come_back()
-    made.controller.worker_lives("generation", made.generation.instance)
-    await made.controller.worker_started("generation")
+    await made.lose_the_generator()
 
 
 def test_episodes_go_on_after_the_turn_that_was_answered_when_their_generator_dies() -> None:
@@ -127,7 +120,7 @@ def test_episodes_go_on_after_the_turn_that_was_answered_when_their_generator_di
 
     async def train(fleet: Fleet, control: Controller) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(lose_the_generator(made))
+            tasks.create_task(lose_the_generator_in_time(made))
             await grpo.train(fleet, control)
 
     made.algorithm = Algorithm(grpo.roll_out, train)

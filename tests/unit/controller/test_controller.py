@@ -258,14 +258,7 @@ async def die_three_times(scene: Scene) -> None:
     """While the first groups run; each time for a while."""
     for _ in range(3):
         await asyncio.sleep(12)
-        instance = scene.generation.instance
-        scene.controller.worker_lost(instance, "killed", scene.generation.groups_at_work())
-        scene.generation.die()
-        await scene.training.detached(instance)
-        await asyncio.sleep(1)
-        scene.generation.come_back()
-        scene.controller.worker_lives("generation", scene.generation.instance)
-        await scene.controller.worker_started("generation")
+        await scene.lose_the_generator()
 
 
 def test_slow_groups_that_run_in_a_worker_which_dies_three_times_in_a_row_are_not_poison() -> None:

@@ -11,6 +11,7 @@ from asyncrl.environments.episode_pool import EpisodePool, Play, Played
 from asyncrl.environments.loading import EnvironmentSpec
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.prompt_row import PromptRow
+from tests.unit.children.running import running
 
 ENVIRONMENTS = r"""
 import asyncio, os, signal, threading
@@ -144,21 +145,10 @@ def pool(tmp_path: Path, unclosed: Unclosed) -> MakePool:
     @asynccontextmanager
     async def make(name: str, workers: int = 1, deadline: float = 20.0, **options: int) -> AsyncIterator[EpisodePool]:
         spec = EnvironmentSpec(f"{file}:{name}", options, max_bytes=100)
-        async with asyncio.TaskGroup() as tasks:
-            made = EpisodePool(
-                spec,
-                tasks,
-                workers=workers,
-                deadline=deadline,
-                start_deadline=60.0,
-                printed=tmp_path / "printed",
-                unclosed=unclosed.put_nowait,
-            )
-            try:
-                await made.start()
-                yield made
-            finally:
-                await made.stop()
+        limits = {"workers": workers, "deadline": deadline, "start_deadline": 60.0, "printed": tmp_path / "printed"}
+        limits["unclosed"] = unclosed.put_nowait
+        async with running(lambda tasks: EpisodePool(spec, tasks, **limits)) as made:
+            yield made
 
     return make
 

@@ -30,8 +30,10 @@ from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Canary, PromptGroup, Published
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.services.generation import GenerationService
+from tests.unit.services.running_generation import running_generation
 
 INCARNATION = 2
+
 Start = Callable[..., AbstractAsyncContextManager[GenerationService]]
 
 
@@ -66,18 +68,9 @@ def config() -> Config:
 def start(folder: Path, config: Config, worker_context: Callable[..., WorkerContext]) -> Start:
     @asynccontextmanager
     async def started(config: Config = config, service: str = "generation", **options: Any) -> AsyncIterator[Any]:
-        async with asyncio.TaskGroup() as tasks:
-            here = {"model_dir": folder, "incarnation": INCARNATION, "options": options}
-            context = worker_context(service, config, tasks, make_compute=ThreadCompute, **here)
-            before = asyncio.all_tasks()
-            made = GenerationService(context)
-            await made.begin()
-            (loop,) = asyncio.all_tasks() - before
-            await made.started()
+        here = {"model_dir": folder, "incarnation": INCARNATION, "options": options, "make_compute": ThreadCompute}
+        async with running_generation(lambda tasks: worker_context(service, config, tasks, **here)) as made:
             yield made
-            await made.stop()
-            loop.cancel()
-        context.compute.close()
 
     return started
 

@@ -22,6 +22,7 @@ from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.services.generation import GenerationService
+from tests.unit.services.running_generation import running_generation
 
 COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "spans", "transcript", "text")
 CHATML = (
@@ -29,6 +30,7 @@ CHATML = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 MAX_TOKENS = 150
+
 Start = Callable[..., AbstractAsyncContextManager[GenerationService]]
 
 
@@ -87,18 +89,10 @@ def start(
 ) -> Start:
     @asynccontextmanager
     async def started(config: Config = config, version: int = 0) -> AsyncIterator[GenerationService]:
-        async with asyncio.TaskGroup() as tasks:
-            here = {"model_dir": folder, "options": {"own_version": version}, "source": environment.store}
-            context = worker_context("generation", config, tasks, make_compute=ThreadCompute, **here)
-            before = asyncio.all_tasks()
-            made = GenerationService(context)
-            await made.begin()
-            (loop,) = asyncio.all_tasks() - before
-            await made.started()
+        here = {"options": {"own_version": version}, "source": environment.store, "make_compute": ThreadCompute}
+        here["model_dir"] = folder
+        async with running_generation(lambda tasks: worker_context("generation", config, tasks, **here)) as made:
             yield made
-            await made.stop()
-            loop.cancel()
-        context.compute.close()
 
     return started
 

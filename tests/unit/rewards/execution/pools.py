@@ -9,6 +9,7 @@ from typing import Any
 from asyncrl.rewards import Sample
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.functions import FunctionSpec
+from tests.unit.children.running import running
 
 MakePool = Callable[..., AbstractAsyncContextManager[ChildPool]]
 
@@ -39,20 +40,9 @@ def pools(functions: str, folder: Path) -> MakePool:
         first_failure_only: bool = False,
     ) -> AsyncIterator[ChildPool]:
         specs = [FunctionSpec(f"{file}:{name}", name, group=group) for name in names]
-        async with asyncio.TaskGroup() as tasks:
-            made = ChildPool(
-                specs,
-                tasks,
-                workers=workers,
-                deadline=deadline,
-                start_deadline=start,
-                printed=folder / "reward0.printed",
-                first_failure_only=first_failure_only,
-            )
-            try:
-                await made.start()
-                yield made
-            finally:
-                await made.stop()
+        options = {"workers": workers, "deadline": deadline, "start_deadline": start}
+        options |= {"printed": folder / "reward0.printed", "first_failure_only": first_failure_only}
+        async with running(lambda tasks: ChildPool(specs, tasks, **options)) as made:
+            yield made
 
     return make
