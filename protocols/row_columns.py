@@ -27,14 +27,15 @@ def sample_columns(prompt: int, response: int, text: int) -> Columns:
 
 def trajectory_columns(turns: int, transcript: int) -> Columns:
     """Returns what the row of an episode has besides. spans: for each turn, the tokens sampled and those given after
-    it; response_ids has all of them, in order, and every other column of tokens has one entry for a sampled token.
-    transcript: bytes of the messages after the prompt, as JSON. turn_rewards: of the environment."""
+    it; response_ids has all of them, in order, and every other column of tokens has one entry for a sampled token. A
+    negative number of given tokens: these begin a new context, in which the policy sees nothing of before. transcript:
+    bytes of the messages after the prompt, as JSON. turn_rewards: of the environment."""
     return {SPANS: (IDS, 2 * turns), "transcript": (BYTES, transcript), "turn_rewards": (NUMBERS, turns)}
 
 
 def sampled_places(spans: NDArray[np.int32]) -> NDArray[np.int64]:
     """Returns the indices of the sampled tokens in `response_ids`, int64 [sampled]."""
-    return np.flatnonzero(np.repeat(np.arange(len(spans)) % 2 == 0, spans))
+    return np.flatnonzero(np.repeat(np.arange(len(spans)) % 2 == 0, np.abs(spans)))
 
 
 def episode_columns(prompt: int, response: int, text: int, turns: int, transcript: int) -> Columns:

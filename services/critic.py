@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.training.batch.micro_batches import sampled_of, token_ids
+from asyncrl.engines.training.batch.micro_batches import spans_of, token_ids
 from asyncrl.engines.training.batch.train_rows import COST, REWARD, batch_digest, columns_of, train_rows
 from asyncrl.engines.training.critic_trainer import CriticStep, CriticTrainer
 from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
@@ -136,7 +136,7 @@ class CriticService(Service, Critic):
 
     def _forward(self, rows: Batch) -> list[tuple[NDArray[np.float32], int]]:
         """Returns for each row its values and the updates taken before them."""
-        values = self._engine.values(*token_ids(rows), sampled_of(rows))
+        values = self._engine.values(*token_ids(rows), spans_of(rows))
         return [(own, self._engine.optimizer.updates) for own in values]
 
     def _save(self, directory: Path, version: int) -> dict[str, str]:

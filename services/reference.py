@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.training.batch.micro_batches import sampled_of, token_ids
+from asyncrl.engines.training.batch.micro_batches import spans_of, token_ids
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.fleet.worker.service import Service, WorkerContext
@@ -48,5 +48,5 @@ class ReferenceService(Service, Reference):
     def _forward(self, rows: Batch) -> list[NDArray[np.float32]]:
         config = self.context.config
         temperatures = [config.generation.temperature] * len(rows)
-        chunk, sampled = config.training.logits_chunk, sampled_of(rows)
-        return frozen_logprobs(self._model, *token_ids(rows), temperatures, chunk, sampled)
+        chunk, spans = config.training.logits_chunk, spans_of(rows)
+        return frozen_logprobs(self._model, *token_ids(rows), temperatures, chunk, spans)

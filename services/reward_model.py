@@ -8,7 +8,8 @@ from asyncrl.concurrency import gather
 from asyncrl.config.schema import MODEL_TERM
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.training.batch.micro_batches import token_ids
+from asyncrl.engines.training.batch.contexts import contexts_of
+from asyncrl.engines.training.batch.micro_batches import spans_of, token_ids
 from asyncrl.engines.training.models_with_heads import ValueModel, load_score_model, refuse_another_tokenizer
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import Batch, BatchRef
@@ -51,5 +52,8 @@ class RewardModelService(RewardService):
 
     @torch.no_grad()
     def _scores(self, rows: Batch) -> list[float]:
-        scores: list[float] = self._model.scores(*token_ids(rows)).cpu().tolist()
+        """Returns the score of each row's newest context."""
+        newest = [contexts_of(*row)[-1] for row in zip(*token_ids(rows), spans_of(rows), strict=True)]
+        prompts, responses = [each.prompt for each in newest], [each.response for each in newest]
+        scores: list[float] = self._model.scores(prompts, responses).cpu().tolist()
         return scores

@@ -14,7 +14,7 @@ import msgpack
 from asyncrl.children.user_errors import trace
 from asyncrl.environments.loading import CLOSE, MakeEnvironment
 from asyncrl.environments.observation import Message, Observation
-from asyncrl.environments.transcript import POLICY, cut_messages, messages_of
+from asyncrl.environments.transcript import CONTEXT, POLICY, context_message, cut_messages, messages_of
 
 GRACE = 1.0
 """Seconds in which a late coroutine may end after its cancellation."""
@@ -68,7 +68,19 @@ class Episode:
         return await self._checked(CLOSE, lambda _: {}, deadline)
 
     async def _answer(self, method: str, deadline: float, *arguments: Any) -> Answer:
-        return await self._checked(method, lambda returned: plain(returned, method, self._most), deadline, *arguments)
+        def check(returned: Any) -> Answer:
+            if isinstance(returned, Observation) and returned.follows is not None:
+                self._check_follows(method, returned.follows)
+            return plain(returned, method, self._most)
+
+        return await self._checked(method, check, deadline, *arguments)
+
+    def _check_follows(self, method: str, follows: Any) -> None:
+        turns = self.turns + (method == "step")
+        if method == "reset" or not isinstance(follows, int) or not 0 <= follows <= turns:
+            raise NoObservation(
+                f"`{method}` gave follows = {_shown(follows)}, which is one of the {turns} turns so far, from 1, or 0"
+            )
 
     async def _checked(self, method: str, check: Callable[[Any], Answer], deadline: float, *arguments: Any) -> Answer:
         """Returns the checked answer; turns errors of the user's code into answers."""
@@ -142,9 +154,9 @@ def plain(returned: Any, method: str, most: int) -> Answer:
         raise NoObservation(f"`{method}` gave a reward that is not a number but {_shown(returned.reward)}")
     if not math.isfinite(reward := float(returned.reward)):
         raise NoObservation(f"`{method}` gave the reward {reward}: a reward is finite")
-    text = _checked_text(returned.text, method)
+    text = _checked_text(returned.text, method, begins=returned.follows is not None)
     answer = {
-        "text": cut_messages(messages_of(text), most) if method == "step" else text,
+        "text": text if method == "reset" else _messages(returned, messages_of(text), most),
         "reward": reward,
         "done": bool(returned.done),
         "tools": [dict(tool) for tool in returned.tools],
@@ -159,7 +171,21 @@ def plain(returned: Any, method: str, most: int) -> Answer:
     return answer
 
 
-def _checked_text(text: Any, method: str) -> str | list[Message]:
+def _messages(returned: Observation, messages: list[Message], most: int) -> list[Message]:
+    """Returns the messages of a step, cut off after `most` bytes; those that begin a context are whole, or refused."""
+    if returned.follows is None:
+        return cut_messages(messages, most)
+    if not messages:
+        raise NoObservation("`step` began a context without a message")
+    context = context_message(messages, returned.tools, returned.follows)
+    if (size := len(json.dumps(context, ensure_ascii=False, default=str).encode("utf-8", "replace"))) > most:
+        raise NoObservation(
+            f"`step` began a context of {size} bytes, and is not cut off there: raise environment.max_bytes, {most} now"
+        )
+    return [context]
+
+
+def _checked_text(text: Any, method: str, *, begins: bool) -> str | list[Message]:
     if isinstance(text, str):
         return text.encode("utf-8", "replace").decode()
     if not isinstance(text, list | tuple):
@@ -169,8 +195,10 @@ def _checked_text(text: Any, method: str) -> str | list[Message]:
             raise NoObservation(
                 f'a message of `{method}` is {_shown(message)}; write {{"role": "user", "content": "a text"}}'
             )
-        if method == "step" and message["role"] == POLICY:
+        if method == "step" and message["role"] == POLICY and not begins:
             raise NoObservation(f"a message of `step` has the role {POLICY}, which is the policy's own")
+        if message["role"] == CONTEXT:
+            raise NoObservation(f"a message of `{method}` has the role {CONTEXT}; write Observation(..., follows=0)")
     return [dict(message) for message in text]
 
 

@@ -12,11 +12,13 @@ Message = dict[str, Any]
 class Observation:
     """Says what the policy is shown next. text: the text of one user message, or chat messages with roles of their own;
     for `reset` the prompt. reward: of the turn that it answers. done: the episode has ended. info: what the
-    environment notes for itself; asyncrl does not read it. tools: of `reset` only, JSON schemas of the functions that
-    the policy may call."""
+    environment notes for itself; asyncrl does not read it. tools: of `reset`, or with `follows`: JSON schemas of the
+    functions that the policy may call. follows: begins a new context, in which the policy sees nothing of before:
+    `text` is a whole conversation where this is 0, else it follows the policy's answer of this turn, from 1."""
 
     text: str | list[Message]
     reward: float = 0.0
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[dict[str, Any], ...] = ()
+    follows: int | None = None

@@ -1,7 +1,7 @@
 """The messages of an episode after its opening: what the policy said, and what the environment answered."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,10 @@ from asyncrl.environments.observation import Message
 from asyncrl.protocols.batch import Array
 
 POLICY = "assistant"
+CONTEXT = "context"
+"""Role of the one message of an observation that begins a new context. It has `messages`, `tools`, and `follows`: the
+turn whose answer the messages follow, 0 where they are a whole conversation. content: of the newest one, for a person.
+"""
 MESSAGE_BYTES = 64
 """Bytes that each message counts besides its text, so that many empty ones are bounded too."""
 CUT = "\n[cut off after {} bytes]"
@@ -46,6 +50,17 @@ def answers_in(transcript: Transcript) -> list[Transcript]:
 def messages_of(text: str | Sequence[Message]) -> Transcript:
     """Returns the messages of an observation; a text is one of the user."""
     return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+
+
+def context_message(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], follows: int) -> Message:
+    shown = str(messages[-1]["content"]) if messages else ""
+    fields = {"messages": list(messages), "tools": [dict(tool) for tool in tools], "follows": follows}
+    return {"role": CONTEXT, "content": shown, **fields}
+
+
+def begun_context(messages: Sequence[Message]) -> Message | None:
+    """Returns the message that begins a new context, if the messages of an observation do."""
+    return messages[0] if messages and messages[0]["role"] == CONTEXT else None
 
 
 def cut_messages(messages: Sequence[Message], most: int) -> Transcript:

@@ -43,6 +43,13 @@ class TokenizerWithStops:
         _refuse_changed_parts(prompt, text)
         return self.text_ids(text)
 
+    def quoted_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> NDArray[np.int32]:
+        """Returns the token ids of messages by the chat template; what reads like a special token in them is text.
+        Raises TaskError as `prompt_ids` does."""
+        text = self.render_chat(self.quoted(messages), tools)
+        _refuse_changed_parts(self.quoted(messages), text)
+        return self.rendered_ids(text)
+
     def text_ids(self, text: str) -> NDArray[np.int32]:
         """Returns the token ids of a text alone, without special tokens."""
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
@@ -120,7 +127,7 @@ def end_ids(generation_config: Any, tokenizer: Any) -> NDArray[np.int64]:
     return np.array(sorted(ids - {None}), np.int64)
 
 
-def _refuse_changed_parts(messages: list[Message], text: str) -> None:
+def _refuse_changed_parts(messages: Sequence[Message], text: str) -> None:
     """Refuses a template that drops a part of a prompt, such as the thoughts of earlier answers."""
     for number, message in enumerate(messages, 1):
         content = message["content"]

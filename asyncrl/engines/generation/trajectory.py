@@ -3,6 +3,9 @@
 response_ids   s s s g g s s g s s s      s: sampled, g: given
 spans          3 2   2 1   3 0            for each turn, the tokens sampled and those given after it
 logprobs       . . .     . .   . . .      of sampled tokens only, as are versions
+
+Where an environment begins a new context, the span that it gave is negative: it is the prompt of what follows, which
+sees nothing of before.
 """
 
 import json
@@ -14,6 +17,8 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.generation.sample_requests import Completion
 from asyncrl.engines.generation.tokenization import Message
+from asyncrl.engines.generation.turn_rendering import Tools
+from asyncrl.environments.transcript import CONTEXT, POLICY
 from asyncrl.protocols.batch import Array
 
 Ids = NDArray[np.int32]
@@ -45,7 +50,8 @@ class Trajectory:
 
     @property
     def tokens(self) -> Ids:
-        return np.concatenate([self.prompt, self.response])
+        """Returns the tokens of the newest context."""
+        return self.context_of(self.turns, given=True)
 
     @property
     def turns(self) -> int:
@@ -53,22 +59,44 @@ class Trajectory:
 
     @property
     def given(self) -> int:
-        return int(self.spans[1::2].sum())
-
-    @property
-    def answer(self) -> Ids:
-        """Returns the sampled tokens of the newest turn, after which nothing was given yet."""
-        return self.response[len(self.response) - int(self.spans[-2]) :]
+        return int(np.abs(self.spans[1::2]).sum())
 
     @property
     def unanswered(self) -> tuple[Message, ...]:
         """Returns the messages after the newest one of the policy."""
-        own = [place for place, message in enumerate(self.transcript) if message["role"] == "assistant"]
+        own = [place for place, message in enumerate(self.transcript) if message["role"] == POLICY]
         return self.transcript[own[-1] + 1 :]
 
-    def with_given(self, tokens: Ids) -> "Trajectory":
+    @property
+    def has_contexts(self) -> bool:
+        """Returns whether the environment began a context of its own."""
+        return any(message["role"] == CONTEXT for message in self.transcript)
+
+    def tools(self, opening: Tools) -> Tools:
+        """Returns the schemas of the tools of the newest context. opening: those of the first one."""
+        begun = [message for message in self.transcript if message["role"] == CONTEXT]
+        return tuple(begun[-1]["tools"]) if begun else opening
+
+    def answer_of(self, turn: int) -> Ids:
+        """Returns the sampled tokens of a turn, from 1."""
+        first = int(np.abs(self.spans[: 2 * turn - 2]).sum())
+        return self.response[first : first + int(self.spans[2 * turn - 2])]
+
+    def context_of(self, turn: int, *, given: bool = False) -> Ids:
+        """Returns the tokens of the context of a turn up to the end of its answer. given: and of what was given after
+        it, which may be a context of its own."""
+        if turn == 0:
+            return self.prompt
+        spans = self.spans[: 2 * turn - (0 if given else 1)]
+        end, begun = int(np.abs(spans).sum()), np.flatnonzero(spans < 0)
+        if not len(begun):
+            return np.concatenate([self.prompt, self.response[:end]])
+        return self.response[int(np.abs(spans[: begun[-1]]).sum()) : end]
+
+    def with_given(self, tokens: Ids, *, context: bool = False) -> "Trajectory":
+        """Adds what the environment said after the newest turn. context: the tokens begin a new one."""
         spans = self.spans.copy()
-        spans[-1] = len(tokens)
+        spans[-1] = -len(tokens) if context else len(tokens)
         return replace(self, response=np.concatenate([self.response, tokens]), spans=spans)
 
     def with_answer(self, completion: Completion) -> "Trajectory":
@@ -79,7 +107,7 @@ class Trajectory:
             np.concatenate([self.logprobs, completion.logprobs]),
             np.concatenate([self.versions, completion.versions]),
             np.concatenate([self.spans, np.array([len(completion.tokens), 0], np.int32)]),
-            (*self.transcript, {"role": "assistant", "content": completion.text}),
+            (*self.transcript, {"role": POLICY, "content": completion.text}),
         )
 
     def columns(self) -> dict[str, Array]:

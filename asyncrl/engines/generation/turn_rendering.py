@@ -49,6 +49,11 @@ class TurnRenderer:
                 raise TaskError("; ".join(dict.fromkeys(filter(None, problems))))
         return self._tokenizer.prompt_ids(prompt, tools)
 
+    def context_ids(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
+        """Returns the ids of a conversation with which an environment begins a new context. Special tokens in it stay
+        text, as in all that an environment says. Raises TaskError when it cannot be rendered as it is."""
+        return self._tokenizer.quoted_ids(messages, tools)
+
     def given_ids(self, answer: Ids, messages: Sequence[Message], *, chat: bool, tools: Tools = ()) -> Ids:
         """Returns the tokens that follow the sampled ones of an answer when an environment says these messages.
 

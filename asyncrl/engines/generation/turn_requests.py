@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from asyncrl.engines.generation.sample_requests import SampleRequest
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.generation.trajectory import ROW, Ids, Trajectory
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.environments.transcript import begun_context
 from asyncrl.errors import TaskError
 from asyncrl.protocols.batch import Batch, RowRef
 from asyncrl.protocols.messages import PromptGroup
@@ -53,17 +56,30 @@ class TurnRequests:
         turns, ended = [], []
         for number, sample in enumerate(continued):
             before = Trajectory.of_row({name: rows[name][number] for name in ROW})
-            chat = not isinstance(prompts.prompt, str)
             try:
-                given = self.renderer.given_ids(before.answer, before.unanswered, chat=chat, tools=prompts.tools)
+                after = self._answered(prompts, before, self.renderer)
             except TaskError as error:
                 raise TaskError(f"group {prompts.id}, member {sample.member}, turn {before.turns}: {error}") from None
-            after = before.with_given(given)
             if len(after.response) < self.budget.answer:
                 turns.append(Turn(self._request(prompts, sample.member, after.tokens, after), after))
             else:
                 ended.append(replace(sample, finish=NO_ROOM))
         return turns, ended
+
+    @staticmethod
+    def _answered(prompts: PromptGroup, before: Trajectory, renderer: TurnRenderer) -> Trajectory:
+        """Returns the turns with the tokens of what the environment said last."""
+        said, tools = before.unanswered, before.tools(prompts.tools)
+        context = begun_context(said)
+        if context is None:
+            chat = not isinstance(prompts.prompt, str) or before.has_contexts
+            answer = before.answer_of(before.turns)
+            return before.with_given(renderer.given_ids(answer, said, chat=chat, tools=tools))
+        messages, follows = context["messages"], context["follows"]
+        if not follows:
+            return before.with_given(renderer.context_ids(messages, tools), context=True)
+        added = renderer.given_ids(before.answer_of(follows), messages, chat=True, tools=tools)
+        return before.with_given(np.concatenate([before.context_of(follows), added]), context=True)
 
     def _request(self, prompts: PromptGroup, member: int, ids: Ids, before: Trajectory | None) -> SampleRequest:
         """Returns a request that starts with no older weights than those that sampled the turn before."""

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
+from asyncrl.engines.training.batch.contexts import Spans
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.micro_batches import live_rows, live_values, pad_rows, split_by_row
-from asyncrl.engines.training.batch.train_rows import REWARD, Ids, Sampled, TrainRow, ValueTarget
+from asyncrl.engines.training.batch.train_rows import REWARD, Ids, TrainRow, ValueTarget
 from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.models_with_heads import load_value_model
 from asyncrl.engines.training.optimizer import Optimizer
@@ -70,13 +71,13 @@ class CriticTrainer(Trainer):
 
     @torch.no_grad()
     def values(
-        self, prompts: Sequence[Ids], responses: Sequence[Ids], sampled: Sequence[Sampled] | None = None
+        self, prompts: Sequence[Ids], responses: Sequence[Ids], spans: Sequence[Spans] | None = None
     ) -> list[NDArray[np.float32]]:
         """Computes the values [tokens] of each row, before each token was sampled, in one forward pass, on whose rows
-        their bits depend. sampled: see `pad_rows`."""
+        their bits depend. spans: see `pad_rows`."""
         model = self.model
-        rows = pad_rows(prompts, responses, 1.0, model.device, model.sharing_width, sampled)
-        return split_by_row(model.values(rows), responses, sampled)
+        rows = pad_rows(prompts, responses, 1.0, model.device, model.sharing_width, spans)
+        return split_by_row(model.values(rows), responses, spans)
 
 
 class CriticStep(TrainingStep):

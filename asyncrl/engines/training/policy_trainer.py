@@ -137,8 +137,8 @@ class PolicyStep(TrainingStep):
         for items in self._micro_batches([item for item in rows if item.live_tokens]):
             prompts, responses = [item.row.prompt_ids for item in items], [item.row.response_ids for item in items]
             temperatures, chunk = [item.row.temperature for item in items], self._config.training.logits_chunk
-            sampled = [item.row.sampled for item in items]
-            logprobs = frozen_logprobs(self._trainer.model, prompts, responses, temperatures, chunk, sampled)
+            spans = [item.row.spans for item in items]
+            logprobs = frozen_logprobs(self._trainer.model, prompts, responses, temperatures, chunk, spans)
             found += zip(items, logprobs, strict=True)
             yield True
         return found

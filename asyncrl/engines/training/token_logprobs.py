@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from asyncrl.engines.training.batch.contexts import Spans
 from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows, split_by_row
-from asyncrl.engines.training.batch.train_rows import Ids, Sampled
+from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.engines.training.models_with_heads import CausalModel
 
 
@@ -52,10 +53,10 @@ def frozen_logprobs(
     responses: Sequence[Ids],
     temperatures: Sequence[float],
     chunk: int,
-    sampled: Sequence[Sampled] | None = None,
+    spans: Sequence[Spans] | None = None,
 ) -> list[NDArray[np.float32]]:
     """Computes the log-probs [tokens] of each row, without gradient, in one forward pass, on whose rows their bits
-    depend. sampled: see `pad_rows`."""
-    rows = pad_rows(prompts, responses, temperatures, model.device, model.sharing_width, sampled)
+    depend. spans: see `pad_rows`."""
+    rows = pad_rows(prompts, responses, temperatures, model.device, model.sharing_width, spans)
     logprobs, _ = token_logprobs(model, rows, chunk)
-    return split_by_row(logprobs, responses, sampled)
+    return split_by_row(logprobs, responses, spans)

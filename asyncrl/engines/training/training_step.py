@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch.contexts import padded_sizes
 from asyncrl.engines.training.batch.masking import MaskedRow, mask_counts, mask_rows
 from asyncrl.engines.training.batch.micro_batches import micro_batches
 from asyncrl.engines.training.batch.train_rows import TrainRow
@@ -154,7 +155,9 @@ class TrainingStep(ABC):
 
     def _micro_batches(self, rows: Sequence[MaskedRow]) -> Iterator[list[MaskedRow]]:
         budget = self._config.training.micro_batch_tokens
-        for indices in micro_batches([row.tokens for row in rows], budget):
+        spans, prompts = [row.row.spans for row in rows], [len(row.row.prompt_ids) for row in rows]
+        longest, contexts = padded_sizes(prompts, spans, [row.tokens for row in rows])
+        for indices in micro_batches(longest, budget, contexts):
             yield [rows[index] for index in indices]
 
 

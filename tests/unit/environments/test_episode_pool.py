@@ -36,6 +36,13 @@ class Plain(Counts):
     def step(self, message):
         return Observation([{"role": "tool", "content": message, "name": "add"}])
 
+class Begins(Counts):
+    async def step(self, message):
+        role, _, text = message.rpartition(" ")
+        messages = [{"role": role or "assistant", "content": "so far"}]
+        messages += [{"role": "user", "content": "x" * int(text[1:])}]
+        return Observation(messages, follows=int(text[0]), tools=({"name": "add"},))
+
 class Waits(Counts):
     async def step(self, message):
         await asyncio.sleep(0.5)
@@ -143,8 +150,10 @@ def pool(tmp_path: Path, unclosed: Unclosed) -> MakePool:
     file.write_text(ENVIRONMENTS)
 
     @asynccontextmanager
-    async def make(name: str, workers: int = 1, deadline: float = 20.0, **options: int) -> AsyncIterator[EpisodePool]:
-        spec = EnvironmentSpec(f"{file}:{name}", options, max_bytes=100)
+    async def make(
+        name: str, workers: int = 1, deadline: float = 20.0, max_bytes: int = 100, **options: int
+    ) -> AsyncIterator[EpisodePool]:
+        spec = EnvironmentSpec(f"{file}:{name}", options, max_bytes=max_bytes)
         limits = {"workers": workers, "deadline": deadline, "start_deadline": 60.0, "printed": tmp_path / "printed"}
         limits["unclosed"] = unclosed.put_nowait
         async with running(lambda tasks: EpisodePool(spec, tasks, **limits)) as made:
@@ -183,6 +192,22 @@ async def test_plain_methods_messages_and_tools(pool: MakePool) -> None:
         assert (await made.play(play())).answers[0]["tools"] == [{"name": "add"}]
         played = await made.play(play("4"))
         assert played.answers[1]["text"] == [{"role": "tool", "content": "4", "name": "add"}]
+
+
+async def test_an_environment_begins_a_context(pool: MakePool) -> None:
+    async with pool("Begins", max_bytes=300) as made:
+        (message,) = (await made.play(play("03"))).answers[1]["text"]
+        assert (message["role"], message["content"], message["follows"]) == ("context", "xxx", 0)
+        assert message["messages"][0] == {"role": "assistant", "content": "so far"}
+        assert message["tools"] == [{"name": "add"}]
+        assert (await made.play(play("03", "23"))).answers[2]["text"][0]["follows"] == 2
+        mistakes = {
+            "33": "`step` gave follows = 3, which is one of the 2 turns so far, from 1, or 0",
+            "0300": "is not cut off there: raise environment.max_bytes, 300 now",
+            "context 03": "a message of `step` has the role context; write Observation(..., follows=0)",
+        }
+        for member, (text, why) in enumerate(mistakes.items(), start=1):
+            assert why in (await made.play(play("03", text, member=member))).error
 
 
 async def test_many_episodes_wait_at_once_and_share_the_children(pool: MakePool) -> None:

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
+from asyncrl.engines.training.batch.contexts import contexts_of
+from asyncrl.environments.transcript import context_message
 from asyncrl.errors import LostRows, TaskError
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
@@ -66,11 +68,12 @@ class PlayedEnvironment:
         self.store = RowStore.private("inproc://environment", 64, 1 << 16)
 
     def step(self, service: GenerationService, samples: BatchRef, *said: str, role: str = "user") -> BatchRef:
-        return BatchRef(
-            tuple(self._answer(service, row, [{"role": role, "content": text} for text in said]) for row in samples)
-        )
+        return self.answer(service, samples, [{"role": role, "content": text} for text in said])
 
-    def _answer(self, service: GenerationService, row: RowRef, said: list[dict[str, str]]) -> RowRef:
+    def answer(self, service: GenerationService, samples: BatchRef, said: list[dict[str, Any]]) -> BatchRef:
+        return BatchRef(tuple(self._answer(service, row, said) for row in samples))
+
+    def _answer(self, service: GenerationService, row: RowRef, said: list[dict[str, Any]]) -> RowRef:
         columns = dict(zip(COLUMNS, columns_of(service, row), strict=True))
         transcript = json.dumps(json.loads(bytes(columns["transcript"])) + said)
         columns |= {"transcript": np.frombuffer(transcript.encode(), np.uint8)}
@@ -176,6 +179,37 @@ async def test_given_tokens_are_the_rendered_messages_and_nothing_sampled_is_tok
             ended = response[-1] == tokenizer.eos_token_id
             said = "<eos>" * (not ended) + "<user>a<eos><user>b<eos><assistant>"
             assert tokenizer.decode(after[len(response) : len(response) + row.given]) == said
+
+
+async def test_an_environment_begins_contexts_of_which_each_is_seen_alone(
+    start: Start, environment: PlayedEnvironment, folder: Path
+) -> None:
+    """The third one goes on where the first one was, token by token."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    other = [{"role": "system", "content": "<eos>"}, {"role": "assistant", "content": "b"}, *said("c")]
+    async with start() as service:
+        prompts = group(said("a"))
+        rows = await sampled(service, prompts)
+        for messages, follows in ((other, 0), (said("d"), 1)):
+            begun = [context_message(messages, (), follows)]
+            rows = await sampled(service, going_on(prompts, environment.answer(service, rows, begun)))
+        for row in rows:
+            prompt, response, logprobs, _, spans, *_ = columns_of(service, row)
+            assert (row.turns, row.tokens) == (3, len(logprobs))
+            assert row.given == -spans[1] - spans[3] > 0 > max(spans[1], spans[3])
+            first, second, third = contexts_of(prompt, response, spans)
+            assert tokenizer.decode(second.prompt) == "<system><eos><eos><assistant>b<eos><user>c<eos><assistant>"
+            assert second.prompt.tolist().count(tokenizer.eos_token_id) == 3, "what looks like an end is text"
+            before = [*first.prompt, *first.response]
+            assert third.prompt.tolist()[: len(before)] == before
+            ended = before[-1] == tokenizer.eos_token_id
+            assert tokenizer.decode(third.prompt[len(before) :]) == "<eos>" * (not ended) + "<user>d<eos><assistant>"
+            found = [plain_logprobs(folder, each.prompt, each.response) for each in (first, second, third)]
+            np.testing.assert_allclose(logprobs, np.concatenate(found), atol=1e-5, rtol=0)
+
+
+def said(*texts: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text} for text in texts]
 
 
 async def test_an_episode_is_shown_with_what_its_environment_said_last(

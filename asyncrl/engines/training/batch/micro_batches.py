@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch.contexts import Spans, contexts_of, padded_sizes
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.shared_prompts import share_prompts
-from asyncrl.engines.training.batch.train_rows import ALL_SAMPLED, Ids, Sampled
+from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.objectives.ragged import Ragged
 from asyncrl.protocols.batch import Batch
-from asyncrl.protocols.row_columns import SPANS, sampled_places
+from asyncrl.protocols.row_columns import SPANS
 
 PerToken: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64] | float
 
@@ -26,17 +27,21 @@ FILLED = 1 / 8
 """A micro-batch below this share of the token budget accepts shorter rows too, because small passes are inefficient."""
 
 
-def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def micro_batches(lengths: Sequence[int], budget: int, contexts: Sequence[int] = ()) -> list[list[int]]:
     """Groups row indices into micro-batches of rows of similar length, the longest first: a lack of memory shows
-    at once. rows x longest row <= budget, which counts padding. A row over the budget is a micro-batch of its own."""
+    at once. rows x longest row <= budget, which counts padding. A row over the budget is a micro-batch of its own.
+    contexts: rows of the model that each row takes, by default one, of `lengths` tokens at most."""
     parts: list[list[int]] = []
+    numbers = contexts or [1] * len(lengths)
+    rows = longest = 0
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        rows, longest = (len(parts[-1]), lengths[parts[-1][0]]) if parts else (0, 0)
         similar = lengths[row] >= SHORTEST * longest or rows * longest < FILLED * budget
-        if rows and similar and (rows + 1) * longest <= budget:
+        if rows and similar and (rows + numbers[row]) * longest <= budget:
             parts[-1].append(row)
+            rows += numbers[row]
         else:
             parts.append([row])
+            rows, longest = numbers[row], lengths[row]
     return parts
 
 
@@ -45,8 +50,9 @@ def forward_passes(rows: Batch, config: Config) -> list[list[int]]:
     row has a pass of its own, so that its bits do not depend on other rows."""
     if config.generation.deterministic:
         return [[row] for row in range(len(rows))]
-    lengths = rows["prompt_ids"].lengths() + rows["response_ids"].lengths()
-    return micro_batches(lengths.tolist(), config.training.micro_batch_tokens)
+    prompts, responses = rows["prompt_ids"].lengths(), rows["response_ids"].lengths()
+    longest, contexts = padded_sizes(prompts.tolist(), spans_of(rows), (prompts + responses).tolist())
+    return micro_batches(longest, config.training.micro_batch_tokens, contexts)
 
 
 def token_ids(rows: Batch) -> tuple[list[Ids], list[Ids]]:
@@ -54,9 +60,9 @@ def token_ids(rows: Batch) -> tuple[list[Ids], list[Ids]]:
     return [ids.astype(np.int64) for ids in rows["prompt_ids"]], [ids.astype(np.int64) for ids in rows["response_ids"]]
 
 
-def sampled_of(rows: Batch) -> list[Sampled]:
-    """Returns which tokens of each response were sampled: all, unless the rows are episodes."""
-    return [*map(sampled_places, rows[SPANS])] if SPANS in rows.columns else [ALL_SAMPLED] * len(rows)
+def spans_of(rows: Batch) -> list[Spans]:
+    """Returns the spans of each response; None unless the rows are episodes."""
+    return [*rows[SPANS]] if SPANS in rows.columns else [None] * len(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +88,18 @@ def pad_rows(
     temperatures: Sequence[float] | float,
     device: torch.device,
     sharing_width: int = 0,
-    sampled: Sequence[Sampled] | None = None,
+    spans: Sequence[Spans] | None = None,
 ) -> PaddedRows:
     """Pads rows of prompt and response for the prediction of the sampled tokens. sharing_width: of the model, whose
-    rows share prompts where that costs less; 0 where they may not. sampled: tokens of each response that the policy
-    sampled, by default all; it sees the others as it sees the prompt."""
-    chosen = [ALL_SAMPLED] * len(prompts) if sampled is None else sampled
-    targets = [response[own] for response, own in zip(responses, chosen, strict=True)]
-    per_token = np.repeat(
-        np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts)), [len(target) for target in targets]
-    )
+    rows share prompts where that costs less; 0 where they may not. spans: of each response, by default all tokens were
+    sampled; the policy sees given ones as it sees the prompt, and of several contexts each is a row of the model."""
+    found = [contexts_of(*row) for row in zip(prompts, responses, _spans(spans, len(prompts)), strict=True)]
+    sampled = [sum(len(each.response[each.sampled]) for each in row) for row in found]
+    per_token = np.repeat(np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts)), sampled)
+    contexts = [context for row in found for context in row]
+    prompts, responses = [each.prompt for each in contexts], [each.response for each in contexts]
+    chosen = [each.sampled for each in contexts]
+    targets = [each.response[each.sampled] for each in contexts]
     shared = share_prompts(prompts, responses, sharing_width) if sharing_width else None
     ids, states = _separate_rows(prompts, responses) if shared is None else (shared.ids, shared.states)
     positions = [state[own] for state, own in zip(states, chosen, strict=True)]
@@ -119,12 +127,16 @@ def _separate_rows(prompts: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Id
 
 
 def split_by_row(
-    tokens: Tensor, responses: Sequence[Ids], sampled: Sequence[Sampled] | None = None
+    tokens: Tensor, responses: Sequence[Ids], spans: Sequence[Spans] | None = None
 ) -> list[NDArray[np.float32]]:
-    """Splits flat values of sampled tokens into one numpy array per row. sampled: see `pad_rows`."""
-    chosen = [ALL_SAMPLED] * len(responses) if sampled is None else sampled
-    lengths = [len(response[own]) for response, own in zip(responses, chosen, strict=True)]
+    """Splits flat values of sampled tokens into one numpy array per row. spans: see `pad_rows`."""
+    rows = zip(responses, _spans(spans, len(responses)), strict=True)
+    lengths = [len(response) if own is None else int(own[::2].sum()) for response, own in rows]
     return np.split(tokens.detach().cpu().numpy(), np.cumsum(lengths)[:-1])
+
+
+def _spans(spans: Sequence[Spans] | None, rows: int) -> Sequence[Spans]:
+    return [None] * rows if spans is None else spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +188,8 @@ def live_rows(masked: Sequence[MaskedRow], device: torch.device, sharing_width: 
     """Pads whole rows for the model, with predictions for live tokens only."""
     rows = [item.row for item in masked]
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
-    temperatures, sampled = [row.temperature for row in rows], [row.sampled for row in rows]
-    padded = pad_rows(prompts, responses, temperatures, device, sharing_width, sampled)
+    temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
+    padded = pad_rows(prompts, responses, temperatures, device, sharing_width, spans)
     live = torch.from_numpy(np.concatenate([item.live for item in masked])).to(device)
     return replace(
         padded, positions=padded.positions[live], targets=padded.targets[live], temperatures=padded.temperatures[live]

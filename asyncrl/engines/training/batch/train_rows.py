@@ -9,14 +9,10 @@ from numpy.typing import NDArray
 
 from asyncrl.config.schema import AlgorithmConfig, Config, CriticConfig
 from asyncrl.protocols.batch import GREEDY, Batch, BatchRef, Cuts, RowRef, SampleName
-from asyncrl.protocols.row_columns import SPANS, sampled_places
+from asyncrl.protocols.row_columns import SPANS
 
 Ids: TypeAlias = NDArray[np.int64]
 """Token ids [tokens]."""
-
-Sampled: TypeAlias = Ids | slice
-"""Selects the tokens of a response that the policy sampled; the others were given to it."""
-ALL_SAMPLED = slice(None)
 
 REFERENCE = "reference_logprobs"
 
@@ -59,7 +55,7 @@ class TrainRow:
         tokens = len(self.response_ids)
         assert len(self.prompt_ids) > 0, f"sample {self.key} has no prompt token"
         if self.spans is not None:
-            assert self.spans.sum() == tokens, f"sample {self.key}: spans {self.spans} are not {tokens} tokens"
+            assert np.abs(self.spans).sum() == tokens, f"sample {self.key}: spans {self.spans} are not {tokens} tokens"
             tokens = int(self.spans[::2].sum())
         assert tokens > 0, f"sample {self.key} has no response token"
         assert len(self.logprobs) == len(self.versions) == tokens, f"sample {self.key}: columns differ in length"
@@ -67,10 +63,6 @@ class TrainRow:
     @property
     def key(self) -> SampleName:
         return (self.group, self.member, self.attempt)
-
-    @property
-    def sampled(self) -> Sampled:
-        return ALL_SAMPLED if self.spans is None else sampled_places(self.spans)
 
 
 @dataclass(frozen=True, slots=True)

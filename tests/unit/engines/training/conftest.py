@@ -122,7 +122,7 @@ def make_episodes(make_rows: Callable) -> Callable[..., list[TrainRow]]:
             own = np.array(spans[index % len(spans)], np.int32)
             tokens = int(own[::2].sum())
             changes = {
-                "response_ids": draw.integers(0, KNOWN, int(own.sum())),
+                "response_ids": draw.integers(0, KNOWN, int(np.abs(own).sum())),
                 "versions": np.full(tokens, 5),
                 "logprobs": draw.normal(-4, 0.3, tokens).astype(np.float32),
                 "reference_logprobs": draw.normal(-4, 0.3, tokens).astype(np.float32),

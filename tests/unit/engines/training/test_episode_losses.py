@@ -172,7 +172,7 @@ def test_a_critic_learns_what_plain_autograd_says(config: Config, tiny: Path, ro
         values = twin(input_ids=whole(row)[None]).logits[0, :, 0][states_of(row)]
         returns = torch.tensor(advantages_by_hand(row, "ppo")) + torch.from_numpy(row.values)
         loss = loss + (values - returns).square().sum() / 2 / tokens
-        (found,) = critic.values([row.prompt_ids], [row.response_ids], [row.sampled])
+        (found,) = critic.values([row.prompt_ids], [row.response_ids], [row.spans])
         np.testing.assert_allclose(found, values.detach().numpy(), atol=1e-6, rtol=1e-5)
     loss.backward()
     outcome, gradients = step(critic, rows)
@@ -189,7 +189,7 @@ def test_a_given_token_changes_what_comes_after_it(tiny: Path, make_episodes: Ca
     other[6] = (other[6] + 1) % KNOWN
     model = load_causal_model(tiny, "cpu")
     first, second = (
-        frozen_logprobs(model, [row.prompt_ids], [response], [1.0], 1024, [row.sampled])[0]
+        frozen_logprobs(model, [row.prompt_ids], [response], [1.0], 1024, [row.spans])[0]
         for response in (row.response_ids, other)
     )
     assert len(first) == len(second) == 9

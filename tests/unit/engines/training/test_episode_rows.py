@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.engines.training.batch.masking import mask_rows
-from asyncrl.engines.training.batch.micro_batches import forward_passes, pad_rows, sampled_of, split_by_row, token_ids
+from asyncrl.engines.training.batch.micro_batches import forward_passes, pad_rows, spans_of, split_by_row
 from asyncrl.engines.training.batch.train_rows import TrainRow, columns_of, train_rows
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import StepOutcome, Trainer, run_step
 from asyncrl.protocols.batch import TRUNCATED, Batch, BatchRef, Column, RowRef
-from asyncrl.protocols.row_columns import sampled_places
 
 INCARNATION, VERSION = 1, 5
 AGGREGATIONS = ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant")
@@ -46,7 +45,7 @@ def test_padded_rows_predict_each_sampled_token_from_the_state_before_it(
         prompts = [prompts[0]] * len(episodes)
     spans = [np.array(turns, np.int32).flatten() for turns in episodes]
     responses = [draw.integers(100, 200, int(own.sum())) for own in spans]
-    padded = pad_rows(prompts, responses, 1.0, torch.device("cpu"), 32, [sampled_places(own) for own in spans])
+    padded = pad_rows(prompts, responses, 1.0, torch.device("cpu"), 32, [own for own in spans])
     place, states = 0, padded.ids.flatten().tolist()
     for prompt, response, turns in zip(prompts, responses, episodes, strict=True):
         before, at = prompt[-1], 0
@@ -58,7 +57,7 @@ def test_padded_rows_predict_each_sampled_token_from_the_state_before_it(
             at += sampled + after
             before = response[at - 1]
     assert place == len(padded.targets) == len(padded.positions) == len(padded.temperatures)
-    parts = split_by_row(padded.targets.float(), responses, [sampled_places(own) for own in spans])
+    parts = split_by_row(padded.targets.float(), responses, [own for own in spans])
     assert [len(part) for part in parts] == [sum(sampled for sampled, _ in turns) for turns in episodes]
 
 
@@ -169,10 +168,8 @@ def test_the_columns_of_an_episode_make_its_row(make_episodes: Callable) -> None
     for row, joined in zip(rows, train_rows(refs, batch, 1.0), strict=True):
         np.testing.assert_array_equal(joined.spans, row.spans)
         np.testing.assert_array_equal(joined.response_ids, row.response_ids)
-        np.testing.assert_array_equal(joined.sampled, row.sampled)
-    found = [ids[own] for ids, own in zip(token_ids(batch)[1], sampled_of(batch), strict=True)]
-    for ids, row in zip(found, rows, strict=True):
-        np.testing.assert_array_equal(ids, row.response_ids[row.sampled])
+    for own, row in zip(spans_of(batch), rows, strict=True):
+        np.testing.assert_array_equal(own, row.spans)
 
 
 def test_what_turns_are_worth_is_spread_over_their_sampled_tokens(make_episodes: Callable) -> None:

@@ -1,0 +1,116 @@
+"""Rows of several contexts train as rows of their own would: no token sees one of another context."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.engines.training.batch.contexts import contexts_of, padded_sizes
+from asyncrl.engines.training.batch.micro_batches import micro_batches
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.critic_trainer import CriticTrainer
+from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.token_logprobs import frozen_logprobs
+from asyncrl.engines.training.training_step import Trainer, run_step
+
+INCARNATION, VERSION = 1, 5
+SPANS = ([3, 2, 4, -5, 2, 1, 3, 0], [2, -3, 5, -1, 1, 0], [4, 0])
+"""Two contexts, of two turns each; three, of one each; one."""
+TURNS = st.lists(st.tuples(st.integers(1, 4), st.integers(-4, 4)), min_size=1, max_size=6)
+
+
+@given(TURNS)
+def test_contexts_have_each_token_once_and_in_order(turns: list[tuple[int, int]]) -> None:
+    turns[-1] = (turns[-1][0], max(0, turns[-1][1]))
+    spans = np.array(turns, np.int32).flatten()
+    prompt, response = np.arange(-3, 0), np.arange(int(np.abs(spans).sum()))
+    found = contexts_of(prompt, response, spans)
+    assert len(found) == 1 + sum(given < 0 for _, given in turns)
+    tokens = np.concatenate([part for each in found for part in (each.prompt, each.response)])
+    np.testing.assert_array_equal(tokens, np.concatenate([prompt, response]))
+    sampled, place = [], 0
+    for count, after in turns:
+        sampled += range(place, place + count)
+        place += count + abs(after)
+    assert np.concatenate([each.response[each.sampled] for each in found]).tolist() == sampled
+    sizes = [len(each.prompt) + len(each.response) for each in found]
+    assert padded_sizes([3], [spans], [3 + len(response)]) == ([max(sizes)], [len(found)])
+
+
+def test_logprobs_are_those_of_each_context_alone(tiny: Path, make_episodes: Callable) -> None:
+    rows = make_episodes(3, spans=SPANS)
+    model = load_causal_model(tiny, "cpu")
+    together = frozen_logprobs(
+        model, [r.prompt_ids for r in rows], [r.response_ids for r in rows], [0.7] * 3, 1024, [r.spans for r in rows]
+    )
+    for row, found in zip(rows, together, strict=True):
+        alone = []
+        for each in contexts_of(row.prompt_ids, row.response_ids, row.spans):
+            ids = torch.from_numpy(np.concatenate([each.prompt, each.response]))
+            logprobs = (model.whole(input_ids=ids[None]).logits[0, :, : model.vocabulary] / 0.7).log_softmax(-1)
+            places = len(each.prompt) + np.arange(len(each.response))[each.sampled]
+            alone += [float(logprobs[place - 1, ids[place]].detach()) for place in places]
+        np.testing.assert_allclose(found, alone, atol=1e-5)
+
+
+def gradients(trainer: Trainer, rows: list[TrainRow]) -> list[torch.Tensor]:
+    found: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for parameter in trainer.optimizer.parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: found.update({p: p.grad.clone()}))
+    assert run_step(trainer, rows, INCARNATION, VERSION).updates == 1
+    return [found[parameter] for parameter in trainer.optimizer.parameters]
+
+
+def split(row: TrainRow) -> list[TrainRow]:
+    """The contexts of a row, as rows."""
+    found, first = [], 0
+    for member, each in enumerate(contexts_of(row.prompt_ids, row.response_ids, row.spans)):
+        own = slice(first, first + len(each.response[each.sampled]))
+        first = own.stop
+        places = np.arange(len(each.response))[each.sampled]
+        turns = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+        ends = [*(turn[0] for turn in turns[1:]), len(each.response)]
+        spans = [size for turn, end in zip(turns, ends, strict=True) for size in (len(turn), end - turn[-1] - 1)]
+        changes = {"member": 100 * row.member + member, "prompt_ids": each.prompt, "response_ids": each.response}
+        columns = ("logprobs", "versions", "values", "reference_logprobs")
+        changes |= {name: getattr(row, name)[own] for name in columns} | {"spans": np.array(spans, np.int32)}
+        found.append(dataclasses.replace(row, **changes))
+    return found
+
+
+@pytest.mark.parametrize("budget", [100_000, 60, 1])
+def test_a_row_trains_as_its_contexts_do(
+    budget: int, tiny: Path, make_episodes: Callable, make_config: Callable
+) -> None:
+    """Under an average over tokens and without a group, it does not matter that they are one sample."""
+    rows = make_episodes(6, spans=SPANS)
+    limits = {"micro_batch_tokens": budget, "max_grad_norm": 1e9}
+    config = make_config(algorithm={"preset": "grpo", "aggregation": "token_mean"}, training=limits)
+    alone = [each for row in rows for each in split(row)]
+    assert len(alone) == 12
+    for first, second in zip(*(gradients(PolicyTrainer(config, tiny), each) for each in (rows, alone)), strict=True):
+        torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-4)
+
+
+def test_a_critic_values_each_context_alone(tiny: Path, make_episodes: Callable, make_config: Callable) -> None:
+    critic = CriticTrainer(make_config(algorithm={"preset": "ppo"}), tiny)
+    with torch.no_grad():
+        for parameter in critic.model.head.parameters():
+            parameter.normal_(0, 0.1)
+    for row in make_episodes(3, spans=SPANS):
+        (found,) = critic.values([row.prompt_ids], [row.response_ids], [row.spans])
+        alone = [critic.values([each.prompt_ids], [each.response_ids], [each.spans])[0] for each in split(row)]
+        np.testing.assert_allclose(found, np.concatenate(alone), atol=1e-5)
+
+
+def test_contexts_count_as_rows_of_a_micro_batch() -> None:
+    lengths, contexts = [10, 10, 9, 9, 8], [1, 4, 1, 1, 7]
+    parts = micro_batches(lengths, 50, contexts)
+    assert parts == [[0, 1], [2, 3], [4]]
+    assert all(sum(contexts[row] for row in part) * lengths[part[0]] <= 50 for part in parts[:2])
