@@ -10,12 +10,14 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.user_code import ONE_ARGUMENT, name_of, resolve, source_problem, suggestion
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.sample import Function
-from asyncrl.rewards.templates import ENVIRONMENT, TEMPLATES
+from asyncrl.rewards.templates import ENVIRONMENT, JUDGE_TEMPLATE, TEMPLATES
 from asyncrl.rewards.trl_verl_adapters import from_trl, from_verl
 
 if TYPE_CHECKING:
-    from asyncrl.config.schema import Config, Scorer  # not at run time: children do without pydantic
+    from asyncrl.config.schema import Config, RewardFunction, Scorer  # not at run time: children do without pydantic
 
+JUDGE_SHARE = 0.9
+"""Share of the deadline of a call in which a judge tries; then it says why there is no score."""
 ADAPTERS: dict[str, Callable[[Callable[..., Any]], Function]] = {"trl": from_trl, "verl": from_verl}
 
 
@@ -41,10 +43,18 @@ def function_specs(config: "Config", service: "Scorer" = "reward") -> list[Funct
     if not section.functions and not section.model:
         raise ConfigError(f'{key} is empty; write for example functions = ["exact_match"]')
     specs = [
-        FunctionSpec(each.use, each.term, each.weight, each.group, dict(each.options), key)
+        FunctionSpec(each.use, each.term, each.weight, each.group, _options(each, section.deadline), key)
         for each in section.functions
     ]
     return specs + (overlong_specs(config) if service == "reward" else [])
+
+
+def _options(function: "RewardFunction", deadline: float) -> dict[str, Any]:
+    """Returns the options of a function; a judge has to end its tries before its call is given up."""
+    options = dict(function.options)
+    if function.use == JUDGE_TEMPLATE and options.setdefault("deadline", JUDGE_SHARE * deadline) > deadline:
+        raise ConfigError(f"judge has options.deadline = {options['deadline']:g}, over the deadline of {deadline:g} s")
+    return options
 
 
 def overlong_specs(config: "Config") -> list[FunctionSpec]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from asyncrl.config.user_code import suggestion
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.number_parser import last_number
+from asyncrl.rewards.remote_judge import RemoteJudge
 from asyncrl.rewards.sample import OfSample, Sample, missing_column
 
 
@@ -109,9 +110,12 @@ def environment() -> OfSample:
 ENVIRONMENT = environment.__name__
 """Name of the template that needs an environment; without other functions it is the whole reward of an episode."""
 
+JUDGE_TEMPLATE = "judge"
+"""Name of the template that asks a language model behind a URL."""
+
 TEMPLATES: dict[str, Callable[..., OfSample]] = {
     made.__name__: made for made in (exact_match, regex_format, numeric, length, repetition, reasoning_gym, environment)
-}
+} | {JUDGE_TEMPLATE: RemoteJudge}
 
 
 def _column(sample: Sample, name: str) -> Any:

@@ -1,0 +1,154 @@
+"""The template `judge`: asks a language model behind a URL for the score of an answer."""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.judge_calls.call_limits import CallLimits
+from asyncrl.rewards.judge_calls.chat_endpoint import ChatEndpoint, Timing
+from asyncrl.rewards.judge_calls.score_cache import ScoreCache
+from asyncrl.rewards.judge_calls.score_reader import ScoreReader
+from asyncrl.rewards.sample import Sample, missing_column
+
+PLACE = re.compile(r"\{(\w+)\}")
+FLEET = "ASYNCRL_"
+"""Beginning of variables that children of a worker do not get."""
+COMPLETIONS = "/chat/completions"
+MOST_WAITING = 64
+"""Samples that one child scores at a time (child_pool.OVERLAPPING)."""
+
+
+@dataclass(eq=False)
+class RemoteJudge:
+    """Asks for a score of 0 to 1. url: base of an OpenAI-compatible API, as http://localhost:8000/v1. model: its name
+    there. rubric: the question, in which {prompt}, {answer}, {conversation} and {COLUMN} of the row are filled in.
+    pattern or json_field: the place of the score in the reply, the first group of a regular expression in its last
+    match, or a field of a JSON object; default: after the word `score`. lowest, highest: bounds of the scores.
+    key_variable: the environment variable with the API key. body: further keys of the request.
+
+    per_second, in_flight: limits of the calls of one reward worker. tries: calls for one answer. seconds: for one call.
+    cache: scores that are kept for answers that come again. deadline: seconds for all tries, set from reward.deadline.
+    """
+
+    url: str
+    model: str
+    rubric: str = ""
+    pattern: str = ""
+    json_field: str = ""
+    lowest: float = 0.0
+    highest: float = 10.0
+    key_variable: str = ""
+    body: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
+    per_second: float = 0.0
+    in_flight: int = 32
+    tries: int = 5
+    seconds: float = 30.0
+    cache: int = 4096
+    deadline: float = 9.0
+    timing: Timing = field(init=False, default_factory=Timing, repr=False)
+
+    def __post_init__(self) -> None:
+        self._reader = ScoreReader(self.pattern, self.json_field, self.lowest, self.highest)
+        self._key = _key(self.key_variable)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        _check_url(self.url)
+        for name in ("in_flight", "tries", "seconds", "deadline"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be over 0")
+        for name in ("per_second", "cache"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must not be under 0")
+        if self.per_second and MOST_WAITING / self.per_second > self.deadline:
+            raise ConfigError(
+                f"{MOST_WAITING} samples wait at a time, so with per_second = {self.per_second:g} the last one waits "
+                f"{MOST_WAITING / self.per_second:.0f} s, and reward.deadline leaves {self.deadline:g} s; raise it"
+            )
+
+    async def __call__(self, sample: Sample) -> float:
+        """Returns the score of a sample; raises RewardError."""
+        self._open()
+        asked = question(self.rubric or standard_rubric(self.lowest, self.highest), sample)
+        messages = [{"role": "user", "content": asked}]
+        body = json.dumps({**self.body, "model": self.model, "messages": messages}).encode()
+
+        async def ask() -> float:
+            return await self._endpoint.ask(body, self._reader.score)
+
+        return await self._cache.score(hashlib.sha256(body).digest(), ask)
+
+    def _open(self) -> None:
+        """Begins with new connections and limits when the event loop is another one."""
+        if self._loop is (running := asyncio.get_running_loop()):
+            return
+        self._loop = running
+        self._cache = ScoreCache(self.cache)
+        limits = CallLimits(self.in_flight, self.per_second, self.timing.clock, self.timing.sleep)
+        url = self.url.rstrip("/")
+        url = url if url.endswith(COMPLETIONS) else url + COMPLETIONS
+        self._endpoint = ChatEndpoint(url, self._key, limits, self.tries, self.seconds, self.deadline, self.timing)
+
+
+def standard_rubric(lowest: float, highest: float) -> str:
+    """Returns the question that is asked where the config has none."""
+    return (
+        f"Rate how well the answer does what is asked, from {lowest:g} (useless) to {highest:g} (perfect).\n\n"
+        "Asked:\n{prompt}\n\nAnswer:\n{answer}\n\nEnd with a line that has only `Score: ` and the number."
+    )
+
+
+def question(rubric: str, sample: Sample) -> str:
+    """Returns the rubric with {prompt}, {answer}, {conversation} and {COLUMN} of the row filled in, once: braces in
+    what is filled in stay as they are. Raises RewardError for a column that the row lacks."""
+
+    def filled(place: re.Match[str]) -> str:
+        match place[1]:
+            case "prompt":
+                return _as_text(sample.prompt)
+            case "answer":
+                return sample.text
+            case "conversation":
+                return "\n".join([_as_text(sample.prompt), _as_text(sample.turns)])
+            case column if column in sample.row:
+                return str(sample.row[column])
+            case column:
+                raise RewardError(f"the rubric has {{{column}}}, and {missing_column(column, sample.row)}")
+
+    return PLACE.sub(filled, rubric)
+
+
+def _as_text(messages: str | Sequence[dict[str, Any]]) -> str:
+    if isinstance(messages, str):
+        return messages
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def _key(variable: str) -> str:
+    """Returns the API key; raises ConfigError, which never has the key in it."""
+    if not variable:
+        return ""
+    if variable.startswith(FLEET):
+        raise ConfigError(f"key_variable is {variable}: reward functions get no variables that begin with {FLEET}")
+    if not (key := os.environ.get(variable, "").strip()):
+        raise ConfigError(f"the environment variable {variable}, which key_variable names, is not set")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"the environment variable {variable} holds characters that no API key has")
+    return key
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise ConfigError(f"url is {url!r}; write the base of the API, as http://localhost:8000/v1")
+    if parts.username or parts.password:
+        raise ConfigError("url has a password in it; put the key into a variable, and its name into key_variable")

@@ -1,0 +1,315 @@
+"""The template `judge` against a real HTTP server that is busy, slow, broken and hostile."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config, ModelConfig, RewardConfig, TaskConfig
+from asyncrl.errors import RewardError
+from asyncrl.rewards import Sample
+from asyncrl.rewards.execution.child_pool import OVERLAPPING, ChildPool
+from asyncrl.rewards.functions import function_problems, function_specs
+from asyncrl.rewards.judge_calls.chat_endpoint import LARGEST_REPLY, Timing, jittered
+from asyncrl.rewards.remote_judge import MOST_WAITING, RemoteJudge
+from asyncrl.rewards.scoring import score_of
+from tests.unit.rewards.judge_calls.chat_server import CLOSES, HANGS, ChatServer, answer, chat_server, says
+
+SAMPLE = Sample("Say hi.", "hi", {"prompt": "Say hi.", "wanted": "a greeting"}, 3, 1, "stop", 1)
+KEY = "sk-of-a-test"
+
+
+@dataclass
+class Time:
+    """A clock that only sleeps move, and jitter that is none."""
+
+    now: float = 100.0
+    slept: list[float] = field(default_factory=list)
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(round(seconds, 3))
+        self.now += seconds
+        await asyncio.sleep(0)
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(lambda: self.now, self.sleep, lambda seconds: seconds)
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@asynccontextmanager
+async def judged(
+    time: Time, *answers: bytes, held: bool = False, **options: Any
+) -> AsyncIterator[tuple[ChatServer, RemoteJudge]]:
+    async with chat_server(answers, held=held) as server:
+        judge = RemoteJudge(**{"url": server.url, "model": "m", "deadline": 60.0} | options)
+        judge.timing = time.timing
+        try:
+            yield server, judge
+        finally:
+            if judge._loop is not None and judge._endpoint._client is not None:
+                await judge._endpoint._client.aclose()
+
+
+async def test_what_is_asked_and_what_comes_back(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_THE_JUDGE", KEY)
+    rubric = "{prompt}|{answer}|{wanted}|{conversation}|{not a place}"
+    options = {"rubric": rubric, "key_variable": "KEY_OF_THE_JUDGE", "body": {"max_tokens": 5, "model": "other"}}
+    said = replace(SAMPLE, text="{wanted}", turns=[{"role": "assistant", "content": "hm"}])
+    async with judged(time, says("I think. Score: 3\nno, score = **7.5**"), **options) as (server, judge):
+        assert await judge(said) == 0.75
+    assert server.asked == [
+        {
+            "model": "m",
+            "max_tokens": 5,
+            "messages": [
+                {"role": "user", "content": "Say hi.|{wanted}|a greeting|Say hi.\nassistant: hm|{not a place}"}
+            ],
+        }
+    ]
+    assert server.headers[0]["authorization"] == f"Bearer {KEY}"
+    assert server.headers[0]["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize(
+    ("options", "reply", "score"),
+    [
+        ({}, "Score: 10", 1.0),
+        ({"lowest": -1.0, "highest": 1.0}, "score -0.5", 0.25),
+        ({"pattern": r"<(\d+)>"}, "<1> or <4>", 0.4),
+        ({"json_field": "grade", "highest": 5.0}, '```json\n{"why": "{}", "grade": 2.5}\n```', 0.5),
+        ({"json_field": "grade"}, '{"grade": "6"}', 0.6),
+    ],
+)
+async def test_where_the_score_stands(time: Time, options: dict[str, Any], reply: str, score: float) -> None:
+    async with judged(time, says(reply), **options) as (_, judge):
+        assert await judge(SAMPLE) == score
+
+
+@pytest.mark.parametrize(
+    ("options", "reply", "message"),
+    [
+        ({}, "Well done!", r"the reply has no score that .* finds: 'Well done!'"),
+        ({}, "Score: 87", "the score 87 does not lie between 0 and 10"),
+        ({"json_field": "grade"}, "[" * 100_000, "no JSON object with grade"),
+        ({"json_field": "grade"}, '{"grade": [1]}', r"the score is no number but \[1\]"),
+        ({"json_field": "grade"}, '{"grade": NaN}', "the score nan does not lie"),
+    ],
+)
+async def test_a_reply_without_a_score_is_asked_for_again(
+    time: Time, options: dict[str, Any], reply: str, message: str
+) -> None:
+    async with judged(time, says(reply), tries=2, **options) as (server, judge):
+        with pytest.raises(RewardError, match=f"gave no score in 2 tries; the last one: .*{message}"):
+            await judge(SAMPLE)
+        assert len(server.asked) == 2
+
+
+BUSY = answer(503, b"come back later")
+
+
+async def test_what_may_pass_is_tried_again_ever_later(time: Time) -> None:
+    garbage = answer(200, b"<html>")
+    async with judged(time, BUSY, CLOSES, garbage, answer(429, b""), says("score 1")) as (server, judge):
+        assert await judge(SAMPLE) == 0.1
+    assert time.slept == [0.5, 1, 2, 4]
+    assert len(server.asked) == 5
+
+
+def test_calls_that_failed_together_do_not_come_back_together() -> None:
+    pauses = {jittered(8.0) for _ in range(100)}
+    assert len(pauses) > 90
+    assert 4 <= min(pauses) < 5 < 7 < max(pauses) <= 8
+
+
+async def test_a_busy_server_says_when_to_come_back(time: Time) -> None:
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
+    answers = answer(429, b"", "retry-after: 20"), answer(503, b"", f"Retry-After: {later}"), says("score 1")
+    async with judged(time, *answers) as (_, judge):
+        assert await judge(SAMPLE) == 0.1
+    assert time.slept[0] == 20.5
+    assert 25 < time.slept[1] < 35
+
+
+async def test_a_pause_that_is_too_long_is_not_waited_for(time: Time) -> None:
+    async with judged(time, answer(429, b"quota", "retry-after: 3600")) as (_, judge):
+        with pytest.raises(
+            RewardError, match=r"asks for a pause of 3600 s, and less time is left: HTTP 429: 'quota'; reward"
+        ):
+            await judge(SAMPLE)
+    assert time.slept == []
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 404])
+async def test_a_refusal_is_not_asked_for_again_and_keeps_the_key_secret(
+    time: Time, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_THE_JUDGE", KEY)
+    refusal = answer(status, f"what is {KEY}?".encode(), "location: http://127.0.0.1:1/")
+    async with judged(time, refusal, key_variable="KEY_OF_THE_JUDGE") as (server, judge):
+        with pytest.raises(
+            RewardError, match=rf"v1/chat/completions cannot be used: HTTP {status}: 'what is \*\*\*\?'"
+        ):
+            await judge(SAMPLE)
+        assert len(server.asked) == 1
+
+
+async def test_megabytes_are_not_read(time: Time) -> None:
+    chunk = b"%x\r\n%s\r\n" % (LARGEST_REPLY + 1, bytes(LARGEST_REPLY + 1))
+    async with judged(time, b"HTTP/1.1 200 said\r\ntransfer-encoding: chunked\r\n\r\n" + chunk) as (_, judge):
+        with pytest.raises(RewardError, match=f"the reply has more than {LARGEST_REPLY} bytes"):
+            await judge(SAMPLE)
+
+
+async def test_a_compressed_reply_is_refused(time: Time) -> None:
+    async with judged(time, answer(200, b"bomb", "content-encoding: gzip")) as (_, judge):
+        with pytest.raises(RewardError, match="is compressed"):
+            await judge(SAMPLE)
+
+
+async def test_a_judge_that_hangs(time: Time) -> None:
+    async with judged(time, HANGS, says("score 2"), seconds=0.05) as (_, judge):
+        assert await judge(SAMPLE) == 0.2
+    async with judged(time, HANGS, deadline=0.05) as (_, judge):
+        with pytest.raises(RewardError, match=r"gave no score within 0\.05 s: it waited for its turn, .* or for"):
+            await judge(SAMPLE)
+    async with judged(time, HANGS, seconds=0.01, tries=2) as (_, judge):
+        with pytest.raises(RewardError, match=r"in 2 tries; the last one: no answer within 0\.01 s"):
+            await judge(SAMPLE)
+
+
+async def test_a_judge_that_is_down(time: Time) -> None:
+    async with judged(time, BUSY) as (server, _):
+        pass
+    judge = RemoteJudge(server.url, "m", tries=3)
+    judge.timing = time.timing
+    with pytest.raises(RewardError, match="in 3 tries; the last one: the call failed: ConnectError"):
+        await judge(SAMPLE)
+
+
+async def test_the_rate_and_the_calls_in_flight_are_limited(time: Time) -> None:
+    samples = [replace(SAMPLE, text=str(number)) for number in range(8)]
+    async with judged(time, says("score 1"), held=True, in_flight=3, per_second=2.0) as (server, judge):
+        scored = asyncio.gather(*map(judge, samples))
+        for _ in range(3):
+            await server.begun.acquire()
+        server.held.set()
+        assert await scored == [0.1] * 8
+    assert server.most == 3
+    assert time.now >= 100.0 + 7 * 0.5
+    assert set(time.slept) == {0.5}
+
+
+async def test_the_same_question_is_asked_once(time: Time) -> None:
+    async with judged(time, says("score 1"), cache=2) as (server, judge):
+        assert list(await asyncio.gather(judge(SAMPLE), judge(SAMPLE))) == [0.1, 0.1]
+        assert len(server.asked) == 1
+        for text in "abhi":
+            await judge(replace(SAMPLE, text=text))
+        await judge(replace(SAMPLE, text="h"))
+        assert len(server.asked) == 5
+    async with judged(time, says("score 1"), cache=0) as (server, judge):
+        assert list(await asyncio.gather(judge(SAMPLE), judge(SAMPLE))) == [0.1, 0.1]
+        assert len(server.asked) == 2
+
+
+async def test_who_waits_for_another_call_asks_itself_when_that_is_cancelled(time: Time) -> None:
+    async with judged(time, says("score 1"), held=True) as (server, judge):
+        first, second = asyncio.ensure_future(judge(SAMPLE)), asyncio.ensure_future(judge(SAMPLE))
+        await server.begun.acquire()
+        first.cancel()
+        server.held.set()
+        assert await second == 0.1
+        assert len(server.asked) == 2
+
+
+async def test_the_error_of_a_call_is_that_of_all_who_wait_for_it(time: Time) -> None:
+    async with judged(time, answer(400, b"no"), held=True) as (server, judge):
+        both = asyncio.gather(judge(SAMPLE), judge(SAMPLE), return_exceptions=True)
+        server.held.set()
+        assert [type(each) for each in await both] == [RewardError] * 2
+        assert len(server.asked) == 1
+
+
+async def test_a_column_that_the_row_lacks_is_named(time: Time) -> None:
+    async with judged(time, says("score 1"), rubric="{wantd}") as (_, judge):
+        with pytest.raises(RewardError, match=r"the rubric has \{wantd\}, and the row has no column wantd; .*wanted\?"):
+            await judge(SAMPLE)
+
+
+URL = "http://127.0.0.1:1/v1"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "m"}, "judge needs the option url"),
+        ({"url": "localhost:8000", "model": "m"}, "url is 'localhost:8000'; write the base of the API, as http://"),
+        ({"url": "http://me:secret@host/v1", "model": "m"}, "url has a password in it"),
+        (
+            {"url": URL, "model": "m", "key_variable": "NO_SUCH_KEY"},
+            "variable NO_SUCH_KEY, .* is not set",
+        ),
+        ({"url": URL, "model": "m", "key_variable": "ASYNCRL_KEY"}, "get no variables that begin with ASYNCRL_"),
+        ({"url": URL, "model": "m", "patern": "x"}, "judge has no option patern; did you mean pattern"),
+        ({"url": URL, "model": "m", "pattern": "("}, "is no regular expression"),
+        ({"url": URL, "model": "m", "pattern": "x", "json_field": "y"}, "two ways to find the score"),
+        ({"url": URL, "model": "m", "lowest": 10}, r"lowest \(10\) must be under highest \(10\)"),
+        ({"url": URL, "model": "m", "tries": 0}, "tries is 0; it must be over 0"),
+        ({"url": URL, "model": "m", "cache": -1}, "cache is -1"),
+        (
+            {"url": URL, "model": "m", "per_second": 2},
+            r"with per_second = 2 the last one waits 32 s, and .* leaves 9 s",
+        ),
+        ({"url": URL, "model": "m", "deadline": 11.0}, r"options.deadline = 11, over the deadline of 10 s"),
+    ],
+)
+def test_mistakes_are_found_before_the_run(options: dict[str, Any], message: str) -> None:
+    (problem,) = function_problems(_config(options))
+    assert problem.key == "reward.functions"
+    assert re.search(message, problem.text)
+
+
+def test_the_deadline_is_that_of_the_rewards_and_the_waiting_that_of_the_pool() -> None:
+    (spec,) = function_specs(_config({"url": URL, "model": "m"}, deadline=40.0))
+    assert spec.options["deadline"] == 36.0
+    assert MOST_WAITING == OVERLAPPING
+
+
+async def test_a_judge_in_a_child_that_is_down_is_named_with_its_sample(tmp_path: Path) -> None:
+    async with (
+        chat_server([answer(418, json.dumps({"error": "teapot"}).encode())]) as server,
+        asyncio.TaskGroup() as tasks,
+    ):
+        specs = function_specs(_config({"url": server.url, "model": "m"}))
+        pool = ChildPool(specs, tasks, workers=1, deadline=10, start_deadline=60, printed=tmp_path / "printed")
+        try:
+            await pool.start()
+            results = await pool.run(0, [SAMPLE])
+        finally:
+            await pool.stop()
+    with pytest.raises(RewardError) as raised:
+        score_of(SAMPLE, specs, results, "fail")
+    first, second, *_ = str(raised.value).splitlines()
+    assert first.startswith(f"reward function judge on member 1 of group 3: the judge {server.url}/chat/completions")
+    assert first.endswith("""cannot be used: HTTP 418: '{"error": "teapot"}'""")
+    assert second == "  completion: 'hi'"
+
+
+def _config(options: dict[str, Any], **reward: Any) -> Config:
+    functions = ({"use": "judge", "options": options},)
+    return Config(
+        model=ModelConfig(name="m"), task=TaskConfig(prompts="p"), reward=RewardConfig(functions=functions, **reward)
+    )
