@@ -22,6 +22,7 @@ from asyncrl.environments.transcript import (
     read_transcript,
     said_in,
     transcript_column,
+    without_info,
 )
 from asyncrl.errors import AsyncrlError, EnvironmentFailed, Retryable
 from asyncrl.fleet.worker.service import WorkerContext
@@ -232,7 +233,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
                 f"is random from `seed`. First {opening!r:.{EXCERPT}}, then {played.answers[0]['text']!r:.{EXCERPT}}"
             )
         for turn, before in enumerate(answers_in(transcript)[:-1], start=1):
-            if turn in played.answers and played.answers[turn]["text"] != before:
+            if turn in played.answers and without_info(played.answers[turn]["text"]) != without_info(before):
                 raise Retryable(
                     f"environment {self._section.use} was played again for sample {sample.key}, and answered turn "
                     f"{turn} with {played.answers[turn]['text']!r:.{EXCERPT}} in place of {before!r:.{EXCERPT}}"

@@ -14,7 +14,15 @@ import msgpack
 from asyncrl.children.user_errors import trace
 from asyncrl.environments.loading import CLOSE, MakeEnvironment
 from asyncrl.environments.observation import Message, Observation
-from asyncrl.environments.transcript import CONTEXT, POLICY, context_message, cut_messages, messages_of
+from asyncrl.environments.transcript import (
+    CONTEXT,
+    LARGEST_INFO,
+    POLICY,
+    context_message,
+    cut_messages,
+    messages_of,
+    with_info,
+)
 
 GRACE = 1.0
 """Seconds in which a late coroutine may end after its cancellation."""
@@ -154,9 +162,11 @@ def plain(returned: Any, method: str, most: int) -> Answer:
         raise NoObservation(f"`{method}` gave a reward that is not a number but {_shown(returned.reward)}")
     if not math.isfinite(reward := float(returned.reward)):
         raise NoObservation(f"`{method}` gave the reward {reward}: a reward is finite")
+    if not isinstance(returned.info, Mapping):
+        raise NoObservation(f"the info of `{method}` is no dict but {_shown(returned.info)}")
     text = _checked_text(returned.text, method, begins=returned.follows is not None)
     answer = {
-        "text": text if method == "reset" else _messages(returned, messages_of(text), most),
+        "text": text if method == "reset" else with_info(_messages(returned, messages_of(text), most), returned.info),
         "reward": reward,
         "done": bool(returned.done),
         "tools": [dict(tool) for tool in returned.tools],
@@ -164,10 +174,13 @@ def plain(returned: Any, method: str, most: int) -> Answer:
     try:
         size = len(msgpack.packb(answer))
         json.dumps(answer, allow_nan=False)  # Transcripts are JSON.
+        noted = len(json.dumps(dict(returned.info)).encode())
     except (TypeError, ValueError, OverflowError) as error:
         raise NoObservation(f"an observation of `{method}` holds what is no plain value: {error}") from None
     if size > LARGEST_OPENING + most:
         raise NoObservation(f"`{method}` returned an observation of {size} bytes")
+    if noted > LARGEST_INFO:
+        raise NoObservation(f"the info of `{method}` has {noted} bytes in JSON; at most {LARGEST_INFO} are kept")
     return answer
 
 

@@ -1,7 +1,7 @@
 """The messages of an episode after its opening: what the policy said, and what the environment answered."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ turn whose answer the messages follow, 0 where they are a whole conversation. co
 """
 MESSAGE_BYTES = 64
 """Bytes that each message counts besides its text, so that many empty ones are bounded too."""
+INFO, LARGEST_INFO = "info", 512
+"""Key of a message under which `info` of its observation is kept, and the bytes in JSON that it may have."""
 CUT = "\n[cut off after {} bytes]"
 
 Transcript = list[Message]
@@ -61,6 +63,16 @@ def context_message(messages: Sequence[Message], tools: Sequence[Mapping[str, An
 def begun_context(messages: Sequence[Message]) -> Message | None:
     """Returns the message that begins a new context, if the messages of an observation do."""
     return messages[0] if messages and messages[0]["role"] == CONTEXT else None
+
+
+def with_info(messages: Transcript, info: Mapping[str, Any]) -> Transcript:
+    """Returns the messages of an answer, the last one with `info`; as they are where there is none."""
+    return [*messages[:-1], {**messages[-1], INFO: dict(info)}] if info and messages else messages
+
+
+def without_info(messages: Iterable[Message]) -> Transcript:
+    """Returns the messages as a model is shown them."""
+    return [{key: value for key, value in message.items() if key != INFO} for message in messages]
 
 
 def cut_messages(messages: Sequence[Message], most: int) -> Transcript:

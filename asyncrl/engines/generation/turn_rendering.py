@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.generation.tokenization import Message, TokenizerWithStops
+from asyncrl.environments.transcript import without_info
 from asyncrl.errors import TaskError
 
 Ids = NDArray[np.int32]
@@ -66,7 +67,7 @@ class TurnRenderer:
             if problem := self._problem(role):
                 raise TaskError(problem)
         # The environment may repeat what the policy wrote, which must not become a mark of the template.
-        ids = self._tokenizer.rendered_ids(self._suffix(self._tokenizer.quoted(messages), tools))
+        ids = self._tokenizer.rendered_ids(self._suffix(self._tokenizer.quoted(without_info(messages)), tools))
         return ids[1:] if self._ends_with(answer, ids) else ids
 
     def _ends_with(self, answer: Ids, ids: Ids) -> bool:

@@ -34,7 +34,7 @@ class Plain(Counts):
     def reset(self, row, seed):
         return Observation("plain", tools=({"name": "add"},))
     def step(self, message):
-        return Observation([{"role": "tool", "content": message, "name": "add"}])
+        return Observation([{"role": "tool", "content": message, "name": "add"}], info={"calls": 1})
 
 class Begins(Counts):
     async def step(self, message):
@@ -75,6 +75,10 @@ class Troubles(Counts):
             return None
         if message == "nan":
             return Observation("", reward=float("nan"))
+        if message == "notes":
+            return Observation("", info={"all": "x" * 600})
+        if message == "note":
+            return Observation("", info="x")
         if message == "number":
             return Observation(5)
         if message == "bytes":
@@ -191,7 +195,8 @@ async def test_plain_methods_messages_and_tools(pool: MakePool) -> None:
     async with pool("Plain") as made:
         assert (await made.play(play())).answers[0]["tools"] == [{"name": "add"}]
         played = await made.play(play("4"))
-        assert played.answers[1]["text"] == [{"role": "tool", "content": "4", "name": "add"}]
+        message = {"role": "tool", "content": "4", "name": "add", "info": {"calls": 1}}
+        assert played.answers[1]["text"] == [message]
 
 
 async def test_an_environment_begins_a_context(pool: MakePool) -> None:
@@ -228,6 +233,8 @@ async def test_many_episodes_wait_at_once_and_share_the_children(pool: MakePool)
         ("exit", "its process ended with status 7"),
         ("nothing", "`step` returned None, and has to return an Observation"),
         ("nan", "`step` gave the reward nan"),
+        ("notes", "the info of `step` has 611 bytes in JSON; at most 512 are kept"),
+        ("note", "the info of `step` is no dict but 'x'"),
         ("number", "the text of `step` is no string and no list of messages, but 5"),
         ("speaks", "a message of `step` has the role assistant"),
         ("bytes", "an observation of `step` holds what is no plain value: Object of type bytes"),

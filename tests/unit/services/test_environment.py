@@ -37,7 +37,8 @@ class Counts:
             raise KeyError("nothing here")
         self.total += 1
         chance = os.urandom(4).hex() if self.answers else ""
-        return Observation(f"{message} {self.total}{chance}", reward=self.total, done=message == "stop")
+        note = {"process": os.getpid()} if message == "note" else {}
+        return Observation(f"{message} {self.total}{chance}", self.total, message == "stop", note)
 
 class Slow(Counts):
     async def step(self, message):
@@ -144,7 +145,13 @@ async def test_an_unknown_episode_is_played_again_from_its_transcript(
         (row,) = await step(environment, said(generated, "a", "b", before=before))
         assert stored(environment, row)["rewards"] == [6.0, 7.0]
         assert environment.counters["replayed"] == 1
-        before[1] = {"role": "user", "content": "a 7"}
+        before = [
+            {"role": "assistant", "content": "note"},
+            {"role": "user", "content": "note 6", "info": {"process": 1}},
+        ]
+        (row,) = await step(environment, said(generated, "note", "b", before=before, member=2))
+        assert row.turns == 2, "notes may differ"
+        before = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "a 7"}]
         with pytest.raises(Retryable, match=r"answered turn 1 with .*'a 6'.* in place of .*'a 7'"):
             await step(environment, said(generated, "a", "b", before=before, member=1))
 

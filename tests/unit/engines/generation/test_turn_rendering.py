@@ -124,6 +124,13 @@ def test_special_tokens_in_what_an_environment_says_stay_text(tokenizer: PreTrai
         assert EOS not in given
 
 
+def test_no_template_is_shown_the_info_of_an_observation(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = renderer(tokenizer, CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.info }}"))
+    answered, message = ids(tokenizer, "a<|im_end|>"), {"role": "user", "content": "4"}
+    given = turns.given_ids(answered, [{**message, "info": {"answer": "secret"}}], chat=True)
+    assert given.tolist() == turns.given_ids(answered, [message], chat=True).tolist()
+
+
 def test_text_is_added_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
     turns = renderer(tokenizer, None)
     found = turns.given_ids(ids(tokenizer, "guess 3"), said("user", " higher", "\n"), chat=False)
