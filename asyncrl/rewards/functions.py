@@ -1,14 +1,18 @@
 """Makes callables from `reward.functions` or `cost.functions` of a config."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.children.code.code_runner import MOST_SECONDS
+from asyncrl.children.sandbox import SandboxError
+from asyncrl.children.sandbox.bubblewrap import try_sandbox
 from asyncrl.config.problems import Problem
 from asyncrl.config.user_code import ONE_ARGUMENT, name_of, resolve, source_problem, suggestion
 from asyncrl.errors import ConfigError
+from asyncrl.rewards.code_templates import CODE_TEMPLATES
 from asyncrl.rewards.sample import Function
 from asyncrl.rewards.templates import ENVIRONMENT, JUDGE_TEMPLATE, TEMPLATES
 from asyncrl.rewards.trl_verl_adapters import from_trl, from_verl
@@ -18,6 +22,10 @@ if TYPE_CHECKING:
 
 JUDGE_SHARE = 0.9
 """Share of the deadline of a call in which a judge tries; then it says why there is no score."""
+
+OVERLAPPING = 64
+"""Coroutine calls that run at once: enough for a remote scorer, few enough for its rate limits and our sockets."""
+
 ADAPTERS: dict[str, Callable[[Callable[..., Any]], Function]] = {"trl": from_trl, "verl": from_verl}
 
 
@@ -70,7 +78,25 @@ def function_problems(config: "Config", service: "Scorer" = "reward") -> list[Pr
         specs = function_specs(config, service)
     except ConfigError as error:
         return [Problem.of_error(error, f"{service}.functions")]
-    return [problem for problem in map(_problem, specs) if problem is not None]
+    found = [problem for problem in map(_problem, specs) if problem is not None]
+    return found or list(_code_problems(specs, config.scorers[service].deadline))
+
+
+def _code_problems(specs: Sequence[FunctionSpec], deadline: float) -> Iterator[Problem]:
+    """Yields why rewards for programs cannot work: no sandbox starts here, or a call ends before its tests do."""
+    of_code = [spec for spec in specs if spec.use in CODE_TEMPLATES]
+    if of_code:
+        try:
+            try_sandbox()
+        except SandboxError as error:
+            yield Problem(of_code[0].key, "", f"{of_code[0].use} runs programs: {error}")
+    for spec in of_code:
+        parameter = inspect.signature(CODE_TEMPLATES[spec.use]).parameters.get("seconds")
+        seconds = spec.options.get("seconds", parameter.default) if parameter is not None else 0.0
+        if (most := MOST_SECONDS * seconds) >= deadline:
+            key = f"{spec.key.partition('.')[0]}.deadline"
+            text = f"the tests of a program may take {MOST_SECONDS} times the {seconds:g} seconds of {spec.use}"
+            yield Problem(key, "", f"{text}: write more than {most:g}, not {deadline:g}", (spec.key,))
 
 
 def _problem(spec: FunctionSpec) -> Problem | None:
@@ -114,10 +140,12 @@ def taking_one(function: Function) -> Function:
     return function
 
 
-def is_concurrent(function: Function) -> bool:
-    """Returns whether many calls may run at once: coroutine functions wait, plain functions compute."""
+def overlapping(function: Function) -> int:
+    """Returns how many calls may run at one time: none beside another for plain functions, which compute; OVERLAPPING
+    for coroutine functions, which wait, or what their attribute `overlapping` says."""
     target = function.func if isinstance(function, partial) else function
-    return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
+    waits = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
+    return getattr(target, "overlapping", OVERLAPPING) if waits else 0
 
 
 def _split(use: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from asyncrl.config.user_code import suggestion
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.rewards.code_templates import CODE_TEMPLATES
 from asyncrl.rewards.number_parser import last_number
 from asyncrl.rewards.remote_judge import RemoteJudge
 from asyncrl.rewards.sample import OfSample, Sample, missing_column
@@ -113,9 +114,9 @@ ENVIRONMENT = environment.__name__
 JUDGE_TEMPLATE = "judge"
 """Name of the template that asks a language model behind a URL."""
 
-TEMPLATES: dict[str, Callable[..., OfSample]] = {
-    made.__name__: made for made in (exact_match, regex_format, numeric, length, repetition, reasoning_gym, environment)
-} | {JUDGE_TEMPLATE: RemoteJudge}
+OF_TEXT = (exact_match, regex_format, numeric, length, repetition, reasoning_gym, environment)
+TEMPLATES: dict[str, Callable[..., OfSample]] = {made.__name__: made for made in OF_TEXT} | CODE_TEMPLATES
+TEMPLATES[JUDGE_TEMPLATE] = RemoteJudge
 
 
 def _column(sample: Sample, name: str) -> Any:

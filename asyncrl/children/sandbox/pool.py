@@ -8,7 +8,7 @@ starter tasks ──> ready sandboxes (bounded) ──> one program: case after 
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -65,7 +65,7 @@ class SandboxPool:
         """Kills all sandboxes."""
         return await self._open.__aexit__(kind, error, traceback)
 
-    async def run(self, program: Program, limits: Limits | None = None) -> AsyncIterator[CaseResult]:
+    async def run(self, program: Program, limits: Limits | None = None) -> AsyncGenerator[CaseResult, None]:
         """Yields the result of each test case as it comes. Leave early inside `contextlib.aclosing`, which kills the
         program at once."""
         limits = limits or self.limits

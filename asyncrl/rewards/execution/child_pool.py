@@ -19,11 +19,8 @@ from asyncrl.children.printed_output import ChildOutput, PrintedFile
 from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError, WireError
 from asyncrl.rewards.execution.child_server import plain_samples
-from asyncrl.rewards.functions import FunctionSpec
+from asyncrl.rewards.functions import OVERLAPPING, FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
-
-OVERLAPPING = 64
-"""Coroutine calls that run at once: enough for a remote scorer, few enough for its rate limits and our sockets."""
 
 GRACE = 1.0
 """Seconds a child has to end an overdue coroutine by itself, before it is killed."""
@@ -69,13 +66,13 @@ class Answer:
 
 
 class ChildProcess(GuardedProcess):
-    """A running child; calls may overlap. concurrent: which functions are coroutines."""
+    """A running child. overlapping: how many calls of each function may overlap; 0 for a plain function."""
 
     def __init__(self, process: Process) -> None:
         super().__init__(process)
         self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count()
-        self.concurrent: list[bool] = []
+        self.overlapping: list[int] = []
 
     @classmethod
     async def spawn(
@@ -107,8 +104,8 @@ class ChildProcess(GuardedProcess):
 
     def greeted(self, message: Any) -> None:
         match message:
-            case {"concurrent": [*concurrent]}:
-                self.concurrent = concurrent
+            case {"overlapping": [*overlapping]}:
+                self.overlapping = overlapping
             case _:
                 raise WireError(f"a reward child began with {message!r:.100}")
 
@@ -175,7 +172,7 @@ class ChildPool:
         self._free = list(self._own)
         self._alone_at_a_time = CallSlots(workers)
         self._overlapping = CallSlots(OVERLAPPING)
-        self._concurrent: list[bool] = []
+        self._slots: list[CallSlots | None] = []
         self._given_up = 0
 
     @property
@@ -186,7 +183,8 @@ class ChildPool:
     @property
     def queued(self) -> int:
         """Calls that wait for their turn."""
-        return self._alone_at_a_time.waiting + self._overlapping.waiting
+        slots = {self._alone_at_a_time, self._overlapping, *filter(None, self._slots)}
+        return sum(each.waiting for each in slots)
 
     async def start(self) -> None:
         """Starts a child; raises ConfigError if it cannot load a function, DeadlineExceeded if that takes too long."""
@@ -194,8 +192,12 @@ class ChildPool:
             with ExitStack() as unless_started:
                 unless_started.callback(self._output.close)
                 self._output.open()
-                self._concurrent = (await self._own[0].child()).concurrent
+                self._slots = [self._slots_for(most) for most in (await self._own[0].child()).overlapping]
                 unless_started.pop_all()
+
+    def _slots_for(self, most: int) -> CallSlots | None:
+        """Returns the slots for calls of a function that overlap; None for a plain function."""
+        return None if not most else self._overlapping if most >= OVERLAPPING else CallSlots(most)
 
     async def run(self, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
         """Returns the result of function number `function` for each sample; errors of the function are results too."""
@@ -211,7 +213,7 @@ class ChildPool:
         """Splits samples into calls: one for a group, one a sample for coroutines, else one for each child."""
         if self.specs[function].group:
             shares = [samples]
-        elif self._concurrent[function]:
+        elif self._slots[function] is not None:
             shares = [[sample] for sample in samples]
         else:
             size = math.ceil(len(samples) / len(self._own))
@@ -222,9 +224,9 @@ class ChildPool:
     async def _share(self, function: int, samples: Sequence[Sample]) -> list[FunctionResult]:
         """Calls a coroutine beside others. If their child ends, any of its calls may be the cause, so each is repeated
         alone."""
-        if self._concurrent[function]:
+        if (slots := self._slots[function]) is not None:
             try:
-                async with self._overlapping:
+                async with slots:
                     return await (await self._shared.child()).call(function, samples, self._deadline, GRACE)
             except ChildEnded:
                 pass
@@ -242,7 +244,7 @@ class ChildPool:
     ) -> list[FunctionResult]:
         """Calls again with the remaining samples when a child ends; its current sample gets the error as its result,
         after a signal, which may come from outside, only if a second child ends at the same sample."""
-        grace = GRACE if self._concurrent[function] else 0.0
+        grace = GRACE if self._slots[function] is not None else 0.0
         found: list[FunctionResult] = []
         vanished_at = -1
         while len(found) < len(samples):

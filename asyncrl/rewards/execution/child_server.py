@@ -1,5 +1,5 @@
 """Serves calls of reward functions inside a child process, which its guard starts and ends (guard_process.py).
-The first message in has the functions, the first message out which of them are coroutine functions, or the user's
+The first message in has the functions, the first message out how many calls of each may overlap, or the user's
 mistake. Then calls come in and results go out."""
 
 import asyncio
@@ -15,7 +15,7 @@ from asyncrl.children.pipe_messages import open_pipes, receive, send
 from asyncrl.children.user_errors import greeting
 from asyncrl.protocols.prompt_row import PromptRow
 from asyncrl.rewards.execution.function_call import attempt
-from asyncrl.rewards.functions import FunctionSpec, is_concurrent, load
+from asyncrl.rewards.functions import FunctionSpec, load, overlapping
 from asyncrl.rewards.sample import Columns, Function, Sample
 
 
@@ -63,7 +63,7 @@ class ChildServer:
 
     def _load(self, specs: Sequence[FunctionSpec]) -> dict[str, Any]:
         self._functions = [(spec, load(spec)) for spec in specs]
-        return {"concurrent": [is_concurrent(function) for _, function in self._functions]}
+        return {"overlapping": [overlapping(function) for _, function in self._functions]}
 
     async def _answer(self, message: dict[str, Any]) -> None:
         spec, function = self._functions[message["function"]]

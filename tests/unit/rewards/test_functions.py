@@ -8,7 +8,7 @@ import pytest
 from asyncrl.config.schema import Config, ModelConfig, RewardConfig, TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import Sample
-from asyncrl.rewards.functions import FunctionSpec, function_problems, function_specs, is_concurrent, load
+from asyncrl.rewards.functions import FunctionSpec, function_problems, function_specs, load, overlapping
 
 SAMPLE = Sample("p", "abc", {"prompt": "p", "answer": "abc", "data_source": "d", "reward_model": {}}, 0, 0, "stop", 1)
 
@@ -146,10 +146,10 @@ def test_functions_for_other_libraries(mine: str) -> None:
 
 
 def test_which_functions_overlap(mine: str) -> None:
-    assert is_concurrent(load(spec(f"{mine}:slowly")))
-    assert is_concurrent(load(spec(f"{mine}:judge")))
-    assert not is_concurrent(load(spec(f"{mine}:right")))
-    assert not is_concurrent(load(spec("exact_match")))
+    assert overlapping(load(spec(f"{mine}:slowly")))
+    assert overlapping(load(spec(f"{mine}:judge")))
+    assert not overlapping(load(spec(f"{mine}:right")))
+    assert not overlapping(load(spec("exact_match")))
 
 
 SIGNATURES = """

@@ -16,8 +16,8 @@ import pytest
 from asyncrl.config.schema import Config, ModelConfig, RewardConfig, TaskConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards import Sample
-from asyncrl.rewards.execution.child_pool import OVERLAPPING, ChildPool
-from asyncrl.rewards.functions import function_problems, function_specs
+from asyncrl.rewards.execution.child_pool import ChildPool
+from asyncrl.rewards.functions import OVERLAPPING, function_problems, function_specs
 from asyncrl.rewards.judge_calls.chat_endpoint import LARGEST_REPLY, Timing, jittered
 from asyncrl.rewards.remote_judge import MOST_WAITING, RemoteJudge
 from asyncrl.rewards.scoring import score_of

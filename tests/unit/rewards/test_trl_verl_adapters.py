@@ -5,7 +5,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards import Sample, from_trl, from_verl
-from asyncrl.rewards.functions import is_concurrent
+from asyncrl.rewards.functions import overlapping
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -78,8 +78,8 @@ async def test_coroutine_functions_stay_such() -> None:
         return [1.0 for _ in completions]
 
     adapted = from_trl(f)
-    assert is_concurrent(adapted)
-    assert not is_concurrent(from_trl(lambda completions: [1.0]))
+    assert overlapping(adapted)
+    assert not overlapping(from_trl(lambda completions: [1.0]))
     assert await adapted(sample("x")) == 1.0
 
 

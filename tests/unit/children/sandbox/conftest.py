@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -10,22 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.children.sandbox import Limits, SandboxError, SandboxPool
-from asyncrl.children.sandbox.bubblewrap import try_sandbox
+from asyncrl.children.sandbox import Limits, SandboxPool
 
 SECRET = "the-secret-of-the-fleet"
 SYSV_KEY = 0x61737263
-
-
-@pytest.fixture(scope="session")
-def bubblewrap_works() -> None:
-    """Skips where bubblewrap is missing; scripts/set-up installs it."""
-    if shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed; scripts/set-up installs it as root: apt-get install bubblewrap")
-    try:
-        try_sandbox()
-    except SandboxError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -1,0 +1,76 @@
+"""Templates of rewards for programs. All of them run in sandboxes; the code in an answer is its first fenced block, or
+without one the whole answer, behind what the row has in the column `before`."""
+
+import os
+from collections.abc import Callable
+
+from asyncrl.children.code.answers import cases_in, code_in
+from asyncrl.children.code.code_runner import SourceCheck, shared_runner
+from asyncrl.children.sandbox import Program, SandboxError, TestCase
+from asyncrl.errors import ConfigError, RewardError, TaskError
+from asyncrl.rewards.sample import OfSample, Sample
+
+
+def compiles() -> OfSample:
+    """Gives 1 if Python compiles the code of the completion, else 0. The code is not run."""
+
+    async def reward(sample: Sample) -> float:
+        return float((await _checked(sample)).compiles)
+
+    return reward
+
+
+def passes_tests(column: str = "tests", seconds: float = 3.0) -> OfSample:
+    """Gives the share of the row's tests that the code of the completion passes, 0 to 1; 0 if it does not compile.
+
+    column: a list of texts with asserts that call functions of the program, or of tables with `stdin` and `stdout`, the
+    text that the program reads and the text that it has to print. seconds: that a test may take; once the tests of a
+    program have taken so long, no further one begins, and the rest has failed.
+    """
+    if seconds <= 0:
+        raise ConfigError(f"seconds must be more than 0, not {seconds:g}")
+
+    async def reward(sample: Sample) -> float:
+        try:
+            return await _share_passed(sample, cases_in(sample.row, column), seconds)
+        except (SandboxError, TaskError) as error:
+            raise RewardError(str(error)) from None
+
+    # Further calls would wait for a sandbox while `reward.deadline` runs.
+    reward.overlapping = len(os.sched_getaffinity(0))  # type: ignore[attr-defined]
+    return reward
+
+
+def lint(penalty: float = 0.25) -> OfSample:
+    """Gives 1 for code without a finding of the linter, and `penalty` less for each finding, down to 0; 0 if it does
+    not compile.
+
+    Findings are names that nothing defines, imports and local variables that nothing reads, statements without effect
+    or never reached, bare `except`, mutable default values, `== None`, assertions of tuples, imports of `*`, f-strings
+    with nothing to fill in, lambdas with a name, semicolons at the ends of lines, and what Python warns of.
+    """
+    if penalty <= 0:
+        raise ConfigError(f"penalty must be more than 0, not {penalty:g}")
+
+    async def reward(sample: Sample) -> float:
+        check = await _checked(sample)
+        return max(0.0, 1.0 - penalty * len(check.findings)) if check.compiles else 0.0
+
+    return reward
+
+
+async def _checked(sample: Sample) -> SourceCheck:
+    try:
+        return await shared_runner().check(code_in(sample.text, sample.row))
+    except SandboxError as error:
+        raise RewardError(str(error)) from None
+
+
+async def _share_passed(sample: Sample, tests: tuple[TestCase, ...], seconds: float) -> float:
+    runner, source = shared_runner(), code_in(sample.text, sample.row)
+    if not (await runner.check(source)).compiles:
+        return 0.0
+    return sum(result.passed for result in await runner.run(Program(source, tests), seconds)) / len(tests)
+
+
+CODE_TEMPLATES: dict[str, Callable[..., OfSample]] = {made.__name__: made for made in (compiles, passes_tests, lint)}

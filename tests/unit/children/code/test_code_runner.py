@@ -1,0 +1,94 @@
+"""Checks and runs of programs in one pool of real sandboxes."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.children.code.code_runner import CodeRunner
+from asyncrl.children.sandbox import Program, SandboxError, TestCase, pool
+
+PLUS_ONE = "def f(x): return x + 1"
+TESTS = tuple(TestCase(str(x), code=f"assert f({x}) == {x + 1}") for x in range(3))
+SLOW = Program("import time\ntime.sleep(60)", (TestCase("a"), TestCase("b")))
+
+
+@pytest.fixture
+async def runner(bubblewrap_works: None) -> AsyncIterator[CodeRunner]:
+    made = CodeRunner()
+    yield made
+    await made.close()
+
+
+def sandboxes() -> set[int]:
+    """The sandboxes that this process has started."""
+    own = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for file in own for pid in file.read_text().split()}
+
+
+async def test_sources_are_checked_side_by_side(runner: CodeRunner) -> None:
+    sources = ["def f(x) return x", *(f"def f(x): return x + {n};" for n in range(100)), "x = "]
+    checks = await asyncio.gather(*(runner.check(source) for source in sources))
+    assert [check.compiles for check in checks] == [False, *[True] * 100, False]
+    assert checks[0].error == "SyntaxError: expected ':' (line 1)"
+    assert checks[1].findings == ("line 1: a semicolon ends the line",)
+
+
+async def test_a_source_that_ends_the_checker_does_not_compile_and_its_neighbours_are_checked(
+    runner: CodeRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ending = tmp_path / "checker.py"
+    ending.write_text(
+        "import json, os, sys\n"
+        "for source in json.load(sys.stdin):\n"
+        "    source == 'end' and os._exit(3)\n"
+        "    print(json.dumps({'error': '', 'findings': []}), flush=True)\n"
+    )
+    monkeypatch.setattr("asyncrl.children.code.code_runner.CHECKER", ending)
+    checks = await asyncio.gather(*(runner.check(source) for source in ("a", "end", "b")))
+    assert [check.error for check in checks] == ["", "Python cannot compile it: it ended with status 3", ""]
+
+
+async def test_a_program_runs_all_its_tests(runner: CodeRunner) -> None:
+    wrong = Program("def f(x): return 2", TESTS)
+    assert [each.outcome for each in await runner.run(Program(PLUS_ONE, TESTS), 20)] == ["passed"] * 3
+    assert [each.outcome for each in await runner.run(wrong, 20)] == ["failed", "passed", "failed"]
+
+
+async def test_no_test_follows_one_that_took_all_the_time(runner: CodeRunner) -> None:
+    assert [each.outcome for each in await runner.run(SLOW, 0.5)] == ["timeout"]
+
+
+async def test_a_pool_that_cannot_start_is_an_error_of_each_program(
+    runner: CodeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise SandboxError("there is none")
+
+    monkeypatch.setattr(pool, "try_sandbox", broken)
+    asked = (runner.check("a"), runner.check("b"), runner.run(Program(PLUS_ONE, TESTS), 20))
+    assert [str(each) for each in await asyncio.gather(*asked, return_exceptions=True)] == ["there is none"] * 3
+    monkeypatch.undo()
+    assert (await runner.check(PLUS_ONE)).compiles
+
+
+async def test_a_closed_runner_leaves_no_sandbox_and_ends_what_waits(runner: CodeRunner) -> None:
+    before = sandboxes()
+    waiting = asyncio.ensure_future(runner.run(SLOW, 50))
+    await runner.check(PLUS_ONE)
+    assert sandboxes() > before
+    await runner.close()
+    with pytest.raises(SandboxError, match="the sandboxes were ended while programs waited"):
+        await waiting
+    assert sandboxes() <= before
+
+
+async def test_sandboxes_that_are_killed_from_outside_are_replaced(runner: CodeRunner) -> None:
+    before = sandboxes()
+    await runner.check(PLUS_ONE)
+    for pid in sandboxes() - before:
+        os.kill(pid, signal.SIGKILL)
+    assert [each.outcome for each in await runner.run(Program(PLUS_ONE, TESTS), 20)] == ["passed"] * 3
