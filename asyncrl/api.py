@@ -131,6 +131,7 @@ async def train_async(
     values = {**sections, **own, "algorithm": chosen, "reward": scored, "steps": steps}
     values["task.prompts"] = prompts if isinstance(prompts, str) else IN_MEMORY
     config = load(None, (), values=values).config
+    _refuse_person_beside(here, config)
     fresh = new_run_directory(Path("runs"), strftime("python-%Y%m%d-%H%M%S"))
     with fresh if run_dir is None else nullcontext(Path(run_dir)) as directory, open_display(config.steps) as display:
         request = RunRequest(
@@ -145,6 +146,14 @@ async def train_async(
         )
         finished = await run(request)
     return Run(finished.path, config, request.services)
+
+
+def _refuse_person_beside(functions: Sequence[Function], config: Config) -> None:
+    if functions and config.feedback.asks:
+        raise ConfigError(
+            f"feedback.ask works beside functions that another process can import, and {name_of(functions[0])} has no "
+            "importable name: put it into a module"
+        )
 
 
 def _section(name: str, key: str, given: Any) -> Mapping[str, Any]:

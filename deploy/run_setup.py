@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from asyncrl.algorithms.select import advantages_of, algorithm_of
 from asyncrl.config.gate_config import GateConfig
@@ -31,6 +32,7 @@ from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.training_run import Questions, RunState, TrainingRun
 from asyncrl.deploy.checks.memory_needs import shape_of
+from asyncrl.deploy.feedback_address import feedback_address
 from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, rows_fit
 from asyncrl.deploy.process.fork_client import Forks, forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
@@ -354,9 +356,13 @@ async def _fleet(
 ) -> AsyncIterator[RunningFleet]:
     """Starts the services of the run. scorers: folders of scoring models by service."""
     config, logs = request.config, facts.run_dir / "logs"
-    options = {name: {"model": str(folder)} for name, folder in scorers.items()}
+    options: dict[str, dict[str, Any]] = {name: {"model": str(folder)} for name, folder in scorers.items()}
     options["generation"] = {"longest_prompts": str(logs / LONGEST)}
     options["training"] = {"pretrain": str(logs / PRETRAIN)}
+    if config.feedback.asks:
+        address = feedback_address(config.feedback, RunDirectory(facts.run_dir))
+        options["reward"] = {**options.get("reward", {}), **address.options}
+        request.display.say(f"answers wait for your rating at {address.url}")
     async with AsyncExitStack() as scope:
         launcher = None
         if config.fleet.wire != "inproc":

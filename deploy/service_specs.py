@@ -51,10 +51,20 @@ def reward_spec(config: Config, service: Scorer) -> ServiceSpec:
     """Returns the spec of a scoring service; a service without a model does not load torch."""
     section = config.scorers[service]
     contract = GroupReward if any(function.group for function in section.functions) else Reward
+    if service == "reward" and config.feedback.asks:
+        return _feedback_spec(config, contract)
     if section.model:
         implementation = "asyncrl.services.reward_model:RewardModelService"
         return ServiceSpec(service, contract, implementation, replicas=section.replicas, origin="torch")
     return ServiceSpec(service, contract, "asyncrl.services.reward:RewardService", replicas=section.replicas)
+
+
+def _feedback_spec(config: Config, contract: type[Reward]) -> ServiceSpec:
+    """Returns the spec of the reward service that asks a person too."""
+    if config.reward.model:
+        implementation = "asyncrl.services.feedback_with_model:FeedbackWithModelService"
+        return ServiceSpec("reward", contract, implementation, origin="torch")
+    return ServiceSpec("reward", contract, "asyncrl.services.feedback:FeedbackService")
 
 
 def _critic_spec(name: str) -> ServiceSpec:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+from asyncrl.config.feedback_config import FeedbackConfig
 from asyncrl.config.install_hints import missing_packages
 from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config, Scorer
@@ -80,6 +81,7 @@ async def evaluate_model(
     model: Path, config: Config, questions: list[Question], services: Mapping[str, ServiceSpec] = NO_SERVICES
 ) -> Evaluation:
     """Evaluates a model folder with workers of its own, or with `services`: generation, reward and, if any, cost."""
+    config = config.model_copy(update={"feedback": FeedbackConfig()})  # Nobody is asked about held-out answers.
     refuse(scoring_problems(config, services))
     model = await asyncio.to_thread(model.absolute)
     specs = [generation_spec("evaluation", replicas=config.evaluate.replicas, options={"own_version": VERSION})]

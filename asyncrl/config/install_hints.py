@@ -105,6 +105,9 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
             yield (key, spec, "reasoning_gym", install_extra("tasks"))
         elif Path(spec).suffix.lower() == ".parquet":
             yield (key, spec, "pyarrow", install_extra("parquet"))
+    if config.feedback.asks:
+        for module in ("starlette", "uvicorn"):
+            yield ("feedback.ask", config.feedback.ask, module, install_extra("serve"))
     for key, section in {"reward.functions": config.reward, "cost.functions": config.cost}.items():
         if any(function.use == "reasoning_gym" for function in section.functions):
             yield (key, "reasoning_gym", "reasoning_gym", install_extra("tasks"))

@@ -1,6 +1,7 @@
 """Rules about several keys: refuse what would train wrongly, or lacks a key, and warn of a value that nothing reads."""
 
 from collections.abc import Callable, Iterator
+from math import isclose
 from typing import TYPE_CHECKING
 
 from asyncrl.config.algorithm_config import (
@@ -12,6 +13,7 @@ from asyncrl.config.algorithm_config import (
     AlgorithmConfig,
     has_dual_clip,
 )
+from asyncrl.config.feedback_config import feedback_problems
 from asyncrl.config.problems import Problem
 from asyncrl.config.toml_writer import value_text
 
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
 
 ROW_RATIOS = ("gspo", "gmpo")
 """Losses with one ratio a sequence, the mean over its tokens."""
-WEIGHT_EPSILON = 1e-9
-"""Weights whose sum is smaller sum to 0, but for rounding."""
 TRIED_REJECTIONS = {("rejection_low", "geometric"): 0.9, ("rejection_high", "geometric"): 1.11}
 TRIED_DIVERGENCE = 0.05
 """Bounds of the rejections in docs/learning.md; those on a divergence are in nats."""
@@ -40,13 +40,14 @@ class Incoherent(ValueError):
 
 def rule_problems(config: "Config") -> Iterator[Problem]:
     """Yields every contradiction, every key that a chosen part needs and lacks, and warnings about unread values."""
-    yield from (*_group_rules(config), *_weight_rules(config.algorithm), *_advantage_rules(config.algorithm))
-    yield from (*_cost_rules(config), *_pretraining_rules(config), *_loss_rules(config.algorithm), *_step_rules(config))
+    a = config.algorithm
+    yield from (*_group_rules(config), *_weight_rules(a), *_advantage_rules(a), *_cost_rules(config))
+    yield from (*_pretraining_rules(config), *_loss_rules(a), *_step_rules(config), *feedback_problems(config))
     for name, section in config.scorers.items():
-        yield from (*_scored_weight_rules(name, section), *_term_rules(config, name, section))
-    yield from (*_deadline_rules(config), *_unread_values(config), *_optional_keys(config.algorithm))
-    yield from (*_removed_parts(config.algorithm), *_unread_bounds(config), *_inherited_bounds(config.algorithm))
-    yield from (*_unread_sections(config), *_learning_rate_rules(config), *_environment_rules(config))
+        yield from (*_scored_weight_rules(config, name, section), *_term_rules(config, name, section))
+    yield from (*_deadline_rules(config), *_unread_values(config), *_optional_keys(a), *_removed_parts(a))
+    yield from (*_unread_bounds(config), *_inherited_bounds(a), *_unread_sections(config))
+    yield from (*_learning_rate_rules(config), *_environment_rules(config))
 
 
 def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:
@@ -201,12 +202,13 @@ def _step_rules(config: "Config") -> Iterator[Problem]:
         yield _wrong("evaluate.samples evaluate.temperature", text)
 
 
-def _scored_weight_rules(name: str, section: "RewardConfig") -> Iterator[Problem]:
+def _scored_weight_rules(config: "Config", name: str, section: "RewardConfig") -> Iterator[Problem]:
     """Checks the weights of a section's functions and model. A cost may have negative weights only."""
     parts = {"functions": section.functions, "weight": section.model}
     keys = " ".join(f"{name}.{part}" for part, given in parts.items() if given)
     weights = [function.weight for function in section.functions] + ([section.weight] if section.model else [])
-    if weights and abs(sum(weights)) < WEIGHT_EPSILON:
+    weights += [config.feedback.weight] if config.feedback.asks and name == "reward" else []
+    if weights and isclose(sum(weights), 0, abs_tol=1e-9):  # rounded
         text = f"""the weights, {" and ".join(f"{weight:g}" for weight in weights)}, sum to 0: what all functions agree
             on is worth nothing; write weights of another sum (a function of weight 0 is only reported)"""
         yield _wrong(keys, text)

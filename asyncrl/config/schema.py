@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
 from asyncrl.config.environment_config import EnvironmentConfig
+from asyncrl.config.feedback_config import FeedbackConfig
 from asyncrl.config.problems import Problem
 from asyncrl.config.rules_between_keys import Incoherent, rule_problems
 
@@ -349,6 +350,7 @@ class Config(Section):
     generation: GenerationConfig = GenerationConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     reward: RewardConfig = RewardConfig()
+    feedback: FeedbackConfig = FeedbackConfig()
     reference: ReferenceConfig = ReferenceConfig()
     training: TrainingConfig = TrainingConfig()
     critic: CriticConfig = CriticConfig()
@@ -375,8 +377,8 @@ class Config(Section):
 
     @property
     def is_scored(self) -> bool:
-        """Says whether samples are rewarded: by functions, a model, or the environment that they play."""
-        return bool(self.reward.functions or self.reward.model or self.environment.use)
+        """Says whether samples are rewarded: by functions, a model, a person, or the environment that they play."""
+        return bool(self.reward.functions or self.reward.model or self.environment.use) or self.feedback.asks
 
     @property
     def warnings(self) -> list[Problem]:

@@ -31,7 +31,8 @@ ADAPTERS: dict[str, Callable[[Callable[..., Any]], Function]] = {"trl": from_trl
 
 @dataclass(frozen=True, slots=True)
 class FunctionSpec:
-    """One entry of the list `key`, a config key. name: name of its term in metrics and samples."""
+    """One entry of the list `key`, a config key. name: name of its term in metrics and samples. on_error: replaces that
+    of the section, unless it is empty."""
 
     use: str
     name: str
@@ -39,6 +40,7 @@ class FunctionSpec:
     group: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     key: str = "reward.functions"
+    on_error: str = ""
 
 
 def function_specs(config: "Config", service: "Scorer" = "reward") -> list[FunctionSpec]:
@@ -48,7 +50,7 @@ def function_specs(config: "Config", service: "Scorer" = "reward") -> list[Funct
     section, key = config.scorers[service], f"{service}.functions"
     if service == "reward" and config.environment.use and not section.functions and not section.model:
         return [FunctionSpec(ENVIRONMENT, ENVIRONMENT, key=key), *overlong_specs(config)]
-    if not section.functions and not section.model:
+    if not section.functions and not section.model and not (service == "reward" and config.feedback.asks):
         raise ConfigError(f'{key} is empty; write for example functions = ["exact_match"]')
     specs = [
         FunctionSpec(each.use, each.term, each.weight, each.group, _options(each, section.deadline), key)

@@ -22,11 +22,13 @@ def score_of(
     `ignore` makes the sample unscorable, so that it leaves the baseline and the loss."""
     terms: dict[str, float] = {}
     failures: list[str] = []
+    effects: set[str] = set()
     total = 0.0
     for spec, result in zip(specs, results, strict=True):
         if result.reason:
             failures.append(failure_text(sample, spec, result))
-            if on_error == "zero":
+            effects.add(spec.on_error or on_error)
+            if (spec.on_error or on_error) == "zero":
                 terms[spec.name] = 0.0
         elif isinstance(result.value, dict):
             terms |= {f"{spec.name}/{term}": value for term, value in result.value.items()}
@@ -35,11 +37,10 @@ def score_of(
             assert result.value is not None
             terms[spec.name] = result.value
             total += spec.weight * result.value
-    if failures and on_error == "fail":
+    if "fail" in effects:
         advice = f'{specs[0].key.partition(".")[0]}.on_error = "zero" or "ignore" lets the run go on'
         raise RewardError("\n".join([*failures, advice]))
-    unscorable = bool(failures) and on_error == "ignore"
-    return Score(None if unscorable else total, terms, "\n".join(failures), _turns(sample, specs, results))
+    return Score(None if "ignore" in effects else total, terms, "\n".join(failures), _turns(sample, specs, results))
 
 
 def _turns(sample: Sample, specs: Sequence[FunctionSpec], results: Sequence[FunctionResult]) -> tuple[float, ...]:

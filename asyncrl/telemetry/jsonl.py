@@ -1,5 +1,6 @@
 """Files with one JSON object per line, which are read while they are appended to."""
 
+import errno
 import json
 import math
 import os
@@ -25,8 +26,22 @@ class LineFile:
 
     def append(self, values: Mapping[str, Any]) -> None:
         """Writes one object; numbers that are not finite become null, because JSON lacks them."""
-        line = json.dumps(_to_json(values), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        self._file.write(line.encode("utf-8", "replace") + b"\n")
+        self._file.write(_line(values))
+
+    def append_synced(self, values: Mapping[str, Any]) -> None:
+        """Writes one object and returns once it is on disk. Raises OSError, with nothing written, when the disk is full
+        or fails."""
+        line, number = _line(values), self._file.fileno()
+        size = os.fstat(number).st_size
+        try:
+            if (written := self._file.write(line)) < len(line):
+                raise OSError(
+                    errno.ENOSPC, f"only {written} of {len(line)} bytes could be written to {self._file.name}"
+                )
+            os.fsync(number)
+        except OSError:
+            os.ftruncate(number, size)
+            raise
 
     def close(self) -> None:
         self._file.close()
@@ -50,6 +65,11 @@ def read_records(path: Path, record: Callable[..., T]) -> Iterator[T]:
                     sys.stderr.write(f"asyncrl: {path}, line {number} is damaged and left out: {error}\n")
                 else:
                     yield found
+
+
+def _line(values: Mapping[str, Any]) -> bytes:
+    line = json.dumps(_to_json(values), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return line.encode("utf-8", "replace") + b"\n"
 
 
 def _to_json(value: Any) -> Any:

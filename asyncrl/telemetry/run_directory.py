@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError, TaskError
 RUN_FILES = ("config.toml", "journal", "run.id")
 WRITTEN = (
     *("", "logs", "checkpoints", "config.toml", "journal", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"),
-    *("run.start", "run.lock"),
+    *("ratings.jsonl", "run.start", "run.lock"),
 )
 """Folders and files that a run writes, the run directory first."""
 
@@ -22,7 +22,8 @@ class RunDirectory:
     """Paths of one run.
 
     config.toml: as used; journal; checkpoints/V/; model/: what the run starts from; metrics.jsonl, samples.jsonl,
-    evaluations.jsonl; fleet.json; logs/; sources/: copies of prompts and code (source_copies.py); trace.json.gz;
+    evaluations.jsonl; ratings.jsonl and feedback.json: what people said, and the address of their page;
+    fleet.json; logs/; sources/: copies of prompts and code (source_copies.py); trace.json.gz;
     run.lock; run.id: 8 hex digits, which copies of the directory keep; run.start: name of the
     last start (fleet/leftover_cleanup.py).
     """
@@ -36,6 +37,8 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.evaluations = path / "evaluations.jsonl"
+        self.ratings = path / "ratings.jsonl"
+        self.feedback = path / "feedback.json"
         self.start = path / "run.start"
         self.logs = path / "logs"
         self.sources = path / "sources"

@@ -116,6 +116,10 @@ class Occupancy:
         """Counts a call of the work lane that is being served during the block."""
         return _Counted(self._count, computing=0, calls=1)
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Books the block, within `serving`, as idle if nothing else happens: the call waits for a person."""
+        return _Counted(self._count, computing=0, calls=-1)
+
     def _count(self, computing: int, calls: int) -> None:
         left = self._clock.time()
         with self._lock:

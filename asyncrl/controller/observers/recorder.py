@@ -15,7 +15,14 @@ from typing import Literal
 from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers.events import Event, SampleScored, StepBegan, StepDone
 from asyncrl.controller.observers.held_out_evaluation import Evaluation
-from asyncrl.controller.observers.step_metrics import TimeShares, batch_metrics, report_metrics, step_of, term_metric
+from asyncrl.controller.observers.step_metrics import (
+    TimeShares,
+    batch_metrics,
+    feedback_metrics,
+    report_metrics,
+    step_of,
+    term_metric,
+)
 from asyncrl.errors import FleetFailed, Retryable
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
@@ -129,7 +136,8 @@ class Recorder:
         metrics |= report_metrics(done.report, now - self._last_step)
         metrics |= {f"skipped/{done.report.skipped}": 1.0} if done.report.skipped else {}
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
-        metrics |= self._shares.since_last(await self.poll_health()) | self._evaluated
+        healths = await self.poll_health()
+        metrics |= self._shares.since_last(healths) | feedback_metrics(healths) | self._evaluated
         records = self._records(done)
         self._metrics.append(metrics)
         for record in records:

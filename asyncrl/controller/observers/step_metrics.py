@@ -51,6 +51,12 @@ def _within_groups(batch: BatchRef) -> dict[str, float]:
     return {"reward/group_std": fmean(deviations), "reward/equal_groups": equal}
 
 
+def feedback_metrics(healths: Sequence[Health]) -> dict[str, float]:
+    """Returns `feedback/*`, which the worker that asks a person counts."""
+    counters = [item for health in healths for item in health.counters.items()]
+    return {name: value for name, value in counters if name.startswith("feedback/")}
+
+
 def term_metric(term: str) -> str:
     """Returns the metric name for the mean of a score's term; terms of costs have their own prefix."""
     return term if term.startswith(COSTS) else f"reward/{term}"

@@ -1,0 +1,59 @@
+"""Names the answers that a person is asked about, and what a person said about them."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.rewards.sample import Sample
+
+Prompt = str | list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RatableAnswer:
+    """One sample as a person reads it. turns: of an episode, its messages after the prompt."""
+
+    group: int
+    member: int
+    prompt: Prompt
+    text: str
+    turns: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, sample: Sample) -> "RatableAnswer":
+        return cls(sample.group, sample.member, sample.prompt, sample.text, sample.turns)
+
+    @property
+    def id(self) -> str:
+        """Returns a name that the same member of a group has again after a restart if its texts are the same."""
+        said = json.dumps([self.prompt, self.text, self.turns], sort_keys=True).encode()
+        return f"{self.group}.{self.member}.{hashlib.sha256(said).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A person's values of one answer, or of two answers that were compared: 1 for the better one. late: no answer of
+    it waited any more, so that it is no reward of a sample."""
+
+    answers: tuple[RatableAnswer, ...]
+    values: tuple[float, ...]
+    late: bool = False
+
+    def line(self, time: float) -> dict[str, Any]:
+        """Returns the line of ratings.jsonl. time: seconds since 1970."""
+        kind = "rating" if len(self.answers) == 1 else "pick"
+        said = [
+            {"sample": answer.id, "text": answer.text, "value": value}
+            | ({"turns": answer.turns} if answer.turns else {})
+            for answer, value in zip(self.answers, self.values, strict=True)
+        ]
+        return {"kind": kind, "prompt": self.answers[0].prompt, "answers": said, "late": self.late, "time": time}
+
+
+def values_of_line(line: dict[str, Any]) -> Sequence[tuple[str, float]]:
+    """Returns name and value of each answer of a line; none where the line is no rating or pick."""
+    if line.get("kind") not in ("rating", "pick"):
+        return ()
+    return [(answer["sample"], answer["value"]) for answer in line["answers"]]

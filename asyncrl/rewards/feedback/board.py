@@ -1,0 +1,160 @@
+"""Holds the answers that wait for a person, and hands each rating to its sample once it is on disk.
+
+FeedbackService: value(answer) ──> waiting ──> page ──> rate / pick ──> ratings.jsonl ──> value returns
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.rewards.feedback.answers import Judgement, RatableAnswer
+from asyncrl.rewards.feedback.ratings_file import RatingsFile
+
+KNOWN_ANSWERS = 4096
+"""Answers that no longer wait and may still be rated, the newest: what a person sees on an open page, many times over.
+Those that wait are bounded by the gate."""
+EQUAL = 0.5
+"""Value of two answers that a person finds equally good."""
+
+
+class UnknownAnswer(LookupError):
+    """Reports a rating of an answer that nobody was asked about, or long ago."""
+
+
+class RatedBefore(ValueError):
+    """Reports a rating of an answer that has another one."""
+
+
+@dataclass(eq=False, slots=True)
+class WaitingAnswer:
+    """An answer whose sample waits. value: resolves with the rating, or None when the wait ends without one. useful_to:
+    newest version of the policy that may still train on the sample. waits: calls that wait for it."""
+
+    answer: RatableAnswer
+    useful_to: float
+    value: "asyncio.Future[float | None]"
+    waits: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class FeedbackBoard:
+    """Matches ratings with answers. file: is open. rated: answers that got their value so far. unrated: those whose
+    wait ended without one."""
+
+    file: RatingsFile
+    rated: int = 0
+    unrated: int = 0
+    _waiting: dict[str, WaitingAnswer] = field(default_factory=dict)
+    _known: OrderedDict[str, RatableAnswer] = field(default_factory=OrderedDict)
+    _deciding: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _newest: int = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def value(self, answer: RatableAnswer, useful_to: float, seconds: float) -> float | None:
+        """Returns the value of an answer once a person rated it, at once if that was before; None after `seconds`, or
+        when the policy is past the version `useful_to`."""
+        name = answer.id
+        if (known := self.file.value(name)) is None:
+            await self.file.note_other_text(answer)
+            known = await self._wait(answer, useful_to, seconds)
+        self.rated += known is not None
+        self.unrated += known is None
+        return known
+
+    async def _wait(self, answer: RatableAnswer, useful_to: float, seconds: float) -> float | None:
+        if useful_to < self._newest:
+            return None
+        waiting = self._waiting.get(answer.id)
+        if waiting is None:
+            waiting = WaitingAnswer(answer, useful_to, asyncio.get_running_loop().create_future())
+            self._waiting[answer.id] = waiting
+            self._know(answer)
+        waiting.waits += 1
+        try:
+            try:
+                async with asyncio.timeout(seconds):
+                    return await asyncio.shield(waiting.value)
+            except TimeoutError:
+                async with self._deciding:  # A rating that is being written counts.
+                    return waiting.value.result() if waiting.value.done() else None
+        finally:
+            waiting.waits -= 1
+            if not waiting.waits and self._waiting.get(answer.id) is waiting:
+                del self._waiting[answer.id]
+
+    def _know(self, answer: RatableAnswer) -> None:
+        self._known[answer.id] = answer
+        while len(self._known) > max(KNOWN_ANSWERS, 2 * len(self._waiting)):
+            self._known.popitem(last=False)
+
+    def version_seen(self, version: int) -> None:
+        """Ends the wait of answers that no later version may train on, once a newer version has sampled."""
+        if version <= self._newest:
+            return
+        self._newest = version
+        for waiting in self._waiting.values():
+            if waiting.useful_to < version and not waiting.value.done():
+                waiting.value.set_result(None)
+
+    # ---- asking ------------------------------------------------------------------------------------------
+
+    def unanswered(self) -> Iterator[RatableAnswer]:
+        """Yields the answers that wait for a rating, the oldest first."""
+        return (each.answer for each in self._waiting.values() if not each.value.done())
+
+    def pairs(self) -> Iterator[tuple[RatableAnswer, RatableAnswer]]:
+        """Yields pairs of answers of one prompt that wait; each answer is in one pair at most."""
+        single: dict[int, RatableAnswer] = {}
+        for answer in self.unanswered():
+            other = single.pop(answer.group, None)
+            if other is None:
+                single[answer.group] = answer
+            else:
+                yield other, answer
+
+    # ---- answering ---------------------------------------------------------------------------------------
+
+    async def rate(self, name: str, value: float) -> Judgement:
+        """Takes the value of one answer; returns once it is on disk. Raises UnknownAnswer, RatedBefore, and OSError
+        with nothing kept when it could not be written."""
+        return await self._decide((name,), (value,))
+
+    async def pick(self, chosen: str, other: str, equal: bool = False) -> Judgement:
+        """Takes which of two answers to one prompt is better: 1 for it and 0 for the other, or EQUAL for each. Raises
+        as `rate` does, and UnknownAnswer for answers to different prompts."""
+        if chosen == other:
+            raise UnknownAnswer(f"{chosen} cannot be compared with itself: name two answers")
+        return await self._decide((chosen, other), (EQUAL, EQUAL) if equal else (1.0, 0.0))
+
+    async def _decide(self, names: Sequence[str], values: tuple[float, ...]) -> Judgement:
+        async with self._deciding:
+            answers = tuple(self._answer(name) for name in names)
+            if len({repr(answer.prompt) for answer in answers}) > 1:
+                raise UnknownAnswer(f"{' and '.join(names)} are answers to different prompts, which are not compared")
+            judgement = Judgement(answers, values, late=not any(map(self._waits, names)))
+            before = [self.file.value(name) for name in names]
+            if before == list(values):
+                return judgement  # The same once more, from a client that did not hear of the first.
+            for name, value in zip(names, before, strict=True):
+                if value is not None:
+                    raise RatedBefore(f"{name} was rated {value:g} before, and the first rating counts")
+            await self.file.add(judgement)
+            for name, value in zip(names, values, strict=True):
+                if self._waits(name):
+                    self._waiting[name].value.set_result(value)
+            return judgement
+
+    def _answer(self, name: str) -> RatableAnswer:
+        if (found := self._known.get(name)) is None:
+            raise UnknownAnswer(
+                f"no answer is known as {name[:80]!r}: it was never asked about here, or long ago, or the worker that "
+                "asked was started again; ask for the answers that wait now"
+            )
+        return found
+
+    def _waits(self, name: str) -> bool:
+        return name in self._waiting and not self._waiting[name].value.done()

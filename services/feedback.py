@@ -1,0 +1,97 @@
+"""Scores samples by what a person says on a web page while the run trains, in addition to the functions of the user."""
+
+import math
+
+from asyncrl.concurrency import gather
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.http_server import HttpServer
+from asyncrl.protocols.batch import BatchRef, RowRef
+from asyncrl.rewards.feedback.answers import RatableAnswer
+from asyncrl.rewards.feedback.board import FeedbackBoard
+from asyncrl.rewards.feedback.ratings_file import RatingsFile
+from asyncrl.rewards.feedback.web import FeedbackWeb
+from asyncrl.rewards.functions import FunctionSpec
+from asyncrl.rewards.sample import FunctionResult, Sample
+from asyncrl.services.reward import RewardService
+from asyncrl.telemetry.run_directory import RunDirectory
+
+PERSON = "person"
+"""Name of the reward term of a person."""
+
+
+class FeedbackService(RewardService):
+    """Adds the term `person` to a score. A sample waits for its rating in `score`, at most `feedback.deadline`.
+    options: `host`, `port` and `key` of the page. Samples of the evaluation are shown to nobody."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._feedback = section = context.config.feedback
+        options = context.spec.options
+        person = FunctionSpec(PERSON, PERSON, section.weight, key="feedback.ask", on_error="ignore")
+        self._specs = (*self._specs, person)
+        self.board = FeedbackBoard(RatingsFile(RunDirectory(context.facts.run_dir).ratings))
+        web = FeedbackWeb(self.board, section, options["key"])
+        self._http = HttpServer(web.app, options["host"], options["port"])
+        self.port = 0
+
+    async def start(self) -> None:
+        """Reads the ratings on disk, serves the page and starts the functions. Raises ConfigError when the port is
+        taken."""
+        await self.board.file.open()
+        self.port = self._http.start(self.context.tasks, "feedback.port")
+        await super().start()
+
+    async def stop(self) -> None:
+        await self._http.stop()
+        self.board.file.close()
+        await super().stop()
+
+    @property
+    def finished(self) -> int:
+        return super().finished + self.board.rated + self.board.unrated
+
+    async def _score_all(self, refs: BatchRef, samples: list[Sample]) -> list[list[FunctionResult]]:
+        others, values = await gather(super()._score_all(refs, samples), self._ask_all(refs, samples))
+        self._count()
+        return [
+            [*own, self._result(own, value, sample)] for own, value, sample in zip(others, values, samples, strict=True)
+        ]
+
+    async def _ask_all(self, refs: BatchRef, samples: list[Sample]) -> list[float | None]:
+        with self.context.occupancy.waiting():
+            return list(await gather(*(self._ask(ref, sample) for ref, sample in zip(refs, samples, strict=True))))
+
+    async def _ask(self, ref: RowRef, sample: Sample) -> float | None:
+        if sample.group < 0:  # of the evaluation
+            return None
+        self.board.version_seen(ref.last)
+        self._count()
+        return await self.board.value(RatableAnswer.of(sample), self._useful_to(ref), self._feedback.deadline)
+
+    def _useful_to(self, ref: RowRef) -> float:
+        """Returns the newest version of the policy that may train on a sample."""
+        staleness = self.context.config.staleness
+        stamp = {"mask": ref.last, "drop": ref.first}.get(staleness.policy)
+        return math.inf if stamp is None else stamp + staleness.limit
+
+    def _count(self) -> None:
+        board = self.board
+        self.counters |= {
+            "feedback/ratings": float(board.file.ratings),
+            "feedback/late": float(board.file.late),
+            "feedback/waiting": float(board.waiting),
+            "feedback/unrated": float(board.unrated),
+        }
+
+    def _result(self, others: list[FunctionResult], value: float | None, sample: Sample) -> FunctionResult:
+        """Returns the result of the person. others: those of functions and model."""
+        if value is not None:
+            return FunctionResult(value)
+        if self._feedback.otherwise == "constant":
+            return FunctionResult(self._feedback.constant)
+        if sample.group < 0:
+            return FunctionResult({})  # A held-out sample has the other terms only.
+        return FunctionResult(
+            reason=f"nobody rated it within {self._feedback.deadline:g} s (feedback.deadline), or while the staleness "
+            "limit let it train"
+        )

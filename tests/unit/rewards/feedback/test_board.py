@@ -1,0 +1,188 @@
+"""The board: answers wait, ratings reach them once they are on disk, and nothing that was said is lost."""
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.concurrency import gather
+from asyncrl.rewards.feedback.answers import RatableAnswer
+from asyncrl.rewards.feedback.board import FeedbackBoard, RatedBefore, UnknownAnswer
+from asyncrl.rewards.feedback.ratings_file import RatingsFile
+
+Opened = Callable[[], Awaitable[FeedbackBoard]]
+FOREVER = float("inf")
+SECONDS = 10.0
+
+
+def answer(text: str = "hello", member: int = 0, group: int = 3, prompt: str = "hi") -> RatableAnswer:
+    return RatableAnswer(group, member, prompt, text)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opened]:
+    """Opens a board on the ratings of this test, as each start of a worker does."""
+    boards: list[FeedbackBoard] = []
+
+    async def start() -> FeedbackBoard:
+        boards.append(FeedbackBoard(RatingsFile(tmp_path / "ratings.jsonl")))
+        await boards[-1].file.open()
+        return boards[-1]
+
+    yield start
+    for board in boards:
+        board.file.close()
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "ratings.jsonl").read_text().splitlines()]
+
+
+async def asked(board: FeedbackBoard, *answers: RatableAnswer) -> list["asyncio.Task[float | None]"]:
+    """Returns the waits for these answers, which have begun."""
+    waits = [asyncio.ensure_future(board.value(each, FOREVER, SECONDS)) for each in answers]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert board.waiting == len(answers)
+    return waits
+
+
+async def test_a_rating_is_on_disk_before_it_is_a_reward(opened: Opened, tmp_path: Path) -> None:
+    board = await opened()
+    (wait,) = await asked(board, answer())
+    seen: list[int] = []
+    wait.add_done_callback(lambda _: seen.append(len(lines(tmp_path))))
+    judgement = await board.rate(answer().id, 0.75)
+    assert (await wait, judgement.late, seen, board.waiting) == (0.75, False, [1], 0)
+    (line,) = lines(tmp_path)
+    assert (line["kind"], line["prompt"], line["late"]) == ("rating", "hi", False)
+    assert line["answers"] == [{"sample": answer().id, "text": "hello", "value": 0.75}]
+
+
+async def test_a_rating_that_cannot_be_written_is_no_reward(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = await opened()
+    (wait,) = await asked(board, answer())
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", failing_disk)
+        with pytest.raises(OSError, match="no space"):
+            await board.rate(answer().id, 1.0)
+    assert (lines(tmp_path), wait.done(), board.file.ratings) == ([], False, 0)
+    await board.rate(answer().id, 0.25)
+    assert await wait == 0.25
+
+
+def failing_disk(number: int) -> None:
+    raise OSError(28, "no space left")
+
+
+async def test_a_pick_gives_one_and_zero_and_equal_gives_half(opened: Opened, tmp_path: Path) -> None:
+    board = await opened()
+    members = [answer(text, number) for number, text in enumerate("abcd")]
+    waits = await asked(board, *members)
+    assert [[each.text for each in pair] for pair in board.pairs()] == [["a", "b"], ["c", "d"]]
+    await board.pick(members[1].id, members[0].id)
+    await board.pick(members[2].id, members[3].id, equal=True)
+    assert [await wait for wait in waits] == [0.0, 1.0, 0.5, 0.5]
+    assert [line["kind"] for line in lines(tmp_path)] == ["pick", "pick"]
+
+
+async def test_the_first_rating_counts_and_the_same_one_again_is_no_second(opened: Opened, tmp_path: Path) -> None:
+    board = await opened()
+    (wait,) = await asked(board, answer())
+    name = answer().id
+    results = await gather(board.rate(name, 1.0), board.rate(name, 1.0))
+    assert [result.values for result in results] == [(1.0,), (1.0,)]
+    with pytest.raises(RatedBefore, match="rated 1 before"):
+        await board.rate(name, 0.0)
+    assert (await wait, len(lines(tmp_path)), board.file.ratings) == (1.0, 1, 1)
+
+
+async def test_what_is_no_answer_here_is_refused(opened: Opened, tmp_path: Path) -> None:
+    board = await opened()
+    first, other = answer(), answer(prompt="another prompt", group=4)
+    waits = await asked(board, first, other)
+    with pytest.raises(UnknownAnswer, match="no answer is known as"):
+        await board.rate("7.0.beef", 1.0)
+    with pytest.raises(UnknownAnswer, match="different prompts"):
+        await board.pick(first.id, other.id)
+    with pytest.raises(UnknownAnswer, match="compared with itself"):
+        await board.pick(first.id, first.id)
+    assert lines(tmp_path) == []
+    for wait in waits:
+        wait.cancel()
+
+
+async def test_a_late_rating_is_kept_and_counted(opened: Opened, tmp_path: Path) -> None:
+    board = await opened()
+    assert await board.value(answer(), FOREVER, 0.0) is None
+    judgement = await board.rate(answer().id, 1.0)
+    assert (judgement.late, board.file.late, lines(tmp_path)[0]["late"]) == (True, 1, True)
+
+
+async def test_an_answer_that_is_too_old_to_train_waits_no_longer(opened: Opened, tmp_path: Path) -> None:
+    board = await opened()
+    old = asyncio.ensure_future(board.value(answer("old"), 4, SECONDS))
+    (fresh,) = [asyncio.ensure_future(board.value(answer("fresh", 1), 5, SECONDS))]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    board.version_seen(5)
+    assert await old is None
+    assert await board.value(answer("older", 2), 3, SECONDS) is None
+    assert [each.text for each in board.unanswered()] == ["fresh"]
+    await board.rate(answer("fresh", 1).id, 1.0)
+    assert await fresh == 1.0
+
+
+async def test_ratings_answer_their_samples_after_a_restart(opened: Opened, tmp_path: Path) -> None:
+    board = await opened()
+    (wait,) = await asked(board, answer())
+    await board.rate(answer().id, 1.0)
+    wait.cancel()  # The worker died before its caller heard of it.
+    board.file.close()
+    again = await opened()
+    assert again.file.ratings == 1
+    assert await again.value(answer(), FOREVER, 0.0) == 1.0
+    assert again.file.late == 0
+
+
+async def test_a_rating_of_a_sample_that_came_again_with_another_text_is_late(opened: Opened, tmp_path: Path) -> None:
+    board = await opened()
+    waits = await asked(board, answer("first try"))
+    await board.rate(answer("first try").id, 1.0)
+    assert await waits[0] == 1.0
+    for _ in range(2):
+        assert await board.value(answer("second try"), FOREVER, 0.0) is None
+    assert board.file.late == 1
+    assert lines(tmp_path)[1] == {"kind": "late", "sample": answer("first try").id}
+    board.file.close()
+    again = await opened()
+    assert (again.file.ratings, again.file.late) == (1, 1)
+
+
+async def test_a_torn_last_line_is_cut(opened: Opened, tmp_path: Path) -> None:
+    board = await opened()
+    waits = await asked(board, answer(), answer("b", 1))
+    await board.rate(answer().id, 1.0)
+    board.file.close()
+    whole = (tmp_path / "ratings.jsonl").read_bytes()
+    (tmp_path / "ratings.jsonl").write_bytes(whole + b'{"kind":"rating","answ')
+    again = await opened()
+    assert (again.file.ratings, again.file.value(answer().id)) == (1, 1.0)
+    assert (tmp_path / "ratings.jsonl").read_bytes() == whole
+    for wait in waits:
+        wait.cancel()
+
+
+async def test_a_cancelled_call_asks_nobody_any_more(opened: Opened, tmp_path: Path) -> None:
+    board = await opened()
+    (wait,) = await asked(board, answer())
+    wait.cancel()
+    await asyncio.wait([wait])
+    assert (board.waiting, list(board.unanswered())) == (0, [])
+    assert (await board.rate(answer().id, 1.0)).late

@@ -1,0 +1,156 @@
+"""The endpoint of live feedback over real HTTP: who may rate, what a rating is, and what each mistake is told."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from asyncrl.config.feedback_config import FeedbackConfig
+from asyncrl.lanes.http_server import HttpServer
+from asyncrl.rewards.feedback.answers import RatableAnswer
+from asyncrl.rewards.feedback.board import FeedbackBoard
+from asyncrl.rewards.feedback.ratings_file import RatingsFile
+from asyncrl.rewards.feedback.web import BODY_BYTES, FeedbackWeb
+
+KEY = "the-right-key"
+CONFIG = FeedbackConfig(ask="rate", scale=5)
+CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "<b>hi</b>"}]
+
+
+class Page:
+    def __init__(self, board: FeedbackBoard, client: httpx2.AsyncClient) -> None:
+        self.board, self.client = board, client
+        self.waits: list[asyncio.Future[Any]] = []
+
+    async def asks(self, *answers: RatableAnswer) -> None:
+        self.waits += [asyncio.ensure_future(self.board.value(each, float("inf"), 10.0)) for each in answers]
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def rate(self, said: Any) -> tuple[int, dict[str, Any]]:
+        got = await self.client.post("/ratings", json=said)
+        return got.status_code, got.json()
+
+
+@asynccontextmanager
+async def serving(folder: Path, config: FeedbackConfig = CONFIG) -> AsyncIterator[Page]:
+    board = FeedbackBoard(RatingsFile(folder / "ratings.jsonl"))
+    await board.file.open()
+    server = HttpServer(FeedbackWeb(board, config, KEY).app, "127.0.0.1", 0)
+    async with asyncio.TaskGroup() as tasks:
+        port = server.start(tasks, "feedback.port")
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=10) as client:
+            page = Page(board, client)
+            yield page
+        for wait in page.waits:
+            wait.cancel()
+        await server.stop()
+        board.file.close()
+
+
+def answer(text: str = "hello", member: int = 0, **given: Any) -> RatableAnswer:
+    return RatableAnswer(3, member, CHAT, text, **given)
+
+
+async def test_what_waits_is_listed_with_its_conversation(tmp_path: Path) -> None:
+    turns = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    async with serving(tmp_path) as page:
+        await page.asks(answer("one"), answer("two", 1, turns=turns))
+        asked = (await page.client.get("/answers")).json()
+    assert (asked["ask"], asked["scale"], asked["waiting"]) == ("rate", 5, 2)
+    assert [each["text"] for each in asked["answers"]] == ["one", "two"]
+    assert asked["answers"][0]["prompt"] == CHAT
+    assert [each["said"] for each in asked["answers"]] == [[{"role": "assistant", "content": "one"}], turns]
+    assert [[each["text"] for each in pair] for pair in asked["pairs"]] == [["one", "two"]]
+
+
+async def test_ratings_are_values_from_zero_to_one(tmp_path: Path) -> None:
+    async with serving(tmp_path) as page:
+        answers = [answer(str(rating), rating) for rating in (1, 2, 5)]
+        await page.asks(*answers)
+        for each, rating in zip(answers, (1, 2, 5), strict=True):
+            assert (await page.rate({"sample": each.id, "rating": rating}))[0] == 200
+        assert [await wait for wait in page.waits] == [0.0, 0.25, 1.0]
+
+
+async def test_picks_by_http(tmp_path: Path) -> None:
+    async with serving(tmp_path) as page:
+        answers = [answer(text, number) for number, text in enumerate("abcd")]
+        await page.asks(*answers)
+        first, second, third, fourth = (each.id for each in answers)
+        assert await page.rate({"chosen": second, "other": first}) == (200, {"values": [1.0, 0.0], "late": False})
+        assert await page.rate({"equal": [third, fourth]}) == (200, {"values": [0.5, 0.5], "late": False})
+
+
+@pytest.mark.parametrize("path", ["/", "/answers", "/ratings"])
+@pytest.mark.parametrize("given", ["", "the-wrong-key", "the-right-keyy", "ключ"])
+async def test_without_the_key_nothing_is_said(path: str, given: str, tmp_path: Path) -> None:
+    async with serving(tmp_path) as page:
+        method = "POST" if path == "/ratings" else "GET"
+        got = await page.client.request(method, path, params={"key": given}, headers={"Authorization": ""})
+        assert got.status_code == 401
+        assert "the key is missing or wrong" in got.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "text"),
+    [
+        ({"sample": "NAME", "rating": 6}, 400, "a whole number from 1 to 5, not 6"),
+        ({"sample": "NAME", "rating": 0}, 400, "a whole number from 1 to 5, not 0"),
+        ({"sample": "NAME", "rating": 2.5}, 400, "this is no rating"),
+        ({"sample": "NAME", "rating": True}, 400, "this is no rating"),
+        ({"sample": "NAME", "rating": 1, "more": 1}, 400, "this is no rating"),
+        ({"sample": "0.0.abc", "rating": 1}, 404, "no answer is known as '0.0.abc'"),
+        ({"equal": ["NAME"]}, 400, "this is no rating"),
+        ([], 400, "no JSON object"),
+        (7, 400, "no JSON object"),
+    ],
+)
+async def test_mistakes_are_explained(said: Any, status: int, text: str, tmp_path: Path) -> None:
+    async with serving(tmp_path) as page:
+        await page.asks(answer())
+        if isinstance(said, dict) and said.get("sample") == "NAME":
+            said = {**said, "sample": answer().id}
+        got, explained = await page.rate(said)
+        assert (got, text in explained["error"]) == (status, True), explained
+        assert (page.waits[0].done(), page.board.file.ratings) == (False, 0)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 3000])
+async def test_what_is_no_json_is_refused(body: bytes, tmp_path: Path) -> None:
+    async with serving(tmp_path) as page:
+        got = await page.client.post("/ratings", content=body)
+        assert (got.status_code, "the body is no JSON" in got.text) == (400, True)
+
+
+async def test_a_large_body_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    async with serving(tmp_path) as page:
+        got = await page.client.post("/ratings", content=b'{"sample": "' + b"x" * BODY_BYTES)
+        assert (got.status_code, f"at most {BODY_BYTES} bytes" in got.text) == (413, True)
+
+
+async def test_a_second_opinion_is_a_conflict(tmp_path: Path) -> None:
+    async with serving(tmp_path) as page:
+        await page.asks(answer())
+        said = {"sample": answer().id, "rating": 4}
+        assert (await page.rate(said))[0] == (await page.rate(said))[0] == 200
+        status, explained = await page.rate({**said, "rating": 1})
+        assert (status, "the first rating counts" in explained["error"]) == (409, True)
+
+
+async def test_the_page_lets_no_other_script_run(tmp_path: Path) -> None:
+    async with serving(tmp_path) as page:
+        got = await page.client.get("/", params={"key": KEY})
+    policy = got.headers["content-security-policy"]
+    nonce = policy.partition("'nonce-")[2].partition("'")[0]
+    assert f'<script nonce="{nonce}">' in got.text
+    assert "default-src 'none'" in policy
+    assert "{{nonce}}" not in got.text
+    assert "innerHTML" not in got.text
+    assert (got.headers["referrer-policy"], got.headers["cache-control"]) == ("no-referrer", "no-store")
+    assert KEY not in got.text
