@@ -1,19 +1,21 @@
-"""Guess a number by hints, one guess a turn: "guess:" 03 > 06 < 05. The environment `guess` hides the number."""
+"""Guess a number by hints, one guess a turn: "guess:" 03 > 05 < 04. The environment `guess` gives the hints."""
 
 import random
 from typing import Any
 
-from asyncrl.environments.guess import HIGHER, NO_HINT, NUMBERS, hint
+from asyncrl.environments.guess import HIGHER, LOWER, NO_HINT, NUMBERS, hinted
 from asyncrl.tasks.builtin.words import ANSWER_END, Demonstrations
 
 PROMPT = "guess:"
-HEEDED = 0.5
-"""Share of the demonstrated guesses that follow the hints; the others are any number."""
-MOST_GUESSES = 3
+HALVING = 0.5
+"""Share of the demonstrated guesses that halve what the hints leave; the others are any number."""
+WITHHELD = 0.2
+"""Share of the demonstrations without hints."""
+TURNS = 3
 
 
 def training(size: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
-    """Makes `size` rows, which are all alike: the seed of a group decides the number."""
+    """Makes `size` rows, which are all alike: the seed of a group decides between hints."""
     return [{"prompt": PROMPT} for _ in range(size)]
 
 
@@ -22,23 +24,20 @@ held_out = training
 
 def _demonstrate(source: random.Random) -> tuple[str, str]:
     """Returns an episode up to some turn, and the guess of that turn."""
-    number, said = source.choice(NUMBERS), PROMPT
-    withheld, low, high = source.random() < 0.2, 0, len(NUMBERS)
-    for _ in range(source.randrange(MOST_GUESSES)):
-        guess = _guess(source, low, high)
-        if guess == number:
-            continue
-        where = NO_HINT if withheld else hint(guess, number)
-        said += f"{guess}{ANSWER_END}{where}"
-        if where == HIGHER:
-            low = max(low, int(guess) + 1)
-        elif not withheld:
-            high = min(high, int(guess))
-    return said, _guess(source, low, high)
+    said, left, withheld = PROMPT, range(len(NUMBERS)), source.random() < WITHHELD
+    for _ in range(source.randrange(TURNS)):
+        guess = _guess(source, left)
+        hints = [hint for hint in (LOWER, HIGHER) if hinted(left, guess, hint)]
+        if not hints:
+            break
+        where = source.choice(hints)
+        said += f"{NUMBERS[guess]}{ANSWER_END}{NO_HINT if withheld else where}"
+        left = left if withheld else hinted(left, guess, where)
+    return said, NUMBERS[_guess(source, left)]
 
 
-def _guess(source: random.Random, low: int, high: int) -> str:
-    return NUMBERS[source.randrange(low, high)] if source.random() < HEEDED else source.choice(NUMBERS)
+def _guess(source: random.Random, left: range) -> int:
+    return left[len(left) // 2] if source.random() < HALVING else source.randrange(len(NUMBERS))
 
 
 DEMONSTRATIONS = Demonstrations(draw=_demonstrate, words=(PROMPT, *NUMBERS), steps=250)

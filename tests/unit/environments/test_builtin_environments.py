@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from asyncrl.config.environment_config import EnvironmentConfig
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.environments.calculator import Calculator
-from asyncrl.environments.guess import HIGHER, NO_HINT, NUMBERS, Guess
+from asyncrl.environments.guess import HIGHER, LOWER, NO_HINT, NUMBERS, Guess, hinted
 from asyncrl.environments.loading import EnvironmentSpec, environment_problems, load
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
@@ -27,26 +28,53 @@ def play(environment: Any, row: dict[str, Any], seed: int, *said: str) -> list[O
     return asyncio.run(episode())
 
 
-def halving(seed: int, **options: bool) -> float:
-    """Returns the reward of an episode of three turns that halves what is left, as far as hints say."""
-    environment, low, high = Guess(**options), 0, len(NUMBERS)
+TURNS = 3
+
+
+def episode_reward(seed: int, policy: Callable[[tuple[str, ...]], str], **options: bool) -> float:
+    """Returns the reward of an episode. policy: returns the next guess after these hints."""
     guesses: list[str] = []
-    for _ in range(3):
-        guesses.append(NUMBERS[(low + high) // 2])
-        *_, last = play(environment, {"prompt": guess.PROMPT}, seed, *guesses)
+    hints: list[str] = []
+    for _ in range(TURNS):
+        guesses.append(policy(tuple(hints)))
+        *_, last = play(Guess(**options), {"prompt": guess.PROMPT}, seed, *guesses)
         if last.done:
             return last.reward
-        if last.text == HIGHER:
-            low = int(guesses[-1]) + 1
-        elif last.text != NO_HINT:
-            high = int(guesses[-1])
+        hints.append(str(last.text))
     return 0.0
 
 
+def halving(hints: tuple[str, ...]) -> str:
+    """Guesses the number in the middle of what these hints leave; without a hint it takes the number as higher."""
+    left, said = range(len(NUMBERS)), ""
+    for hint in hints:
+        said = NUMBERS[left[len(left) // 2]]
+        left = hinted(left, int(said), HIGHER if hint == NO_HINT else hint)
+    return NUMBERS[left[len(left) // 2]]
+
+
 def test_hints_are_worth_more_than_guessing_without_them() -> None:
-    told, untold = ([halving(seed, withhold=hidden) for seed in range(200)] for hidden in (False, True))
-    assert sum(told) / 200 > 0.7
-    assert sum(untold) / 200 < 0.25
+    assert [episode_reward(seed, halving) for seed in range(20)] == [1.0] * 20
+    untold = [episode_reward(seed, halving, withhold=True) for seed in range(400)]
+    assert 0.15 < sum(untold) / 400 < 0.35, "of four ways that the hints may go, a policy that sees none takes one"
+
+
+@pytest.mark.parametrize("second", NUMBERS)
+def test_no_other_guesses_find_the_number_in_time(second: str) -> None:
+    for first in NUMBERS:
+        for seed in range(8):
+            guesses = iter((first, second))
+            found = episode_reward(seed, lambda hints, left=guesses: next(left, halving(hints)))
+            assert found == 0.0 or (first, second) in (("03", "01"), ("03", "05"))
+
+
+def test_hints_are_true_and_the_same_for_all_samples_of_a_group() -> None:
+    for seed in range(50):
+        _, *first = play(Guess(), {"prompt": "guess:"}, seed, "06", "01", "03", "04", "02")
+        _, *again = play(Guess(), {"prompt": "guess:"}, seed, "06", "01", "03", "04", "02")
+        assert first == again
+        assert [each.text for each in first][:2] == [LOWER, HIGHER], "the larger part is left"
+        assert (first[2].text, first[3].text) in ((HIGHER, LOWER), (LOWER, LOWER), (HIGHER, HIGHER))
 
 
 def test_what_is_no_number_gets_no_hint() -> None:
