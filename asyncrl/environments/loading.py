@@ -22,11 +22,12 @@ BUILTIN = {
 ADAPTERS = {
     "gymnasium": "asyncrl.environments.adapters.gymnasium_text:GymnasiumText",
     "mcp": "asyncrl.environments.adapters.mcp_tools:McpTools",
+    "openenv": "asyncrl.environments.adapters.openenv_client:OpenEnvClient",
     "textarena": "asyncrl.environments.adapters.textarena_game:TextArenaGame",
 }
 """Environments of other packages, written `gymnasium:ID`: the class that plays them takes the ID first."""
 
-FIRST = {"mcp": "command"}
+FIRST = {"mcp": "command", "openenv": "url"}
 """Names the argument that takes the ID, where it is not `id`."""
 
 CALLS = {"reset": ("row", "seed"), "step": ("message",)}
