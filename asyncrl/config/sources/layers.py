@@ -20,13 +20,15 @@ PREFIX = "ASYNCRL_"
 class ConfigLayer:
     """The keys of one source. entries: dotted key -> (value, place). problems: what could not be read as an entry.
     readable: False when nothing could be read, so that the keys are unknown. written: how this source writes a key.
-    folder: where relative paths of this source begin; None: it has none."""
+    folder: where relative paths of this source begin; None: it has none. partial: keys of tables of which this source
+    gives some entries, so that those of weaker sources stay."""
 
     entries: dict[str, tuple[Any, str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     readable: bool = True
     written: Callable[[str], str] = str
     folder: Path | None = None
+    partial: set[str] = field(default_factory=set)
 
     def add(self, name: str, value: Any, place: str) -> None:
         """Adds an entry of a known key, or the problem of an unknown one; passes over a key that had one value."""
@@ -40,6 +42,9 @@ class ConfigLayer:
 
     def add_texts(self, name: str, texts: list[str], place: str) -> None:
         """Adds an entry of text, as the type of the key needs it."""
+        if (entry := _entry_of_table(name)) is not None:
+            self._add_to_table(*entry, texts, place)
+            return
         kinds = all_keys()[name].kinds if name in all_keys() else ()
         if "null" in kinds and len(texts) == 1 and texts[0].lower() == "none":
             self.add(name, None, place)
@@ -47,8 +52,42 @@ class ConfigLayer:
             self.add(name, [item for text in texts for item in _items(text)], place)
         elif len(texts) > 1 and kinds:
             self.problems.append(Problem(name, place, f"is given {len(texts)} times: {', '.join(texts)}"))
+        elif "object" in kinds and not isinstance(_toml_value(texts[0]), dict):
+            self.problems.append(Problem(name, place, f"must be a TOML table, {{ KEY = VALUE }}, not {texts[0]!r}"))
+        elif "object" in kinds:
+            self.partial.discard(name)
+            self.add(name, _toml_value(texts[0]), place)
         else:
             self.add(name, texts[0], place)
+
+    def _add_to_table(self, name: str, keys: Sequence[str], texts: list[str], place: str) -> None:
+        """Adds an entry of a table, `--environment.options.KEY VALUE`."""
+        if len(texts) > 1:
+            self.problems.append(Problem(name, place, f"is given {len(texts)} times: {', '.join(texts)}"))
+            return
+        value: Any = _toml_value(texts[0])
+        for key in reversed(keys):
+            value = {key: value}
+        if name not in self.entries:
+            self.partial.add(name)
+        before, _ = self.entries.get(name, ({}, place))
+        self.add(name, merged_tables(before, value), place)
+
+
+def merged_tables(weaker: Any, stronger: Any) -> Any:
+    """Returns the entries of both tables, at every depth; those of the stronger one where both have one."""
+    if not (isinstance(weaker, Mapping) and isinstance(stronger, Mapping)):
+        return stronger
+    common = {key: merged_tables(weaker[key], stronger[key]) for key in stronger if key in weaker}
+    return {**weaker, **stronger, **common}
+
+
+def _entry_of_table(name: str) -> tuple[str, list[str]] | None:
+    """Splits `environment.options.a.b` into the key of a table and the keys in it; None for anything else."""
+    section, _, rest = name.partition(".")
+    key, _, inner = rest.partition(".")
+    table = all_keys().get(f"{section}.{key}")
+    return (table.name, inner.split(".")) if inner and table is not None and "object" in table.kinds else None
 
 
 def values_layer(values: Mapping[str, Any]) -> ConfigLayer:
@@ -120,9 +159,12 @@ def flags_layer(arguments: Sequence[str]) -> ConfigLayer:
             continue
         flag, equals, value = argument[2:].partition("=")
         name = flag.replace("-", "_")
-        found = value if equals else _next_value(waiting, all_keys().get(name))
+        table = _entry_of_table(name)
+        key = all_keys().get(table[0] if table else name)
+        found = value if equals else _next_value(waiting, key)
         if found is None:
-            layer.problems.append(Problem(name, argument, f"needs a value: {all_keys()[name].type}"))
+            assert key is not None, "what is no key takes any value"
+            layer.problems.append(Problem(name, argument, f"needs a value{'' if table else f': {key.type}'}"))
         else:
             given.setdefault(name, []).append(found)
     for name, texts in given.items():
@@ -141,6 +183,15 @@ def _next_value(waiting: list[str], key: Key | None) -> str | None:
 
 
 _SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "1", "0"}
+
+
+def _toml_value(text: str) -> Any:
+    """Returns the value that a text is in TOML, `true`, `3` or `{ a = 1 }`; the text where it is none or a date."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return value if isinstance(value, bool | int | float | list | dict | str) else text
 
 
 def _items(text: str) -> list[Any]:

@@ -9,7 +9,14 @@ from typing import Any
 from asyncrl.config.problems import report
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.keys import closest
-from asyncrl.config.sources.layers import ConfigLayer, environment_layer, file_layer, flags_layer, values_layer
+from asyncrl.config.sources.layers import (
+    ConfigLayer,
+    environment_layer,
+    file_layer,
+    flags_layer,
+    merged_tables,
+    values_layer,
+)
 from asyncrl.config.sources.packaged_experiments import SUFFIX, experiment_text, experiments
 from asyncrl.config.sources.value_validation import config_of, problems_of_all, problems_of_values
 from asyncrl.errors import ConfigError
@@ -45,7 +52,12 @@ def resolve(layers: Sequence[ConfigLayer]) -> Loaded:
     """Puts `layers` over one another, the weakest first; raises ConfigError with every mistake and contradiction."""
     problems = [problem for layer in layers for problem in (*layer.problems, *problems_of_values(layer.entries))]
     broken = {problem.key for problem in problems}
-    merged = {key: entry for layer in layers for key, entry in layer.entries.items() if key not in broken}
+    merged: dict[str, tuple[Any, str]] = {}
+    for layer in layers:
+        for key, (value, place) in layer.entries.items():
+            if key not in broken:
+                weaker = merged[key][0] if key in layer.partial and key in merged else {}
+                merged[key] = (merged_tables(weaker, value) if key in layer.partial else value, place)
     if all(layer.readable for layer in layers):
         problems += problems_of_all(merged, broken)
     if problems:

@@ -71,6 +71,21 @@ def test_values_of_every_kind_from_flags(loading: Loader) -> None:
     assert config.algorithm.weight_cap is None
 
 
+def test_entries_of_a_table_from_flags_and_variables(loading: Loader) -> None:
+    text = GOOD + "[environment]\noptions = { withhold = true, cost = { a = 1, b = 2 } }\n"
+    flags = "--environment.options.cost.b=0.5 --environment.options.day 2026-11-23 --task.options={terms=3}"
+    loaded = loading(text, flags, ASYNCRL_ENVIRONMENT__OPTIONS__NAME='"x y"')
+    day = {"day": "2026-11-23"}
+    expected = {"withhold": True, "cost": {"a": 1, "b": 0.5}, "name": "x y", **day}
+    assert loaded.config.environment.options == expected
+    assert loaded.config.task.options == {"terms": 3}
+    assert loaded.sources["environment.options"] == "--environment.options.day"
+    whole = loading(text, "--environment.options {x=1} --environment.options.y false").config.environment.options
+    assert whole == {"x": 1, "y": False}
+    whole = loading(text, "--environment.options.y false --environment.options {x=1}").config.environment.options
+    assert whole == {"x": 1}
+
+
 def test_a_number_reaches_a_union_as_a_number(loading: Loader) -> None:
     assert loading(GOOD, "--staleness.cut_at 3").config.staleness.cut_at == 3
 
@@ -154,6 +169,11 @@ def test_a_contradiction_about_a_broken_key_waits(loading: Loader) -> None:
         ("--task.size 3 --task.size 4", "is given 2 times"),
         ("--telemetry.sinks wand", "item 1: must be 'tensorboard' or 'wandb', not 'wand'; did you mean wandb?"),
         ("--reward.functions [{wieght=2}]", "item 1: wieght: there is no such key; did you mean weight?"),
+        ("--task.options x", "must be a TOML table, { KEY = VALUE }, not 'x'"),
+        ("--task.options.x 1 --task.options.x 2", "--task.options.x: is given 2 times: 1, 2"),
+        ("--task.options.x", "--task.options.x: needs a value"),
+        ("--task.options.x --task.size", "--task.options.x: needs a value"),
+        ("--task.size.x 3", "there is no such key"),
         ("--fleet.wire zmq", "must be 'ipc', 'tcp' or 'inproc'"),
     ],
 )
