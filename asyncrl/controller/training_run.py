@@ -289,9 +289,10 @@ class TrainingRun:
     def _evaluated(self, evaluation: Evaluation) -> None:
         self._recorder.evaluated(evaluation)
         cost = "" if evaluation.cost is None else f", cost {evaluation.cost:.3f}"
+        code = "" if evaluation.code is None else f"; {evaluation.code}"
         self.display.say(
             f"held out, version {evaluation.version}: reward {evaluation.mean:.3f} ± {evaluation.stderr:.3f}{cost} "
-            f"over {evaluation.prompts} prompts"
+            f"over {evaluation.prompts} prompts{code}"
         )
 
     def _kill_reader(self, reader: str) -> None:

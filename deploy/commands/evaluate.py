@@ -16,8 +16,9 @@ def main(arguments: list[str]) -> int:
     found = asyncio.run(evaluate_target(asked.target, asked.task, lambda line: print(line, file=sys.stderr)))
     cost = "" if found.cost is None else f", cost {found.cost:.4f}"
     unscorable = f"; {found.unscorable} samples could not be scored" if found.unscorable else ""
+    code = "" if found.code is None else f"; {found.code} (intervals of 95 %)"
     print(
         f"reward {found.mean:.4f} ± {found.stderr:.4f} (standard error){cost} over {found.prompts} prompts, "
-        f"version {found.version}, {found.seconds:.1f} s{unscorable}"
+        f"version {found.version}, {found.seconds:.1f} s{unscorable}{code}"
     )
     return 0

@@ -3,18 +3,19 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
 from asyncrl.concurrency import gather
 from asyncrl.config.schema import Config
+from asyncrl.controller.observers.code_metrics import CodeRates
 from asyncrl.controller.observers.events import Prompt
 from asyncrl.errors import Refused, Retryable, WeightsError
 from asyncrl.fleet.episode_turns import sample_turns
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.protocols.messages import PromptGroup, Published
+from asyncrl.protocols.messages import PromptGroup, Published, Score
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Environment, Generation, Reward
 
@@ -31,7 +32,8 @@ class Evaluation:
     """The result of an evaluation.
 
     mean, stderr: of the reward over prompts (their samples averaged first). cost: the mean of costs, likewise, if there
-    are costs. unscorable: samples without a reward or, if there are costs, a cost.
+    are costs. unscorable: samples without a reward or, if there are costs, a cost. code: rates of programs, if rewards
+    are about them.
     """
 
     version: int
@@ -41,6 +43,7 @@ class Evaluation:
     cost: float | None
     unscorable: int
     seconds: float
+    code: CodeRates | None = None
 
 
 @dataclass
@@ -69,10 +72,12 @@ class Evaluator:
         loop = asyncio.get_running_loop()
         began = loop.time()
         found = await gather(*(self._ask(index, version, incarnation) for index in range(len(self.questions))))
-        rewards, *costs = zip(*found, strict=True)
-        return summary(version, rewards, costs[0] if costs else None, loop.time() - began)
+        rewards, *costs = zip(*([_known(scores) for scores in each] for each in found), strict=True)
+        made = summary(version, rewards, costs[0] if costs else None, loop.time() - began)
+        return replace(made, code=CodeRates.of([[score.terms for score in scores] for scores, *_ in found]))
 
-    async def _ask(self, index: int, version: int, incarnation: int) -> list[Known]:
+    async def _ask(self, index: int, version: int, incarnation: int) -> list[list[Score]]:
+        """Returns the scores of a prompt's samples, of rewards and, if there are costs, of costs."""
         async with self._places:
             (prompt, row), group = self.questions[index], -1 - index
             prompts = PromptGroup(
@@ -91,13 +96,16 @@ class Evaluator:
             try:
                 await sample_turns(self.generation, self.environment, prompts, row, finished.append)
                 samples = BatchRef.join(finished)
-                scored = await gather(*(scorer.score(samples, row) for scorer in self._scorers))
-                return [[score.reward for score in scores] for scores in scored]
+                return list(await gather(*(scorer.score(samples, row) for scorer in self._scorers)))
             finally:
                 # Also those that have not finished: the next try of the version has samples of the same names.
                 names = [(group, member, version) for member in prompts.members]
                 for maker in filter(None, (self.generation, self.environment)):
                     await maker.release(names, oldest=0)
+
+
+def _known(scores: Sequence[Score]) -> Known:
+    return [score.reward for score in scores]
 
 
 def summary(version: int, rewards: Sequence[Known], costs: Sequence[Known] | None, seconds: float) -> Evaluation:

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Literal
 
 from asyncrl.controller.journal.ledger import Dropped
+from asyncrl.controller.observers.code_metrics import code_metrics
 from asyncrl.controller.observers.events import Event, SampleScored, StepBegan, StepDone
 from asyncrl.controller.observers.held_out_evaluation import Evaluation
 from asyncrl.controller.observers.step_metrics import (
@@ -106,6 +107,8 @@ class Recorder:
         numbers = {"eval/reward/mean": evaluation.mean, "eval/reward/stderr": evaluation.stderr}
         if evaluation.cost is not None:
             numbers["eval/cost/mean"] = evaluation.cost
+        if evaluation.code is not None:
+            numbers |= evaluation.code.metrics()
         self._send(evaluation.version, numbers)
         self._evaluated = {**numbers, "eval/version": evaluation.version}
 
@@ -172,10 +175,11 @@ class Recorder:
 
     def _term_means(self, batch: BatchRef) -> Metrics:
         values: dict[str, list[float]] = {}
-        for row in batch:
-            for name, value in self._terms.get(row.key, {}).items():
+        samples = [self._terms.get(row.key, {}) for row in batch]
+        for terms in samples:
+            for name, value in terms.items():
                 values.setdefault(name, []).append(value)
-        return {term_metric(name): fmean(each) for name, each in values.items()}
+        return {term_metric(name): fmean(each) for name, each in values.items()} | code_metrics(samples)
 
     def _forget(self, gone: Iterable[Key]) -> None:
         for key in gone:

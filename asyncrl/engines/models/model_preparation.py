@@ -36,6 +36,7 @@ WARMED = {
     "opening": "asyncrl.tasks.builtin.first_token:DEMONSTRATIONS",
     "stragglers": "asyncrl.tasks.builtin.stragglers:DEMONSTRATIONS",
     "guess": "asyncrl.tasks.builtin.guess:DEMONSTRATIONS",
+    "expressions": "asyncrl.tasks.builtin.expressions:DEMONSTRATIONS",
     "calculator": "asyncrl.tasks.builtin.calculator:DEMONSTRATIONS",
     "two_turns": "asyncrl.tasks.builtin.two_turns:DEMONSTRATIONS",
 }

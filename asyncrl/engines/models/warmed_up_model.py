@@ -2,6 +2,7 @@
 demonstrations, which takes seconds on one thread. The same seed gives the same model."""
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def build_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
     """Builds a tokenizer with one token per word and per printable character; it adds no special tokens by itself."""
     vocabulary = {token: number for number, token in enumerate((*SPECIAL.values(), *CHARACTERS, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL["unk_token"]))
-    pattern = "|".join([*words, r"[\s\S]"])
+    pattern = "|".join([*map(re.escape, words), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
