@@ -6,7 +6,7 @@ An episode that no child knows is played again from its transcript, and what the
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from asyncrl.concurrency import gather
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.environments.episode_pool import EpisodePool, Play, Played
 from asyncrl.environments.loading import EnvironmentSpec
+from asyncrl.environments.sampled_answers import sampled_answers, token_texts
 from asyncrl.environments.transcript import (
     Transcript,
     answers_in,
@@ -78,6 +79,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
             printed=RunDirectory(context.facts.run_dir).printed_by(f"environment{context.spec.replica}"),
             unclosed=self._unclosed,
         )
+        self._text_of: Callable[[int], str] = str
         self.counters = dict.fromkeys(("answers", "failed", "replayed", "unclosed"), 0.0)
 
     async def start(self) -> None:
@@ -90,6 +92,8 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         sizes = (config.task.max_prompt_tokens, section.max_tokens, text, section.max_turns, transcript)
         self.rows = self.context.open_rows(slots, bytes_of_row(episode_columns(*sizes)))
         await super().start()
+        if self._pool.takes_sampled:
+            self._text_of = await asyncio.to_thread(token_texts, self.context.facts.model_dir)
 
     async def reset(self, prompts: PromptGroup, row: dict[str, Any] | PackedRow) -> Opening:
         names = [(prompts.id, member, prompts.attempt) for member in prompts.members]
@@ -173,7 +177,8 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         transcript = read_transcript(columns["transcript"])
         said = said_in(transcript)
         self._take_over(state, sample, said[:-1])
-        played = await self._play(state, sample, row, transcript)
+        sampled = sampled_answers(columns, sample.finish, self._text_of) if self._pool.takes_sampled else []
+        played = await self._play(state, sample, row, transcript, tuple(sampled))
         state.seconds += played.seconds
         if played.error:
             finish, reward = FAILED, 0.0
@@ -191,13 +196,20 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
             await self._pool.forget([state.name])
         return state.answered
 
-    async def _play(self, state: EpisodeState, sample: RowRef, row: PackedRow, transcript: Transcript) -> Played:
+    async def _play(
+        self,
+        state: EpisodeState,
+        sample: RowRef,
+        row: PackedRow,
+        transcript: Transcript,
+        sampled: tuple[dict[str, Any], ...],
+    ) -> Played:
         """Plays the newest turn. The children forget an episode that does not stand where the transcript does, with
         which no attempt may go on, and one whose sample was released meanwhile, which no later release names."""
         seed, goes_on = group_seed(self.context.config.seed, sample.group), False
         try:
             with self.context.occupancy.computing():
-                played = await self._pool.play(Play(state.name, row, seed, said_in(transcript)))
+                played = await self._pool.play(Play(state.name, row, seed, said_in(transcript), sampled))
             self.counters["answers"] += len(played.answers)
             self._check_replay(sample, transcript, played)
             goes_on = self._groups.get(sample.group, {}).get(sample.name) is state

@@ -12,8 +12,9 @@ from typing import Any
 import msgpack
 
 from asyncrl.children.user_errors import trace
-from asyncrl.environments.loading import CLOSE, MakeEnvironment
+from asyncrl.environments.loading import CLOSE, WAITS, MakeEnvironment, takes_sampled
 from asyncrl.environments.observation import Message, Observation
+from asyncrl.environments.sampled_answers import SampledAnswer
 from asyncrl.environments.transcript import (
     CONTEXT,
     LARGEST_INFO,
@@ -64,8 +65,10 @@ class Episode:
         self.last = await self._answer("reset", deadline, row, seed)
         return self.last
 
-    async def step(self, message: str, deadline: float) -> Answer:
-        self.last = await self._answer("step", deadline, message)
+    async def step(self, message: str, deadline: float, sampled: dict[str, Any] | None = None) -> Answer:
+        """Takes what the policy said. sampled: the fields of a SampledAnswer, for environments that take one."""
+        more = [SampledAnswer(**sampled)] if sampled and takes_sampled(self._environment) else []
+        self.last = await self._answer("step", deadline, message, *more)
         self.turns += 1
         return self.last
 
@@ -109,7 +112,8 @@ class Episode:
         if not in_time:
             calling.cancel()
             await asyncio.wait({calling}, timeout=GRACE)
-            raise NoObservation(f"`{method}` hung: no answer within {deadline:g} s")
+            waits = getattr(self._environment, WAITS, "")
+            raise NoObservation(f"`{method}` hung: no answer within {deadline:g} s" + (f"; {waits}" if waits else ""))
         if calling.cancelled():
             raise NoObservation(f"`{method}` raised CancelledError, of a task of its own")
         return calling.result()

@@ -34,12 +34,14 @@ GRACE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """A request for the answers up to the turn after `said`, what the policy has said in this episode."""
+    """A request for the answers up to the turn after `said`, what the policy has said in this episode. sampled: the
+    fields of a SampledAnswer for each of these, where environments take them."""
 
     episode: SampleName
     row: PackedRow
     seed: int
     said: tuple[str, ...]
+    sampled: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(slots=True)
@@ -86,9 +88,11 @@ class EpisodeCall:
 
 
 class EpisodeChild(GuardedProcess):
-    """A running child. It counts the answers that it sent. unclosed: takes why `close` of an environment failed."""
+    """A running child. It counts the answers that it sent. unclosed: takes why `close` of an environment failed.
+    takes_sampled: environments are told what the engine recorded of an answer."""
 
     unclosed: Callable[[str], None]
+    takes_sampled = False
 
     def __init__(self, process: Process) -> None:
         super().__init__(process)
@@ -121,18 +125,23 @@ class EpisodeChild(GuardedProcess):
         return child
 
     def greeted(self, message: Any) -> None:
-        if message != {"loaded": True}:
-            raise WireError(f"a child of environments began with {message!r:.100}")
+        match message:
+            case {"loaded": True, "takes_sampled": bool(takes)}:
+                self.takes_sampled = takes
+            case _:
+                raise WireError(f"a child of environments began with {message!r:.100}")
 
     async def play(self, play: Play, deadline: float) -> Played:
         """Returns the answers that the episode lacked. Raises EpisodeLost when the child died, or was killed because it
         said nothing for longer than `deadline`."""
         number, call = next(self._numbers), EpisodeCall(Played(), asyncio.get_running_loop().create_future())
         self._running[number] = call
-        begins = self._known.get(play.episode, len(play.said) + 1) > len(play.said)
+        known = self._known.get(play.episode, len(play.said) + 1)
+        begins = known > len(play.said)
         row = play.row.data.tobytes() if begins else None
         self._known[play.episode] = len(play.said)
         message = {"call": number, "episode": play.episode, "said": play.said, "seed": play.seed, "row": row}
+        message["sampled"] = play.sampled if begins else play.sampled[known:]
         try:
             await self.send(message | {"deadline": deadline})
             return await self._answered(call, deadline + GRACE)
@@ -194,7 +203,7 @@ class EpisodePool:
     """Plays episodes in `workers` children. deadline: seconds that one call of `reset` or `step` may take.
     start_deadline: seconds that a child may take to load the environment. tasks: owns what reads answers. printed: file
     of what environments print. unclosed: takes why the method `close` of an environment failed. queued: calls that were
-    not answered yet."""
+    not answered yet. takes_sampled: once it has started, as of its children."""
 
     def __init__(
         self,
@@ -216,6 +225,7 @@ class EpisodePool:
         self._homes: dict[SampleName, ChildSlot[EpisodeChild]] = {}
         self._unclosed = unclosed
         self._stopped = False
+        self.takes_sampled = False
         self._living = Counter[int]()
         self.queued = 0
 
@@ -230,7 +240,7 @@ class EpisodePool:
         with ExitStack() as unless_started:
             unless_started.callback(self._output.close)
             self._output.open()
-            await self._slots[0].child()
+            self.takes_sampled = (await self._slots[0].child()).takes_sampled
             unless_started.pop_all()
 
     async def stop(self) -> None:

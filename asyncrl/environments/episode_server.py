@@ -15,7 +15,7 @@ import msgpack
 from asyncrl.children.pipe_messages import open_pipes, receive, send
 from asyncrl.children.user_errors import greeting
 from asyncrl.environments.episode import Answer, Episode
-from asyncrl.environments.loading import KEY, EnvironmentSpec, MakeEnvironment, load
+from asyncrl.environments.loading import KEY, EnvironmentSpec, MakeEnvironment, load, takes_sampled
 
 NOBODY = 0
 """The mark of a child that runs no code of the user's at this moment."""
@@ -63,8 +63,8 @@ class EpisodeServer:
         self._mark = code["mark"]
         self._most = code["max_bytes"]
         self._make = load(EnvironmentSpec(code["use"], code["options"]))
-        self._make()  # Shows values that the class refuses before the first episode.
-        return {"loaded": True}
+        made = self._make()  # Shows values that the class refuses before the first episode.
+        return {"loaded": True, "takes_sampled": takes_sampled(made)}
 
     def _end(self, name: tuple[int, ...], deadline: float) -> None:
         if (episode := self._episodes.pop(name, None)) is not None:
@@ -102,7 +102,8 @@ class EpisodeServer:
             elif episode.turns == len(said):
                 self._answered(call, episode.turns, episode.last, last=True)
             while episode.turns < len(said):
-                answer = await episode.step(said[episode.turns], deadline)
+                sampled = message["sampled"][episode.turns - len(said) :]  # It ends with the newest turn.
+                answer = await episode.step(said[episode.turns], deadline, *sampled[:1])
                 if not self._answered(call, episode.turns, answer, last=episode.turns == len(said)):
                     return
 

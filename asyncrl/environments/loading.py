@@ -20,6 +20,7 @@ BUILTIN = {
     "tools": "asyncrl.environments.tools.tool_environment:ToolEnvironment",
 }
 ADAPTERS = {
+    "agent": "asyncrl.environments.agents.agent:Agent",
     "gymnasium": "asyncrl.environments.adapters.gymnasium_text:GymnasiumText",
     "mcp": "asyncrl.environments.adapters.mcp_tools:McpTools",
     "openenv": "asyncrl.environments.adapters.openenv_client:OpenEnvClient",
@@ -27,13 +28,17 @@ ADAPTERS = {
 }
 """Environments of other packages, written `gymnasium:ID`: the class that plays them takes the ID first."""
 
-FIRST = {"mcp": "command", "openenv": "url"}
+FIRST = {"agent": "command", "mcp": "command", "openenv": "url"}
 """Names the argument that takes the ID, where it is not `id`."""
 
 CALLS = {"reset": ("row", "seed"), "step": ("message",)}
 """Methods of an environment, and the arguments that each is called with."""
 CLOSE = "close"
 """The method that an environment may have, for what it holds: called without arguments when its episode has ended."""
+WAITS = "waits_for"
+"""The attribute that an environment may have: what it waits for, for the error about a call that hangs."""
+SAMPLED = "sampled"
+"""The second argument that `step` may take: a SampledAnswer."""
 
 MakeEnvironment: TypeAlias = Callable[[], Any]
 """Makes the environment of one episode."""
@@ -70,6 +75,11 @@ def load(spec: EnvironmentSpec) -> MakeEnvironment:
         ) from None
 
     return partial(environment, **spec.options)
+
+
+def takes_sampled(environment: Any) -> bool:
+    """Returns whether `step` of an environment takes what the engine recorded of an answer."""
+    return SAMPLED in inspect.signature(environment.step).parameters
 
 
 def _adapted(spec: EnvironmentSpec) -> EnvironmentSpec:

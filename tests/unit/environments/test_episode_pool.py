@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,13 @@ class Begins(Counts):
         messages = [{"role": role or "assistant", "content": "so far"}]
         messages += [{"role": "user", "content": "x" * int(text[1:])}]
         return Observation(messages, follows=int(text[0]), tools=({"name": "add"},))
+
+class Sampled(Counts):
+    waits_for = "the bell did not ring"
+    async def step(self, message, sampled=None):
+        if message == "wait":
+            await asyncio.Event().wait()
+        return Observation("" if sampled is None else f"{sampled.tokens} {sampled.finish} {sampled.context}")
 
 class Waits(Counts):
     async def step(self, message):
@@ -213,6 +221,23 @@ async def test_an_environment_begins_a_context(pool: MakePool) -> None:
         }
         for member, (text, why) in enumerate(mistakes.items(), start=1):
             assert why in (await made.play(play("03", text, member=member))).error
+
+
+async def test_an_environment_takes_what_was_recorded_of_answers(pool: MakePool) -> None:
+    def with_sampled(*said: str) -> Play:
+        recorded = [{"tokens": (each,), "logprobs": (0.5,), "finish": "stop", "context": 7} for each in said]
+        return replace(play(*said), sampled=tuple(recorded))
+
+    async with pool("Counts") as made:
+        assert not made.takes_sampled
+        assert texts(await made.play(with_sampled("a"))) == {0: "p 3", 1: "a 4"}
+    async with pool("Sampled", deadline=0.5) as made:
+        assert made.takes_sampled
+        assert texts(await made.play(with_sampled("a", "b"))) == {0: "p 3", 1: "['a'] stop 7", 2: "['b'] stop 7"}
+        assert texts(await made.play(with_sampled("a", "b", "c", "d"))) == {3: "['c'] stop 7", 4: "['d'] stop 7"}
+        assert texts(await made.play(play("a", "b", "c", "d", "e"))) == {5: ""}
+        late = await made.play(play("wait", member=1))
+        assert late.error == "`step` hung: no answer within 0.5 s; the bell did not ring"
 
 
 async def test_many_episodes_wait_at_once_and_share_the_children(pool: MakePool) -> None:

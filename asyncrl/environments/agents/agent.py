@@ -1,0 +1,134 @@
+"""An agent as an environment: a program whose calls of a model are the turns of an episode."""
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from asyncrl.config.user_code import suggestion
+from asyncrl.environments.adapters.packages import package
+from asyncrl.environments.agents.chat_answers import answer_of
+from asyncrl.environments.agents.exchanges import AgentFailed, Exchanges
+from asyncrl.environments.agents.program import AgentProgram
+from asyncrl.environments.observation import Observation
+from asyncrl.environments.sampled_answers import SampledAnswer
+from asyncrl.environments.tools.forms import form_named
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.environments.agents.endpoint import Endpoint
+
+KEY = "environment.options"
+COLUMN = re.compile(r"\{(\w+)\}")
+ROLE = "agent"
+"""Role of the last message of an episode: what the agent printed. The policy is not shown it."""
+REWARDS = ("none", "last_line")
+EXCERPT = 500
+Reward = Literal["none", "last_line"]
+
+
+class Agent:
+    """Runs `command`, as a shell splits it, for each episode. `{NAME}` in it becomes a column of the row, or `{seed}`;
+    the row is the program's standard input, as JSON. It gets OPENAI_BASE_URL and OPENAI_API_KEY, and `variables`. form:
+    of the calls of tools in the policy's answers. reward: "last_line" takes the number that the agent prints last;
+    "none" leaves rewards to reward functions, which see what it printed as the last message."""
+
+    def __init__(
+        self, command: str, variables: Mapping[str, str] | None = None, form: str = "hermes", reward: Reward = "none"
+    ) -> None:
+        if not (words := shlex.split(command)):
+            raise ConfigError('environment.use is "agent:" and a command, such as "agent:python agent.py"')
+        if shutil.which(words[0]) is None:
+            raise ConfigError(f"environment.use: there is no program {words[0]}")
+        if reward not in REWARDS:
+            raise ConfigError(f"{KEY}.reward: there is no {reward!r}{suggestion(str(reward), REWARDS)}")
+        package("starlette", "serve")
+        package("uvicorn", "serve")
+        self._words = words
+        self._variables = {str(name): str(value) for name, value in (variables or {}).items()}
+        self._form = form_named(form, f"{KEY}.form")
+        self._reward = reward
+        self._exchanges = Exchanges()
+        self._program: AgentProgram | None = None
+        self._number: int | None = None
+        self.waits_for = ""
+
+    async def reset(self, row: dict[str, Any], seed: int) -> Observation:
+        """Starts the agent; what it asks first is the prompt."""
+        self._number, access = await _endpoint().open(self._exchanges)
+        local = ",".join(filter(None, (os.environ.get("NO_PROXY", ""), "127.0.0.1")))
+        own = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.key, "NO_PROXY": local, "no_proxy": local}
+        given = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace")
+        words = [_filled(word, {**row, "seed": seed}) for word in self._words]
+        self._program = await AgentProgram.start(words, given, {**os.environ, **own, **self._variables})
+        return await self._observed()
+
+    async def step(self, message: str, sampled: SampledAnswer | None = None) -> Observation:
+        """Answers what the agent asked, and waits until it asks again or ends."""
+        self._exchanges.answer(lambda request, turn: answer_of(request, turn, message, sampled, self._form))
+        return await self._observed()
+
+    async def close(self) -> None:
+        """Ends the agent and everything that it started."""
+        if self._number is not None:
+            await _endpoint().close(self._number)
+            self._number = None
+        if self._program is not None:
+            await self._program.end()
+
+    async def _observed(self) -> Observation:
+        """Returns the next request of the agent, or its end."""
+        assert self._program is not None, "reset comes first"
+        self.waits_for = f"the agent `{shlex.join(self._words)}` made no request and did not end"
+        asking = asyncio.create_task(self._exchanges.next_request())
+        try:
+            await asyncio.wait({asking, self._program.done}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return self._exchanges.observation(asking.result())
+        finally:
+            asking.cancel()
+        return self._ended(self._program.done.result(), self._program.output.decode("utf-8", "replace"))
+
+    def _ended(self, status: int, output: str) -> Observation:
+        """Returns the last observation: what the agent printed, and its reward."""
+        shown = f"; it printed {output[-EXCERPT:]!r} (what it wrote as errors is in the .printed file of this worker)"
+        if status:
+            how = f"exited with status {status}" if status > 0 else f"was ended by signal {-status}"
+            raise AgentFailed(f"the agent {how}{shown}")
+        if not self._exchanges.turns:
+            raise AgentFailed(f"the agent exited without a request to OPENAI_BASE_URL{shown}")
+        reward = self._printed_reward(output) if self._reward == "last_line" else 0.0
+        return Observation([{"role": ROLE, "content": output}], reward, done=True, info=dict(self._exchanges.counts))
+
+    def _printed_reward(self, output: str) -> float:
+        lines = output.split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        try:
+            return float(last)
+        except ValueError:
+            raise AgentFailed(
+                f'{KEY}.reward is "last_line", and the last line that the agent printed is no number: {last!r:.80}'
+            ) from None
+
+
+def _endpoint() -> "Endpoint":
+    """Returns the endpoint of this event loop. What it needs is imported where an agent begins."""
+    from asyncrl.environments.agents.endpoint import Endpoint
+
+    return Endpoint.running()
+
+
+def _filled(word: str, values: Mapping[str, Any]) -> str:
+    """Returns a word of the command with the values of the columns that it names; other braces stay."""
+
+    def value(found: re.Match[str]) -> str:
+        if found[1] not in values:
+            return found[0]
+        given = values[found[1]]
+        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+    return COLUMN.sub(value, word)

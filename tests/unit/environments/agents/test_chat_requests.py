@@ -1,0 +1,81 @@
+"""Requests for chat completions: what is read, what has no effect, and what is refused by its name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from asyncrl.environments.agents.chat_requests import SET_BY_EXPERIMENT, RefusedRequest, read_request
+
+USER = {"role": "user", "content": "a"}
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"messages": [USER], **fields}).encode()
+
+
+def test_messages_are_read_as_chat_templates_take_them() -> None:
+    call = {"id": "x1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    given = [
+        {"role": "developer", "content": "be short"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
+        {"role": "tool", "content": "5", "tool_call_id": "x1"},
+    ]
+    found = read_request(body(messages=given)).messages
+    read = {"id": "x1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    assert list(found) == [
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": "ab", "name": "me"},
+        {"role": "assistant", "content": "", "tool_calls": [read]},
+        {"role": "tool", "content": "5", "tool_call_id": "x1", "name": "add"},
+    ]
+
+
+def test_what_the_experiment_sets_has_no_effect() -> None:
+    plain = read_request(body())
+    assert read_request(body(**dict.fromkeys(SET_BY_EXPERIMENT, 1), n=1, response_format={"type": "text"})) == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        ({"n": 2}, "n", "one answer: send n requests"),
+        ({"top_logprobs": 5}, "top_logprobs", "log-probs of the sampled tokens"),
+        ({"temprature": 1}, "temprature", "no parameter temprature; did you mean temperature"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "'json_object' cannot be promised"),
+        ({"modalities": ["audio"]}, "modalities", "writes text only"),
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": "a"}, "messages", "at least one message"),
+        ({"messages": [USER] * 10_001}, "messages", "at most 10000"),
+        ({"messages": [USER, {"role": "critic"}]}, "messages[1]", "messages[1] is no object with a role"),
+        ({"messages": ["a"]}, "messages[0]", "messages[0] is no object with a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]", "reads text only"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages", "has 5 where a list belongs"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]", "a call without a function"),
+        ({"tools": [{"name": "add"}]}, "tools", "tools[0] is no function with a name"),
+        ({"tools": "add"}, "tools", "where a list belongs"),
+        ({"stop": [1]}, "stop", "a string or a list of strings"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(fields: dict[str, Any], param: str, text: str) -> None:
+    with pytest.raises(RefusedRequest) as refused:
+        read_request(body(**fields))
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"a": NaN}', b'{"a": "\\ud800"}', b"1" * 5000]
+)
+def test_what_is_no_json_is_refused(given: bytes) -> None:
+    with pytest.raises(RefusedRequest, match="no JSON"):
+        read_request(given)
+
+
+def test_digests_tell_conversations_apart() -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    longer = read_request(body(messages=[USER, {"role": "user", "content": "b"}]))
+    assert read_request(body()).digest == longer.digests[0] != longer.digest
+    assert read_request(body(tools=[tool])).digest != longer.digests[0]
+    assert read_request(body(messages=[{"role": "system", "content": "a"}])).digest != longer.digests[0]
