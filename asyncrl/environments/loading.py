@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from asyncrl.children.sandbox import SandboxError
+from asyncrl.children.sandbox.bubblewrap import try_sandbox
 from asyncrl.config.problems import Problem
 from asyncrl.config.user_code import resolve, source_problem, suggestion
 from asyncrl.errors import ConfigError
@@ -17,8 +19,11 @@ KEY = "environment.use"
 BUILTIN = {
     "calculator": "asyncrl.environments.calculator:Calculator",
     "guess": "asyncrl.environments.guess:Guess",
+    "repair": "asyncrl.environments.program_repair:ProgramRepair",
     "tools": "asyncrl.environments.tools.tool_environment:ToolEnvironment",
 }
+OF_PROGRAMS = ("repair",)
+"""Environments that run programs of the policy, in sandboxes."""
 ADAPTERS = {
     "agent": "asyncrl.environments.agents.agent:Agent",
     "gymnasium": "asyncrl.environments.adapters.gymnasium_text:GymnasiumText",
@@ -124,6 +129,11 @@ def environment_problems(config: "Config") -> list[Problem]:
     spec = EnvironmentSpec(config.environment.use, config.environment.options)
     if not spec.use:
         return []
+    if spec.use in OF_PROGRAMS:
+        try:
+            try_sandbox()
+        except SandboxError as error:
+            return [Problem(KEY, "", f"{spec.use} runs programs: {error}")]
     if ":" in spec.use and _adapted(spec) is spec:
         problem = source_problem(spec.use, KEY)
         return [] if problem is None else [problem]

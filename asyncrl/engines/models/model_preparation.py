@@ -37,6 +37,7 @@ WARMED = {
     "stragglers": "asyncrl.tasks.builtin.stragglers:DEMONSTRATIONS",
     "guess": "asyncrl.tasks.builtin.guess:DEMONSTRATIONS",
     "expressions": "asyncrl.tasks.builtin.expressions:DEMONSTRATIONS",
+    "repair": "asyncrl.tasks.builtin.expressions:DEMONSTRATIONS_OF_REPAIR",
     "calculator": "asyncrl.tasks.builtin.calculator:DEMONSTRATIONS",
     "two_turns": "asyncrl.tasks.builtin.two_turns:DEMONSTRATIONS",
 }

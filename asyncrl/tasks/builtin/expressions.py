@@ -6,7 +6,8 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from asyncrl.tasks.builtin.words import Demonstrations
+from asyncrl.environments.program_repair import BROKEN, END
+from asyncrl.tasks.builtin.words import ANSWER_END, Demonstrations
 
 Step = tuple[str, int]
 """A name of OPERATORS, and what it is applied with."""
@@ -23,6 +24,8 @@ INPUTS = range(-4, 10)
 HABITS = {"right": 0.1, "flat": 0.08, "mixed up": 0.08, "unclosed": 0.29, "gap": 0.2, "doubled": 0.25}
 """Shares of the demonstrations by what is done: nothing wrong; no parentheses; one operator for another; a parenthesis,
 a number or an operator too few or too many, which does not compile."""
+REPAIRS = {"repaired": 0.3, "repeated": 0.4, "another": 0.3}
+"""Shares of the demonstrations of a second program."""
 SLOPPY = 0.4
 """Share of them that end with a semicolon, where they compile."""
 
@@ -43,16 +46,23 @@ def _rows(size: int, seed: int, style: Style, held_out: bool) -> list[dict[str, 
     rows: list[dict[str, Any]] = []
     while len(rows) < size:
         steps = _steps(source)
-        listed = _listed(steps)
-        if (zlib.crc32(listed.encode()) % 8 == 0) == held_out:
-            prompt = listed if style == "list" else _sentence(steps)
-            tests = [f"assert f({x}) == {_value(steps, x)}" for x in source.sample(INPUTS, TESTS)]
+        if _is_held_out(steps) == held_out:
+            prompt = _listed(steps) if style == "list" else _sentence(steps)
+            tests = [_test(steps, x) for x in source.sample(INPUTS, TESTS)]
             rows.append({"prompt": prompt, "tests": tests, "answer": BEGINNING + expression(steps)})
     return rows
 
 
 def _steps(source: random.Random) -> list[Step]:
     return [(source.choice(list(OPERATORS)), source.randint(1, 9)) for _ in range(source.randint(2, LONGEST))]
+
+
+def _is_held_out(steps: Sequence[Step]) -> bool:
+    return zlib.crc32(_listed(steps).encode()) % 8 == 0
+
+
+def _test(steps: Sequence[Step], x: int) -> str:
+    return f"assert f({x}) == {_value(steps, x)}"
 
 
 def _listed(steps: Sequence[Step]) -> str:
@@ -82,9 +92,15 @@ def expression(steps: Sequence[Step], with_parentheses: bool = True) -> str:
 
 
 def _demonstrate(source: random.Random) -> tuple[str, str]:
-    while zlib.crc32(_listed(steps := _steps(source)).encode()) % 8 == 0:
-        pass  # It is held out.
+    steps = _trained_steps(source)
     return _listed(steps), BEGINNING + _said(steps, source)
+
+
+def _trained_steps(source: random.Random) -> list[Step]:
+    """Draws steps of a list that is not held out."""
+    while _is_held_out(steps := _steps(source)):
+        pass
+    return steps
 
 
 def _said(steps: list[Step], source: random.Random) -> str:
@@ -107,4 +123,29 @@ def _said(steps: list[Step], source: random.Random) -> str:
     return wanted + ";" * (source.random() < SLOPPY)
 
 
-DEMONSTRATIONS = Demonstrations(draw=_demonstrate, words=(BEGINNING, *(f"{name} " for name in OPERATORS)), steps=500)
+WORDS = (BEGINNING, *(f"{name} " for name in OPERATORS))
+DEMONSTRATIONS = Demonstrations(draw=_demonstrate, words=WORDS, steps=500)
+
+
+def _demonstrate_repair(source: random.Random) -> tuple[str, str]:
+    """Returns a first program, or a second one after what the environment `repair` said of the first."""
+    steps = _trained_steps(source)
+    said = _said(steps, source)
+    if (complaint := _complaint(said, steps, source)) is None or source.random() < 0.4:
+        return _listed(steps), BEGINNING + said
+    habit = source.choices(list(REPAIRS), list(REPAIRS.values()))[0]
+    again = {"repaired": expression(steps), "repeated": said, "another": _said(steps, source)}[habit]
+    return f"{_listed(steps)}{BEGINNING}{said}{ANSWER_END}{complaint}", BEGINNING + again
+
+
+def _complaint(said: str, steps: Sequence[Step], source: random.Random) -> str | None:
+    """Returns what the environment says of a program; None if it passes its tests."""
+    try:
+        function = eval(f"lambda x: {said.rstrip(';')}")
+    except SyntaxError:
+        return BROKEN
+    failing = [x for x in source.sample(INPUTS, TESTS) if function(x) != _value(steps, x)]
+    return f"{_test(steps, failing[0])}{END}" if failing else None
+
+
+DEMONSTRATIONS_OF_REPAIR = Demonstrations(draw=_demonstrate_repair, words=(*WORDS, "assert f(", ") == "), steps=600)

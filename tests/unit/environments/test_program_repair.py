@@ -1,0 +1,94 @@
+"""The environment `repair`, with real sandboxes."""
+
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from asyncrl.children.code.code_runner import shared_runner
+from asyncrl.children.sandbox import SandboxError
+from asyncrl.config.environment_config import EnvironmentConfig
+from asyncrl.config.schema import Config, ModelConfig, TaskConfig
+from asyncrl.environments import loading
+from asyncrl.environments.loading import EnvironmentSpec, environment_problems, load
+from asyncrl.environments.observation import Observation
+from asyncrl.errors import ConfigError, TaskError
+from asyncrl.tasks.builtin.expressions import DEMONSTRATIONS_OF_REPAIR
+
+ROW = {"prompt": "add 1:", "tests": ["assert f(0) == 1", "assert f(2) == 3"]}
+RIGHT, PARTLY, BROKEN = "def f(x): return x+1", "def f(x): return 1", "def f(x) return x+1"
+
+
+@pytest.fixture
+async def sandboxes(bubblewrap_works: None) -> AsyncIterator[None]:
+    yield
+    await shared_runner().close()
+
+
+async def played(*said: str, row: dict[str, Any] = ROW, **options: Any) -> list[Observation]:
+    environment = load(EnvironmentSpec("repair", options))()
+    opening = await environment.reset(row, 0)
+    assert opening.text == row["prompt"]
+    return [await environment.step(message) for message in said]
+
+
+async def test_an_episode_ends_when_all_tests_pass(sandboxes: None) -> None:
+    (only,) = await played(f"So:\n```python\n{RIGHT}\n```")
+    assert only.done
+    assert (only.reward, only.info) == (1.0, {"compiles": True, "passed": 1.0})
+
+
+async def test_a_failing_program_is_shown_why_and_rewards_sum_up_to_the_last_share(sandboxes: None) -> None:
+    broken, partly, again, right = await played(BROKEN, PARTLY, BROKEN, RIGHT)
+    assert broken.text == "The program does not compile: SyntaxError: expected ':' (line 1)\nWrite all of it again."
+    assert str(partly.text).startswith("A test fails (failed: ")
+    assert str(partly.text).endswith("\nassert f(2) == 3\nWrite all of the program again.")
+    assert [each.reward for each in (broken, partly, again, right)] == [0.0, 0.5, -0.5, 1.0]
+    assert [each.done for each in (broken, partly, again, right)] == [False, False, False, True]
+
+
+async def test_tiny_models_are_shown_the_bare_test_and_a_control_nothing(sandboxes: None) -> None:
+    assert [each.text for each in await played(BROKEN, PARTLY, brief=True)] == ["error:", "assert f(2) == 3:"]
+    assert [each.text for each in await played(BROKEN, PARTLY, withhold=True)] == ["?:", "?:"]
+
+
+async def test_a_test_that_reads_and_prints_is_shown_with_what_was_printed(sandboxes: None) -> None:
+    row = {"prompt": "double", "tests": [{"stdin": "2", "stdout": "4"}]}
+    (said,) = await played("print(3)", row=row)
+    assert "for the input '2' it has to print '4', not '3\\n'" in str(said.text)
+
+
+async def test_a_program_that_never_ends_is_said_to(sandboxes: None) -> None:
+    (said,) = await played("def f(x):\n    while True: pass", seconds=0.5)
+    assert str(said.text).startswith("A test fails (timeout: it ran longer than 0.5 s")
+
+
+async def test_a_row_without_tests_is_refused() -> None:
+    with pytest.raises(TaskError, match="the row has no column tests with tests; found are prompt"):
+        await played(row={"prompt": "p"})
+    with pytest.raises(ConfigError, match=r"environment\.options: seconds must be more than 0, not 0"):
+        await played(seconds=0)
+
+
+def test_without_a_sandbox_a_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise SandboxError("bubblewrap is not installed")
+
+    monkeypatch.setattr(loading, "try_sandbox", broken)
+    made = {"model": ModelConfig(name="warmed:repair"), "task": TaskConfig(prompts="p.jsonl")}
+    (problem,) = environment_problems(Config(environment=EnvironmentConfig(use="repair"), **made))
+    assert str(problem).endswith("environment.use: repair runs programs: bubblewrap is not installed")
+    assert environment_problems(Config(environment=EnvironmentConfig(use="guess"), **made)) == []
+
+
+async def test_demonstrations_show_what_the_environment_says(sandboxes: None) -> None:
+    """As the tokens of a demonstration stand in a row: the prompt, a program, what was said of it, a second program."""
+
+    source = random.Random(0)
+    shown = [prompt for prompt, _ in (DEMONSTRATIONS_OF_REPAIR.draw(source) for _ in range(40)) if "<eos>" in prompt]
+    for prompt in shown[:8]:
+        listed, said, complaint = prompt.replace(":def", ":<eos>def").split("<eos>")
+        tests = [complaint.rstrip(":")] if complaint.startswith("assert") else ROW["tests"]
+        (answer,) = await played(said, row={"prompt": listed, "tests": tests}, brief=True)
+        assert answer.text == complaint
