@@ -15,6 +15,7 @@ COMMANDS = {
     "samples": "show what the model wrote, the rewards of its samples, and which tokens were trained",
     "evaluate": "score a run's model, or any model, on held-out prompts",
     "export": "copy the newest good model of a run to a folder that from_pretrained loads",
+    "preferences": "fit a reward model to what people said in runs with live feedback",
     "audit": "check that a run trained each sample at most once and lost none",
     "graph": "print the services, endpoints, protocols and sockets of an experiment",
     "experiments": "list the experiments that come with asyncrl",

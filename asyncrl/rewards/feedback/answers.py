@@ -13,17 +13,19 @@ Prompt = str | list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class RatableAnswer:
-    """One sample as a person reads it. turns: of an episode, its messages after the prompt."""
+    """One sample as a person reads it. turns: of an episode, its messages after the prompt. finish: why its sampling
+    ended."""
 
     group: int
     member: int
     prompt: Prompt
     text: str
     turns: list[dict[str, Any]] = field(default_factory=list)
+    finish: str = "stop"
 
     @classmethod
     def of(cls, sample: Sample) -> "RatableAnswer":
-        return cls(sample.group, sample.member, sample.prompt, sample.text, sample.turns)
+        return cls(sample.group, sample.member, sample.prompt, sample.text, sample.turns, sample.finish)
 
     @property
     def id(self) -> str:
@@ -45,7 +47,7 @@ class Judgement:
         """Returns the line of ratings.jsonl. time: seconds since 1970."""
         kind = "rating" if len(self.answers) == 1 else "pick"
         said = [
-            {"sample": answer.id, "text": answer.text, "value": value}
+            {"sample": answer.id, "text": answer.text, "value": value, "finish": answer.finish}
             | ({"turns": answer.turns} if answer.turns else {})
             for answer, value in zip(self.answers, self.values, strict=True)
         ]

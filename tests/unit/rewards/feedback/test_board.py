@@ -60,7 +60,7 @@ async def test_a_rating_is_on_disk_before_it_is_a_reward(opened: Opened, tmp_pat
     assert (await wait, judgement.late, seen, board.waiting) == (0.75, False, [1], 0)
     (line,) = lines(tmp_path)
     assert (line["kind"], line["prompt"], line["late"]) == ("rating", "hi", False)
-    assert line["answers"] == [{"sample": answer().id, "text": "hello", "value": 0.75}]
+    assert line["answers"] == [{"sample": answer().id, "text": "hello", "value": 0.75, "finish": "stop"}]
 
 
 async def test_a_rating_that_cannot_be_written_is_no_reward(

@@ -1,0 +1,135 @@
+"""Fits a reward model to preferences (Bradley and Terry 1952; Ouyang et al., arXiv 2203.02155, section 3.5).
+
+ComparedPrompt ──> score of each answer at its last token ──> loss of each pair of a prompt ──> AdamW
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers.utils import logging
+
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
+from asyncrl.engines.model_loading import load_pretrained_classifier
+from asyncrl.engines.training.batch.train_rows import Ids
+from asyncrl.engines.training.models_with_heads import ValueModel
+from asyncrl.objectives.preference_loss import bradley_terry_loss
+from asyncrl.rewards.feedback.pairs import ComparedPrompt, RatedText, batches
+
+CENTERING = 0.01
+"""Weight of the squared mean score of a pair, which holds scores around 0: the loss leaves their level open, and what
+stands in for a person is sigmoid(score)."""
+PROMPTS_AT_ONCE = 8
+"""Prompts of one optimizer step, with up to 16 answers each."""
+MOST_TOKENS = 1024
+"""Tokens of a prompt with its answer, the last ones: those that bound the memory of a step."""
+WIDTH = 1.96
+"""Standard errors of an interval of 95 %."""
+
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """The share of held-out pairs whose better answer has the higher score, and its interval of 95 % by Wilson's
+    formula, with as many independent observations as prompts: pairs of one prompt share answers."""
+
+    share: float
+    pairs: int
+    prompts: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        n, p = self.prompts, self.share
+        middle = (p + WIDTH**2 / (2 * n)) / (1 + WIDTH**2 / n)
+        half = WIDTH / (1 + WIDTH**2 / n) * math.sqrt(p * (1 - p) / n + WIDTH**2 / (4 * n * n))
+        return max(0.0, middle - half), min(1.0, middle + half)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.share:.3f} (95 %: {low:.3f} to {high:.3f}) over {self.pairs} pairs of {self.prompts} prompts"
+
+
+class PreferenceModel:
+    """A model from `folder`, a language model or an earlier reward model, that scores answers. A new head gives 0."""
+
+    def __init__(self, folder: Path, learning_rate: float, seed: int) -> None:
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(folder, num_labels=1)
+        options = {"config": config, "dtype": torch.float32, "attn_implementation": "sdpa"}
+        kind = AutoModelForSequenceClassification
+        whole, missing = load_pretrained_classifier(folder, kind, "reward model", **options)
+        for name in missing:
+            nn.init.zeros_(whole.get_parameter(name))
+        whole.config.pad_token_id = None  # Its own forward gets one row, which has no padding.
+        self._model = ValueModel(whole.train(), folder, "float32", slice(-1, None))
+        self._tokens = TokenizerWithStops(self._model.tokenizer, ())
+        self._optimizer = torch.optim.AdamW(whole.parameters(), lr=learning_rate, weight_decay=0.0)
+        self._draw = random.Random(seed)
+
+    def fit(self, prompts: Sequence[ComparedPrompt], passes: int, show: Show) -> None:
+        """Trains on all pairs `passes` times; each prompt counts alike, however many pairs it has."""
+        for number in range(1, passes + 1):
+            shuffled = list(prompts)
+            self._draw.shuffle(shuffled)
+            losses = [self._step(batch) for batch in batches(shuffled, PROMPTS_AT_ONCE)]
+            show(f"pass {number} of {passes}: loss {sum(losses) / len(losses):.3f} (0.693 by chance)")
+
+    def _step(self, prompts: Sequence[ComparedPrompt]) -> float:
+        better, other, wins, shares = self._scored(prompts)
+        loss = (shares * bradley_terry_loss(better, other, wins)).sum()
+        centered = loss + CENTERING * (shares * ((better + other) / 2).square()).sum()
+        self._optimizer.zero_grad()
+        torch.autograd.backward(centered)
+        torch.nn.utils.clip_grad_norm_(self._model.whole.parameters(), 1.0)
+        self._optimizer.step()
+        return float(loss.item())
+
+    def _scored(self, prompts: Sequence[ComparedPrompt]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns of each pair both scores, who wins, and its share in the loss. Each answer is computed once."""
+        rows = [(self._prompt_ids(each), self._answer_ids(answer)) for each in prompts for answer in each.answers]
+        scores = self._model.scores(*zip(*(_shortened(*row) for row in rows), strict=True))
+        starts = np.cumsum([0, *(len(each.answers) for each in prompts)])
+        pairs = [(int(start), each, pair) for start, each in zip(starts, prompts, strict=False) for pair in each.pairs]
+        first = scores[[start + pair.first for start, _, pair in pairs]]
+        second = scores[[start + pair.second for start, _, pair in pairs]]
+        wins = torch.tensor([pair.wins for _, _, pair in pairs])
+        return first, second, wins, torch.tensor([1 / (len(each.pairs) * len(prompts)) for _, each, _ in pairs])
+
+    @torch.no_grad()
+    def accuracy(self, prompts: Sequence[ComparedPrompt]) -> Accuracy:
+        """Compares scores with decided pairs, of which there must be one; equal scores count half."""
+        right = total = 0.0
+        for batch in batches(prompts, PROMPTS_AT_ONCE):
+            better, other, wins, _ = self._scored(batch)
+            difference = (better - other)[wins != 0.5]
+            right += float((difference > 0).sum()) + float((difference == 0).sum()) / 2
+            total += len(difference)
+        return Accuracy(right / total, int(total), sum(each.decided > 0 for each in prompts))
+
+    def save(self, folder: Path) -> None:
+        """Writes the model and its tokenizer, for `reward.model`."""
+        logging.disable_progress_bar()
+        self._model.whole.save_pretrained(folder)
+        self._model.source_config.save_pretrained(folder)
+        self._model.tokenizer.save_pretrained(folder)
+
+    def _prompt_ids(self, prompt: ComparedPrompt) -> Ids:
+        return self._tokens.prompt_ids(prompt.prompt).astype(np.int64)
+
+    def _answer_ids(self, answer: RatedText) -> Ids:
+        """Returns the ids of an answer as it was sampled: with the end token where it ended by itself."""
+        end = self._model.tokenizer.eos_token_id
+        ended = [end] if answer.finish == "stop" and end is not None else []
+        return np.append(self._tokens.text_ids(answer.text), ended).astype(np.int64)
+
+
+def _shortened(prompt: Ids, answer: Ids) -> tuple[Ids, Ids]:
+    answer = answer[-MOST_TOKENS:]
+    return prompt[max(0, len(prompt) + len(answer) - MOST_TOKENS) :], answer

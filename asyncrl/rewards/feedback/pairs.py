@@ -1,0 +1,116 @@
+"""Makes pairs of answers to one prompt out of ratings and picks, for a reward model to learn from."""
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from asyncrl.rewards.feedback.answers import Prompt
+
+MOST_ANSWERS = 16
+"""Rated answers of one prompt that are compared with each other, drawn by chance: 120 pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class RatedText:
+    """An answer as a person rated it. finish: why its sampling ended."""
+
+    text: str
+    finish: str = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two answers to one prompt, by their numbers among its answers. wins: 1 if the first is better, 0.5 if they are
+    equal."""
+
+    first: int
+    second: int
+    wins: float
+
+
+@dataclass(slots=True)
+class ComparedPrompt:
+    """A prompt with the answers that were compared, and the comparisons."""
+
+    prompt: Prompt
+    answers: list[RatedText] = field(default_factory=list)
+    pairs: list[Preference] = field(default_factory=list)
+
+    def number(self, answer: RatedText) -> int:
+        """Returns the number of an answer, which is added if it is new."""
+        if answer not in self.answers:
+            self.answers.append(answer)
+        return self.answers.index(answer)
+
+    @property
+    def decided(self) -> int:
+        """Number of pairs of which one answer is better."""
+        return sum(pair.wins != 0.5 for pair in self.pairs)
+
+
+def compared_prompts(lines: Iterable[dict[str, Any]], seed: int = 0) -> list[ComparedPrompt]:
+    """Returns all comparisons in the lines of ratings files, by prompt: picks, and pairs of answers with different
+    ratings. Ratings of episodes with several turns are left out."""
+    draw = random.Random(seed)
+    prompts: dict[str, ComparedPrompt] = {}
+    rated: dict[str, dict[RatedText, float]] = {}
+    for line in lines:
+        if line.get("kind") not in ("rating", "pick") or any(map(has_turns, line["answers"])):
+            continue
+        key = json.dumps(line["prompt"], sort_keys=True)
+        found = prompts.setdefault(key, ComparedPrompt(line["prompt"]))
+        if line["kind"] == "rating":
+            (answer,) = line["answers"]
+            rated.setdefault(key, {})[_rated_text(answer)] = answer["value"]
+        else:
+            _add_pick(found, line["answers"])
+    for key, values in rated.items():
+        _add_ratings(prompts[key], values, draw)
+    return [each for each in prompts.values() if each.pairs]
+
+
+def has_turns(answer: dict[str, Any]) -> bool:
+    """Returns whether a rated answer is an episode of several turns."""
+    return len(answer.get("turns", ())) > 1
+
+
+def _rated_text(answer: dict[str, Any]) -> RatedText:
+    return RatedText(answer["text"], answer.get("finish", "stop"))
+
+
+def _add_pick(prompt: ComparedPrompt, answers: Sequence[dict[str, Any]]) -> None:
+    first, second = (_rated_text(answer) for answer in answers)
+    if first != second:
+        wins = 1.0 if answers[0]["value"] > answers[1]["value"] else 0.5
+        prompt.pairs.append(Preference(prompt.number(first), prompt.number(second), wins))
+
+
+def _add_ratings(prompt: ComparedPrompt, values: dict[RatedText, float], draw: random.Random) -> None:
+    """Adds the pairs of answers with different ratings. Equal ratings say little: a scale has few steps."""
+    chosen = list(values.items())
+    if len(chosen) > MOST_ANSWERS:
+        chosen = draw.sample(chosen, MOST_ANSWERS)
+    for (one, value), (other, others) in combinations(chosen, 2):
+        if value != others:
+            better, worse = (one, other) if value > others else (other, one)
+            prompt.pairs.append(Preference(prompt.number(better), prompt.number(worse), 1.0))
+
+
+def split(
+    prompts: Sequence[ComparedPrompt], share: float, seed: int
+) -> tuple[list[ComparedPrompt], list[ComparedPrompt]]:
+    """Divides prompts by chance into those to learn from and a held-out share, at least one, of those with
+    decided pairs."""
+    decided = [each for each in prompts if each.decided]
+    random.Random(seed).shuffle(decided)
+    count = max(1, round(share * len(decided)))
+    return decided[count:] + [each for each in prompts if not each.decided], decided[:count]
+
+
+def batches(prompts: Sequence[ComparedPrompt], size: int) -> Iterator[Sequence[ComparedPrompt]]:
+    """Yields the prompts in batches; all pairs of a prompt are in one."""
+    for start in range(0, len(prompts), size):
+        yield prompts[start : start + size]
