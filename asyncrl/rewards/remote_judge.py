@@ -21,8 +21,6 @@ PLACE = re.compile(r"\{(\w+)\}")
 FLEET = "ASYNCRL_"
 """Beginning of variables that children of a worker do not get."""
 COMPLETIONS = "/chat/completions"
-MOST_WAITING = 64
-"""Samples that one child scores at a time (child_pool.OVERLAPPING)."""
 
 
 @dataclass(eq=False)
@@ -65,11 +63,18 @@ class RemoteJudge:
         for name in ("per_second", "cache"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be under 0")
-        if self.per_second and MOST_WAITING / self.per_second > self.deadline:
+        if self.per_second and self.per_second * self.deadline < 1:
             raise ConfigError(
-                f"{MOST_WAITING} samples wait at a time, so with per_second = {self.per_second:g} the last one waits "
-                f"{MOST_WAITING / self.per_second:.0f} s, and reward.deadline leaves {self.deadline:g} s; raise it"
+                f"per_second = {self.per_second:g} is one call in {1 / self.per_second:g} s, and reward.deadline "
+                f"leaves {self.deadline:g} s for a score; raise it"
             )
+
+    @property
+    def overlapping(self) -> int:
+        """Returns how many samples are asked for at a time. Others wait outside, where no deadline runs: the last of
+        these waits no more than half of its deadline for its turn."""
+        in_time = int(self.per_second * self.deadline / 2) if self.per_second else self.in_flight
+        return max(1, min(self.in_flight, in_time))
 
     async def __call__(self, sample: Sample) -> float:
         """Returns the score of a sample; raises RewardError."""

@@ -17,9 +17,9 @@ from asyncrl.config.schema import Config, ModelConfig, RewardConfig, TaskConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards import Sample
 from asyncrl.rewards.execution.child_pool import ChildPool
-from asyncrl.rewards.functions import OVERLAPPING, function_problems, function_specs
+from asyncrl.rewards.functions import function_problems, function_specs
 from asyncrl.rewards.judge_calls.chat_endpoint import LARGEST_REPLY, Timing, jittered
-from asyncrl.rewards.remote_judge import MOST_WAITING, RemoteJudge
+from asyncrl.rewards.remote_judge import RemoteJudge
 from asyncrl.rewards.scoring import score_of
 from tests.unit.rewards.judge_calls.chat_server import CLOSES, HANGS, ChatServer, answer, chat_server, says
 
@@ -270,8 +270,8 @@ URL = "http://127.0.0.1:1/v1"
         ({"url": URL, "model": "m", "tries": 0}, "tries is 0; it must be over 0"),
         ({"url": URL, "model": "m", "cache": -1}, "cache is -1"),
         (
-            {"url": URL, "model": "m", "per_second": 2},
-            r"with per_second = 2 the last one waits 32 s, and .* leaves 9 s",
+            {"url": URL, "model": "m", "per_second": 0.1},
+            r"per_second = 0\.1 is one call in 10 s, and reward\.deadline leaves 9 s",
         ),
         ({"url": URL, "model": "m", "deadline": 11.0}, r"options.deadline = 11, over the deadline of 10 s"),
     ],
@@ -282,10 +282,16 @@ def test_mistakes_are_found_before_the_run(options: dict[str, Any], message: str
     assert re.search(message, problem.text)
 
 
-def test_the_deadline_is_that_of_the_rewards_and_the_waiting_that_of_the_pool() -> None:
+def test_the_deadline_is_that_of_the_rewards() -> None:
     (spec,) = function_specs(_config({"url": URL, "model": "m"}, deadline=40.0))
     assert spec.options["deadline"] == 36.0
-    assert MOST_WAITING == OVERLAPPING
+
+
+def test_samples_that_wait_for_long_wait_where_no_deadline_runs() -> None:
+    assert RemoteJudge(URL, "m").overlapping == 32
+    assert RemoteJudge(URL, "m", in_flight=100).overlapping == 100
+    assert RemoteJudge(URL, "m", per_second=2.0).overlapping == 9
+    assert RemoteJudge(URL, "m", per_second=0.2).overlapping == 1
 
 
 async def test_a_judge_in_a_child_that_is_down_is_named_with_its_sample(tmp_path: Path) -> None:
