@@ -9,7 +9,7 @@ import json
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -85,13 +85,16 @@ class Endpoint:
 
     async def open(self, exchanges: Exchanges) -> tuple[int, AgentAccess]:
         """Admits an agent, and returns the number of its episode with what the agent needs."""
-        async with self._changing:
-            if self._server is None:
-                await self._start()
-            self._numbers += 1
-            key = secrets.token_urlsafe(32)
-            self._open[self._numbers] = (key, exchanges)
-        return self._numbers, AgentAccess(f"http://{HOST}:{self._port}/episodes/{self._numbers}/v1", key)
+        self._numbers += 1
+        number, key = self._numbers, secrets.token_urlsafe(32)
+        with ExitStack() as unless_opened:
+            unless_opened.callback(self._open.pop, number)
+            self._open[number] = (key, exchanges)  # Before it waits for a server that ends: this endpoint goes on.
+            async with self._changing:
+                if self._server is None:
+                    await self._start()
+            unless_opened.pop_all()
+        return number, AgentAccess(f"http://{HOST}:{self._port}/episodes/{number}/v1", key)
 
     async def close(self, number: int) -> None:
         """Refuses all further requests of an episode."""
@@ -100,6 +103,8 @@ class Endpoint:
         async with self._changing:
             if not self._open:
                 await self._stop()
+            if not self._open:
+                self.of_loop.pop(asyncio.get_running_loop(), None)
 
     async def _start(self) -> None:
         listening = socket.create_server((HOST, 0), backlog=CONNECTIONS)
@@ -130,12 +135,12 @@ class Endpoint:
             await self._serving
 
     async def _stop(self) -> None:
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
+        server, serving = self._server, self._serving
         self._server = None
         self._serving = None
-        self.of_loop.pop(asyncio.get_running_loop(), None)
+        if server is not None and serving is not None:
+            server.should_exit = True
+            await asyncio.wait({serving}, timeout=2 * STOP_SECONDS)
 
     def _application(self) -> Starlette:
         root = "/episodes/{number:int}/v1"

@@ -157,3 +157,15 @@ async def test_a_client_that_goes_away_is_not_asked_for(episodes: list[Episode])
     found, _ = await asyncio.gather(one.post({"messages": [{"role": "user", "content": "other"}]}), one.answer("to it"))
     assert found[1]["choices"][0]["message"]["content"] == "to it"
     assert one.exchanges.turns == 1
+
+
+async def test_an_episode_may_begin_while_the_last_one_ends() -> None:
+    first = await Episode.begin()
+    ending = asyncio.create_task(Endpoint.running().close(first.number))
+    await until(lambda: Endpoint.running()._changing.locked())
+    second = await Episode.begin()
+    await ending
+    (status, _), _ = await asyncio.gather(second.post(), second.answer())
+    assert status == 200
+    await Endpoint.running().close(second.number)
+    assert not Endpoint.of_loop
