@@ -159,12 +159,9 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         if state.answered is not None and state.answered.turns == sample.turns:
             return state.answered
         if state.answering is None:
-            work = self._answer(state, sample, row)
-            state.answering = self.context.tasks.create_task(_caught(work), name=f"episode {sample.name}")
-        answering = state.answering
-        found = await asyncio.shield(answering)
-        if state.answering is answering:
-            state.answering = None
+            work = _caught(state, self._answer(state, sample, row))
+            state.answering = self.context.tasks.create_task(work, name=f"episode {sample.name}")
+        found = await asyncio.shield(state.answering)
         if isinstance(found, AsyncrlError):
             raise found
         return found
@@ -278,9 +275,12 @@ def _packed(row: dict[str, Any] | PackedRow) -> PackedRow:
     return row if isinstance(row, PackedRow) else PromptRow.of(row).packed
 
 
-async def _caught(work: Coroutine[Any, Any, RowRef]) -> RowRef | AsyncrlError:
-    """Returns errors, which a task of the worker must not raise."""
+async def _caught(state: EpisodeState, work: Coroutine[Any, Any, RowRef]) -> RowRef | AsyncrlError:
+    """Answers a turn, whether or not its caller still waits. Returns errors, which a task of the worker must not
+    raise."""
     try:
         return await work
     except AsyncrlError as error:
         return error
+    finally:
+        state.answering = None

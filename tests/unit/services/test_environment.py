@@ -105,6 +105,12 @@ def stored(service: EnvironmentService, row: RowRef) -> dict[str, Any]:
     return {**found, "transcript": json.loads(bytes(found["transcript"])), "rewards": found["turn_rewards"].tolist()}
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        for _ in iter(condition, True):
+            await asyncio.sleep(0)
+
+
 async def step(service: EnvironmentService, *rows: RowRef) -> list[RowRef]:
     return list(await service.step(BatchRef(rows), ROW))
 
@@ -135,6 +141,22 @@ async def test_a_repeated_turn_gets_the_stored_row(service: MakeService, generat
         (again,) = await step(environment, row)
         assert first == beside == again
         assert stored(environment, again)["rewards"] == [6.0]
+
+
+async def test_a_turn_whose_caller_went_away_does_not_answer_the_next_one(
+    service: MakeService, generated: RowStore
+) -> None:
+    async with service("Slow") as environment:
+        given_up = asyncio.create_task(step(environment, row := said(generated, "a")))
+        rows = environment.rows
+        assert rows is not None
+        await until(lambda: environment.queued == 1)
+        given_up.cancel()
+        await until(lambda: environment.queued == 0 and rows.used == 1)
+        (first,) = await step(environment, row)
+        before = stored(environment, first)["transcript"]
+        (second,) = await step(environment, said(generated, "a", "b", before=before))
+        assert (second.turns, stored(environment, second)["rewards"]) == (2, [6.0, 7.0])
 
 
 async def test_an_unknown_episode_is_played_again_from_its_transcript(
