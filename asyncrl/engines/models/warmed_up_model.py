@@ -17,6 +17,7 @@ from asyncrl.tasks.builtin.words import Demonstrations
 
 Show = Callable[[str], None]
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+CHAT = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 CHARACTERS = tuple(chr(code) for code in range(32, 127))
 BATCH = 64
 LEARNING_RATE = 6e-3
@@ -36,20 +37,21 @@ def warm_up(demonstrations: Demonstrations, seed: int, target: Path, show: Show)
 
 
 def build_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
-    """Builds a tokenizer with one token per word and per printable character; it adds no special tokens by itself."""
+    """Builds a tokenizer with one token per word and per printable character; it adds no special tokens by itself, and
+    its chat template none but the ends of answers, as demonstrations have them."""
     vocabulary = {token: number for number, token in enumerate((*SPECIAL.values(), *CHARACTERS, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL["unk_token"]))
     pattern = "|".join([*map(re.escape, words), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT, **SPECIAL)
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Builds a randomly initialised Llama of about 0.3M parameters."""
+def build_model(tokenizer: PreTrainedTokenizerFast, context: int = CONTEXT) -> LlamaForCausalLM:
+    """Builds a randomly initialised Llama of about 0.3M parameters. context: positions that it is made for."""
     sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    shape = {**sizes, **special, "max_position_embeddings": CONTEXT, "tie_word_embeddings": True}
+    shape = {**sizes, **special, "max_position_embeddings": context, "tie_word_embeddings": True}
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=4, **shape))
 
 
