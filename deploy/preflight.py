@@ -10,6 +10,7 @@ from asyncrl.config.install_hints import missing_packages, program
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm import Algorithm
+from asyncrl.deploy.checks.containment import containment_problems
 from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text
 from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_of, needs, shape_of, shared_memory
 from asyncrl.deploy.service_specs import service_specs, worker_count
@@ -56,6 +57,7 @@ def _problems(
     yield from device_mistakes(devices(config))
     yield from scoring_problems(config, served)
     yield from environment_problems(config)
+    yield from containment_problems(config, served)
     yield from algorithm_problems(config, algorithm)
     yield from missing_packages(config, model_is_made=model_is_made)
 

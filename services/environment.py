@@ -70,14 +70,16 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         self._section = config.environment
         self._groups: dict[int, dict[SampleName, EpisodeState]] = {}
         self._openings: dict[tuple[int, int], str | Transcript] = {}
+        spec = EnvironmentSpec(self._section.use, self._section.options, self._section.max_bytes)
         self._pool = EpisodePool(
-            EnvironmentSpec(self._section.use, self._section.options, self._section.max_bytes),
+            spec,
             context.tasks,
             workers=self._section.workers,
             deadline=self._section.deadline,
             start_deadline=config.fleet.start_deadline,
             printed=RunDirectory(context.facts.run_dir).printed_by(f"environment{context.spec.replica}"),
             unclosed=self._unclosed,
+            containment=self.containment(spec.named) if spec.is_users else None,
         )
         self._text_of: Callable[[int], str] = str
         self.counters = dict.fromkeys(("answers", "failed", "replayed", "unclosed"), 0.0)

@@ -1,7 +1,9 @@
 """The base of services that run code of the user in a pool: of children, or of threads of this process."""
 
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from asyncrl.children.containment import Containment, files_named
 from asyncrl.fleet.worker.service import Service
 
 
@@ -26,6 +28,20 @@ class PooledService(Service, Generic[PoolOfCode]):
     """Starts and ends its pool, which a subclass sets, and counts what it does."""
 
     _pool: PoolOfCode
+
+    def containment(self, named: Sequence[str]) -> Containment | None:
+        """Returns what children with code of the user do without; None where the config contains nothing. named: names
+        and commands of that code, whose files the children see."""
+        section, facts = self.context.config.children, self.context.facts
+        if section.sandbox == "none":
+            return None
+        sockets = self.context.spec.addresses.control.removeprefix("ipc://").rpartition("/")[0]
+        return Containment(
+            hidden=(str(facts.run_dir), *([sockets] if sockets.startswith("/") else [])),
+            visible=files_named(named),
+            writable=section.writable,
+            network=section.network,
+        )
 
     async def start(self) -> None:
         await self._pool.start()

@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from asyncrl.children.containment import Containment
 from asyncrl.concurrency import gather
 from asyncrl.config.schema import Scorer
 from asyncrl.fleet.worker.service import WorkerContext
@@ -12,6 +15,7 @@ from asyncrl.protocols.messages import Score
 from asyncrl.protocols.prompt_row import PackedRow
 from asyncrl.protocols.service_contracts import Reward
 from asyncrl.rewards.execution.child_pool import ChildPool
+from asyncrl.rewards.execution.split_pool import SplitPool
 from asyncrl.rewards.execution.thread_pool import InProcessPool, named
 from asyncrl.rewards.functions import FunctionSpec, function_specs, load, overlong_specs
 from asyncrl.rewards.group_barrier import GroupBarrier
@@ -31,7 +35,7 @@ SHARE_OF_CALL = 0.9
 """Share of the deadline of a call that a group waits for its members; the rest is for scoring them."""
 
 
-class RewardService(PooledService[ChildPool | InProcessPool], Reward):
+class RewardService(PooledService[SplitPool | InProcessPool], Reward):
     """Scores each sample with all functions of `reward.functions`; the score is their weighted sum. The service `cost`
     uses the functions of `cost.functions`. functions: replace those of the config; they exist only in this process."""
 
@@ -46,21 +50,27 @@ class RewardService(PooledService[ChildPool | InProcessPool], Reward):
             shaping = [(spec.name, load(spec)) for spec in overlong_specs(config)]
             self._pool = InProcessPool([*named(functions), *shaping], self._section.deadline, printed)
         else:
-            self._pool = ChildPool(
-                function_specs(config, service),
-                context.tasks,
-                workers=self._section.workers,
-                deadline=self._section.deadline,
-                start_deadline=config.fleet.start_deadline,
-                printed=printed,
-                first_failure_only=self._section.on_error == "fail",
-            )
+            specs = function_specs(config, service)
+            containment = self.containment([spec.use for spec in specs if spec.is_users])
+            self._pool = SplitPool(specs, containment, partial(self._child_pool, printed))
         self._specs: tuple[FunctionSpec, ...] = self._pool.specs
         group_deadline = SHARE_OF_CALL * min(config.generation.deadline, config.fleet.call_deadline)
         self._barrier = GroupBarrier(self._score_group, group_deadline, context.tasks)
         self._rows = RowCache()
         self._single = [number for number, spec in enumerate(self._pool.specs) if not spec.group]
         self._grouped = [number for number, spec in enumerate(self._pool.specs) if spec.group]
+
+    def _child_pool(self, printed: Path, specs: Sequence[FunctionSpec], containment: Containment | None) -> ChildPool:
+        return ChildPool(
+            specs,
+            self.context.tasks,
+            workers=self._section.workers,
+            deadline=self._section.deadline,
+            start_deadline=self.context.config.fleet.start_deadline,
+            printed=printed,
+            first_failure_only=self._section.on_error == "fail",
+            containment=containment,
+        )
 
     async def score(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Score]:
         """Scores samples that share the prompt row `row`. Raises RewardError when a function failed under on_error =

@@ -18,6 +18,9 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STDIN, STDOUT, STDERR = 0, 1, 2
+FIRST_PROCESS = 1
+SIGNAL_STATUS = 128
+"""A contained child ends with this and the number of a signal where a signal ended it."""
 
 
 def main() -> None:
@@ -68,7 +71,10 @@ def _end_children() -> None:
 
 
 def _end_as(status: int) -> NoReturn:
-    """Ends this process as the runner ended. status: from `waitpid`."""
+    """Ends this process as the runner ended. status: from `waitpid`. The first process of a sandbox receives no signal
+    from within, and tells bubblewrap by its status, as bubblewrap tells the worker."""
+    if os.WIFSIGNALED(status) and os.getpid() == FIRST_PROCESS:
+        os._exit(SIGNAL_STATUS + os.WTERMSIG(status))
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # The runner's core says more than one of the guard.
         cause = os.WTERMSIG(status)

@@ -7,15 +7,21 @@ import sys
 from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from asyncrl.children.containment import Containment, exit_status
 from asyncrl.children.pipe_messages import packed, receive
 from asyncrl.children.printed_output import ChildOutput
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
 
 CONFIGURES = "ASYNCRL_"
 """Beginning of the variables that set keys of a config, passwords of sinks among them."""
+SECRETS = ("WANDB_API_KEY",)
+"""Variables of the run itself, which no code of the user needs."""
+GUARD_TIMEOUT = 2.0
+"""Seconds in which a guard ends a child, which takes milliseconds; code of the user may have stopped the guard."""
 KILL_TIMEOUT = 5.0
 """Seconds the kernel may take to end a process that was killed."""
 
@@ -35,17 +41,29 @@ class VanishedEarly(ConfigError):
 
 def environment_of_user(inherited: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables for the user's code: without those that configure a fleet."""
-    return {name: value for name, value in inherited.items() if not name.startswith(CONFIGURES)}
+    return {name: value for name, value in inherited.items() if not name.startswith((CONFIGURES, *SECRETS))}
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSettings:
+    """How children of a pool are started. deadline: seconds in which one loads the user's code. tasks: owns the tasks
+    that read answers. output: takes what children print. containment: what they do without; None: nothing."""
+
+    deadline: float
+    tasks: asyncio.TaskGroup
+    output: ChildOutput
+    containment: Containment | None = None
 
 
 class GuardedProcess(ABC):
-    """A running child that answers messages. A subclass says what answers mean. ended: it ends or has ended. finished:
-    results so far."""
+    """A running child that answers messages. A subclass says what answers mean. contained: by bubblewrap. ended: it
+    ends or has ended. finished: results so far."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self.process = process
+        self.contained = False
         self._calls = process.stdin
         self._answers_pipe = process.stdout
         self.loaded = False
@@ -54,24 +72,18 @@ class GuardedProcess(ABC):
 
     @classmethod
     async def launch(
-        cls,
-        server: str,
-        code: Any,
-        name: str,
-        deadline: float,
-        tasks: asyncio.TaskGroup,
-        output: ChildOutput,
-        descriptors: Sequence[int] = (),
+        cls, server: str, code: Any, name: str, settings: ChildSettings, descriptors: Sequence[int] = ()
     ) -> Self:
         """Starts a child; raises ConfigError if it cannot load the user's code, VanishedEarly if a signal ended it, and
-        DeadlineExceeded after `deadline` seconds.
+        DeadlineExceeded when that takes too long.
 
         server: module whose `serve_pipes` runs in the child. code: the first message, which says what it loads. name:
-        what it loads, for errors. tasks: owns the task that reads answers. output: takes what the child prints.
-        descriptors: open files that it inherits.
+        what it loads, for errors. descriptors: open files that it inherits.
         """
+        containment, output = settings.containment, settings.output
         guard = (sys.executable, "-m", "asyncrl.children.guard_process", server)
         process = await asyncio.create_subprocess_exec(
+            *([] if containment is None else containment.command()),
             *guard,
             stdin=PIPE,
             stdout=PIPE,
@@ -81,16 +93,17 @@ class GuardedProcess(ABC):
             pass_fds=descriptors,
         )
         child = cls(process)
+        child.contained = containment is not None
         try:
-            async with asyncio.timeout(deadline):
+            async with asyncio.timeout(settings.deadline):
                 await child._load(code, name, output.file.path)
             child.loaded = True
         except TimeoutError:
-            raise DeadlineExceeded(f"{name} could not be loaded within {deadline:.0f} s") from None
+            raise DeadlineExceeded(f"{name} could not be loaded within {settings.deadline:.0f} s") from None
         finally:
             if not child.loaded:
                 await child.kill()
-        tasks.create_task(child._read(), name=f"answers of child {process.pid}")
+        settings.tasks.create_task(child._read(), name=f"answers of child {process.pid}")
         return child
 
     @abstractmethod
@@ -118,15 +131,25 @@ class GuardedProcess(ABC):
         self.ended = True
         if not self._calls.is_closing():
             self._calls.transport.abort()
-        async with asyncio.timeout(KILL_TIMEOUT):
-            await self.process.wait()
+        try:
+            async with asyncio.timeout(GUARD_TIMEOUT):
+                await self.process.wait()
+        except TimeoutError:
+            self.process.kill()
+            async with asyncio.timeout(KILL_TIMEOUT):
+                await self.process.wait()
+
+    async def _status(self) -> int:
+        """Waits for the end of the child; returns its status, -N where signal N ended it."""
+        status = await self.process.wait()
+        return exit_status(status) if self.contained else status
 
     async def _load(self, code: Any, name: str, printed: Path) -> None:
         await self.send(code)
         try:
             message = await receive(self._answers_pipe)
         except asyncio.IncompleteReadError:
-            status = await self.process.wait()
+            status = await self._status()
             why = f"{name}: the process {_ended(status)} while it loaded them; see {printed}"
             raise (VanishedEarly if status < 0 else ConfigError)(why) from None
         match message:
@@ -145,7 +168,7 @@ class GuardedProcess(ABC):
         except WireError as error:
             why = f"it said what is no answer: {error}"
             await self.kill()
-        status = await self.process.wait()
+        status = await self._status()
         self.ended = True
         self.finish(ChildEnded(why or f"its process {_ended(status)}", vanished=not why and status < 0))
 

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
+from asyncrl.config.children_config import ChildrenConfig
 from asyncrl.config.environment_config import EnvironmentConfig
 from asyncrl.config.feedback_config import FeedbackConfig
 from asyncrl.config.problems import Problem
@@ -364,6 +365,7 @@ class Config(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     fleet: FleetConfig = FleetConfig()
+    children: ChildrenConfig = ChildrenConfig()
 
     @model_validator(mode="after")
     def _values_fit_together(self) -> "Config":

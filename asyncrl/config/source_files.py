@@ -25,6 +25,8 @@ _CODE = re.compile(r"((?:trl:|verl:)?)(.+\.py)(:\w+)", re.DOTALL)
 
 def anchored(key: str, value: Any, folder: Path) -> Any:
     """Returns the value of a key with relative paths in it made absolute, as seen from `folder`."""
+    if key == "children.writable" and isinstance(value, list | tuple):
+        return [_absolute(each, folder) if isinstance(each, str) else each for each in value]
     if key in FUNCTIONS and isinstance(value, list | tuple):
         return [_anchored_function(each, folder) for each in value]
     if not isinstance(value, str):

@@ -41,6 +41,12 @@ def resolve(spec: str, where: str) -> Any:
     return getattr(module, name)
 
 
+def is_of_asyncrl(spec: str) -> bool:
+    """Returns whether `FILE.py:NAME` or `module:NAME` names a part of asyncrl."""
+    source = spec.partition(":")[0]
+    return not source.endswith(".py") and source.partition(".")[0] == "asyncrl"
+
+
 def _source_and_name(spec: str, where: str) -> tuple[str, str]:
     """Splits `FILE.py:NAME` or `module:NAME`; raises ConfigError when a part is missing."""
     source, _, name = spec.rpartition(":")

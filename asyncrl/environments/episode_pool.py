@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.children.child_slot import ChildSlot
-from asyncrl.children.guarded_process import ChildEnded, GuardedProcess
+from asyncrl.children.containment import Containment
+from asyncrl.children.guarded_process import ChildEnded, ChildSettings, GuardedProcess
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
 from asyncrl.environments.episode_server import CLOSING, NOBODY, read_mark
 from asyncrl.environments.loading import KEY, EnvironmentSpec
@@ -105,12 +106,7 @@ class EpisodeChild(GuardedProcess):
 
     @classmethod
     async def spawn(
-        cls,
-        spec: EnvironmentSpec,
-        deadline: float,
-        tasks: asyncio.TaskGroup,
-        output: ChildOutput,
-        unclosed: Callable[[str], None],
+        cls, spec: EnvironmentSpec, settings: ChildSettings, unclosed: Callable[[str], None]
     ) -> "EpisodeChild":
         """Starts a child that loads the environment; raises as `GuardedProcess.launch` does."""
         mark = os.memfd_create("asyncrl-mark")
@@ -118,7 +114,7 @@ class EpisodeChild(GuardedProcess):
             unless_started.callback(os.close, mark)
             os.ftruncate(mark, 8)
             code = asdict(spec) | {"mark": mark}
-            child = await cls.launch(SERVER, code, f"{KEY}: {spec.use}", deadline, tasks, output, (mark,))
+            child = await cls.launch(SERVER, code, f"{KEY}: {spec.use}", settings, (mark,))
             child._mark = mark
             child.unclosed = unclosed
             unless_started.pop_all()
@@ -203,7 +199,8 @@ class EpisodePool:
     """Plays episodes in `workers` children. deadline: seconds that one call of `reset` or `step` may take.
     start_deadline: seconds that a child may take to load the environment. tasks: owns what reads answers. printed: file
     of what environments print. unclosed: takes why the method `close` of an environment failed. queued: calls that were
-    not answered yet. takes_sampled: once it has started, as of its children."""
+    not answered yet. takes_sampled: once it has started, as of its children. containment: what the children do without;
+    None: nothing."""
 
     def __init__(
         self,
@@ -215,10 +212,12 @@ class EpisodePool:
         start_deadline: float,
         printed: Path,
         unclosed: Callable[[str], None],
+        containment: Containment | None = None,
     ) -> None:
         self._deadline = deadline
         self._output = ChildOutput(PrintedFile(printed))
-        spawn = partial(EpisodeChild.spawn, spec, start_deadline, tasks, self._output, self._report)
+        settings = ChildSettings(start_deadline, tasks, self._output, containment)
+        spawn = partial(EpisodeChild.spawn, spec, settings, self._report)
         self._slots = [ChildSlot(OWNER, spawn) for _ in range(workers)]
         self._alone = ChildSlot(OWNER, spawn)
         self._alone_at_a_time = asyncio.Lock()

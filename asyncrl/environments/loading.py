@@ -1,7 +1,7 @@
 """Makes environments from the section `[environment]` of a config."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from asyncrl.children.sandbox import SandboxError
 from asyncrl.children.sandbox.bubblewrap import try_sandbox
 from asyncrl.config.problems import Problem
-from asyncrl.config.user_code import resolve, source_problem, suggestion
+from asyncrl.config.user_code import is_of_asyncrl, resolve, source_problem, suggestion
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,6 +57,28 @@ class EnvironmentSpec:
     use: str
     options: Mapping[str, Any] = field(default_factory=dict)
     max_bytes: int = 16384
+
+    @property
+    def named(self) -> list[str]:
+        """Returns the texts that may name files of the environment."""
+        return [self.use, *_texts(self.options)]
+
+    @property
+    def is_users(self) -> bool:
+        """Returns whether this is code of the user, or runs code that the user names: tools, a package, a command."""
+        if self.use not in BUILTIN:
+            return not is_of_asyncrl(self.use)
+        return not all(map(is_of_asyncrl, _texts(self.options.get("functions", ()))))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields the texts in options."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for each in value.values() for text in _texts(each))
+    elif isinstance(value, Sequence):
+        yield from (text for each in value for text in _texts(each))
 
 
 def load(spec: EnvironmentSpec) -> MakeEnvironment:

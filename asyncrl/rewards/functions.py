@@ -10,7 +10,7 @@ from asyncrl.children.code.code_runner import MOST_SECONDS
 from asyncrl.children.sandbox import SandboxError
 from asyncrl.children.sandbox.bubblewrap import try_sandbox
 from asyncrl.config.problems import Problem
-from asyncrl.config.user_code import ONE_ARGUMENT, name_of, resolve, source_problem, suggestion
+from asyncrl.config.user_code import ONE_ARGUMENT, is_of_asyncrl, name_of, resolve, source_problem, suggestion
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.code_templates import CODE_TEMPLATES
 from asyncrl.rewards.sample import Function
@@ -41,6 +41,11 @@ class FunctionSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     key: str = "reward.functions"
     on_error: str = ""
+
+    @property
+    def is_users(self) -> bool:
+        """Returns whether this is code of the user, or of a package that the user names."""
+        return ":" in self.use and not is_of_asyncrl(_split(self.use)[1])
 
 
 def function_specs(config: "Config", service: "Scorer" = "reward") -> list[FunctionSpec]:

@@ -62,11 +62,25 @@ def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
     problems = list(preflight(config, places=loaded.sources))  # `asyncrl run` refuses these or warns about them.
     for problem in problems:
         yield Check("config" if problem.key else "machine", "note" if problem.is_warning else "bad", str(problem))
+    yield from _containment_checks(config)
     yield _workers_check(config)
     tried = {key: device for key, device in devices(config).items() if device != "cpu"}
     if tried and not any(problem.key in tried for problem in problems):
         yield Check("devices", "ok", ", ".join(f"{key} = {device}" for key, device in tried.items()))
     yield from _memory_checks(config)
+
+
+def _containment_checks(config: "Config") -> Iterator[Check]:
+    """Says whether code of the user is contained; `preflight` says where that does not work."""
+    from asyncrl.deploy.checks.containment import code_of_user, containment_problems
+
+    if not (names := code_of_user(config)):
+        return
+    if config.children.sandbox == "none":
+        remedy = 'children.sandbox = "none": it may do what you may; SECURITY.md says what bubblewrap keeps from it'
+        yield Check("your code", "note", f"nothing contains {', '.join(names)}", remedy)
+    elif not any(containment_problems(config)):
+        yield Check("your code", "ok", f"bubblewrap contains {', '.join(names)}")
 
 
 def _workers_check(config: "Config") -> Check:

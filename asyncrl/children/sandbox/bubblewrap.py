@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from asyncrl.children.sandbox.programs import SandboxError
@@ -41,10 +42,11 @@ def python_for_programs() -> str:
     raise SandboxError("no Python below /usr, the only folder that a sandbox sees; run `apt-get install python3`")
 
 
-def bubblewrap_path() -> str:
-    """Returns the path of bwrap; raises SandboxError where it is not installed."""
+def bubblewrap_path(what: str = "programs", otherwise: str = UNCONFINED) -> str:
+    """Returns the path of bwrap; raises SandboxError where it is not installed. what: it is to contain. otherwise: what
+    the user can do without it."""
     if (found := shutil.which("bwrap")) is None:
-        raise SandboxError(f"bubblewrap is not installed, which contains programs; {INSTALL_HINT}, or {UNCONFINED}")
+        raise SandboxError(f"bubblewrap is not installed, which contains {what}; {INSTALL_HINT}, or {otherwise}")
     return found
 
 
@@ -92,14 +94,21 @@ def filter_file() -> int:
 
 def try_sandbox() -> None:
     """Starts a sandbox that ends at once; raises SandboxError with the reason if it cannot."""
-    python = python_for_programs()
-    filtered = filter_file()
+    python, filtered = python_for_programs(), filter_file()
     try:
-        command = [*sandbox_command(2**20, filtered), python, "-I", "-S", "-c", ""]
+        run_trial([*sandbox_command(2**20, filtered), python, "-I", "-S", "-c", ""], ENVIRONMENT, UNCONFINED, filtered)
+    finally:
+        os.close(filtered)
+
+
+def run_trial(command: Sequence[str], variables: Mapping[str, str], otherwise: str, *passed: int) -> None:
+    """Runs a command with bubblewrap that ends at once; raises SandboxError with the reason if it cannot. passed:
+    descriptors for it. otherwise: what the user can do without it."""
+    try:
         done = subprocess.run(
             command,
-            env=ENVIRONMENT,
-            pass_fds=[filtered],
+            env=variables,
+            pass_fds=passed,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=TRIAL_TIMEOUT,
@@ -107,11 +116,9 @@ def try_sandbox() -> None:
         )
     except subprocess.TimeoutExpired:
         raise SandboxError(f"a sandbox that only ends did not end within {TRIAL_TIMEOUT:.0f} s") from None
-    finally:
-        os.close(filtered)
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"status {done.returncode}"
         raise SandboxError(
             f"bubblewrap cannot start a sandbox here: {reason}; allow user namespaces "
-            f"(in Docker: security_opt seccomp=unconfined and apparmor=unconfined), or {UNCONFINED}"
+            f"(in Docker: security_opt seccomp=unconfined and apparmor=unconfined), or {otherwise}"
         )

@@ -13,7 +13,18 @@ from asyncrl.config.toml_writer import value_text
 from asyncrl.errors import ConfigError
 
 MAY_CHANGE = (
-    *("name", "steps", "finish", "reference.", "evaluate.", "telemetry.", "fleet.", "guards.", "mismatch."),
+    *(
+        "name",
+        "steps",
+        "finish",
+        "reference.",
+        "evaluate.",
+        "telemetry.",
+        "fleet.",
+        "children.",
+        "guards.",
+        "mismatch.",
+    ),
     *("generation.replicas", "generation.slots", "generation.device", "generation.deadline"),
     *("reward.replicas", "reward.workers", "reward.deadline", "reward.device"),
     *("cost.replicas", "cost.workers", "cost.deadline", "cost.device"),

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.children.child_slot import ChildSlot
-from asyncrl.children.guarded_process import ChildEnded, GuardedProcess
+from asyncrl.children.containment import Containment
+from asyncrl.children.guarded_process import ChildEnded, ChildSettings, GuardedProcess
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
 from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError, WireError
@@ -75,12 +76,10 @@ class ChildProcess(GuardedProcess):
         self.overlapping: list[int] = []
 
     @classmethod
-    async def spawn(
-        cls, specs: Sequence[FunctionSpec], deadline: float, tasks: asyncio.TaskGroup, output: ChildOutput
-    ) -> "ChildProcess":
+    async def spawn(cls, specs: Sequence[FunctionSpec], settings: ChildSettings) -> "ChildProcess":
         """Starts a child that loads these functions; raises as `GuardedProcess.launch` does."""
         name = f"{specs[0].key}: {', '.join(spec.use for spec in specs)}"
-        return await cls.launch(SERVER, [asdict(spec) for spec in specs], name, deadline, tasks, output)
+        return await cls.launch(SERVER, [asdict(spec) for spec in specs], name, settings)
 
     async def call(
         self, function: int, samples: Sequence[Sample], deadline: float, grace: float
@@ -148,7 +147,7 @@ class ChildPool:
     that one call of a function may take. start_deadline: seconds that a child may take to load them. tasks: owns the
     calls, which outlive a caller that was cancelled, so that its child is not killed for it. printed: file of what the
     functions print. first_failure_only: no sample is tried after one at which a child ended, because the caller gives
-    up at the first failure."""
+    up at the first failure. containment: what the children do without; None: nothing."""
 
     def __init__(
         self,
@@ -160,13 +159,15 @@ class ChildPool:
         start_deadline: float,
         printed: Path,
         first_failure_only: bool = False,
+        containment: Containment | None = None,
     ) -> None:
         self.specs = tuple(specs)
         self._tasks = tasks
         self._deadline = deadline
         self._first_failure_only = first_failure_only
         self._output = ChildOutput(PrintedFile(printed))
-        spawn = partial(ChildProcess.spawn, self.specs, start_deadline, tasks, self._output)
+        settings = ChildSettings(start_deadline, tasks, self._output, containment)
+        spawn = partial(ChildProcess.spawn, self.specs, settings)
         self._own = [ChildSlot(OWNER, spawn) for _ in range(workers)]
         self._shared = ChildSlot(OWNER, spawn)
         self._free = list(self._own)

@@ -1,0 +1,134 @@
+"""Builds the command that contains a child with bubblewrap: it keeps the user and sees the machine, but not the fleet.
+
+    /                        read-only; /proc shows the child's own processes only
+    /tmp, /run, /dev/shm     empty and its own, but for the folders of its code
+    the run, the sockets     empty
+    children.writable        as outside
+
+The child is the same user outside, whose files it may need: packages, models, data. A fleet of root is why /proc is
+read-only: the settings of the kernel belong to root, with or without its rights.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from asyncrl.children.guard_process import SIGNAL_STATUS
+from asyncrl.children.sandbox.bubblewrap import bubblewrap_path, run_trial
+
+LARGEST_FOLDER = 2**30
+"""Bytes that each of the folders in memory may take, as far as there is memory."""
+PACKAGE = Path(__file__).parents[2]
+SHARED = ("/tmp", "/var/tmp", "/run", "/dev/shm")
+"""Folders in which programs leave sockets for others. That of temporary files, where it is another one, is one too."""
+NAME_RESOLUTION = "/etc/resolv.conf"
+GPUS = ("/dev/nvidia*", "/dev/dri", "/dev/kfd")
+WHAT = "your reward functions and environments"
+UNCONTAINED = 'write sandbox = "none" in the section [children], which contains nothing'
+
+View = Literal["own", "hidden", "readable", "writable"]
+AS_WANTED: Mapping[View, tuple[View | None, ...]] = {
+    "own": (),
+    "hidden": ("own", "hidden"),
+    "readable": (None, "readable", "writable"),
+    "writable": ("writable",),
+}
+"""Views of the folder around a path with which the path is seen as it should be; None: nothing was changed there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Containment:
+    """What a child does without. hidden: folders that it finds empty. visible: files and folders of its code, which it
+    sees wherever they lie. writable: folders outside that it may write. network: whether it has the network."""
+
+    hidden: tuple[str, ...] = ()
+    visible: tuple[str, ...] = ()
+    writable: tuple[str, ...] = ()
+    network: bool = True
+
+    def command(self) -> list[str]:
+        """Returns the words before the command that runs inside; raises SandboxError where bubblewrap is missing."""
+        return [
+            *(bubblewrap_path(WHAT, UNCONTAINED), "--unshare-user", "--unshare-pid", "--unshare-ipc"),
+            *([] if self.network else ["--unshare-net"]),
+            *("--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--ro-bind", "/", "/"),
+            *("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", *_gpus()),
+            *_mounts(self._views()),
+            "--",
+        ]
+
+    def _views(self) -> dict[str, View]:
+        """Returns what the child sees at each path that is not as outside; a later line outdoes one before."""
+        views: dict[str, View] = {}
+        views |= {path: "readable" for path in _with_real_paths([*_own_code(), *self.visible])}
+        views |= {path: "writable" for path in _with_real_paths(self.writable)}
+        views |= {path: "own" for path in _shared_folders()}
+        return views | {os.path.realpath(path): "hidden" for path in self.hidden}
+
+
+def _mounts(views: Mapping[str, View]) -> list[str]:
+    """Returns the options for these paths: outer folders first, and none for a path that is to be read as it is."""
+    words: list[str] = []
+    made: dict[str, View] = {}
+    for path in sorted(views, key=lambda each: len(Path(each).parts)):
+        view, around = views[path], next((made[str(each)] for each in Path(path).parents if str(each) in made), None)
+        if not os.path.exists(path) or around in AS_WANTED[view]:
+            continue
+        made[path] = view
+        match view:
+            case "own":
+                words += _own_folder(path)
+            case "hidden":
+                words += ["--tmpfs", path, "--remount-ro", path]
+            case "readable" | "writable":
+                words += ["--bind" if view == "writable" else "--ro-bind", os.path.realpath(path), path]
+    return words
+
+
+def _own_folder(path: str) -> list[str]:
+    return ["--perms", "1777", "--size", str(LARGEST_FOLDER), "--tmpfs", path]
+
+
+def _own_code() -> list[str]:
+    """Returns the folders from which this Python imports, the current one, and the file that names hosts."""
+    imported = (sys.prefix, sys.base_prefix, str(PACKAGE), *filter(None, sys.path))
+    return [*imported, os.getcwd(), NAME_RESOLUTION]
+
+
+def _shared_folders() -> list[str]:
+    return [os.path.realpath(path) for path in (*SHARED, tempfile.gettempdir()) if os.path.isdir(path)]
+
+
+def _with_real_paths(paths: Iterable[str]) -> list[str]:
+    """Returns absolute paths, each also as it is behind links."""
+    whole = [os.path.abspath(path) for path in paths]
+    return [*whole, *map(os.path.realpath, whole)]
+
+
+@cache
+def _gpus() -> tuple[str, ...]:
+    devices = [str(path) for pattern in GPUS for path in sorted(Path("/").glob(pattern.lstrip("/")))]
+    return tuple(word for device in devices for word in ("--dev-bind", device, device))
+
+
+def exit_status(status: int) -> int:
+    """Returns the status of a contained child as `Popen.returncode` has that of others: -N where signal N ended it."""
+    return SIGNAL_STATUS - status if status > SIGNAL_STATUS else status
+
+
+def try_containment(containment: Containment) -> None:
+    """Starts a contained child that ends at once; raises SandboxError with the reason if it cannot."""
+    run_trial([*containment.command(), sys.executable, "-I", "-S", "-c", ""], os.environ, UNCONTAINED)
+
+
+def files_named(texts: Sequence[str]) -> tuple[str, ...]:
+    """Returns the files that texts such as `FILE.py:NAME` or a command name, and the folders of Python files."""
+    words = [word for text in texts for word in text.replace(":", " ").split()]
+    files = [os.path.abspath(os.path.expanduser(word)) for word in words]
+    found = [path for path in files if os.path.isfile(path)]
+    return (*found, *(os.path.dirname(path) for path in found if path.endswith(".py")))

@@ -1,0 +1,40 @@
+"""Checks whether code of the user can be contained here, where an experiment runs any."""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from asyncrl.children.containment import Containment, try_containment
+from asyncrl.children.sandbox import SandboxError
+from asyncrl.config.problems import Problem
+from asyncrl.config.schema import Config
+from asyncrl.environments.loading import EnvironmentSpec
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.functions import function_specs
+
+
+def code_of_user(config: Config, served: Collection[str] = ()) -> list[str]:
+    """Returns the names of reward functions and environments that are no part of asyncrl. served: services that the
+    caller brings."""
+    environment = EnvironmentSpec(config.environment.use, config.environment.options)
+    names = [environment.use] if environment.use and environment.is_users else []
+    for service in config.scorers:
+        try:
+            specs = [] if service in served else function_specs(config, service)
+        except ConfigError:  # `function_problems` reports it.
+            continue
+        names += [spec.use for spec in specs if spec.is_users]
+    return names
+
+
+def containment_problems(config: Config, served: Collection[str] = ()) -> Iterator[Problem]:
+    """Yields why code of the user cannot be contained on this machine."""
+    section = config.children
+    if section.sandbox == "none" or not code_of_user(config, served):
+        return
+    for folder in section.writable:
+        if not Path(folder).is_dir():
+            yield Problem("children.writable", "", f"there is no folder {folder}; make it, or take it off the list")
+    try:
+        try_containment(Containment(writable=section.writable, network=section.network))
+    except SandboxError as error:
+        yield Problem("children.sandbox", "", str(error))

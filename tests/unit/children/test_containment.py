@@ -1,0 +1,282 @@
+"""Code of the user in a contained child: what it tries against the fleet, and what it may still do."""
+
+import asyncio
+import fcntl
+import os
+import re
+import socket
+import stat
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.children import containment
+from asyncrl.children.containment import Containment, exit_status, files_named, try_containment
+from asyncrl.children.sandbox import SandboxError
+from asyncrl.rewards.execution.child_pool import ChildPool
+from asyncrl.rewards.functions import FunctionSpec
+from asyncrl.rewards.sample import FunctionResult
+from tests.unit.children.running import running
+from tests.unit.rewards.execution.pools import sample
+
+FUNCTIONS = r"""
+import ctypes, glob, os, signal, socket, tempfile
+import beside  # in the folder of this file
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+def checked(result):
+    if result == -1:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+def tries(sample):
+    exec(sample.text, globals())
+    return 1.0
+
+def pid(sample):
+    return os.getpid()
+"""
+
+GONE, READ_ONLY, DENIED = "FileNotFoundError", "Read-only file system", "Operation not permitted"
+NO_PROCESS = "ProcessLookupError"
+UNWRITABLE = "Read-only file system|Permission denied"
+ATTACKS = {
+    "variable of the fleet": ("os.environ['ASYNCRL_TELEMETRY__PASSWORD']", "KeyError"),
+    "key of a sink": ("os.environ['WANDB_API_KEY']", "KeyError"),
+    "variables of the worker": ("open('/proc/WORKER/environ').read()", GONE),
+    "memory of the worker": ("open('/proc/WORKER/mem', 'rb').read()", GONE),
+    "files of the worker": ("os.listdir('/proc/WORKER/fd')", GONE),
+    "trace the worker": ("checked(libc.ptrace(16, WORKER, 0, 0))", "No such process"),
+    "segment in shared memory": ("open('/dev/shm/SEGMENT', 'rb').read()", GONE),
+    "list shared memory": ("assert os.listdir('/dev/shm'), 'it is empty'", "it is empty"),
+    "shared memory by its key": ("checked(libc.shmget(KEY, 0, 0))", "No such file"),
+    "socket of the fleet": ("socket.socket(socket.AF_UNIX).connect('SOCKETS/gen0.work')", GONE),
+    "socket of the fleet elsewhere": ("socket.socket(socket.AF_UNIX).connect('RUN/control')", GONE),
+    "sockets of the machine": ("assert os.listdir('/run'), 'it is empty'", "it is empty"),
+    "read the keys": ("open('RUN/keys').read()", GONE),
+    "list the run directory": ("assert os.listdir('RUN'), 'it is empty'", "it is empty"),
+    "write into the run directory": ("open('RUN/journal', 'a')", READ_ONLY),
+    "replace the run directory": ("os.rename('RUN', 'RUN.old')", "OSError"),
+    "run directory by a link": ("os.symlink('RUN', '/tmp/l'); open('/tmp/l/keys').read()", GONE),
+    "run directory by the guard": ("open('/proc/1/root/RUN/keys').read()", GONE),
+    "its own source": ("open(__file__, 'a')", READ_ONLY),
+    "code of asyncrl": ("open(PACKAGE + '/errors.py', 'a')", READ_ONLY),
+    "kill the worker": ("os.kill(WORKER, signal.SIGKILL)", NO_PROCESS),
+    "kill everybody": ("os.kill(-1, signal.SIGKILL)", NO_PROCESS),
+    "kill the group of the worker": ("os.killpg(WORKER, signal.SIGKILL)", NO_PROCESS),
+    "settings of the kernel": ("open('/proc/sys/kernel/core_pattern', 'r+')", UNWRITABLE),
+    "write /proc": ("open('/proc/sys/vm/overcommit_memory', 'r+')", UNWRITABLE),
+    "uncover the run directory": ("checked(libc.umount2(b'RUN', 2))", DENIED),
+    "mount": ("checked(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None))", DENIED),
+    "make the root writable": ("checked(libc.mount(None, b'/', None, 0x1020, None))", DENIED),
+    "another root": ("os.chroot('/tmp')", DENIED),
+    "space of processes of the worker": ("checked(libc.setns(os.open('/proc/1/ns/mnt', 0), 0))", DENIED),
+    "disk": ("assert [d for d in glob.glob('/dev/*d[a-z]')], 'there is none'", "there is none"),
+    "make a disk": ("os.mknod('/tmp/d', 0o60600, os.makedev(254, 0))", DENIED),
+    "join a group": ("os.setgroups([0])", DENIED),
+    "network": ("socket.create_connection(('127.0.0.1', PORT), 5)", "refused"),
+    "abstract socket": ("socket.socket(socket.AF_UNIX).connect('\\0ABSTRACT')", "refused"),
+}
+"""What is tried, and what the error says. Words in capitals are filled in."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bubblewrap() -> None:
+    try:
+        try_containment(Containment())
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """What a fleet has: variables, shared memory, sockets, a run directory with keys. Returns the words to fill in."""
+    run, sockets = tmp_path / "runs" / "mine", tmp_path / "sockets"
+    run.mkdir(parents=True)
+    sockets.mkdir()
+    (run / "keys").write_text("secret")
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    monkeypatch.setenv("ASYNCRL_TELEMETRY__PASSWORD", "secret")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    abstract = f"asyncrl-test-{os.getpid()}"
+    with ExitStack() as scope:
+        for address in (f"{sockets}/gen0.work", f"{run}/control", f"\0{abstract}"):
+            listening = scope.enter_context(socket.socket(socket.AF_UNIX))
+            listening.bind(address)
+            listening.listen()
+        port = scope.enter_context(socket.create_server(("127.0.0.1", 0)))
+        segment = SharedMemory(create=True, size=64)
+        scope.callback(segment.unlink)
+        scope.callback(segment.close)
+        words = {"RUN": str(run), "SOCKETS": str(sockets), "SEGMENT": segment.name, "ABSTRACT": abstract}
+        words |= {"PORT": str(port.getsockname()[1]), "WORKER": str(os.getpid()), "KEY": "4711"}
+        yield words | {"PACKAGE": repr(str(containment.PACKAGE / "asyncrl"))}
+
+
+MakePool = Callable[..., Any]
+
+
+@pytest.fixture
+def pool(tmp_path: Path, outside: dict[str, str]) -> MakePool:
+    @asynccontextmanager
+    async def make(name: str = "tries", workers: int = 1, **changes: Any) -> AsyncIterator[ChildPool]:
+        spec = FunctionSpec(f"{tmp_path}/functions.py:{name}", name)
+        contained = Containment((outside["RUN"], outside["SOCKETS"]), files_named([spec.use]), network=False)
+        limits = {"workers": workers, "deadline": 20.0, "start_deadline": 60.0, "printed": tmp_path / "printed"}
+        limits["containment"] = replace(contained, **changes)
+        async with running(lambda tasks: ChildPool([spec], tasks, **limits)) as made:
+            yield made
+
+    return make
+
+
+async def test_nothing_of_the_fleet_is_in_reach_and_scoring_goes_on(pool: MakePool, outside: dict[str, str]) -> None:
+    async with pool() as made:
+        for name, (attack, error) in ATTACKS.items():
+            for word, text in outside.items():
+                attack = attack.replace(word, text)
+            (result,) = await made.run(0, [sample(attack)])
+            assert re.search(error, result.reason), (name, result)
+        assert await made.run(0, [sample("pass")]) == [FunctionResult(1.0)]
+    assert sorted(os.listdir(outside["RUN"])) == ["control", "keys"]
+
+
+@pytest.mark.parametrize("attack", ["os.kill(os.getppid(), signal.SIGKILL)", "os.kill(1, signal.SIGSTOP)"])
+async def test_a_child_cannot_stop_its_guard_or_neighbours(pool: MakePool, attack: str) -> None:
+    async with pool(workers=2) as made:
+        attacked, fine = await asyncio.gather(made.run(0, [sample(attack)]), made.run(0, [sample("pass", 1)]))
+        assert attacked == fine == [FunctionResult(1.0)]
+
+
+async def test_signals_are_reported_as_without_containment(pool: MakePool) -> None:
+    async with pool() as made:
+        results = await made.run(0, [sample(f"os.kill(os.getpid(), {number})") for number in (9, 11)])
+        assert "its process was ended by SIGKILL" in results[0].reason
+        assert "its process was ended by SIGSEGV" in results[1].reason
+        (result,) = await made.run(0, [sample("os._exit(7)")])
+        assert result.reason == "its process ended with status 7"
+
+
+HOLDS = """
+import fcntl, os, time
+lock = open({lock!r}, 'w')
+fcntl.flock(lock, fcntl.LOCK_EX)
+if not os.fork():
+    os.setsid()
+    lock.write('held')
+    lock.flush()
+    time.sleep(1000)
+"""
+"""Leaves a process in a session of its own, which holds a lock on a file outside."""
+
+
+async def test_all_that_a_child_started_ends_with_the_pool(pool: MakePool, tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    async with pool(writable=(str(tmp_path),)) as made:
+        assert await made.run(0, [sample(HOLDS.format(lock=str(lock)))]) == [FunctionResult(1.0)]
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from asyncrl.children.containment import Containment
+from asyncrl.rewards import Sample
+from asyncrl.rewards.execution.child_pool import ChildPool
+from asyncrl.rewards.functions import FunctionSpec
+
+async def main(folder, attack):
+    options = {"workers": 1, "deadline": 60, "start_deadline": 60, "printed": Path(folder, "printed")}
+    async with asyncio.TaskGroup() as tasks:
+        contained = Containment(writable=(folder,))
+        pool = ChildPool([FunctionSpec(folder + "/functions.py:tries", "f")], tasks, containment=contained, **options)
+        await pool.start()
+        await pool.run(0, [Sample("p", attack, {}, 0, 0, "stop", 1)])
+        await asyncio.Event().wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.usefixtures("outside")
+async def test_all_that_a_child_started_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    words = [str(tmp_path), HOLDS.format(lock=str(lock))]
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, *words)
+    async with asyncio.timeout(60):
+        while not await asyncio.to_thread(lambda: lock.exists() and lock.read_text()):
+            await asyncio.to_thread(os.sched_yield)
+        parent.kill()
+        await parent.wait()
+        with await asyncio.to_thread(lock.open) as file:
+            await asyncio.to_thread(fcntl.flock, file, fcntl.LOCK_EX)
+
+
+async def test_folders_that_are_to_be_written_are(pool: MakePool, tmp_path: Path) -> None:
+    async with pool(writable=(str(tmp_path / "runs"),)) as made:
+        assert await made.run(0, [sample(f"open({str(tmp_path / 'runs' / 'cache')!r}, 'w').write('x')")]) == [
+            FunctionResult(1.0)
+        ]
+        (result,) = await made.run(0, [sample(f"open({str(tmp_path / 'runs/mine/keys')!r}, 'w')")])
+        assert READ_ONLY in result.reason
+        temporary = "with tempfile.NamedTemporaryFile(dir='/tmp') as f: f.write(b'x')"
+        assert await made.run(0, [sample(temporary)]) == [FunctionResult(1.0)]
+    assert (tmp_path / "runs" / "cache").read_text() == "x"
+
+
+async def test_the_network_is_there_unless_it_is_taken_away(pool: MakePool, outside: dict[str, str]) -> None:
+    async with pool(network=True) as made:
+        reached = f"socket.create_connection(('127.0.0.1', {outside['PORT']}), 5)"
+        assert await made.run(0, [sample(reached)]) == [FunctionResult(1.0)]
+
+
+def views(contained: Containment) -> list[str]:
+    command = contained.command()
+    return command[command.index("--dev") + 2 : -1]
+
+
+def test_inner_folders_come_after_outer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run inside the folder of its code is hidden, and code inside the run is seen."""
+    monkeypatch.chdir("/")
+    code, run = tmp_path / "code", tmp_path / "code" / "runs"
+    (run / "own").mkdir(parents=True)
+    found = views(Containment((str(run),), (str(code), str(run / "own"))))
+    places = [found.index(str(path)) for path in (code, run, run / "own")]
+    assert places == sorted(places)
+    assert [found[place - 1] for place in places] == ["--ro-bind", "--tmpfs", "--ro-bind"]
+
+
+def test_a_folder_of_code_that_is_tmp_itself_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    assert "--ro-bind /tmp /tmp" not in " ".join(views(Containment(visible=("/tmp",))))
+
+
+def test_files_are_found_in_names_and_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py", "server.py", "data.json"):
+        (tmp_path / name).write_text("")
+    found = files_named([f"trl:{tmp_path}/mine.py:f", "mcp:python server.py data.json"])
+    assert set(found) == {str(tmp_path), *(str(tmp_path / name) for name in ("mine.py", "server.py", "data.json"))}
+
+
+def test_a_machine_without_bubblewrap_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match=r"apt-get install bubblewrap.*sandbox = \"none\" in the section \[children"):
+        try_containment(Containment())
+    fails = tmp_path / "bwrap"
+    fails.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    fails.chmod(fails.stat().st_mode | stat.S_IXUSR)
+    with pytest.raises(SandboxError, match=r"here: bwrap: No permissions .* allow user namespaces"):
+        try_containment(Containment())
+
+
+def test_statuses_of_bubblewrap_are_those_of_the_child() -> None:
+    assert [exit_status(status) for status in (0, 7, 128 + 9)] == [0, 7, -9]
